@@ -1,0 +1,61 @@
+"""gradmerge: merge fine-tuned models, and remove what a model has learned, by matching gradients with curvature."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from .api import MergeResult, merge, merge_state_dicts
+    from .checkpoints import open_checkpoint
+    from .curvature import Curvature
+    from .errors import GradmergeError, InputError, MachineError
+    from .recipe import Recipe, load_recipe
+    from .rules import RULES, gradient_matching_full, removal_full
+
+# Where each name comes from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
+_WHERE = {
+    "merge": "api",
+    "merge_state_dicts": "api",
+    "MergeResult": "api",
+    "open_checkpoint": "checkpoints",
+    "Curvature": "curvature",
+    "GradmergeError": "errors",
+    "InputError": "errors",
+    "MachineError": "errors",
+    "Recipe": "recipe",
+    "load_recipe": "recipe",
+    "RULES": "rules",
+    "gradient_matching_full": "rules",
+    "removal_full": "rules",
+}
+
+__all__ = [
+    "RULES",
+    "Curvature",
+    "GradmergeError",
+    "InputError",
+    "MachineError",
+    "MergeResult",
+    "Recipe",
+    "__version__",
+    "gradient_matching_full",
+    "load_recipe",
+    "merge",
+    "merge_state_dicts",
+    "open_checkpoint",
+    "removal_full",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        import importlib
+
+        return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

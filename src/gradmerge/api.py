@@ -1,0 +1,497 @@
+"""Merging, from Python: disk to disk, or in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._version import __version__
+from .checkpoints.lora import AdapterCheckpoint
+from .checkpoints.model import Buffers, Checkpoint, Digest, TensorInfo, block_digest
+from .checkpoints.sidecars import copy_sidecars, sidecars
+from .curvature.curvature import Curvature
+from .curvature.files import STEM, metadata
+from .engine import BLOCK, CurvatureInput, Inputs, Plan, Statistics, Unit, make_plan, measure, run
+from .engine.journal import Journal
+from .engine.memory import keep_freed_memory
+from .engine.opening import open_plan
+from .engine.plan import torch_type
+from .engine.workers import one_thread_each
+from .errors import GradmergeError, InputError
+from .recipe import Recipe, check_options, load_recipe, make_recipe
+from .report.card import model_card
+from .rules import RULES
+from .storage.staging import Staging
+from .storage.tensorwriter import TensorWriter
+
+RECORD = "gradmerge.json"
+
+
+class Progress(Protocol):
+    """Told what is being done and how far it is, in bytes."""
+
+    def begin(self, what: str, total: int, done: int = 0) -> None: ...
+    def advance(self, nbytes: int) -> None: ...
+
+
+class NoProgress:
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        pass
+
+    def advance(self, nbytes: int) -> None:
+        pass
+
+
+@dataclass
+class MergeResult:
+    """What a merge did."""
+
+    output: Path
+    merged: int
+    """Number of tensors that went through the rule."""
+    copied: int
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+    already_done: bool = False
+
+
+def default_threads() -> int:
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(available, 16)
+
+
+def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
+    """A recipe from a file, a mapping, or itself."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    return make_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
+
+
+@contextmanager
+def planned(recipe: str | Path | Recipe | Mapping[str, Any], *, allow_pickle: bool = False) -> Iterator[Plan]:
+    """The plan of a recipe, with its inputs open."""
+    plan = open_plan(as_recipe(recipe), allow_pickle=allow_pickle)
+    try:
+        yield plan
+    finally:
+        plan.inputs.close()
+
+
+def merge(
+    recipe: str | Path | Recipe | Mapping[str, Any],
+    out: str | Path,
+    *,
+    threads: int | None = None,
+    device: str = "cpu",
+    force: bool = False,
+    resume: bool = False,
+    allow_pickle: bool = False,
+    allow_nonfinite: bool = False,
+    progress: Progress | None = None,
+    block: int = BLOCK,
+) -> MergeResult:
+    """Merge checkpoints as a recipe says and write the result to the folder ``out``.
+
+    Everything is streamed: memory depends on the number of models and threads, not on their size. The folder appears
+    under its name when it is complete; until then the work is in ``OUT.partial``, and ``resume`` goes on from there.
+    The bytes of the weights depend on the inputs and the recipe alone.
+    """
+    recipe = as_recipe(recipe)
+    out = Path(out)
+    if out.suffix == ".safetensors":
+        raise InputError(f"{out}: the result is a folder; give a name without .safetensors")
+    threads = threads or default_threads()
+    _check_device(device)
+    with planned(recipe, allow_pickle=allow_pickle) as plan:
+        plan.block = block
+        fingerprint = _fingerprint(recipe, plan, allow_nonfinite)
+        if resume and _is_complete(out, fingerprint):
+            return MergeResult(out, len(plan.merged), len(plan.jobs) - len(plan.merged), 0, 0, 0.0, plan.notes, already_done=True)
+        staging = Staging(out, force=force, keep=resume, inputs=[*plan.inputs.files(), *_folders(plan.inputs)])
+        with _Output(recipe, plan, staging, fingerprint, resume) as output:
+            return output.merge(threads, device, allow_nonfinite, progress or NoProgress())
+
+
+def _folders(inputs: Inputs) -> list[Path]:
+    return [c.folder for c in inputs.checkpoints if c.folder is not None]
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise InputError(f"device {device!r}: not a device such as cpu, cuda or cuda:1") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device {device!r}: this machine has no CUDA device that PyTorch can use; take cpu")
+    if kind not in ("cpu", "cuda"):
+        raise InputError(f"device {device!r}: merges run on cpu or cuda")
+
+
+def _fingerprint(recipe: Recipe, plan: Plan, allow_nonfinite: bool) -> str:
+    """What the bytes of the result depend on: the recipe, and the inputs by path, size and time of change."""
+    files = []
+    for path in plan.inputs.files():
+        status = path.stat()
+        files.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
+    content = {
+        "version": __version__,
+        "recipe": recipe.model_dump(mode="json"),
+        "files": files,
+        "block": plan.block,
+        "allow_nonfinite": allow_nonfinite,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _is_complete(out: Path, fingerprint: str) -> bool:
+    try:
+        return bool(json.loads((out / RECORD).read_text("utf-8"))["fingerprint"] == fingerprint)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+class _Output:
+    """The result of a merge on disk: weights, curvature, small files, record and card, under a journal."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, staging: Staging, fingerprint: str, resume: bool) -> None:
+        self.recipe, self.plan, self.staging, self.fingerprint = recipe, plan, staging, fingerprint
+        self.journal = Journal(staging.folder, fingerprint)
+        self.resume = resume
+        self._sources = [*plan.inputs.checkpoints, *plan.inputs.curvatures]
+        self._started = time.perf_counter()
+        self._working = False
+        shard_size = recipe.output.shard_size
+        self.writer = TensorWriter(staging.folder, "model", plan.tensors, shard_size, {"format": "pt"})
+        self.precision: TensorWriter | None = None
+        if plan.write_precision:
+            likelihood = next((c.likelihood for c in plan.inputs.curvatures if c.likelihood), "empirical")
+            header = metadata(plan.examples, likelihood, staging.out.name)
+            self.precision = TensorWriter(staging.folder / STEM, STEM, plan.precision_tensors, shard_size, header)
+        self._digests: dict[int, list[int]] = {}
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Keep unfinished work for --resume, unless going on could only fail again."""
+        if kind is None:
+            return
+        self.journal.close()
+        self._close()
+        if not self._working or isinstance(error, InputError):
+            self.staging.discard()
+        else:
+            self.staging.leave()
+
+    def _close(self) -> None:
+        self.writer.close()
+        if self.precision is not None:
+            self.precision.close()
+
+    def merge(self, threads: int, device: str, allow_nonfinite: bool, progress: Progress) -> MergeResult:
+        plan = self.plan
+        keep_freed_memory()
+        finished = self._load_journal()
+        small = sum(path.stat().st_size for path in sidecars(plan.inputs.template))
+        self.staging.require_space(self.writer.nbytes + (self.precision.nbytes if self.precision else 0) + small + 1_000_000)
+        self.writer.open()
+        if self.precision is not None:
+            self.precision.folder.mkdir(exist_ok=True)
+            self.precision.open()
+        self.journal.open(fresh=finished is None)
+        self._working = True
+
+        begun = time.perf_counter()
+        if finished is not None and finished.statistics is not None:
+            statistics = Statistics.from_json(finished.statistics)
+        else:
+            if plan.statistics_read:
+                progress.begin("measuring", plan.statistics_read)
+            with one_thread_each():
+                statistics = measure(plan, threads, allow_nonfinite, progress.advance)
+            self.journal.statistics(statistics.to_json())
+        measured = time.perf_counter()
+
+        self._digests = finished.units if finished else {}
+        units = list(plan.units())
+        left = [unit for unit in units if unit.number not in self._digests]
+        done = len(units) - len(left)
+        total = plan.total_read
+        progress.begin("merging", total, done=total * done // max(1, len(units)))
+        factor = float(plan.examples) if self.recipe.reduction == "mean" else 1.0
+        run(
+            plan,
+            statistics,
+            self,
+            units=left,
+            threads=threads,
+            device=device,
+            allow_nonfinite=allow_nonfinite,
+            precision_factor=factor,
+            advance=progress.advance,
+        )
+        merged = time.perf_counter()
+        return self._finish(units, {"statistics": measured - begun, "merge": merged - measured}, done)
+
+    def _load_journal(self) -> Any:
+        if not self.resume:
+            return None
+        if self.journal.belongs_to_another_merge():
+            self._working = True  # keep it: it may be wanted
+            raise GradmergeErrorAsInput(
+                f"{self.staging.folder}: the unfinished merge there is of another recipe or of inputs that have changed since. "
+                "Run without --resume to start over."
+            )
+        return self.journal.load()
+
+    # What `run` calls, from several threads at once.
+
+    def write(self, name: str, start: int, block: Tensor) -> None:
+        self.writer.write(name, start, _bytes(block))
+
+    def write_precision(self, name: str, start: int, block: Tensor) -> None:
+        assert self.precision is not None
+        self.precision.write(name, start, _bytes(block))
+
+    def done(self, unit: Unit, digests: dict[int, int]) -> None:
+        record = [digests.get(id(source), -1) for source in self._sources]
+        self.journal.unit(unit.number, record)
+        self._digests[unit.number] = record
+
+    def _finish(self, units: list[Unit], timings: dict[str, float], resumed: int) -> MergeResult:
+        plan, folder = self.plan, self.staging.folder
+        self.writer.finish()
+        if self.precision is not None:
+            self.precision.finish()
+        copy_sidecars(plan.inputs.template, folder, self.recipe.output.dtype)
+        seconds = time.perf_counter() - self._started
+        result = MergeResult(
+            self.staging.out,
+            len(plan.merged),
+            len(plan.jobs) - len(plan.merged),
+            plan.total_read + plan.statistics_read,
+            plan.total_written,
+            seconds,
+            plan.notes,
+        )
+        record = self._record(units, timings | {"total": seconds}, resumed)
+        (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        card = model_card(self.recipe, self.staging.out.name, (folder / "config.json").is_file())
+        (folder / "README.md").write_text(card, "utf-8")
+        self.journal.remove()
+        self.staging.finish()
+        return result
+
+    def _record(self, units: list[Unit], timings: dict[str, float], resumed: int) -> dict[str, Any]:
+        return {
+            "gradmerge": __version__,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "fingerprint": self.fingerprint,
+            "recipe": self.recipe.model_dump(mode="json") | {"options": dict(self.plan.inputs.options)},
+            "inputs": self._input_records(units),
+            "output": {
+                "files": self.writer.filenames,
+                "bytes": self.plan.total_written,
+                "merged_tensors": len(self.plan.merged),
+                "copied_tensors": len(self.plan.jobs) - len(self.plan.merged),
+            },
+            "versions": {
+                "gradmerge": __version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+            },
+            "timings": {name: round(value, 3) for name, value in timings.items()},
+            "resumed_blocks": resumed,
+            "notes": self.plan.notes,
+        }
+
+    def _input_records(self, units: list[Unit]) -> list[dict[str, Any]]:
+        inputs = self.plan.inputs
+        records = []
+        for index, source in enumerate(self._sources):
+            digest = Digest(self.plan.block)
+            for unit in units:
+                value = self._digests[unit.number][index]
+                if value >= 0:
+                    info = source.tensors[inputs.stored_name(source, unit.job.name)] if isinstance(source, Checkpoint) else (
+                        TensorInfo("F32", unit.job.info.shape))  # fmt: skip
+                    digest.add(unit.job.name, info, unit.start, value)
+            if isinstance(source, AdapterCheckpoint):
+                digest = digest_of(source.adapter, self.plan.block)
+            record: dict[str, Any] = {"role": _role(source, inputs), "source": source.label}
+            if isinstance(source, Checkpoint) and source.hub_id:
+                record["hub_id"] = source.hub_id
+            record["files"] = [{"name": path.name, "bytes": path.stat().st_size} for path in source.files()]
+            if len(digest):
+                record["digest"] = f"xxh3-128:{digest.hex()}"
+                record["digest_tensors"] = len(digest)
+                record["digest_block"] = digest.block_size
+            records.append(record)
+        return records
+
+
+class GradmergeErrorAsInput(GradmergeError):
+    """Wrong input (status 2) that must not cost the unfinished work."""
+
+    status = 2
+
+
+def _role(source: Checkpoint | CurvatureInput, inputs: Inputs) -> str:
+    if source is inputs.base:
+        return "base"
+    if source is inputs.prior:
+        return "base curvature"
+    if source is inputs.penalty:
+        return "penalty"
+    return "tuned" if isinstance(source, Checkpoint) else "curvature"
+
+
+def _bytes(block: Tensor) -> memoryview:
+    return memoryview(block.contiguous().view(torch.uint8).numpy())
+
+
+def digest_of(checkpoint: Checkpoint, block: int = BLOCK) -> Digest:
+    """The digest of all tensors of a checkpoint, as `gradmerge.json` records it for every input."""
+    digest, buffers = Digest(block), Buffers()
+    for name, info in checkpoint.tensors.items():
+        for start in range(0, max(info.numel, 1), block):
+            values = checkpoint.read(name, start, min(start + block, info.numel), buffers)
+            digest.add(name, info, start, block_digest(values))
+    return digest
+
+
+CurvatureLike = Mapping[str, Tensor] | float
+
+
+def merge_state_dicts(
+    base: Mapping[str, Tensor] | None,
+    tuned: Sequence[Mapping[str, Tensor]],
+    method: str = "gradient-matching",
+    *,
+    prior: CurvatureLike | None = None,
+    curvature: Sequence[CurvatureLike] | None = None,
+    penalty: CurvatureLike | None = None,
+    weights: Sequence[float] | None = None,
+    base_weight: float | None = None,
+    damping: float = 1e-10,
+    reduction: str = "sum",
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    missing: str = "error",
+    options: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    allow_nonfinite: bool = False,
+) -> dict[str, Tensor]:
+    """Merge state dicts in memory, by the same rules, checks and arithmetic as on disk.
+
+    ``prior`` is the base's curvature and ``curvature`` a list with that of each tuned model (for ``regmean``, Gram
+    matrices): a :class:`Curvature`, a mapping from names to tensors, or a number c for c · I. ``reduction`` applies to
+    :class:`Curvature`, which knows its number of examples; tensors and numbers are taken as they are. The result
+    has the names, types and devices of the base.
+    """
+    if method not in RULES:
+        raise InputError(f"method: there is no rule {method!r}; known are {', '.join(RULES)}")
+    models = [{"model": f"tuned[{i}]", "weight": w} for i, w in enumerate(_weights(tuned, weights))]
+    description: dict[str, Any] = {
+        "method": method,
+        "models": models,
+        "damping": damping,
+        "reduction": reduction,
+        "include": list(include),
+        "exclude": list(exclude),
+        "missing": missing,
+        "options": dict(options or {}),
+    }
+    if base is not None:
+        description["base"] = {"model": "base", "weight": base_weight, "penalty": None if penalty is None else "penalty"}
+    recipe = make_recipe(description, where="merge_state_dicts")
+    rule, settings = recipe.rule, check_options(recipe.rule, recipe.options)
+    needs = rule.needs(settings)
+    opened = [Checkpoint(f"tuned[{i}]", memory=_contiguous(state)) for i, state in enumerate(tuned)]
+    base_checkpoint = Checkpoint("base", memory=_contiguous(base)) if base is not None else None
+    inputs = Inputs(
+        template=base_checkpoint or opened[0],
+        base=base_checkpoint,
+        tuned=opened,
+        weights=recipe.weights,
+        base_weight=base_weight,
+        damping=damping,
+        options=settings,
+    )
+    if "prior" in needs:
+        inputs.prior = _in_memory(prior, "prior", reduction, method)
+    if penalty is not None:
+        inputs.penalty = _in_memory(penalty, "penalty", reduction, method)
+    if needs & {"curvature", "grams"}:
+        if curvature is None or len(curvature) != len(tuned):
+            raise InputError(f"curvature: {method} needs one for each of the {len(tuned)} tuned models")
+        every = [_in_memory(c, f"curvature[{i}]", reduction, method) for i, c in enumerate(curvature)]
+        if "grams" in needs:
+            inputs.grams = every
+        else:
+            inputs.curvature = every
+    plan = make_plan(rule, inputs, include=include, exclude=exclude, missing=missing)
+    sink = _Memory(plan)
+    threads = threads or default_threads()
+    with one_thread_each():
+        statistics = measure(plan, threads, allow_nonfinite, lambda nbytes: None)
+    run(plan, statistics, sink, threads=threads, allow_nonfinite=allow_nonfinite)
+    template = base if base is not None else tuned[0]
+    return {name: value.to(template[name].device) for name, value in sink.result.items()}
+
+
+def _weights(tuned: Sequence[Any], weights: Sequence[float] | None) -> list[float]:
+    if weights is None:
+        return [1.0] * len(tuned)
+    if len(weights) != len(tuned):
+        raise InputError(f"weights: {len(weights)} for {len(tuned)} tuned models")
+    return list(weights)
+
+
+def _contiguous(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().contiguous() for name, value in state.items()}
+
+
+def _in_memory(value: CurvatureLike | None, label: str, reduction: str, method: str) -> CurvatureInput:
+    if value is None:
+        raise InputError(f"{label}: {method} needs it: a Curvature, a mapping from names to tensors, or a number c for c · I")
+    if isinstance(value, Mapping):
+        if isinstance(value, Curvature):
+            factor = 1.0 / value.examples if reduction == "mean" else 1.0
+            return CurvatureInput(label, memory=value, factor=factor, examples=value.examples, likelihood=value.likelihood)
+        return CurvatureInput(label, memory=value)
+    if not 0 <= value < float("inf"):
+        raise InputError(f"{label}: {value} is no curvature; it must be a finite number that is not negative")
+    return CurvatureInput(label, constant=float(value))
+
+
+class _Memory:
+    """A result in memory."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.result = {job.name: torch.empty(job.info.shape, dtype=torch_type(job.info)) for job in plan.jobs}
+
+    def write(self, name: str, start: int, block: Tensor) -> None:
+        self.result[name].view(-1)[start : start + block.numel()] = block
+
+    def write_precision(self, name: str, start: int, block: Tensor) -> None:
+        raise AssertionError("merge_state_dicts never asks for it")
+
+    def done(self, unit: Unit, digests: dict[int, int]) -> None:
+        pass

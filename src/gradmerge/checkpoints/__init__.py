@@ -1,0 +1,7 @@
+"""Reading any checkpoint tensor by tensor, comparing checkpoints, and writing one safely."""
+
+from .compare import Comparison, compare
+from .model import Buffers, Checkpoint, Digest, TensorInfo
+from .opening import open_checkpoint
+
+__all__ = ["Buffers", "Checkpoint", "Comparison", "Digest", "TensorInfo", "compare", "open_checkpoint"]

@@ -1,0 +1,224 @@
+"""PEFT LoRA adapters as checkpoints: base + scale · BA, formed a few rows at a time while the merge reads."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, listed
+from ..storage.tensorfile import parse_json_object
+from .model import Buffers, Checkpoint, PositionalFile, TensorInfo
+
+#: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
+PANEL = 1 << 16
+
+#: Settings that change what the adapter means, and that are not LoRA as in base + scale · BA.
+UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "layer_replication": "layer replication",
+    "target_parameters": "LoRA on bare parameters",
+    "trainable_token_indices": "trainable tokens",
+    "lora_bias": "LoRA with a bias of its own",
+    "alora_invocation_tokens": "activated LoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "arrow routing",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "megatron_config": "Megatron layers",
+}
+#: Initialisations that also change the base's weights, which the adapter file does not show.
+CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Names of the two factors of one target, and what its difference is made of."""
+
+    a: str
+    b: str
+    scale: float
+    transposed: bool
+    """The target stores (in, out), as GPT-2's Conv1D and embeddings do."""
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    path = folder / "adapter_config.json"
+    config = parse_json_object(path.read_bytes(), lambda why: InputError(f"{path}: {why}"))
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise InputError(f"{folder}: a PEFT adapter of type {kind}; only LORA adapters can be merged from disk. "
+                         "Merge it into its base with PEFT (merge_and_unload) first.")  # fmt: skip
+    for key, what in UNSUPPORTED.items():
+        if config.get(key):
+            raise InputError(f"{folder}: the adapter uses {what} ({key}), which is not base + scale·BA. "
+                             "Merge it into its base with PEFT (merge_and_unload) first.")  # fmt: skip
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.partition("_niter")[0].lower() in CHANGES_BASE:
+        raise InputError(f"{folder}: the adapter was initialised with {init}, which changed the base's weights. "
+                         "Convert it to a plain LoRA adapter with PEFT first.")  # fmt: skip
+    return config
+
+
+class AdapterCheckpoint(Checkpoint):
+    """A LoRA adapter over its base: every tensor of the base, some of them with a difference added or replaced."""
+
+    kind = "LoRA adapter"
+
+    def __init__(
+        self,
+        label: str,
+        folder: Path,
+        config: Mapping[str, Any],
+        files: list[PositionalFile],
+        memory: Mapping[str, Tensor],
+        base: Checkpoint,
+        owns_base: bool,
+        hub_id: str | None = None,
+    ) -> None:
+        super().__init__(label, folder=folder, config=base.config, hub_id=hub_id)
+        self.adapter = Checkpoint(label, files=files, memory=memory)
+        self.base = base
+        self._owns_base = owns_base
+        self._factors, self._replaced = self._resolve(config)
+        self.tensors = dict(base.tensors)
+        for name, stored in self._replaced.items():
+            self.tensors[name] = self.adapter.tensors[stored]
+        for name, factors in self._factors.items():
+            self._check_shapes(name, factors)
+
+    def _resolve(self, config: Mapping[str, Any]) -> tuple[dict[str, Factors], dict[str, str]]:
+        parts: dict[str, dict[str, str]] = {}
+        replaced: dict[str, str] = {}
+        unknown: list[str] = []
+        for key in self.adapter.tensors:
+            path = key.removeprefix("base_model.model.")
+            match = re.fullmatch(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", path)
+            if match:
+                parts.setdefault(match[1], {})[match[2]] = key
+            elif "lora_" in path or "trainable_tokens" in path:
+                unknown.append(key)
+            else:
+                replaced[path.replace(".modules_to_save.default", "").replace(".base_layer", "")] = key
+        if unknown:
+            raise InputError(f"{self.folder}: the adapter holds tensors that are not LoRA's A and B:\n{listed(unknown)}\n"
+                             "Merge it into its base with PEFT (merge_and_unload) first.")  # fmt: skip
+        factors: dict[str, Factors] = {}
+        lost: list[str] = []
+        for module, pair in parts.items():
+            target = self._target(module)
+            if target is None or pair.keys() != {"A", "B"}:
+                lost.append(module)
+                continue
+            embedding = "lora_embedding_" in pair["A"]
+            rank = self.adapter.tensors[pair["A"]].shape[0]
+            alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            transposed = embedding or bool(config.get("fan_in_fan_out"))
+            factors[target] = Factors(pair["A"], pair["B"], scale, self._orientation(target, pair, transposed))
+        if lost:
+            raise InputError(f"{self.folder}: the adapter changes modules that {self.base.label} does not have:\n"
+                             f"{listed(lost)}\nWas it trained on another base?")  # fmt: skip
+        return factors, replaced
+
+    def _target(self, module: str) -> str | None:
+        """The base's tensor for a module path, also where one of the two lacks the leading part of the path."""
+        tensors = self.base.tensors
+        for candidate in (f"{module}.weight", f"{module.partition('.')[2]}.weight"):
+            if candidate in tensors:
+                return candidate
+        longer = [name for name in tensors if name.endswith(f".{module}.weight")]
+        return longer[0] if len(longer) == 1 else None
+
+    def _orientation(self, target: str, pair: Mapping[str, str], stated: bool) -> bool:
+        """Whether the target stores (in, out): what its shape says, and what the config says where it is square."""
+        a, b = self.adapter.tensors[pair["A"]].shape, self.adapter.tensors[pair["B"]].shape
+        shape = self.base.tensors[target].shape
+        if len(shape) != 2 or a[1] == b[0]:
+            return stated
+        return shape == (a[1], b[0])
+
+    def _check_shapes(self, name: str, factors: Factors) -> None:
+        a, b = self.adapter.tensors[factors.a], self.adapter.tensors[factors.b]
+        shape = self.tensors[name].shape
+        rank, inputs, outputs = a.shape[0], math.prod(a.shape[1:]), b.shape[0]
+        fits = math.prod(b.shape[1:]) == rank and len(shape) >= 2
+        rows, columns = (inputs, outputs) if factors.transposed else (outputs, inputs)
+        if not fits or (shape[0], math.prod(shape[1:])) != (rows, columns):
+            raise InputError(f"{self.folder}: LoRA's A {list(a.shape)} and B {list(b.shape)} do not fit {name} "
+                             f"{list(shape)} of {self.base.label}. Was it trained on another base?")  # fmt: skip
+        for info in (a, b, self.tensors[name]):
+            if not info.is_float:
+                raise InputError(f"{self.folder}: {name} or its LoRA factors have the type {info.dtype}; "
+                                 "quantised weights cannot be merged")  # fmt: skip
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 - one entry a thread is enough, and the cache dies with the adapter
+    def _product_of(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(left, right) with left @ right = scale · BA in the layout of the target."""
+        factors = self._factors[name]
+        a, b = (self._whole(key).to(dtype) for key in (factors.a, factors.b))
+        a, b = a.flatten(1), b.flatten(1)
+        if factors.transposed:
+            return (a.T * factors.scale).contiguous(), b.T.contiguous()
+        return (b * factors.scale).contiguous(), a.contiguous()
+
+    def _whole(self, key: str) -> Tensor:
+        info = self.adapter.tensors[key]
+        return self.adapter.read(key, 0, info.numel, Buffers()).reshape(info.shape)
+
+    def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
+        if name in self._replaced:
+            block = self.adapter.read(self._replaced[name], start, stop, buffers, slot)
+        else:
+            block = self.base.read(name, start, stop, buffers, slot)
+        if name not in self._factors or stop <= start:
+            return block
+        dtype = torch.float64 if block.dtype == torch.float64 else torch.float32
+        left, right = self._product_of(name, dtype)
+        columns = right.shape[1]
+        rows = max(1, PANEL // columns)
+        result = block.to(dtype, copy=True)
+        for first in range(start // columns // rows * rows, -(-stop // columns), rows):
+            panel = (left[first : first + rows] @ right).reshape(-1)
+            begin = first * columns
+            low, high = max(start, begin), min(stop, begin + panel.numel())
+            result[low - start : high - start] += panel[low - begin : high - begin]
+        return result
+
+    def will_need(self, name: str) -> None:
+        if name in self._replaced:
+            self.adapter.will_need(self._replaced[name])
+        else:
+            self.base.will_need(name)
+
+    def files(self) -> list[Path]:
+        return [*self.adapter.files(), *(self.base.files() if self._owns_base else [])]
+
+    def close(self) -> None:
+        self.adapter.close()
+        if self._owns_base:
+            self.base.close()
+
+    def stored_tensors(self) -> dict[str, TensorInfo]:
+        """The tensors of the adapter's own file."""
+        return self.adapter.tensors
+
+
+def _by_pattern(patterns: Any, module: str, default: Any) -> float:
+    """The value of the first pattern that matches the end of a module's path, as PEFT reads its patterns."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return float(value)
+    return float(default)

@@ -1,0 +1,177 @@
+"""A checkpoint: named tensors that can be read a range of elements at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ..storage.tensorfile import FLOATS, ITEM_SIZE, Entry
+
+TORCH_TYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+STORED_TYPES = {v: k for k, v in TORCH_TYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor before it is read."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_SIZE[self.dtype]
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype in FLOATS
+
+    def __str__(self) -> str:
+        return f"{FLOATS.get(self.dtype, self.dtype)} {list(self.shape)}"
+
+
+class Buffers:
+    """One thread's read buffers, by slot, each as large as the largest block that went through it."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, Tensor] = {}
+
+    def take(self, slot: str, nbytes: int) -> Tensor:
+        buffer = self._slots.get(slot)
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = self._slots[slot] = torch.empty(nbytes, dtype=torch.uint8)
+        return buffer[:nbytes]
+
+
+class PositionalFile(Protocol):
+    """A file that tensors are read from by position: safetensors, or a zipped pickle."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def entries(self) -> Mapping[str, Entry]: ...
+    def read_into(self, buffer: memoryview, offset: int) -> None: ...
+    def will_need(self, offset: int, nbytes: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Checkpoint:
+    """Named tensors in file order, from files, from memory, or from both."""
+
+    kind = "checkpoint"
+
+    def __init__(
+        self,
+        label: str,
+        *,
+        files: list[PositionalFile] | None = None,
+        memory: Mapping[str, Tensor] | None = None,
+        folder: Path | None = None,
+        config: dict[str, Any] | None = None,
+        hub_id: str | None = None,
+    ) -> None:
+        self.label = label
+        """The model as the user wrote it."""
+        self.folder = folder
+        """Where config, tokenizer and a default curvature lie; None for a lone file or a state dict."""
+        self.config = config or {}
+        self.hub_id = hub_id
+        self.notes: list[str] = []
+        self._files = files or []
+        self._memory = dict(memory or {})
+        self._places = {name: (file, entry) for file in self._files for name, entry in file.entries.items()}
+        self.tensors: dict[str, TensorInfo] = {
+            name: TensorInfo(entry.dtype, entry.shape) for name, (_, entry) in self._places.items()
+        }
+        for name, tensor in self._memory.items():
+            self.tensors[name] = TensorInfo(STORED_TYPES[tensor.dtype], tuple(tensor.shape))
+
+    def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
+        """Elements ``start`` to ``stop`` of the flattened tensor, in its stored type.
+
+        The result may lie in the slot's buffer: it is valid until the slot is read into again, and not to be changed.
+        """
+        if name in self._memory:
+            return self._memory[name].detach().cpu().reshape(-1)[start:stop]
+        file, entry = self._places[name]
+        size = ITEM_SIZE[entry.dtype]
+        buffer = buffers.take(slot, (stop - start) * size)
+        if stop > start:
+            file.read_into(memoryview(buffer.numpy()), entry.start + start * size)
+        return buffer.view(TORCH_TYPES[entry.dtype])
+
+    def will_need(self, name: str) -> None:
+        """Ask the operating system to start reading a tensor."""
+        if name in self._places:
+            file, entry = self._places[name]
+            file.will_need(entry.start, entry.nbytes)
+
+    def files(self) -> list[Path]:
+        return [file.path for file in self._files]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def parameters(self) -> int:
+        return sum(info.numel for info in self.tensors.values() if info.is_float)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def block_digest(block: Tensor) -> int:
+    """XXH3 (64 bits) of a block's bytes as stored."""
+    return xxhash.xxh3_64_intdigest(block.view(torch.uint8).numpy()) if block.numel() else 0
+
+
+class Digest:
+    """A digest of the tensors of a model, the same for every shard layout.
+
+    XXH3-128 over the lines ``name dtype shape block…`` sorted by name, where ``block…`` are the XXH3-64 digests
+    of the tensor's consecutive blocks of ``block_size`` elements.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._blocks: dict[str, dict[int, int]] = {}
+        self._infos: dict[str, TensorInfo] = {}
+
+    def add(self, name: str, info: TensorInfo, start: int, digest: int) -> None:
+        self._infos[name] = info
+        self._blocks.setdefault(name, {})[start] = digest
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def hex(self) -> str:
+        total = xxhash.xxh3_128()
+        for name in sorted(self._blocks):
+            info, blocks = self._infos[name], self._blocks[name]
+            total.update(f"{name} {info.dtype} {list(info.shape)} ".encode())
+            total.update("".join(f"{blocks[start]:016x}" for start in sorted(blocks)).encode() + b"\n")
+        return str(total.hexdigest())

@@ -1,0 +1,149 @@
+"""From what a user writes to an open checkpoint: a folder, a file, a Hub id, or an adapter."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import InputError, listed
+from ..storage.tensorfile import TensorFile, open_files, parse_json_object, read_index
+from .lora import AdapterCheckpoint, is_adapter, read_adapter_config
+from .model import Checkpoint, PositionalFile
+from .pickles import SUFFIXES, PickleFile
+
+#: What of a Hub repository is fetched: weights that can be merged, and the small files that go with them.
+HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken",
+             "curvature/*"]  # fmt: skip
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+
+
+def open_checkpoint(
+    reference: str,
+    *,
+    relative_to: Path | None = None,
+    adapter_base: Checkpoint | None = None,
+    allow_pickle: bool = False,
+) -> Checkpoint:
+    """Open a model folder, a `.safetensors` file, a Hub id (`org/name@revision`) or a PEFT LoRA adapter folder.
+
+    ``relative_to`` is the folder that relative paths start from. An adapter goes on top of ``adapter_base``, or of the
+    base that its own config names.
+    """
+    path = (relative_to or Path()) / Path(reference).expanduser()
+    if path.is_dir():
+        return _open_folder(reference, path, adapter_base, allow_pickle)
+    if path.is_file():
+        return _open_file(reference, path, allow_pickle)
+    if HUB_ID.fullmatch(reference) and not reference.startswith("."):
+        folder = fetch_from_hub(reference, allow_pickle=allow_pickle)
+        return _open_folder(reference, folder, adapter_base, allow_pickle, hub_id=reference)
+    raise InputError(f"{reference}: no such folder or file ({path.absolute()})")
+
+
+def fetch_from_hub(reference: str, *, allow_pickle: bool) -> Path:
+    """The local folder of a Hub model, downloaded into the Hugging Face cache if it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    repo, _, revision = reference.partition("@")
+    patterns = [*HUB_FILES, *(["*.bin", "*.bin.index.json"] if allow_pickle else [])]
+    try:
+        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"{reference}: there is no such folder here, and the Hub did not give a model of that name: {reason}"
+        ) from error
+
+
+def _open_file(label: str, path: Path, allow_pickle: bool) -> Checkpoint:
+    if path.suffix == ".safetensors":
+        return Checkpoint(label, files=[TensorFile(path)])
+    if path.suffix in SUFFIXES:
+        _require_pickle_allowed(path, allow_pickle)
+        file = PickleFile(path)
+        return Checkpoint(label, files=[file], memory=file.memory)
+    raise InputError(f"{path}: a checkpoint file ends in .safetensors (or, with --allow-pickle, {', '.join(sorted(SUFFIXES))})")
+
+
+def _require_pickle_allowed(path: Path, allow_pickle: bool) -> None:
+    if not allow_pickle:
+        raise InputError(f"{path}: this is a pickle, a format that can run code when it is opened. Pass --allow-pickle to read it "
+                         "(only its tensors are read), or convert it to safetensors.")  # fmt: skip
+
+
+def _open_folder(
+    label: str, folder: Path, adapter_base: Checkpoint | None, allow_pickle: bool, hub_id: str | None = None
+) -> Checkpoint:
+    if is_adapter(folder):
+        return _open_adapter(label, folder, adapter_base, allow_pickle, hub_id)
+    files, memory = _weight_files(folder, "model", "pytorch_model", allow_pickle)
+    return Checkpoint(label, files=files, memory=memory, folder=folder, config=_read_config(folder), hub_id=hub_id)
+
+
+def _open_adapter(
+    label: str, folder: Path, base: Checkpoint | None, allow_pickle: bool, hub_id: str | None
+) -> AdapterCheckpoint:
+    config = read_adapter_config(folder)
+    stated = config.get("base_model_name_or_path")
+    owns_base = base is None
+    if base is None:
+        base = _open_stated_base(folder, stated, allow_pickle)
+    files, memory = _weight_files(folder, "adapter_model", "adapter_model", allow_pickle)
+    adapter = AdapterCheckpoint(label, folder, config, files, memory, base, owns_base, hub_id)
+    if not owns_base and isinstance(stated, str) and Path(stated).name not in _names_of(base):
+        adapter.notes.append(f"{label}: the adapter says that it was trained on {stated!r}; it is applied to {base.label}")
+    return adapter
+
+
+def _names_of(checkpoint: Checkpoint) -> set[str]:
+    names = [checkpoint.label.partition("@")[0], str(checkpoint.config.get("_name_or_path", ""))]
+    return {Path(name).name for name in names} | {checkpoint.folder.absolute().name if checkpoint.folder else ""}
+
+
+def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool) -> Checkpoint:
+    if not isinstance(stated, str) or not stated:
+        raise InputError(f"{folder}: an adapter without a base: its config names none. Give the base model in the recipe.")
+    for start in (None, folder):
+        if ((start or Path()) / stated).exists():
+            return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle)
+    try:
+        return open_checkpoint(stated, allow_pickle=allow_pickle)
+    except InputError as error:
+        raise InputError(f"{folder}: the adapter's base cannot be opened. {error}") from error
+
+
+def _weight_files(
+    folder: Path, stem: str, pickle_stem: str, allow_pickle: bool
+) -> tuple[list[PositionalFile], dict[str, Tensor]]:
+    safe = open_files(folder, stem)
+    if safe is not None:
+        return list(safe), {}
+    index, single = folder / f"{pickle_stem}.bin.index.json", folder / f"{pickle_stem}.bin"
+    if index.is_file():
+        paths = [folder / name for name in read_index(index)]
+    elif single.is_file():
+        paths = [single]
+    else:
+        raise InputError(_no_weights(folder, stem))
+    _require_pickle_allowed(paths[0], allow_pickle)
+    pickles = [PickleFile(path) for path in paths]
+    return list(pickles), {name: tensor for file in pickles for name, tensor in file.memory.items()}
+
+
+def _no_weights(folder: Path, stem: str) -> str:
+    message = f"{folder}: no {stem}.safetensors, and no {stem}.safetensors.index.json, in this folder"
+    others = sorted(p.name for p in folder.glob("*.safetensors"))
+    if others:
+        message += f". To merge one of these, give its path:\n{listed(others)}"
+    return message
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    return parse_json_object(path.read_bytes(), lambda why: InputError(f"{path}: {why}"))

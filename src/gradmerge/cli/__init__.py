@@ -1,0 +1,5 @@
+"""The command line: thin. It parses, calls the API, and prints."""
+
+from .app import main
+
+__all__ = ["main"]

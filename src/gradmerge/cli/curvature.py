@@ -1,0 +1,61 @@
+"""`gradmerge curvature`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from .output import Debug, Json, Quiet, count, guarded, print_json, print_table
+
+app = typer.Typer(
+    help="Look at curvature files.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+@app.callback()
+def _curvature() -> None:
+    pass
+
+
+@app.command("show", epilog="Example: gradmerge curvature show ./yelp-curvature")
+def show(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Curvature folder or file, or a model folder that holds one.")],
+    json_: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a curvature file holds: sum, mean, share of zeros and maximum of each group of parameters."""
+    with guarded(debug, json_):
+        from ..curvature.files import open_curvature
+        from ..curvature.summary import summarize
+
+        with open_curvature(path) as file:
+            groups = summarize(file)
+            facts: dict[str, Any] = {
+                "path": path,
+                "examples": file.examples,
+                "likelihood": file.likelihood,
+                "model": file.metadata.get("model", ""),
+                "kind": file.kind,
+                "precision": file.precision,
+                "parameters": sum(g.entries for g in groups),
+                "groups": [g.as_dict() for g in groups],
+            }
+        if json_:
+            print_json(facts)
+            return
+        typer.echo(
+            f"{path}: {facts['kind']} curvature, sum over {file.examples} examples, likelihood {file.likelihood or 'not stated'}, "
+            f"measured on {facts['model'] or 'a model that is not named'}, stored as {file.precision}"
+        )
+        rows = [
+            [g.name, count(g.entries), f"{g.total:.4g}", f"{g.per_entry:.3g}", f"{100 * g.zeros / max(1, g.entries):.1f} %", f"{g.largest:.3g}"]
+            for g in groups
+        ]
+        print_table(["group", "entries", "sum", "mean per entry", "zeros", "max"], rows, right=(1, 2, 3, 4, 5))
+        if not quiet:
+            typer.echo("Sums over examples; divide by the number of examples for `reduction: mean`.")

@@ -1,0 +1,126 @@
+"""`gradmerge inspect`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .output import AllowPickle, Debug, Json, Quiet, count, guarded, print_json, print_table, size
+
+if TYPE_CHECKING:
+    from ..checkpoints import Checkpoint
+
+EXAMPLE = "Examples: gradmerge inspect ./model   ·   gradmerge inspect ./base ./yelp ./sst2 (can they be merged?)"
+
+
+def inspect(
+    model: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models; the first is taken as the base.")],
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave tensors out of the comparison.", show_default=False)
+    ] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    digest: Annotated[bool, typer.Option("--digest", help="Also digest the weights, as gradmerge.json records it.")] = False,
+    allow_pickle: AllowPickle = False,
+    json_: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Show what is inside a model; with several, whether they can be merged (exit status 2 if not)."""
+    with guarded(debug, json_):
+        from ..checkpoints import compare, open_checkpoint
+
+        first = open_checkpoint(model[0], allow_pickle=allow_pickle)
+        others = [open_checkpoint(reference, adapter_base=first, allow_pickle=allow_pickle) for reference in model[1:]]
+        facts = [_facts(checkpoint, tensors, digest) for checkpoint in (first, *others)]
+        comparison = compare(first, others, exclude=exclude or ()) if others else None
+        if json_:
+            result: dict[str, Any] = {"models": facts}
+            if comparison is not None:
+                result |= {
+                    "mergeable": not comparison.problems,
+                    "merged_tensors": len(comparison.merged),
+                    "copied_tensors": len(comparison.copied),
+                    "problems": comparison.problems,
+                    "notes": comparison.notes,
+                }
+            print_json(result)
+        else:
+            if not quiet:
+                for checkpoint, fact in zip((first, *others), facts, strict=True):
+                    _print_model(checkpoint, fact, tensors)
+            if comparison is not None and not quiet:
+                _print_comparison(comparison)
+            elif comparison is not None:
+                for problem in comparison.problems:
+                    typer.echo(f"error: {problem}", err=True)
+        for checkpoint in (*others, first):
+            checkpoint.close()
+        if comparison is not None and comparison.problems:
+            raise typer.Exit(2)
+
+
+def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any]:
+    from ..api import digest_of
+    from ..checkpoints.compare import BUFFERS, matches
+    from ..checkpoints.lora import AdapterCheckpoint
+    from ..curvature.files import default_curvature
+
+    types = Counter({})
+    for info in checkpoint.tensors.values():
+        types[info.dtype] += info.numel
+    facts: dict[str, Any] = {
+        "model": checkpoint.label,
+        "kind": checkpoint.kind,
+        "architecture": (checkpoint.config.get("architectures") or [checkpoint.config.get("model_type")])[0],
+        "parameters": checkpoint.parameters,
+        "tensors": len(checkpoint.tensors),
+        "bytes": checkpoint.nbytes,
+        "types": dict(types),
+        "vocabulary": checkpoint.config.get("vocab_size"),
+        "tied_embeddings": checkpoint.config.get("tie_word_embeddings"),
+        "buffers": [name for name in checkpoint.tensors if matches(name, BUFFERS)],
+        "files": [path.name for path in checkpoint.files()],
+        "curvature": default_curvature(checkpoint.folder) is not None,
+    }
+    if isinstance(checkpoint, AdapterCheckpoint):
+        facts |= {"base": checkpoint.base.label, "adapter_parameters": checkpoint.adapter.parameters}
+    if digest:
+        facts["digest"] = f"xxh3-128:{digest_of(checkpoint).hex()}"
+    if tensors:
+        facts["tensor_list"] = {n: {"dtype": i.dtype, "shape": list(i.shape)} for n, i in checkpoint.tensors.items()}
+    return facts
+
+
+def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -> None:
+    typer.echo(f"{facts['model']} ({facts['architecture'] or facts['kind']})")
+    if "base" in facts:
+        typer.echo(f"  LoRA adapter with {count(facts['adapter_parameters'])} parameters, on top of {facts['base']}")
+    shares = ", ".join(f"{dtype} {count(numel)}" for dtype, numel in facts["types"].items())
+    typer.echo(f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({shares})")
+    details = []
+    if facts["vocabulary"]:
+        details.append(f"vocabulary {facts['vocabulary']}")
+    if facts["tied_embeddings"] is not None:
+        details.append("tied embeddings" if facts["tied_embeddings"] else "untied embeddings")
+    if facts["buffers"]:
+        details.append(f"{len(facts['buffers'])} buffers")
+    details.append("with curvature" if facts["curvature"] else "no curvature/ folder")
+    typer.echo(f"  {', '.join(details)}; files: {', '.join(facts['files'][:3])}{' …' if len(facts['files']) > 3 else ''}")
+    if "digest" in facts:
+        typer.echo(f"  digest {facts['digest']}")
+    if tensors:
+        rows = [[f"  {n}", i.dtype, str(list(i.shape)), size(i.nbytes)] for n, i in checkpoint.tensors.items()]
+        print_table(["  tensor", "type", "shape", "size"], rows, right=(3,))
+
+
+def _print_comparison(comparison: Any) -> None:
+    for text in comparison.notes:
+        typer.echo(f"note: {text}")
+    if comparison.problems:
+        typer.echo("These cannot be merged:")
+        for problem in comparison.problems:
+            typer.echo(f"• {problem}")
+    else:
+        typer.echo(f"These can be merged: {len(comparison.merged)} tensors merged, {len(comparison.copied)} copied.")

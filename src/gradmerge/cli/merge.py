@@ -1,0 +1,231 @@
+"""`gradmerge merge` and `gradmerge remove`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .output import AllowPickle, Debug, Json, Quiet, count, guarded, note, print_json, print_table, progress, size
+
+if TYPE_CHECKING:
+    from ..engine import Plan
+    from ..recipe import Recipe
+
+MERGE_EXAMPLE = (
+    "Examples: gradmerge merge recipe.yml -o merged   ·   "
+    "gradmerge merge --method ties --base ./base --model ./a=0.7 --model ./b --set density=0.3 -o merged"
+)
+REMOVE_EXAMPLE = "Example: gradmerge remove --base ./gpt2 --model ./toxic=0.8 -o gpt2-clean"
+
+Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Folder to write; it must not exist.", show_default=False)]
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", metavar="MODEL[=WEIGHT]", help="A tuned model and its weight; once for each.", show_default=False),
+]
+CurvatureOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--curvature",
+        metavar="[NAME=]PATH",
+        help="Curvature of the base (base=PATH) or of a model (MODEL=PATH; or plain paths in order, the base first); "
+        "identity:1.0 for a constant. Default: the curvature/ folder inside a model.",
+        show_default=False,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the recipe, such as damping=1e-8 or density=0.2.", show_default=False),
+]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, max=256, help="Threads to use. Default: one a core.", show_default=False)]
+Device = Annotated[str, typer.Option("--device", help="Where the arithmetic is done: cpu, cuda, cuda:1, …")]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with a merge that was killed; same bytes in the end.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be read and written, and stop.")]
+AllowNonfinite = Annotated[bool, typer.Option("--allow-nonfinite", help="Go on when weights are NaN or infinite.")]
+
+
+def merge(
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).", show_default=False)] = None,
+    out: Out = None,
+    method: Annotated[
+        str | None, typer.Option("--method", "-m", help="The rule; see `gradmerge methods`.", show_default=False)
+    ] = None,
+    base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="The base model.", show_default=False)] = None,
+    model: Models = None,
+    curvature: CurvatureOption = None,
+    set_: Settings = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+    force: Force = False,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    allow_pickle: AllowPickle = False,
+    allow_nonfinite: AllowNonfinite = False,
+    json_: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Merge checkpoints on disk, as a recipe says or as the options say.
+
+    A model is a Hugging Face folder, a .safetensors file, a Hub id (org/name@revision) or a PEFT LoRA adapter folder.
+    """
+    with guarded(debug, json_):
+        from ..errors import InputError
+        from .request import build_recipe, from_options
+
+        given = None
+        if recipe is None:
+            if method is None or not model:
+                raise InputError("give a recipe file, or --method, --base and one --model or more")
+            given = from_options(method, base, model, curvature or [])
+        elif base is not None or model or curvature:
+            raise InputError("--base, --model and --curvature go without a recipe file; with one, use --set")
+        _run(
+            build_recipe(recipe, given, set_ or [], method if recipe is not None else None),
+            out, threads, device, force, resume, dry_run, allow_pickle, allow_nonfinite, json_, quiet,
+        )  # fmt: skip
+
+
+def remove(
+    base: Annotated[str, typer.Option("--base", metavar="MODEL", help="The model that something is taken out of.")],
+    model: Annotated[
+        list[str],
+        typer.Option("--model", metavar="MODEL[=STRENGTH]", help="The base tuned on what is to go; once for each."),
+    ],
+    out: Out = None,
+    strength: Annotated[float, typer.Option("--strength", help="Strength for every --model that names none.")] = 1.0,
+    curvature: CurvatureOption = None,
+    method: Annotated[str, typer.Option("--method", "-m", help="removal, or task-arithmetic for plain negation.")] = "removal",
+    set_: Settings = None,
+    threads: Threads = None,
+    device: Device = "cpu",
+    force: Force = False,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    allow_pickle: AllowPickle = False,
+    allow_nonfinite: AllowNonfinite = False,
+    json_: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Take what tuned models have learned out of their base, without training.
+
+    Needs the curvature of the base on data that stays, and of each tuned model.
+    """
+    with guarded(debug, json_):
+        from ..errors import InputError
+        from .request import build_recipe, from_options
+
+        if method not in ("removal", "task-arithmetic"):
+            raise InputError(f"--method {method}: remove knows removal and task-arithmetic")
+        given = from_options(method, base, model, curvature or [] if method == "removal" else [], strength)
+        if method == "task-arithmetic":
+            for entry in given["models"]:
+                entry["weight"] = -entry["weight"]
+        _run(
+            build_recipe(None, given, set_ or [], None),
+            out, threads, device, force, resume, dry_run, allow_pickle, allow_nonfinite, json_, quiet,
+        )  # fmt: skip
+
+
+def _run(
+    recipe: Recipe,
+    out: Path | None,
+    threads: int | None,
+    device: str,
+    force: bool,
+    resume: bool,
+    dry_run: bool,
+    allow_pickle: bool,
+    allow_nonfinite: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    from .. import api
+    from ..errors import InputError
+
+    if dry_run:
+        with api.planned(recipe, allow_pickle=allow_pickle) as plan:
+            _print_plan(recipe, plan, out, threads or api.default_threads(), as_json)
+        return
+    if out is None:
+        raise InputError("say where to write the result: -o OUT")
+    with progress(quiet or as_json) as shown:
+        result = api.merge(
+            recipe,
+            out,
+            threads=threads,
+            device=device,
+            force=force,
+            resume=resume,
+            allow_pickle=allow_pickle,
+            allow_nonfinite=allow_nonfinite,
+            progress=shown,
+        )
+    if as_json:
+        print_json(
+            {
+                "output": str(out),
+                "method": recipe.method,
+                "merged_tensors": result.merged,
+                "copied_tensors": result.copied,
+                "bytes_read": result.bytes_read,
+                "bytes_written": result.bytes_written,
+                "seconds": round(result.seconds, 3),
+                "already_done": result.already_done,
+                "notes": result.notes,
+            }
+        )
+        return
+    for text in result.notes:
+        note(text, quiet)
+    if quiet:
+        return
+    if result.already_done:
+        typer.echo(f"{out} is complete already")
+    else:
+        moved = result.bytes_read + result.bytes_written
+        typer.echo(
+            f"{recipe.method}: {result.merged} tensors merged, {result.copied} copied → {out} "
+            f"({size(result.bytes_written)} in {result.seconds:.1f} s, {size(moved / max(result.seconds, 1e-9))}/s moved)"
+        )
+
+
+def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, as_json: bool) -> None:
+    from ..storage.tensorwriter import split_into_shards
+
+    inputs = plan.inputs
+    files = len(split_into_shards(plan.tensors, recipe.output.shard_size))
+    sources: list[dict[str, Any]] = [
+        {"source": c.label, "kind": c.kind, "bytes": c.nbytes, "parameters": c.parameters} for c in inputs.checkpoints
+    ] + [{"source": c.label, "kind": "curvature", "bytes": sum(c.nbytes(j.name) for j in plan.merged)} for c in inputs.curvatures]
+    facts = {
+        "method": recipe.method,
+        "options": dict(inputs.options),
+        "inputs": sources,
+        "merged_tensors": len(plan.merged),
+        "copied_tensors": len(plan.jobs) - len(plan.merged),
+        "bytes_read": plan.total_read + plan.statistics_read,
+        "bytes_written": plan.total_written,
+        "output": str(out) if out else None,
+        "output_files": files,
+        "threads": threads,
+        "memory": plan.memory(threads),
+        "notes": plan.notes,
+    }
+    if as_json:
+        print_json(facts)
+        return
+    typer.echo(f"{recipe.method}: {plan.rule.summary}")
+    if inputs.options:
+        typer.echo("options: " + ", ".join(f"{k}={v}" for k, v in inputs.options.items()))
+    rows = [[s["source"], s["kind"], count(s["parameters"]) if "parameters" in s else "", size(s["bytes"])] for s in sources]
+    print_table(["input", "kind", "parameters", "size"], rows, right=(2, 3))
+    typer.echo(f"tensors: {facts['merged_tensors']} merged, {facts['copied_tensors']} copied from {inputs.template.label}")
+    typer.echo(f"reads:   {size(plan.total_read + plan.statistics_read)}")
+    typer.echo(f"writes:  {size(plan.total_written)} in {files} file{'s' if files > 1 else ''}" + (f" → {out}" if out else ""))
+    typer.echo(f"memory:  about {size(plan.memory(threads))} with {threads} thread{'s' if threads > 1 else ''}")
+    for text in plan.notes:
+        typer.echo(f"note: {text}")

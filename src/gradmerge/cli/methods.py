@@ -1,0 +1,81 @@
+"""`gradmerge methods`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from .output import Debug, Json, Quiet, guarded, print_json, print_table
+
+EXAMPLE = "Examples: gradmerge methods   ·   gradmerge methods ties"
+
+
+def methods(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Explain this rule.", show_default=False)] = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """List the merge rules, each as a row (α, H_0, H_t) of one equation; or explain one, with its options."""
+    with guarded(debug, json_):
+        from ..errors import InputError, nearest
+        from ..rules import RULES
+
+        if name is None:
+            if json_:
+                print_json([_facts(rule) for rule in RULES.values()])
+            else:
+                print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.row] for r in RULES.values()])
+                if not quiet:
+                    typer.echo("\nEach is a row of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
+                    typer.echo("gradmerge methods NAME explains one, with its options.")
+            return
+        if name not in RULES:
+            raise InputError(f"there is no rule {name!r}{nearest(name, RULES)}\n  Known are {', '.join(RULES)}.")
+        rule = RULES[name]
+        if json_:
+            print_json(_facts(rule))
+            return
+        typer.echo(f"{rule.name}\n")
+        typer.echo(rule.explanation)
+        typer.echo(f"\nrow:        α_t = {rule.row[0]};  H_0 = {rule.row[1]};  H_t = {rule.row[2]}")
+        typer.echo(f"reference:  {rule.reference}")
+        typer.echo(f"needs:      {_needs(rule)}")
+        if rule.options:
+            typer.echo("\noptions:")
+            rows = [[f"  {o.name}", o.kind, "required" if o.required else _shown(o.default), o.help.text] for o in rule.options]
+            print_table(["  name", "value", "default", "meaning"], rows)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _needs(rule: Any) -> str:
+    words = []
+    if "base" in rule.inputs and "base" not in rule.when and "base_weight" not in rule.inputs:
+        words.append("base")
+    words.append("one model" if rule.only_one_model else "models")
+    if "prior" in rule.inputs:
+        words.append("curvature of the base" + (f" (with {rule.when['prior']})" if "prior" in rule.when else ""))
+    if "curvature" in rule.inputs:
+        words.append("curvature of every model")
+    if "grams" in rule.inputs:
+        words.append("Gram matrices of every model")
+    return ", ".join(words)
+
+
+def _facts(rule: Any) -> dict[str, Any]:
+    return {
+        "name": rule.name,
+        "summary": rule.summary,
+        "alpha": rule.row[0],
+        "H_0": rule.row[1],
+        "H_t": rule.row[2],
+        "reference": rule.reference,
+        "inputs": list(rule.inputs),
+        "options": [
+            {"name": o.name, "value": o.kind, "default": None if o.required else o.default, "help": o.help.text} for o in rule.options
+        ],
+    }

@@ -1,0 +1,166 @@
+"""What the commands share: options, messages, tables, progress, and how errors end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import GradmergeError
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Also read .bin/.pt checkpoints (only their tensors: weights_only).")
+]
+
+
+@contextlib.contextmanager
+def guarded(debug: bool, as_json: bool = False) -> Iterator[None]:
+    """End an error with one message and its exit status: 2 for a wrong request, 1 for a failure; never a traceback."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except BaseException as error:
+        if debug:
+            raise
+        message, status = _explain(error)
+        typer.echo(f"error: {message}", err=True)
+        if as_json:
+            typer.echo(json.dumps({"error": message, "status": status}))
+        raise typer.Exit(status) from None
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    if isinstance(error, GradmergeError):
+        return str(error), error.status
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted. Nothing was written under its final name; a merge goes on with --resume.", 1
+    if isinstance(error, MemoryError):
+        return "out of memory. Try fewer --threads.", 1
+    if isinstance(error, OSError):
+        return f"{error.filename or 'file'}: {error.strerror or error}", 1
+    return f"internal error: {type(error).__name__}: {error}. Please report it with the output of --debug.", 1
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """A plain table; the columns in ``right`` are aligned to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty()).print(table)
+
+
+def note(text: str, quiet: bool) -> None:
+    if not quiet:
+        typer.echo(f"note: {text}", err=True)
+
+
+def size(nbytes: float) -> str:
+    """Bytes in decimal units, as disks and the Hub count them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
+def count(number: int) -> str:
+    """A number of parameters: 1.10 B, 22.7 M, 768."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return str(number)
+
+
+class PlainProgress:
+    """A line every few seconds, for logs."""
+
+    every = 5.0
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._what, self._total, self._done, self._skipped = "", 0, 0, 0
+        self._begun = self._last = time.monotonic()
+
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        self._what, self._total, self._done, self._skipped = what, total, done, done
+        self._begun = self._last = time.monotonic()
+
+    def advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            now = time.monotonic()
+            if now - self._last >= self.every:
+                self._last = now
+                rate = (self._done - self._skipped) / (now - self._begun)
+                left = (self._total - self._done) / rate if rate else 0
+                share = 100 * self._done / max(1, self._total)
+                typer.echo(
+                    f"{self._what}: {share:.0f} % ({size(self._done)} of {size(self._total)}, {size(rate)}/s, {left:.0f} s left)",
+                    err=True,
+                )
+
+
+class BarProgress:
+    """A bar with rate and time left, for terminals."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description:<10}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._task: TaskID | None = None
+
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        self._task = self._bar.add_task(what, total=total, completed=done)
+
+    def advance(self, nbytes: int) -> None:
+        if self._task is not None:
+            self._bar.advance(self._task, nbytes)
+
+    def __enter__(self) -> BarProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+@contextlib.contextmanager
+def progress(quiet: bool) -> Iterator[PlainProgress | BarProgress | None]:
+    """What shows how far a long command is: a bar on a terminal, lines elsewhere, nothing with --quiet."""
+    if quiet:
+        yield None
+    elif sys.stderr.isatty():
+        with BarProgress() as bar:
+            yield bar
+    else:
+        yield PlainProgress()

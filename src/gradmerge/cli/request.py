@@ -1,0 +1,124 @@
+"""From command-line words to a recipe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..recipe import Recipe, load_recipe, make_recipe, parse_yaml
+from ..rules import RULES
+
+TOP_KEYS = tuple(Recipe.model_fields)
+
+
+def split_weight(text: str) -> tuple[str, float | None]:
+    """`path=0.3` into path and weight; a path may itself hold an equals sign."""
+    path, equals, number = text.rpartition("=")
+    if equals:
+        try:
+            return path, float(number)
+        except ValueError:
+            pass
+    return text, None
+
+
+def from_options(
+    method: str,
+    base: str | None,
+    models: Sequence[str],
+    curvature: Sequence[str],
+    default_weight: float = 1.0,
+) -> dict[str, Any]:
+    """A recipe as a mapping, from --method, --base, --model and --curvature."""
+    tuned: list[dict[str, Any]] = []
+    for text in models:
+        path, weight = split_weight(text)
+        tuned.append({"model": path, "weight": default_weight if weight is None else weight})
+    recipe: dict[str, Any] = {"method": method, "models": tuned}
+    if base is not None:
+        recipe["base"] = {"model": base}
+    _assign_curvature(recipe, curvature)
+    return recipe
+
+
+def _assign_curvature(recipe: dict[str, Any], values: Sequence[str]) -> None:
+    """`base=PATH` and `MODEL=PATH` by name; plain paths in order: the base first if there is one more than models."""
+    models: list[dict[str, Any]] = recipe["models"]
+    by_name = {m["model"]: m for m in models} | ({"base": recipe["base"]} if "base" in recipe else {})
+    plain: list[str] = []
+    for value in values:
+        name, equals, path = value.partition("=")
+        if equals and name in by_name:
+            by_name[name]["curvature"] = _source(path)
+        else:
+            plain.append(value)
+    if not plain:
+        return
+    places = [m for m in models if "curvature" not in m]
+    if "base" in recipe and len(plain) == len(places) + 1:
+        places = [recipe["base"], *places]
+    if len(plain) != len(places):
+        raise InputError(
+            f"--curvature: {len(plain)} given for {len(models)} models. Give one for the base and one for each --model in order, "
+            "or name them: --curvature base=PATH --curvature MODEL=PATH"
+        )
+    for place, path in zip(places, plain, strict=True):
+        place["curvature"] = _source(path)
+
+
+def _source(text: str) -> Any:
+    """A path, or `identity:1.0` for a constant."""
+    match = re.fullmatch(r"identity[:=](.+)", text)
+    return {"identity": parse_yaml(match[1], "--curvature")} if match else text
+
+
+def apply_settings(recipe: dict[str, Any], settings: Sequence[str]) -> None:
+    """Change keys by `--set key=value`; a key may be dotted, and a rule's option needs no `options.`."""
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise InputError(f"--set {setting}: write key=value, such as --set options.density=0.2")
+        value = parse_yaml(text, f"--set {key}") if text.strip() else ""
+        parts: list[str | int] = [int(p) if p.isdigit() else p for p in re.split(r"[.\[\]]+", key.strip("]")) if p]
+        rule = RULES.get(str(recipe.get("method")))
+        if parts[0] not in TOP_KEYS and rule is not None and parts[0] in {o.name for o in rule.options}:
+            parts.insert(0, "options")
+        _put(recipe, parts, value, setting)
+
+
+def _put(target: Any, parts: list[str | int], value: Any, setting: str) -> None:
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(target, list):
+            if not isinstance(part, int) or part >= len(target):
+                raise InputError(f"--set {setting}: there is no item {part} in a list of {len(target)}")
+            if isinstance(target[part], str):
+                target[part] = {"model": target[part]}
+        elif isinstance(target, dict):
+            if not last and isinstance(target.get(part), str):
+                target[part] = {"model": target[part]}
+            target.setdefault(part, {})
+        else:
+            raise InputError(f"--set {setting}: {parts[depth - 1]} is a single value and has no {part}")
+        if last:
+            target[part] = value
+        else:
+            target = target[part]
+
+
+def build_recipe(path: Path | None, given: dict[str, Any] | None, settings: Sequence[str], method: str | None) -> Recipe:
+    """The recipe of a command: from a file with changes, or from options."""
+    if path is None:
+        assert given is not None
+        apply_settings(given, settings)
+        return make_recipe(given, where="command line")
+    if not settings and method is None:
+        return load_recipe(path)
+    raw = load_recipe(path).model_dump(mode="json", exclude_unset=True)
+    if method is not None:
+        raw["method"] = method
+    apply_settings(raw, settings)
+    return make_recipe(raw, folder=path.parent, where=f"{path} with changes from the command line")

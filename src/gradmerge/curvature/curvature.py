@@ -1,0 +1,128 @@
+"""Curvature in memory: names → sums of squared gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..storage.staging import Staging
+from ..storage.tensorwriter import TensorWriter
+from . import log8
+from .files import FORMAT, PRECISIONS, STEM, metadata, open_curvature
+
+
+class Curvature(Mapping[str, Tensor]):
+    """The diagonal curvature of one model on one data set.
+
+    A mapping from parameter names to the **sum** over examples of squared per-example gradients, with the number of
+    examples and the likelihood that the gradients were taken of.
+    """
+
+    def __init__(
+        self, sums: Mapping[str, Tensor], examples: int, likelihood: str = "empirical", model: str = ""
+    ) -> None:
+        if examples < 1:
+            raise ValueError(f"curvature is measured on at least 1 example, not {examples}")
+        self._sums = dict(sums)
+        self.examples = examples
+        self.likelihood = likelihood
+        self.model = model
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._sums[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def __repr__(self) -> str:
+        return f"Curvature({len(self)} tensors, {self.examples} examples, {self.likelihood})"
+
+    def sum(self) -> dict[str, Tensor]:
+        """Σ_i [∇ℓ_i]² over the examples."""
+        return dict(self._sums)
+
+    def mean(self) -> dict[str, Tensor]:
+        """(1/N) Σ_i [∇ℓ_i]²."""
+        return {name: value / self.examples for name, value in self._sums.items()}
+
+    def __add__(self, other: Curvature) -> Curvature:
+        """The curvature of both data sets together: sums and numbers of examples add up."""
+        if self.keys() != other.keys():
+            odd = sorted(self.keys() ^ other.keys())
+            raise ValueError(f"the two do not have the same parameters: {odd[0]!r} is in one of them only")
+        sums = {name: value + other[name] for name, value in self._sums.items()}
+        likelihood = self.likelihood if self.likelihood == other.likelihood else "mixed"
+        return Curvature(sums, self.examples + other.examples, likelihood, self.model or other.model)
+
+    def scale(self, factor: float) -> Curvature:
+        """Every sum times a number that is not negative."""
+        if not factor >= 0:
+            raise ValueError(f"curvature can only be scaled by a number that is not negative, not by {factor}")
+        sums = {name: value * factor for name, value in self._sums.items()}
+        return Curvature(sums, self.examples, self.likelihood, self.model)
+
+    def save(
+        self, path: str | Path, *, precision: str = "float32", shard_size: int = 5_000_000_000, force: bool = False
+    ) -> None:
+        """Write a curvature folder; ``precision`` is ``float32``, ``bfloat16`` or ``log8``."""
+        if precision not in PRECISIONS:
+            raise InputError(f"precision {precision!r}: known are {', '.join(PRECISIONS)}")
+        parts: dict[str, Callable[[], Tensor]] = {}
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, value in self._sums.items():
+            tensors[name] = (PRECISIONS[precision], tuple(value.shape))
+            parts[name] = lambda v=value: _stored(v, precision)  # type: ignore[misc]
+            if precision == "log8":
+                tensors[name + log8.SUFFIX] = ("F32", (2,))
+                parts[name + log8.SUFFIX] = lambda v=value: log8.encode(v.detach().cpu())[1]  # type: ignore[misc]
+        header = metadata(self.examples, self.likelihood, self.model, precision)
+        staging = Staging(Path(path), force=force)
+        writer = TensorWriter(staging.folder, STEM, tensors, shard_size, header)
+        try:
+            staging.require_space(writer.nbytes)
+            writer.open()
+            for name, part in parts.items():
+                writer.write(name, 0, memoryview(part().contiguous().reshape(-1).view(torch.uint8).numpy()))
+            writer.finish()
+        except BaseException:
+            writer.close()
+            staging.discard()
+            raise
+        staging.finish()
+
+    @classmethod
+    def load(cls, path: str | Path) -> Curvature:
+        """Read a curvature folder or file whole, in float32."""
+        with open_curvature(str(path)) as file:
+            if file.kind != "diagonal":
+                raise InputError(f"{path}: holds {file.kind} matrices, not a diagonal")
+            sums = {
+                name: file.read(name, 0, shape_numel(shape), _fresh).clone().reshape(shape)
+                for name, shape in file.shapes.items()
+            }
+            return cls(sums, file.examples, file.likelihood, file.metadata.get("model", ""))
+
+
+def _stored(value: Tensor, precision: str) -> Tensor:
+    value = value.detach().cpu()
+    if precision == "log8":
+        return log8.encode(value)[0]
+    return value.to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+
+
+def shape_numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _fresh(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+__all__ = ["FORMAT", "Curvature"]

@@ -1,0 +1,148 @@
+"""Curvature files: opened and checked like checkpoints, read a range of elements at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, listed
+from ..storage.tensorfile import Entry, TensorFile, close_files, open_files
+from . import log8
+
+FORMAT = "gradmerge-curvature/1"
+STEM = "curvature"
+LIKELIHOODS = ("empirical", "sampled", "exact", "adam", "ivon")
+#: How a value is stored, by precision.
+PRECISIONS = {"float32": "F32", "bfloat16": "BF16", "log8": "U8"}
+_TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
+
+
+class CurvatureFile:
+    """Curvature on disk: the sum over ``examples`` of squared gradients, by parameter (or Gram matrices, by weight)."""
+
+    def __init__(self, label: str, files: list[TensorFile]) -> None:
+        self.label = label
+        self._files = files
+        metadata: dict[str, str] = {}
+        for file in files:
+            metadata |= file.metadata
+        self.metadata = metadata
+        self._check_format()
+        self.examples = self._examples()
+        self.likelihood = metadata.get("likelihood", "")
+        self.kind = metadata.get("kind", "diagonal")
+        self.precision = metadata.get("precision", "float32")
+        self._places: dict[str, tuple[TensorFile, Entry]] = {
+            name: (file, entry) for file in files for name, entry in file.entries.items()
+        }
+        self.shapes = {n: e.shape for n, (_, e) in self._places.items() if not self._is_scale(n)}
+        self._check_types()
+        self._tables: dict[str, Tensor] = {}
+
+    def _is_scale(self, name: str) -> bool:
+        return self.precision == "log8" and name.endswith(log8.SUFFIX) and name.removesuffix(log8.SUFFIX) in self._places
+
+    def _check_format(self) -> None:
+        found = self.metadata.get("format")
+        if found != FORMAT:
+            raise InputError(f"{self.label}: not a curvature file: its header says format {found!r}, not {FORMAT!r}. "
+                             "Is it a model?")  # fmt: skip
+
+    def _examples(self) -> int:
+        text = self.metadata.get("examples", "")
+        if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) == 0:
+            raise InputError(f"{self.label}: the header's number of examples is {text[:40]!r}, not a whole number above 0")
+        return int(text)
+
+    def _check_types(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise InputError(f"{self.label}: unknown precision {self.precision[:40]!r}; known are {', '.join(PRECISIONS)}")
+        wrong = [f"{n}: {self._places[n][1].dtype}" for n in self.shapes if self._places[n][1].dtype != PRECISIONS[self.precision]]
+        if wrong:
+            raise InputError(f"{self.label}: tensors that are not {self.precision}, as the header says:\n{listed(wrong)}")
+        if self.precision == "log8":
+            for name in self.shapes:
+                scale = self._places.get(name + log8.SUFFIX)
+                if scale is None or (scale[1].dtype, scale[1].shape) != ("F32", (2,)):
+                    raise InputError(f"{self.label}: {name + log8.SUFFIX} with two float32 numbers is missing")
+
+    @property
+    def transposed(self) -> frozenset[str]:
+        """Weights whose Gram matrix belongs to the first axis, as of GPT-2's Conv1D."""
+        try:
+            names = json.loads(self.metadata.get("fan_in_fan_out", "[]"))
+        except ValueError:
+            names = []
+        return frozenset(n for n in names if isinstance(n, str)) if isinstance(names, list) else frozenset()
+
+    def read(self, name: str, start: int, stop: int, take: Any) -> Tensor:
+        """Elements ``start`` to ``stop`` of the flattened sum, in float32; ``take(nbytes)`` lends a uint8 buffer."""
+        file, entry = self._places[name]
+        dtype = _TORCH[entry.dtype]
+        size = dtype.itemsize
+        buffer: Tensor = take((stop - start) * size)
+        if stop > start:
+            file.read_into(memoryview(buffer.numpy()), entry.start + start * size)
+        values = buffer.view(dtype)
+        if self.precision == "log8":
+            return log8.decode(values, self._table(name))
+        return values.float()
+
+    def _table(self, name: str) -> Tensor:
+        if name not in self._tables:
+            file, entry = self._places[name + log8.SUFFIX]
+            ends = torch.empty(2)
+            file.read_into(memoryview(ends.view(torch.uint8).numpy()), entry.start)
+            low, high = ends.tolist()
+            if not (0 <= low <= high < float("inf")) or (high > 0 and low == 0):
+                raise InputError(f"{self.label}: {name + log8.SUFFIX} holds {low:g} and {high:g}, not 0 < smallest ≤ largest")
+            self._tables[name] = log8.table(ends)
+        return self._tables[name]
+
+    def will_need(self, name: str) -> None:
+        file, entry = self._places[name]
+        file.will_need(entry.start, entry.nbytes)
+
+    def nbytes(self, name: str) -> int:
+        return self._places[name][1].nbytes
+
+    def files(self) -> list[Path]:
+        return [file.path for file in self._files]
+
+    def close(self) -> None:
+        close_files(self._files)
+
+    def __enter__(self) -> CurvatureFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_curvature(reference: str, *, relative_to: Path | None = None) -> CurvatureFile:
+    """Open a curvature folder or file; a model folder with a `curvature/` folder inside will do as well."""
+    path = (relative_to or Path()) / Path(reference).expanduser()
+    if path.is_file():
+        return CurvatureFile(reference, [TensorFile(path)])
+    if not path.is_dir():
+        raise InputError(f"{reference}: no such curvature folder or file ({path.absolute()})")
+    files = open_files(path, STEM) or open_files(path / STEM, STEM)
+    if files is None:
+        raise InputError(f"{reference}: no {STEM}.safetensors, and no {STEM}.safetensors.index.json, in this folder")
+    return CurvatureFile(reference, files)
+
+
+def default_curvature(folder: Path | None) -> Path | None:
+    """The `curvature/` folder inside a model folder, if it has one."""
+    inside = folder / STEM if folder else None
+    return inside if inside is not None and inside.is_dir() else None
+
+
+def metadata(examples: int, likelihood: str, model: str, precision: str = "float32", **more: str) -> Mapping[str, str]:
+    """The header of a curvature file."""
+    return {"format": FORMAT, "examples": str(examples), "likelihood": likelihood, "model": model, "precision": precision, **more}

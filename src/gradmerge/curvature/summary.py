@@ -1,0 +1,64 @@
+"""Curvature by groups of parameters: how much there is, and where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from ..errors import InputError
+from .files import CurvatureFile
+
+_CHUNK = 1 << 20
+
+
+@dataclass
+class Group:
+    """Curvature of the parameters of one layer, as sums over examples."""
+
+    name: str
+    entries: int = 0
+    total: float = 0.0
+    """Sum over the entries."""
+    zeros: int = 0
+    largest: float = 0.0
+
+    @property
+    def per_entry(self) -> float:
+        return self.total / max(1, self.entries)
+
+    def as_dict(self) -> dict[str, float | int | str]:
+        return asdict(self) | {"mean_per_entry": self.per_entry, "share_of_zeros": self.zeros / max(1, self.entries)}
+
+
+def group_of(name: str) -> str:
+    """The layer that a parameter belongs to: its path up to the first number, or else without the last word."""
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: place + 1])
+    return ".".join(parts[:-1][:2]) or name
+
+
+def summarize(file: CurvatureFile) -> list[Group]:
+    """Groups in the order of the file's layers, read in pieces."""
+    groups: dict[str, Group] = {}
+    for name in sorted(file.shapes, key=_natural):
+        group = groups.setdefault(group_of(name), Group(group_of(name)))
+        numel = math.prod(file.shapes[name])
+        for start in range(0, numel, _CHUNK):
+            values = file.read(name, start, min(start + _CHUNK, numel), lambda n: torch.empty(n, dtype=torch.uint8))
+            if not bool(torch.isfinite(values).all()) or (file.kind == "diagonal" and bool((values < 0).any())):
+                raise InputError(f"{file.label}: {name} has values that are negative or not finite; measure it again")
+            group.total += float(values.double().sum())
+            group.zeros += int((values == 0).sum())
+            group.largest = max(group.largest, float(values.max()))
+        group.entries += numel
+    return list(groups.values())
+
+
+def _natural(name: str) -> Iterable[tuple[int, int, str]]:
+    """Sorts layer 2 before layer 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

@@ -1,0 +1,129 @@
+"""Everything that a merge reads: the models, their curvature, and how a block of each becomes a tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.model import Buffers, Checkpoint
+from ..curvature.files import CurvatureFile
+from ..errors import InputError
+
+
+@dataclass
+class CurvatureInput:
+    """Curvature as a rule sees it: reduced, from a file, from memory, or the same number everywhere."""
+
+    label: str
+    file: CurvatureFile | None = None
+    memory: Mapping[str, Tensor] | None = None
+    constant: float | None = None
+    factor: float = 1.0
+    """What a stored sum is multiplied by: 1, or 1/N for the mean."""
+    examples: int = 0
+    likelihood: str = ""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
+        """Shapes by name; None when the curvature is a constant and fits everything."""
+        if self.file is not None:
+            return self.file.shapes
+        if self.memory is not None:
+            return {name: tuple(value.shape) for name, value in self.memory.items()}
+        return None
+
+    def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str, dtype: torch.dtype) -> Tensor:
+        """Elements ``start`` to ``stop`` of a parameter's reduced curvature; one number stands for all of a constant."""
+        if self.constant is not None:
+            return torch.tensor(self.constant, dtype=dtype)
+        if self.file is not None:
+            values = self.file.read(name, start, stop, lambda n: buffers.take(slot, n))
+        else:
+            assert self.memory is not None
+            values = self.memory[name].detach().cpu().reshape(-1)[start:stop]
+        self._check(values, name)
+        values = values.to(dtype)
+        return values if self.factor == 1.0 else values * self.factor
+
+    def read_matrix(self, name: str) -> Tensor:
+        """A whole Gram matrix, reduced, in float64. Its diagonal may not be negative; other entries may."""
+        shapes = self.shapes
+        assert shapes is not None
+        shape = shapes[name]
+        buffers = Buffers()
+        if self.file is not None:
+            values = self.file.read(name, 0, math.prod(shape), lambda n: buffers.take("gram", n)).reshape(shape)
+        else:
+            assert self.memory is not None
+            values = self.memory[name].detach().cpu()
+        if not bool(torch.isfinite(values).all()) or bool((values.diagonal() < 0).any()):
+            raise InputError(f"{self.label}: {name} is no Gram matrix: it has entries that are not finite, or a negative diagonal")
+        return values.double() * self.factor
+
+    def _check(self, values: Tensor, name: str) -> None:
+        if values.numel() == 0:
+            return
+        low, high = torch.aminmax(values)
+        if not (float(low) >= 0 and float(high) < math.inf):
+            what = "negative" if float(low) < 0 else "not finite"
+            raise InputError(f"{self.label}: curvature of {name} has values that are {what}; measure it again")
+
+    def will_need(self, name: str) -> None:
+        if self.file is not None and name in self.file.shapes:
+            self.file.will_need(name)
+
+    def nbytes(self, name: str) -> int:
+        return self.file.nbytes(name) if self.file is not None and name in self.file.shapes else 0
+
+    def files(self) -> list[Path]:
+        return self.file.files() if self.file is not None else []
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+@dataclass
+class Inputs:
+    """The open models and curvature of one merge, with the numbers that go with them."""
+
+    template: Checkpoint
+    """The base, or the first model where there is none: names, types, copied tensors and small files come from it."""
+    base: Checkpoint | None
+    tuned: list[Checkpoint]
+    weights: list[float]
+    base_weight: float | None = None
+    prior: CurvatureInput | None = None
+    curvature: list[CurvatureInput] = field(default_factory=list)
+    penalty: CurvatureInput | None = None
+    grams: list[CurvatureInput] = field(default_factory=list)
+    damping: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    aliases: dict[int, dict[str, str]] = field(default_factory=dict)
+    """By ``id`` of a checkpoint: tensor → the tied tensor that stands for it there."""
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Every checkpoint once, the template first."""
+        return list({id(c): c for c in (self.template, *self.tuned)}.values())
+
+    @property
+    def curvatures(self) -> list[CurvatureInput]:
+        every = (self.prior, *self.curvature, self.penalty, *self.grams)
+        return list({id(c): c for c in every if c is not None}.values())
+
+    def stored_name(self, checkpoint: Checkpoint, name: str) -> str:
+        return self.aliases.get(id(checkpoint), {}).get(name, name)
+
+    def files(self) -> list[Path]:
+        return [path for source in (*self.checkpoints, *self.curvatures) for path in source.files()]
+
+    def close(self) -> None:
+        for source in (*self.checkpoints, *self.curvatures):
+            source.close()

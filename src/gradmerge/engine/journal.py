@@ -1,0 +1,93 @@
+"""What a merge has finished so far, kept beside its unfinished output so that a killed merge can go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NAME = "gradmerge.journal"
+
+
+@dataclass
+class Finished:
+    """What a journal says: the statistics, and the digests of each finished unit's inputs and output."""
+
+    statistics: dict[str, Any] | None = None
+    units: dict[int, list[int]] = field(default_factory=dict)
+
+
+class Journal:
+    """An append-only file: a header line, a line of statistics, then a line for each finished unit.
+
+    A line is written after the unit's bytes are, so that a unit in the journal is a unit on disk. After a crash of the
+    whole machine that need not hold, so the header names the boot; a journal of another boot is not believed.
+    """
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        self.path = folder / NAME
+        self._header = {"fingerprint": fingerprint, "boot": _boot()}
+        self._fd = -1
+        self._lock = threading.Lock()
+
+    def load(self) -> Finished | None:
+        """What an earlier run finished; None if there is no journal to believe."""
+        try:
+            lines = self.path.read_bytes().split(b"\n")[:-1]
+        except OSError:
+            return None
+        with contextlib.suppress(ValueError, IndexError, KeyError, AttributeError):
+            if json.loads(lines[0]) == self._header:
+                finished = Finished()
+                for line in lines[1:]:
+                    record = json.loads(line)
+                    if isinstance(record, dict):
+                        finished.statistics = record["statistics"]
+                    else:
+                        finished.units[record[0]] = record[1:]
+                return finished
+        return None
+
+    def belongs_to_another_merge(self) -> bool:
+        """Whether there is a journal, and of other inputs or another recipe."""
+        try:
+            header = json.loads(self.path.read_bytes().partition(b"\n")[0])
+            return bool(header["fingerprint"] != self._header["fingerprint"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def open(self, fresh: bool) -> None:
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0), 0o666)
+        if fresh:
+            self._append(self._header)
+
+    def statistics(self, value: dict[str, Any]) -> None:
+        self._append({"statistics": value})
+
+    def unit(self, number: int, digests: list[int]) -> None:
+        self._append([number, *digests])
+
+    def _append(self, record: Any) -> None:
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        with self._lock:
+            os.write(self._fd, line)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def remove(self) -> None:
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

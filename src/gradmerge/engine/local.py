@@ -1,0 +1,149 @@
+"""Running a plan on this machine: blocks of every input through the rule, to wherever the result goes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.model import Buffers, block_digest
+from ..errors import InputError
+from .memory import keep_freed_memory
+from .plan import Job, Plan, Unit, rule_arguments, torch_type
+from .reading import all_finite, is_transposed, not_finite, read_block, read_matrices
+from .statistics import Advance, Statistics
+from .workers import one_thread_each, run_parallel
+
+
+class Sink(Protocol):
+    """Where blocks of the result go."""
+
+    def write(self, name: str, start: int, block: Tensor) -> None: ...
+    def write_precision(self, name: str, start: int, block: Tensor) -> None: ...
+    def done(self, unit: Unit, digests: dict[int, int]) -> None: ...
+
+
+def run(
+    plan: Plan,
+    statistics: Statistics,
+    sink: Sink,
+    *,
+    units: Iterable[Unit] | None = None,
+    threads: int = 1,
+    device: str = "cpu",
+    allow_nonfinite: bool = False,
+    precision_factor: float = 1.0,
+    advance: Advance = lambda nbytes: None,
+) -> None:
+    """Merge every unit of the plan (or those given) and hand the blocks to the sink.
+
+    The result of a unit depends on the plan alone, so that neither the number of threads nor the order matters.
+    """
+    keep_freed_memory()
+    place = torch.device(device)
+    following = _following(plan.jobs)
+    lock = threading.Lock()
+
+    def worker() -> Callable[[Unit], None]:
+        buffers = Buffers()
+
+        def work(unit: Unit) -> None:
+            job = unit.job
+            if unit.start == 0:
+                _read_ahead(plan, following.get(job.name, ()))
+            digests: dict[int, int] = {}
+            if job.rule is None:
+                template = plan.inputs.template
+                block = template.read(job.name, unit.start, unit.stop, buffers)
+                digests[id(template)] = block_digest(block)
+                sink.write(job.name, unit.start, block)
+                nbytes = block.nbytes
+            else:
+                merged, precision = _merge(plan, unit, statistics, buffers, place, allow_nonfinite, digests)
+                sink.write(job.name, unit.start, _stored(merged, job, allow_nonfinite))
+                if precision is not None:
+                    sink.write_precision(job.name, unit.start, (precision * precision_factor).clamp_(min=0).float())
+                nbytes = plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel)
+            sink.done(unit, digests)
+            with lock:
+                advance(nbytes)
+
+        return work
+
+    with one_thread_each():
+        run_parallel(plan.units() if units is None else units, worker, threads)
+
+
+def _following(jobs: list[Job], distance: int = 2) -> dict[str, tuple[Job, ...]]:
+    return {job.name: tuple(jobs[i + distance : i + distance + 1]) for i, job in enumerate(jobs)}
+
+
+def _read_ahead(plan: Plan, jobs: Iterable[Job]) -> None:
+    """Ask for tensors that come soon, so that the disk works while the processor does."""
+    for job in jobs:
+        for checkpoint in plan.inputs.checkpoints:
+            checkpoint.will_need(plan.inputs.stored_name(checkpoint, job.name))
+        for source in plan.inputs.curvatures:
+            source.will_need(job.name)
+
+
+def _merge(
+    plan: Plan,
+    unit: Unit,
+    statistics: Statistics,
+    buffers: Buffers,
+    device: torch.device,
+    allow_nonfinite: bool,
+    digests: dict[int, int],
+) -> tuple[Tensor, Tensor | None]:
+    """The merged block, and H̄ of it if the plan writes that."""
+    job = unit.job
+    assert job.rule is not None
+    if job.whole:
+        tensors = read_matrices(plan, job, buffers, digests)
+    else:
+        tensors = read_block(plan, job, unit.start, unit.stop, buffers, digests) | statistics.of(job.name)
+    if not allow_nonfinite:
+        _check_inputs(plan, job, tensors)
+    if not job.whole and device.type != "cpu":
+        tensors = {name: _to(value, device) for name, value in tensors.items()}
+    arguments = rule_arguments(job.rule, plan, tensors)
+    merged = job.rule(**arguments)
+    if job.whole:
+        merged = (merged.T if is_transposed(plan, job) else merged).reshape(-1)
+    if not allow_nonfinite and not all_finite(merged):
+        raise InputError(f"the merge of {job.name} has values that are NaN or infinite, although its inputs have none: a weight, "
+                         "an option or the curvature is too extreme. Pass --allow-nonfinite to go on.")  # fmt: skip
+    precision = None
+    if plan.write_precision and job.rule.precision is not None:
+        precision = job.rule.precision(**arguments).cpu()
+    return merged.cpu(), precision
+
+
+def _check_inputs(plan: Plan, job: Job, tensors: dict[str, Any]) -> None:
+    inputs = plan.inputs
+    if tensors.get("base") is not None and inputs.base is not None and not all_finite(tensors["base"]):
+        raise not_finite(inputs.base.label, job.name)
+    for checkpoint, tensor in zip(inputs.tuned, tensors["tuned"], strict=True):
+        if not all_finite(tensor):
+            raise not_finite(checkpoint.label, job.name)
+
+
+def _stored(merged: Tensor, job: Job, allow_nonfinite: bool) -> Tensor:
+    """The block in the type that it is stored in."""
+    block = merged.to(torch_type(job.info))
+    if job.info.dtype == "F16" and not allow_nonfinite and not bool(torch.isfinite(block).all()):
+        raise InputError(f"the merge of {job.name} has values that are too large for float16 (largest {float(merged.abs().max()):g}, "
+                         "limit 65504). Set output.dtype to bfloat16 or float32.")  # fmt: skip
+    return block
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, list):
+        return [_to(item, device) for item in value]
+    return value

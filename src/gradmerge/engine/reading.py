@@ -1,0 +1,126 @@
+"""Blocks of the inputs, as the tensors that a rule takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.lora import AdapterCheckpoint
+from ..checkpoints.model import Buffers, Checkpoint, block_digest
+from ..errors import InputError
+from .inputs import CurvatureInput
+from .plan import Job, Plan
+from .randomness import keep_mask
+
+
+def read_models(
+    plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, digests: dict[int, int] | None = None
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The block of the base (None if the rule does not use it) and of every tuned model, in the job's type.
+
+    ``digests`` collects the digest of each block as stored, by ``id`` of the checkpoint.
+    """
+    inputs = plan.inputs
+
+    def read(checkpoint: Checkpoint, slot: str) -> Tensor:
+        block = checkpoint.read(inputs.stored_name(checkpoint, job.name), start, stop, buffers, slot)
+        if digests is not None and not isinstance(checkpoint, AdapterCheckpoint):
+            digests[id(checkpoint)] = block_digest(block)
+        return block.to(job.compute)
+
+    base = None
+    if inputs.base is not None and "base" in plan.needs:
+        base = read(inputs.base, "base")
+    return base, [read(checkpoint, f"tuned {i}") for i, checkpoint in enumerate(inputs.tuned)]
+
+
+def read_block(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, digests: dict[int, int]) -> dict[str, Any]:
+    """Every tensor input that the plan's rule needs for one block."""
+    inputs = plan.inputs
+    base, tuned = read_models(plan, job, start, stop, buffers, digests)
+    block: dict[str, Any] = {"base": base, "tuned": tuned}
+
+    def curvature(source: CurvatureInput | None, slot: str) -> Tensor | None:
+        if source is None:
+            return None
+        name = _curvature_name(plan, source, job.name)
+        if name is None:
+            return torch.tensor(0.0, dtype=job.compute)
+        values = source.read(name, start, stop, buffers, slot, job.compute)
+        if source.constant is None:
+            digests[id(source)] = block_digest(values)
+        return values
+
+    if "prior" in plan.needs:
+        block["prior"] = curvature(inputs.prior, "prior")
+    if "penalty" in plan.needs:
+        block["penalty"] = curvature(inputs.penalty, "penalty")
+    if "curvature" in plan.needs:
+        block["curvature"] = [curvature(source, f"curvature {i}") for i, source in enumerate(inputs.curvature)]
+    if "kept" in plan.needs:
+        seed, density = inputs.options["seed"], inputs.options["density"]
+        block["kept"] = [keep_mask(seed, i, job.name, start, stop, density) for i in range(len(tuned))]
+    return block
+
+
+def _curvature_name(plan: Plan, source: CurvatureInput, name: str) -> str | None:
+    """The name under which a source holds a tensor's curvature: its own, or that of the tensor it is tied to."""
+    from ..checkpoints.compare import tied_to
+
+    shapes = source.shapes
+    if shapes is None or name in shapes:
+        return name
+    tied = tied_to(name, plan.inputs.template)
+    return tied if tied in shapes else None
+
+
+def read_matrices(plan: Plan, job: Job, buffers: Buffers, digests: dict[int, int]) -> dict[str, Any]:
+    """Whole weights (out × in) and Gram matrices (in × in) of a linear layer, and whether the weights were turned."""
+    numel, shape = job.info.numel, job.info.shape
+    _, tuned = read_models(plan, job, 0, numel, buffers, digests)
+    grams = [source.read_matrix(job.name) for source in plan.inputs.grams]
+    turned = is_transposed(plan, job)
+    weights = [t.reshape(shape).T if turned else t.reshape(shape) for t in tuned]
+    return {"tuned": weights, "grams": grams}
+
+
+def is_transposed(plan: Plan, job: Job) -> bool:
+    """Whether a weight stores (in, out): what its Gram matrix's size says, or its file where the weight is square."""
+    source = plan.inputs.grams[0]
+    size = (source.shapes or {})[job.name][0]
+    rows, columns = job.info.shape
+    if rows != columns:
+        return size == rows
+    return source.file is not None and job.name in source.file.transposed
+
+
+def check_finite(values: Tensor, plan: Plan, job: Job, model: int | None) -> None:
+    """Stop if a block of the base (``model`` None) or of a tuned model has NaN or infinity."""
+    if not all_finite(values):
+        source = plan.inputs.base if model is None else plan.inputs.tuned[model]
+        if model is not None and plan.inputs.base is not None:
+            buffers = Buffers()
+            start = 0
+            # A difference is not finite if either side is not: look which.
+            while start < job.info.numel:
+                stop = min(start + (1 << 20), job.info.numel)
+                block = plan.inputs.base.read(job.name, start, stop, buffers)
+                if not all_finite(block.to(job.compute)):
+                    source = plan.inputs.base
+                    break
+                start = stop
+        assert source is not None
+        raise not_finite(source.label, job.name)
+
+
+def not_finite(label: str, name: str) -> InputError:
+    return InputError(f"{label}: {name} has values that are NaN or infinite. The model is damaged; to merge it all the same, "
+                      "pass --allow-nonfinite.")  # fmt: skip
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite. A sum is the fastest look: it is finite unless a value is not, or it overflows."""
+    total = values.sum()
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())

@@ -1,0 +1,138 @@
+"""What a rule must know of whole tensors or whole models before the first block: thresholds and angles."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.model import Buffers
+from ..rules.spherical import Geometry
+from .plan import Job, Plan
+from .reading import check_finite, read_models
+from .selection import Selection
+from .workers import run_parallel
+
+#: Elements that are reduced at once. Fixed, so that sums do not depend on how the merge cuts its blocks.
+CHUNK = 1 << 17
+
+Advance = Callable[[int], None]
+
+
+@dataclass
+class Statistics:
+    """Thresholds of the magnitude of Δ_t by tensor ("" for the whole model), and geometry by tensor."""
+
+    thresholds: dict[str, list[float]] = field(default_factory=dict)
+    geometry: dict[str, Geometry] = field(default_factory=dict)
+
+    def of(self, name: str) -> dict[str, Any]:
+        """The inputs of a rule for one tensor."""
+        return {
+            "thresholds": self.thresholds.get(name, self.thresholds.get("")),
+            "geometry": self.geometry.get(name),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Statistics:
+        return cls(value["thresholds"], {name: Geometry(*g) for name, g in value["geometry"].items()})
+
+
+def measure(plan: Plan, threads: int, allow_nonfinite: bool, advance: Advance) -> Statistics:
+    """Whatever the plan's rule needs to know beforehand; ``advance`` is told how many bytes have been read."""
+    result = Statistics()
+    if "thresholds" in plan.needs:
+        density = plan.inputs.options["density"]
+        if plan.inputs.options["scope"] == "model":
+            result.thresholds[""] = _thresholds(plan, plan.merged, density, threads, allow_nonfinite, advance)
+        else:
+
+            def one(job: Job) -> None:
+                result.thresholds[job.name] = _thresholds(plan, [job], density, 1, allow_nonfinite, advance)
+
+            run_parallel(plan.merged, lambda: one, threads)
+    if "geometry" in plan.needs:
+
+        def angle(job: Job) -> None:
+            result.geometry[job.name] = _geometry(plan, job, allow_nonfinite)
+            advance(plan.bytes_read(job))
+
+        run_parallel(plan.merged, lambda: angle, threads)
+    return result
+
+
+def _chunks(jobs: list[Job]) -> Iterator[tuple[Job, int, int]]:
+    for job in jobs:
+        for start in range(0, job.info.numel, CHUNK):
+            yield job, start, min(start + CHUNK, job.info.numel)
+
+
+def _thresholds(
+    plan: Plan, jobs: list[Job], density: float, threads: int, allow_nonfinite: bool, advance: Advance
+) -> list[float]:
+    """For every tuned model, the magnitude of the k-th largest entry of Δ over some tensors."""
+    total = sum(job.info.numel for job in jobs)
+    if total == 0:
+        return [0.0] * len(plan.inputs.tuned)
+    k = max(1, math.floor(density * total))
+    dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
+    searches = [Selection(k, dtype) for _ in plan.inputs.tuned]
+    lock = threading.Lock()
+    first = True
+
+    def worker() -> Callable[[tuple[Job, int, int]], None]:
+        buffers = Buffers()
+
+        def work(chunk: tuple[Job, int, int]) -> None:
+            job, start, stop = chunk
+            base, tuned = read_models(plan, job, start, stop, buffers)
+            assert base is not None
+            for index, (search, model) in enumerate(zip(searches, tuned, strict=True)):
+                if search.value is not None:
+                    continue
+                delta = model - base
+                if first and not allow_nonfinite:
+                    check_finite(delta, plan, job, index)
+                counts = search.count(delta)
+                with lock:
+                    search.add(counts)
+            if first:
+                advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
+
+        return work
+
+    while any(search.value is None for search in searches):
+        run_parallel(_chunks(jobs), worker, threads)
+        for search in searches:
+            if search.value is None:
+                search.narrow()
+        first = False
+    return [search.value for search in searches if search.value is not None]
+
+
+def _geometry(plan: Plan, job: Job, allow_nonfinite: bool) -> Geometry:
+    """Inner product and norms of base and tuned model, in float64 and with exactly rounded sums of chunks."""
+    buffers = Buffers()
+    parts: list[tuple[float, float, float]] = []
+    for _, start, stop in _chunks([job]):
+        base, tuned = read_models(plan, job, start, stop, buffers)
+        assert base is not None
+        if not allow_nonfinite:
+            check_finite(base, plan, job, None)
+            check_finite(tuned[0], plan, job, 0)
+        a, b = base.double(), tuned[0].double()
+        parts.append((_dot(a, b), _dot(a, a), _dot(b, b)))
+    dot, aa, bb = (math.fsum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0.0)
+    return Geometry(dot, math.sqrt(aa), math.sqrt(bb))
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float((a * b).sum())

@@ -1,0 +1,305 @@
+"""The recipe: what to merge and how. The one place where its keys are declared and checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, create_model
+
+from .errors import InputError, nearest
+from .rules import RULES, Rule
+
+MAX_BYTES = 1_000_000
+MAX_NODES = 100_000
+
+
+def _parse_size(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
+        if not match or match[1].count(".") > 1 or match[1] == ".":
+            raise ValueError("not a size such as 5GB, 500MB or 2GiB")
+        unit = 1024 if match[3] else 1000
+        size = int(float(match[1]) * unit ** " KMGT".index(match[2].upper() or " "))
+    if size < 1:
+        raise ValueError("a size must be above 0")
+    return size
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Size = Annotated[int, BeforeValidator(_parse_size)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class Identity(_Section):
+    """Curvature that is the same number for every entry: c · I."""
+
+    identity: Annotated[float, Field(ge=0, allow_inf_nan=False, description="The number c; not divided by any count.")]
+
+
+CurvatureSource = str | Identity
+
+
+def _from_path(value: Any) -> Any:
+    return {"model": value} if isinstance(value, str) else value
+
+
+class Base(_Section):
+    """The model that every fine-tune started from."""
+
+    model: str = Field(description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder.")
+    curvature: CurvatureSource | None = Field(
+        None, description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`."
+    )
+    weight: Finite | None = Field(None, description="The base's own weight; only for `weighted-average`.")
+    penalty: CurvatureSource | None = Field(
+        None, description="Only for `removal`: the matrix of the penalty that the models were tuned under, if it is not the base's curvature."
+    )
+
+
+class Model(_Section):
+    """One fine-tuned model."""
+
+    model: str = Field(description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder.")
+    curvature: CurvatureSource | None = Field(
+        None, description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`."
+    )
+    weight: Finite = Field(1.0, description="How much the model counts (α_t, w_t): any number. For `removal`, the strength.")
+
+
+class Output(_Section):
+    """What is written."""
+
+    dtype: Literal["auto", "float64", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="Type of the merged weights; `auto` keeps the base's, tensor by tensor."
+    )
+    shard_size: Size = Field(5_000_000_000, description="Largest size of one file, such as `5GB`, `500MB`, `2GiB`.")
+    curvature: bool = Field(
+        False, description="Also write H̄, the curvature of the result, to `OUT/curvature/`, so that it can be merged again."
+    )
+
+
+class Recipe(_Section):
+    """A merge, as written in YAML."""
+
+    method: str = Field(description="The rule; `gradmerge methods` lists them.")
+    base: Annotated[Base, BeforeValidator(_from_path)] | None = Field(
+        None, description="The base model: a mapping, or only its path. Rules that do not use a base can do without; the first model then gives "
+        "config, tokenizer, types and excluded tensors."
+    )  # fmt: skip
+    models: list[Annotated[Model, BeforeValidator(_from_path)]] = Field(
+        min_length=1, description="The tuned models: mappings, or only their paths."
+    )
+    reduction: Literal["sum", "mean"] = Field(
+        "sum", description="How curvature files are read: the sum over examples, or the sum divided by their number."
+    )
+    damping: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        1e-10, description="δ, added to the prior (in Fisher averaging and RegMean, to the curvature of every model)."
+    )
+    include: list[str] = Field(["*"], min_length=1, description="Glob patterns over tensor names: what is merged.")
+    exclude: list[str] = Field([], description="Glob patterns over tensor names: what comes from the base unchanged.")
+    missing: Literal["error", "zero"] = Field(
+        "error", description="What to do about a parameter that a curvature file lacks: stop, or take it as 0."
+    )
+    options: dict[str, Any] = Field({}, description="The rule's own options; `gradmerge methods NAME` explains them.")
+    output: Output = Field(default_factory=Output, description="What is written.")
+
+    _folder: Path = PrivateAttr(default_factory=Path)
+
+    @property
+    def folder(self) -> Path:
+        """The folder that relative paths start from."""
+        return self._folder
+
+    @property
+    def rule(self) -> Rule:
+        return RULES[self.method]
+
+    @property
+    def resolved_options(self) -> dict[str, Any]:
+        """The rule's options with its defaults filled in."""
+        return check_options(self.rule, self.options)
+
+    @property
+    def weights(self) -> list[float]:
+        return [model.weight for model in self.models]
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read and check a recipe file. Relative paths in it start from its folder."""
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; a recipe is a YAML file")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(raw) > MAX_BYTES:
+        raise InputError(f"{path}: larger than {MAX_BYTES} bytes; that is no recipe")
+    return make_recipe(parse_yaml(raw, str(path)), folder=path.parent, where=str(path))
+
+
+def make_recipe(value: Any, *, folder: Path | None = None, where: str = "recipe") -> Recipe:
+    """Check a recipe that is given as a mapping."""
+    if not isinstance(value, Mapping):
+        raise InputError(f"{where}: a recipe is a mapping with method, base and models, not {type(value).__name__}")
+    method = value.get("method")
+    if method is not None and method not in RULES:
+        raise InputError(f"{where}: method: there is no rule {str(method)[:60]!r}{nearest(str(method), RULES)}\n"
+                         f"  Known are {', '.join(RULES)}.")  # fmt: skip
+    try:
+        recipe = Recipe.model_validate(dict(value))
+    except ValidationError as error:
+        raise InputError(_explain(error, where, Recipe)) from None
+    recipe._folder = folder or Path()
+    try:
+        _check_fit(recipe)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    return recipe
+
+
+def _check_fit(recipe: Recipe) -> None:
+    """Keys that the rule does not use are errors: a value is never dropped in silence."""
+    rule = recipe.rule
+    options = recipe.resolved_options
+    needs = rule.needs(options)
+    if recipe.base is None and "base" in needs and "base_weight" not in needs:
+        raise InputError(f"{rule.name} needs a base")
+    if recipe.base and recipe.base.weight is not None and "base_weight" not in needs:
+        raise InputError(f"base.weight: {rule.name} does not use it; only weighted-average does")
+    if recipe.base and recipe.base.penalty is not None and "penalty" not in needs:
+        raise InputError(f"base.penalty: {rule.name} does not use it; only removal does")
+    if "weights" not in needs and any(weight != 1 for weight in recipe.weights):
+        raise InputError(f"models: {rule.name} has no weights{'; weighted-average has' if rule.name == 'average' else ''}")
+    if rule.only_one_model and len(recipe.models) != 1:
+        raise InputError(f"models: {rule.name} takes the base and one model, not {len(recipe.models)}")
+    if recipe.output.curvature and rule.precision is None:
+        with_one = ", ".join(r.name for r in RULES.values() if r.precision)
+        raise InputError(f"output.curvature: a {rule.name} merge has no curvature of its own; rules that have: {with_one}")
+
+
+def check_options(rule: Rule, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a rule, checked, with defaults filled in."""
+    try:
+        return _options_model(rule).model_validate(dict(options)).model_dump()
+    except ValidationError as error:
+        raise InputError(_explain(error, "options", _options_model(rule), rule.name)) from None
+
+
+@cache
+def _options_model_of(name: str) -> type[BaseModel]:
+    return _build_options_model(RULES[name])
+
+
+def _options_model(rule: Rule) -> type[BaseModel]:
+    return _options_model_of(rule.name) if RULES.get(rule.name) is rule else _build_options_model(rule)
+
+
+def _build_options_model(rule: Rule) -> type[BaseModel]:
+    fields: dict[str, Any] = {}
+    for option in rule.options:
+        finite = {"allow_inf_nan": False} if option.type is float else {}
+        default = ... if option.required else option.default
+        limits = {"ge": option.help.ge, "gt": option.help.gt, "le": option.help.le}
+        fields[option.name] = (option.type, Field(default, description=option.help.text, **limits, **finite))
+    return create_model(f"Options of {rule.name}", __base__=_Section, **fields)
+
+
+def _explain(error: ValidationError, where: str, model: type[BaseModel], rule: str = "") -> str:
+    """Every mistake on a line of its own: where it is, what is wrong, and the nearest known key."""
+    lines = []
+    for item in error.errors():
+        place = _place(item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = _known_keys(model, item["loc"][:-1])
+            of_rule = f" of {rule}" if rule else ""
+            key = str(item["loc"][-1])
+            lines.append(f"{place}: unknown key{of_rule}{nearest(key, known)}; known are {', '.join(known) or 'none'}")
+        elif item["type"] == "missing":
+            lines.append(f"{place}: is missing")
+        else:
+            value = repr(item.get("input"))
+            shown = value if len(value) < 60 else value[:57] + "…"
+            message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            lines.append(f"{place}: {message}, but it is {shown}")
+    lines = list(dict.fromkeys(lines))
+    return f"{where}: {lines[0]}" if len(lines) == 1 else f"{where}:\n  " + "\n  ".join(lines)
+
+
+def _place(loc: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in loc:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part not in ("str", "Identity"):
+            text += f".{part}" if text else part
+    return text or "recipe"
+
+
+def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    sections: dict[str, type[BaseModel]] = {"base": Base, "models": Model, "output": Output, "Identity": Identity}
+    for part in loc:
+        model = sections.get(str(part), model)
+    return list(model.model_fields)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML without duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is not None and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} occurs twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(raw: bytes | str, where: str) -> Any:
+    """YAML from an untrusted source: no tags that run code, no duplicate keys, no aliases that blow up."""
+    try:
+        loader = _Loader(raw)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                raise InputError(f"{where}: is empty")
+            if _expanded_size(node, {}, set()) > MAX_NODES:
+                raise InputError(f"{where}: its aliases stand for more than {MAX_NODES} values; that is no recipe")
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise InputError(f"{where}{line}: not valid YAML: {problem}") from None
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply; that is no recipe") from None
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:
+    """How many values a node stands for once every alias in it is written out."""
+    if id(node) in above:
+        raise ValueError("an alias refers to itself")
+    if id(node) not in sizes:
+        above.add(id(node))
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            children = node.value
+        elif isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
+        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes, above) for child in children)
+        above.discard(id(node))
+    return sizes[id(node)]

@@ -1,0 +1,1 @@
+"""What people read afterwards: the model card, tables, plots."""

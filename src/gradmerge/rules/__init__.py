@@ -1,0 +1,22 @@
+"""The merge rules: pure functions, tensors in, tensor out. One family a file."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from .full import gradient_matching_full, removal_full
+from .spec import Help, Option, Rule, rule
+
+_MODULES = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
+
+#: Every rule of this package by name, in alphabetical order: whatever its modules declare with ``@rule``.
+RULES: dict[str, Rule] = {
+    found.name: found
+    for found in sorted(
+        {id(v): v for m in _MODULES for v in vars(m).values() if isinstance(v, Rule)}.values(),
+        key=lambda r: r.name,
+    )
+}
+
+__all__ = ["RULES", "Help", "Option", "Rule", "gradient_matching_full", "removal_full", "rule"]

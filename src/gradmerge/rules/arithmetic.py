@@ -1,0 +1,21 @@
+"""Task arithmetic: sums of differences to the base."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .spec import rule
+
+
+@rule("task-arithmetic", row=("w_t", "I", "0"), reference="Ilharco et al., Editing models with task arithmetic, ICLR 2023")
+def task_arithmetic(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """θ_0 + Σ w_t Δ_t, what fine-tuning changed, added up.
+
+    A negative weight takes a task out (negation).
+    """
+    merged = base.clone()
+    for model, weight in zip(tuned, weights, strict=True):
+        merged += (model - base).mul_(weight)
+    return merged

@@ -1,0 +1,64 @@
+"""Averages of models, with no regard to curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from .spec import Help, rule
+
+
+@rule(
+    "average",
+    row=("1/T", "I", "0"),
+    reference="Wortsman et al., Model soups, ICML 2022",
+    when={"base": "include_base"},
+)
+def average(
+    tuned: Sequence[Tensor],
+    base: Tensor | None = None,
+    *,
+    include_base: Annotated[bool, Help("count the base as one more model")] = False,
+) -> Tensor:
+    """(1/T) Σ θ_t, the mean of the tuned models.
+
+    Every model counts the same; for weights of your own take weighted-average.
+    """
+    models = [base, *tuned] if include_base and base is not None else list(tuned)
+    total = models[0].clone()
+    for model in models[1:]:
+        total += model
+    return total.div_(len(models))
+
+
+@rule(
+    "weighted-average",
+    row=("w_t / Σ w", "I", "0"),
+    reference="Wortsman et al., Model soups, ICML 2022",
+)
+def weighted_average(
+    base: Tensor | None,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    base_weight: float | None,
+    *,
+    normalize: Annotated[bool, Help("divide by the sum of the weights")] = True,
+) -> Tensor:
+    """Σ w_t θ_t / Σ w_t, an average with weights.
+
+    The base takes part only if it is given a weight (`base: {model: …, weight: …}`). With `normalize: false` the
+    sum is left as it is, so the weights should add up to 1.
+    """
+    models = list(zip(tuned, weights, strict=True))
+    if base is not None and base_weight is not None:
+        models.append((base, base_weight))
+    whole = sum(weight for _, weight in models) if normalize else 1.0
+    if whole == 0:
+        raise ValueError("the weights sum to 0, so that there is nothing to divide by; set options.normalize: false")
+    total = torch.zeros_like(tuned[0])
+    for model, weight in models:
+        total += model * (weight / whole)
+    return total

@@ -1,0 +1,113 @@
+"""Averages weighted by the diagonal Fisher of each model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from .arithmetic import task_arithmetic
+from .spec import Help, rule
+
+
+def _terms(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    curvature: Sequence[Tensor],
+    damping: float,
+    prior: Tensor | None,
+    include_base: bool,
+) -> list[tuple[Tensor, Tensor]]:
+    """(θ, w (F + δ)) of everything that takes part."""
+    terms = [
+        (model, (fisher + damping).mul_(weight))
+        for model, fisher, weight in zip(tuned, curvature, weights, strict=True)
+    ]
+    if include_base:
+        if prior is None:
+            raise ValueError("options.include_base needs the base's curvature")
+        terms.append((base, prior + damping))
+    return terms
+
+
+def _fisher_precision(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    curvature: Sequence[Tensor],
+    damping: float,
+    prior: Tensor | None = None,
+    *,
+    include_base: bool = False,
+) -> Tensor:
+    """H̄ = Σ w_t (F_t + δ)."""
+    terms = _terms(base, tuned, weights, curvature, damping, prior, include_base)
+    total = torch.zeros_like(base)
+    for _, share in terms:
+        total += share
+    return total
+
+
+@rule(
+    "fisher-averaging",
+    row=("w_t", "0", "diag F_t"),
+    reference="Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022",
+    when={"prior": "include_base"},
+    precision=_fisher_precision,
+)
+def fisher_averaging(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    curvature: Sequence[Tensor],
+    damping: float,
+    prior: Tensor | None = None,
+    *,
+    include_base: Annotated[bool, Help("add the base as one more model, with its own Fisher F_0")] = False,
+) -> Tensor:
+    """Σ w_t (F_t + δ) θ_t / Σ w_t (F_t + δ), an average in which each entry counts by its Fisher.
+
+    Where the denominator is 0 (no damping, and every Fisher 0) the entry falls back to task arithmetic.
+    """
+    terms = _terms(base, tuned, weights, curvature, damping, prior, include_base)
+    total = torch.zeros_like(base)
+    for _, precision in terms:
+        total += precision
+    # (F / total) · θ and not (F · θ) / total: the product underflows where F is tiny, the share does not.
+    merged = torch.zeros_like(base)
+    for model, precision in terms:
+        merged += (precision / total).mul_(model)
+    empty = total == 0
+    return torch.where(empty, task_arithmetic(base, tuned, weights), merged) if empty.any() else merged
+
+
+@rule(
+    "fa1",
+    row=("w_t", "scaling of the base by F_0", "diag F̂_t at Δ_t"),
+    reference="Daheim et al., Elastic weight removal, NAACL 2024",
+)
+def fa1(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    prior: Tensor,
+    curvature: Sequence[Tensor],
+    damping: float,
+) -> Tensor:
+    """(F_0 θ_0 + Σ w_t F_t Δ_t) / (F_0 + Σ |w_t| F_t), with F_t evaluated at Δ_t.
+
+    F_0 includes the damping. The curvature files of the tuned models must hold the Fisher measured with the
+    weights set to Δ_t = θ_t − θ_0. Where the denominator is 0 the entry falls back to task arithmetic.
+    """
+    scaling = prior + damping
+    total = torch.zeros_like(base).add_(scaling)
+    for fisher, weight in zip(curvature, weights, strict=True):
+        total += fisher * abs(weight)
+    merged = (scaling / total).mul(base)
+    for model, fisher, weight in zip(tuned, curvature, weights, strict=True):
+        merged += (fisher / total).mul_(weight).mul_(model - base)
+    empty = total == 0
+    return torch.where(empty, task_arithmetic(base, tuned, weights), merged) if empty.any() else merged

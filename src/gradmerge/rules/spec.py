@@ -1,0 +1,151 @@
+"""What a merge rule is: a pure function of tensors, and what its signature says about it.
+
+A rule is written once, as an annotated function::
+
+    @rule("task-arithmetic", row=("w_t", "I", "0"), reference="Ilharco et al., ICLR 2023")
+    def task_arithmetic(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        '''θ_0 + Σ w_t Δ_t.'''
+
+Its positional parameters are *inputs*, taken from the list in :data:`INPUTS` by name; its keyword-only parameters
+are *options*, whose type, range, default and help come from ``Annotated[float, Help("…", ge=0, le=1)]``. Everything
+that knows about rules (recipe, command line, docs, engine) reads this and nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from torch import Tensor
+
+INPUTS = {
+    "base": "θ_0, a block of the base model",
+    "tuned": "θ_t, the same block of every tuned model",
+    "weights": "w_t, one number a tuned model",
+    "base_weight": "the base's own weight, or None when the recipe gives none",
+    "prior": "F_0, the base's reduced curvature (without damping)",
+    "curvature": "F_t, every tuned model's reduced curvature",
+    "penalty": "the matrix of the penalty that the models were tuned under, or None for F_0 + δ",
+    "damping": "δ",
+    "thresholds": "the magnitude from which an entry of Δ_t counts as large, one a tuned model",
+    "kept": "boolean masks drawn with probability `density`, one a tuned model",
+    "geometry": "inner product and norms of the whole tensors that the blocks are cut from",
+    "grams": "XᵀX of the inputs of the linear layer, one matrix a tuned model",
+}
+
+
+@dataclass(frozen=True)
+class Help:
+    """What an option is for, and the range of its values."""
+
+    text: str
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a rule, as read from the rule's signature."""
+
+    name: str
+    type: Any
+    default: Any
+    help: Help
+
+    @property
+    def required(self) -> bool:
+        return self.default is inspect.Parameter.empty
+
+    @property
+    def kind(self) -> str:
+        """The type in words, with its range: ``number, 0 < x ≤ 1`` or ``model | tensor``."""
+        if get_origin(self.type) is Literal:
+            return " | ".join(get_args(self.type))
+        word = {float: "number", int: "whole number", bool: "true | false"}[self.type]
+        low = f"{self.help.gt:g} < " if self.help.gt is not None else ""
+        low = f"{self.help.ge:g} ≤ " if self.help.ge is not None else low
+        high = f" ≤ {self.help.le:g}" if self.help.le is not None else ""
+        return f"{word}, {low}x{high}" if low or high else word
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A merge rule: the function, and what it needs to be run."""
+
+    name: str
+    function: Callable[..., Tensor]
+    row: tuple[str, str, str]
+    """(α_t, H_0, H_t): the rule as a special case of gradient matching."""
+    reference: str
+    inputs: tuple[str, ...]
+    options: tuple[Option, ...]
+    when: Mapping[str, str] = field(default_factory=dict)
+    """Inputs needed only if the named option is true."""
+    precision: Callable[..., Tensor] | None = None
+    """H̄, the merged model's own curvature, as a function of the same inputs and options."""
+    only_one_model: bool = False
+    otherwise: Rule | None = None
+    """The rule for tensors that have no Gram matrix; a rule with one works on whole matrices."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.function(*args, **kwargs)
+
+    @property
+    def summary(self) -> str:
+        return (self.function.__doc__ or "").strip().partition("\n")[0]
+
+    @property
+    def explanation(self) -> str:
+        return inspect.cleandoc(self.function.__doc__ or "")
+
+    def needs(self, options: Mapping[str, Any]) -> frozenset[str]:
+        """The inputs that the function takes under these options."""
+        return frozenset(n for n in self.inputs if n not in self.when or options.get(self.when[n]))
+
+
+def rule(
+    name: str,
+    *,
+    row: tuple[str, str, str],
+    reference: str,
+    when: Mapping[str, str] | None = None,
+    precision: Callable[..., Tensor] | None = None,
+    only_one_model: bool = False,
+    otherwise: Rule | None = None,
+) -> Callable[[Callable[..., Tensor]], Rule]:
+    """Declare a function as a merge rule; inputs and options are read from its signature."""
+
+    def declare(function: Callable[..., Tensor]) -> Rule:
+        hints = get_type_hints(function, include_extras=True)
+        inputs, options = [], []
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                options.append(_option(parameter, hints[parameter.name]))
+            elif parameter.name in INPUTS:
+                inputs.append(parameter.name)
+            else:
+                raise TypeError(f"rule {name}: {parameter.name!r} is no input; inputs are {', '.join(INPUTS)}")
+        return Rule(
+            name=name,
+            function=function,
+            row=row,
+            reference=reference,
+            inputs=tuple(inputs),
+            options=tuple(options),
+            when=when or {},
+            precision=precision,
+            only_one_model=only_one_model,
+            otherwise=otherwise,
+        )
+
+    return declare
+
+
+def _option(parameter: inspect.Parameter, hint: Any) -> Option:
+    if get_origin(hint) is not Annotated:
+        raise TypeError(f"option {parameter.name!r} needs Annotated[type, Help(…)]")
+    kind, help_ = get_args(hint)
+    return Option(parameter.name, kind, parameter.default, help_)

@@ -1,0 +1,247 @@
+"""One safetensors file, read by position.
+
+Only the header is parsed; tensors are read with ``pread`` into buffers that the caller reuses. Memory mapping would be
+shorter, but every page that it touches counts as resident memory, so that a merge would seem to need all its inputs
+at once. A header is untrusted: everything in it is checked before any of it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, MachineError
+
+#: Bytes an element, by the name of the type in a safetensors header.
+ITEM_SIZE = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
+}  # fmt: skip
+#: The types that a merge does arithmetic on, and their names in recipes.
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+MAX_HEADER = 100_000_000
+MAX_INDEX = 200_000_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies in a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Offset of the first byte in the file."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_SIZE[self.dtype]
+
+
+class TensorFile:
+    """A safetensors file: its tensors in file order, its metadata, and positional reads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise InputError(f"{path}: cannot be opened: {error.strerror}") from error
+        try:
+            self.size = os.fstat(self._fd).st_size
+            self.entries, self.metadata = _parse_header(path, self._fd, self.size)
+        except BaseException:
+            os.close(self._fd)
+            self._fd = -1
+            raise
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill the buffer with the file's bytes from ``offset`` on."""
+        read_fully(self._fd, buffer, offset, self.path)
+
+    def will_need(self, offset: int, nbytes: int) -> None:
+        """Ask the operating system to start reading these bytes."""
+        if hasattr(os, "posix_fadvise") and self._fd >= 0:
+            os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_fully(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise MachineError(f"{path}: reading failed at byte {offset + done}: {error.strerror}") from error
+        if count == 0:
+            raise MachineError(f"{path}: ends at byte {offset + done}; it was longer when the merge began")
+        done += count
+
+
+def _parse_header(path: Path, fd: int, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+    def broken(why: str) -> InputError:
+        return InputError(f"{path}: not a valid safetensors file: {why}. Download or save it again.")
+
+    if size < 8:
+        raise broken(f"it has {size} bytes, fewer than the 8 that give the header's length")
+    prefix = bytearray(8)
+    read_fully(fd, memoryview(prefix), 0, path)
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER:
+        raise broken(f"the header claims {length} bytes, more than the format's limit of {MAX_HEADER}")
+    if 8 + length > size:
+        raise broken(f"the header claims {length} bytes, but the file has {size} in all; it is cut short")
+    raw = bytearray(length)
+    read_fully(fd, memoryview(raw), 8, path)
+    header = parse_json_object(bytes(raw), broken)
+
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise broken("__metadata__ must map words to words")
+
+    data_start, data_size = 8 + length, size - 8 - length
+    spans: list[tuple[int, int, str]] = []
+    entries: dict[str, Entry] = {}
+    for name, value in header.items():
+        dtype, shape, begin, end = _check_entry(name, value, broken)
+        entry = Entry(dtype, shape, data_start + begin)
+        if end > data_size:
+            raise broken(f"tensor {name!r} ends at byte {end} of {data_size} data bytes; the file is cut short")
+        if entry.nbytes != end - begin:
+            raise broken(f"tensor {name!r} of {dtype} {list(shape)} takes {entry.nbytes} bytes, not {end - begin}")
+        spans.append((begin, end, name))
+        entries[name] = entry
+    spans.sort()
+    reached = 0
+    for begin, end, name in spans:
+        if begin != reached:
+            raise broken(f"tensor {name!r} starts at byte {begin} where {reached} was expected: a hole or an overlap")
+        reached = end
+    if reached != data_size:
+        raise broken(f"{data_size - reached} bytes after the last tensor belong to none")
+    return {name: entries[name] for _, _, name in spans}, metadata
+
+
+def _check_entry(name: str, value: Any, broken: Any) -> tuple[str, tuple[int, ...], int, int]:
+    def whole(number: Any) -> bool:
+        return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**62
+
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise broken(f"tensor {name!r} must have dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
+        raise broken(f"tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
+    if not isinstance(shape, list) or len(shape) > 64 or not all(whole(n) for n in shape):
+        raise broken(f"tensor {name!r} has a shape that is no list of whole numbers")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(whole(n) for n in offsets) or offsets[0] > offsets[1]:
+        raise broken(f"tensor {name!r} has data_offsets that are no [begin, end]")
+    return dtype, tuple(shape), offsets[0], offsets[1]
+
+
+def parse_json_object(raw: bytes, broken: Any) -> dict[str, Any]:
+    """A JSON object from untrusted bytes; ``broken`` makes the error from a sentence."""
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a name occurs twice")
+        return result
+
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise broken(f"its JSON cannot be read ({str(error)[:120]})") from None
+    if not isinstance(value, dict):
+        raise broken("its JSON is no object")
+    return value
+
+
+def header_bytes(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
+    """The first bytes of a file that holds these tensors (name → dtype, shape) in this order, and their places."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = math.prod(shape) * ITEM_SIZE[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    entries = {
+        name: Entry(dtype, tuple(shape), start + header[name]["data_offsets"][0])
+        for name, (dtype, shape) in tensors.items()
+    }
+    return len(text).to_bytes(8, "little") + text, entries
+
+
+def open_files(folder: Path, stem: str) -> list[TensorFile] | None:
+    """The files ``stem.safetensors``, or the shards of ``stem.safetensors.index.json``; None when neither is there."""
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+    if index.is_file():
+        by_file = read_index(index)
+        return _open_shards(folder, index, by_file)
+    if single.is_file():
+        return [TensorFile(single)]
+    return None
+
+
+def _open_shards(folder: Path, index: Path, by_file: Mapping[str, list[str]]) -> list[TensorFile]:
+    files: list[TensorFile] = []
+    try:
+        for filename, names in by_file.items():
+            file = TensorFile(folder / filename)
+            files.append(file)
+            absent = [n for n in names if n not in file.entries]
+            if absent:
+                raise InputError(f"{index}: says that {filename} holds {absent[0]!r}, but it does not. Save it again.")
+            unlisted = [n for n in file.entries if n not in names]
+            if unlisted:
+                raise InputError(f"{index}: does not list {unlisted[0]!r}, which {filename} holds. Save it again.")
+    except BaseException:
+        close_files(files)
+        raise
+    return files
+
+
+def read_index(index: Path) -> dict[str, list[str]]:
+    """File name → names of the tensors in it, from an index in the Hugging Face layout, files in sorted order."""
+
+    def broken(why: str) -> InputError:
+        return InputError(f"{index}: not a valid index: {why}.")
+
+    if index.stat().st_size > MAX_INDEX:
+        raise broken(f"it is larger than {MAX_INDEX} bytes")
+    weight_map = parse_json_object(index.read_bytes(), broken).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise broken("it has no weight_map")
+    by_file: dict[str, list[str]] = {}
+    for name, filename in weight_map.items():
+        if not isinstance(filename, str) or not _is_plain_name(filename):
+            raise broken(f"{name!r} points to {str(filename)[:80]!r}, which is not a file name inside the folder")
+        by_file.setdefault(filename, []).append(name)
+    for filename in by_file:
+        if not (index.parent / filename).is_file():
+            raise broken(f"the file {filename!r} that it names is not there")
+    return dict(sorted(by_file.items()))
+
+
+def _is_plain_name(filename: str) -> bool:
+    return filename not in ("", ".", "..") and not set(filename) & set("/\\\0") and len(filename.encode(errors="replace")) < 256
+
+
+def close_files(files: Iterable[TensorFile]) -> None:
+    for file in files:
+        file.close()

@@ -1,0 +1,126 @@
+"""A set of safetensors files whose places are known beforehand, written block by block in any order."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import MachineError
+from .tensorfile import ITEM_SIZE, Entry, TensorFile, header_bytes
+
+Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Name → (dtype as in a safetensors header, shape)."""
+
+
+def _size(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * ITEM_SIZE[dtype]
+
+
+def split_into_shards(tensors: Tensors, shard_size: int) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
+    """Consecutive runs of tensors, each at most ``shard_size`` bytes unless one tensor alone is larger.
+
+    Inside a shard, tensors with wider elements come first, so that every tensor is aligned to its element size.
+    """
+    shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
+    used = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = _size(dtype, shape)
+        if shards[-1] and used + nbytes > shard_size:
+            shards.append({})
+            used = 0
+        shards[-1][name] = (dtype, shape)
+        used += nbytes
+    return [dict(sorted(s.items(), key=lambda item: -ITEM_SIZE[item[1][0]])) for s in shards]
+
+
+class TensorWriter:
+    """Files ``STEM.safetensors``, or shards with an index in the Hugging Face layout, in a folder that exists.
+
+    The header decides where every block goes, so that blocks may come in any order and from several threads, and the
+    files end with the same bytes.
+    """
+
+    def __init__(self, folder: Path, stem: str, tensors: Tensors, shard_size: int, metadata: Mapping[str, str]) -> None:
+        self.folder, self.stem = folder, stem
+        shards = split_into_shards(tensors, shard_size)
+        count = len(shards)
+        self._headers: dict[str, bytes] = {}
+        self._places: dict[str, tuple[str, Entry]] = {}
+        self._sizes: dict[str, int] = {}
+        for number, shard in enumerate(shards, 1):
+            suffix = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
+            filename = f"{stem}{suffix}.safetensors"
+            header, entries = header_bytes(shard, metadata)
+            self._headers[filename] = header
+            self._sizes[filename] = len(header) + sum(_size(*t) for t in shard.values())
+            self._places |= {name: (filename, entry) for name, entry in entries.items()}
+        self._fds: dict[str, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files together."""
+        return sum(self._sizes.values())
+
+    @property
+    def filenames(self) -> list[str]:
+        return list(self._headers)
+
+    def open(self) -> None:
+        """Create the files at full size with their headers, or open those that an earlier run left."""
+        for filename, header in self._headers.items():
+            path = self.folder / filename
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+                self._fds[filename] = fd
+                if os.fstat(fd).st_size != self._sizes[filename]:
+                    os.ftruncate(fd, 0)
+                    _reserve(fd, self._sizes[filename])
+                _write(fd, memoryview(header), 0)
+            except OSError as error:
+                raise MachineError(f"{path}: {error.strerror}") from error
+
+    def write(self, name: str, start: int, block: memoryview) -> None:
+        """Put a block at element ``start`` of the flattened tensor."""
+        filename, entry = self._places[name]
+        try:
+            _write(self._fds[filename], block, entry.start + start * ITEM_SIZE[entry.dtype])
+        except OSError as error:
+            raise MachineError(f"{self.folder / filename}: writing failed: {error.strerror}") from error
+
+    def finish(self) -> None:
+        """Write the index, close the files and read their headers back."""
+        if len(self._headers) > 1:
+            total = sum(entry.nbytes for _, entry in self._places.values())
+            weight_map = {name: filename for name, (filename, _) in sorted(self._places.items())}
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+            (self.folder / f"{self.stem}.safetensors.index.json").write_text(text, "utf-8")
+        self.close()
+        for filename in self._headers:
+            TensorFile(self.folder / filename).close()
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds = {}
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Take the disk space now, so that a full disk shows at once; where that is not possible, only set the size."""
+    if hasattr(os, "posix_fallocate") and size:
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+    os.ftruncate(fd, size)
+
+
+def _write(fd: int, block: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(block):
+        done += os.pwrite(fd, block[done:], offset + done)
