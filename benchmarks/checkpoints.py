@@ -104,5 +104,13 @@ def make_curvature(root: Path, layers: int, count: int = 3) -> Iterator[Path]:
         def squares(index: int, shape: tuple[int, ...], number: int = number) -> Tensor:
             return _random(shape, 1e-3, 77_000 * (number + 1) + index).square_()
 
-        _write(folder, "curvature", "F32", shapes, 5_000_000_000, dict(metadata(1000, "empirical", "benchmark")), squares)
+        _write(
+            folder,
+            "curvature",
+            "F32",
+            shapes,
+            5_000_000_000,
+            dict(metadata(1000, "empirical", "benchmark")),
+            squares,
+        )
         yield folder

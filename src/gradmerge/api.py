@@ -30,10 +30,11 @@ from .engine.memory import keep_freed_memory
 from .engine.opening import open_plan
 from .engine.plan import torch_type
 from .engine.workers import one_thread_each
-from .errors import GradmergeError, InputError
+from .errors import InputError
 from .recipe import Recipe, check_options, load_recipe, make_recipe
 from .report.card import model_card
 from .rules import RULES
+from .storage.bytesof import bytes_of
 from .storage.staging import Staging
 from .storage.tensorwriter import TensorWriter
 
@@ -121,8 +122,23 @@ def merge(
         plan.block = block
         fingerprint = _fingerprint(recipe, plan, allow_nonfinite)
         if resume and _is_complete(out, fingerprint):
-            return MergeResult(out, len(plan.merged), len(plan.jobs) - len(plan.merged), 0, 0, 0.0, plan.notes, already_done=True)
+            return MergeResult(
+                out,
+                len(plan.merged),
+                len(plan.jobs) - len(plan.merged),
+                0,
+                0,
+                0.0,
+                plan.notes,
+                already_done=True,
+            )
         staging = Staging(out, force=force, keep=resume, inputs=[*plan.inputs.files(), *_folders(plan.inputs)])
+        if resume and Journal(staging.folder, fingerprint).belongs_to_another_merge():
+            staging.leave()
+            raise InputError(
+                f"{staging.folder}: the unfinished merge there is of another recipe, or its inputs have changed since. "
+                "Run without --resume to start over."
+            )
         with _Output(recipe, plan, staging, fingerprint, resume) as output:
             return output.merge(threads, device, allow_nonfinite, progress or NoProgress())
 
@@ -172,7 +188,7 @@ class _Output:
         self.recipe, self.plan, self.staging, self.fingerprint = recipe, plan, staging, fingerprint
         self.journal = Journal(staging.folder, fingerprint)
         self.resume = resume
-        self._sources = [*plan.inputs.checkpoints, *plan.inputs.curvatures]
+        self._sources = plan.inputs.sources
         self._started = time.perf_counter()
         self._working = False
         shard_size = recipe.output.shard_size
@@ -206,9 +222,11 @@ class _Output:
     def merge(self, threads: int, device: str, allow_nonfinite: bool, progress: Progress) -> MergeResult:
         plan = self.plan
         keep_freed_memory()
-        finished = self._load_journal()
+        finished = self.journal.load() if self.resume else None
         small = sum(path.stat().st_size for path in sidecars(plan.inputs.template))
-        self.staging.require_space(self.writer.nbytes + (self.precision.nbytes if self.precision else 0) + small + 1_000_000)
+        self.staging.require_space(
+            self.writer.nbytes + (self.precision.nbytes if self.precision else 0) + small + 1_000_000
+        )
         self.writer.open()
         if self.precision is not None:
             self.precision.folder.mkdir(exist_ok=True)
@@ -248,25 +266,14 @@ class _Output:
         merged = time.perf_counter()
         return self._finish(units, {"statistics": measured - begun, "merge": merged - measured}, done)
 
-    def _load_journal(self) -> Any:
-        if not self.resume:
-            return None
-        if self.journal.belongs_to_another_merge():
-            self._working = True  # keep it: it may be wanted
-            raise GradmergeErrorAsInput(
-                f"{self.staging.folder}: the unfinished merge there is of another recipe or of inputs that have changed since. "
-                "Run without --resume to start over."
-            )
-        return self.journal.load()
-
     # What `run` calls, from several threads at once.
 
     def write(self, name: str, start: int, block: Tensor) -> None:
-        self.writer.write(name, start, _bytes(block))
+        self.writer.write(name, start, bytes_of(block.contiguous()))
 
     def write_precision(self, name: str, start: int, block: Tensor) -> None:
         assert self.precision is not None
-        self.precision.write(name, start, _bytes(block))
+        self.precision.write(name, start, bytes_of(block.contiguous()))
 
     def done(self, unit: Unit, digests: dict[int, int]) -> None:
         record = [digests.get(id(source), -1) for source in self._sources]
@@ -346,12 +353,6 @@ class _Output:
         return records
 
 
-class GradmergeErrorAsInput(GradmergeError):
-    """Wrong input (status 2) that must not cost the unfinished work."""
-
-    status = 2
-
-
 def _role(source: Checkpoint | CurvatureInput, inputs: Inputs) -> str:
     if source is inputs.base:
         return "base"
@@ -360,10 +361,6 @@ def _role(source: Checkpoint | CurvatureInput, inputs: Inputs) -> str:
     if source is inputs.penalty:
         return "penalty"
     return "tuned" if isinstance(source, Checkpoint) else "curvature"
-
-
-def _bytes(block: Tensor) -> memoryview:
-    return memoryview(block.contiguous().view(torch.uint8).numpy())
 
 
 def digest_of(checkpoint: Checkpoint, block: int = BLOCK) -> Digest:
@@ -419,7 +416,11 @@ def merge_state_dicts(
         "options": dict(options or {}),
     }
     if base is not None:
-        description["base"] = {"model": "base", "weight": base_weight, "penalty": None if penalty is None else "penalty"}
+        description["base"] = {
+            "model": "base",
+            "weight": base_weight,
+            "penalty": None if penalty is None else "penalty",
+        }
     recipe = make_recipe(description, where="merge_state_dicts")
     rule, settings = recipe.rule, check_options(recipe.rule, recipe.options)
     needs = rule.needs(settings)
@@ -470,11 +471,15 @@ def _contiguous(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _in_memory(value: CurvatureLike | None, label: str, reduction: str, method: str) -> CurvatureInput:
     if value is None:
-        raise InputError(f"{label}: {method} needs it: a Curvature, a mapping from names to tensors, or a number c for c · I")
+        raise InputError(
+            f"{label}: {method} needs it: a Curvature, a mapping from names to tensors, or a number c for c · I"
+        )
     if isinstance(value, Mapping):
         if isinstance(value, Curvature):
             factor = 1.0 / value.examples if reduction == "mean" else 1.0
-            return CurvatureInput(label, memory=value, factor=factor, examples=value.examples, likelihood=value.likelihood)
+            return CurvatureInput(
+                label, memory=value, factor=factor, examples=value.examples, likelihood=value.likelihood
+            )
         return CurvatureInput(label, memory=value)
     if not 0 <= value < float("inf"):
         raise InputError(f"{label}: {value} is no curvature; it must be a finite number that is not negative")

@@ -56,24 +56,33 @@ def _from_path(value: Any) -> Any:
 class Base(_Section):
     """The model that every fine-tune started from."""
 
-    model: str = Field(description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder.")
+    model: str = Field(
+        description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder."
+    )
     curvature: CurvatureSource | None = Field(
-        None, description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`."
+        None,
+        description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`.",
     )
     weight: Finite | None = Field(None, description="The base's own weight; only for `weighted-average`.")
     penalty: CurvatureSource | None = Field(
-        None, description="Only for `removal`: the matrix of the penalty that the models were tuned under, if it is not the base's curvature."
+        None,
+        description="Only for `removal`: the matrix of the penalty that the models were tuned under, if it is not the base's curvature.",
     )
 
 
 class Model(_Section):
     """One fine-tuned model."""
 
-    model: str = Field(description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder.")
-    curvature: CurvatureSource | None = Field(
-        None, description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`."
+    model: str = Field(
+        description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder."
     )
-    weight: Finite = Field(1.0, description="How much the model counts (α_t, w_t): any number. For `removal`, the strength.")
+    curvature: CurvatureSource | None = Field(
+        None,
+        description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`.",
+    )
+    weight: Finite = Field(
+        1.0, description="How much the model counts (α_t, w_t): any number. For `removal`, the strength."
+    )
 
 
 class Output(_Section):
@@ -84,7 +93,8 @@ class Output(_Section):
     )
     shard_size: Size = Field(5_000_000_000, description="Largest size of one file, such as `5GB`, `500MB`, `2GiB`.")
     curvature: bool = Field(
-        False, description="Also write H̄, the curvature of the result, to `OUT/curvature/`, so that it can be merged again."
+        False,
+        description="Also write H̄, the curvature of the result, to `OUT/curvature/`, so that it can be merged again.",
     )
 
 
@@ -100,15 +110,18 @@ class Recipe(_Section):
         min_length=1, description="The tuned models: mappings, or only their paths."
     )
     reduction: Literal["sum", "mean"] = Field(
-        "sum", description="How curvature files are read: the sum over examples, or the sum divided by their number."
+        "sum",
+        description="How curvature files are read: the sum over examples, or the sum divided by their number.",
     )
     damping: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        1e-10, description="δ, added to the prior (in Fisher averaging and RegMean, to the curvature of every model)."
+        1e-10,
+        description="δ, added to the prior (in Fisher averaging and RegMean, to the curvature of every model).",
     )
     include: list[str] = Field(["*"], min_length=1, description="Glob patterns over tensor names: what is merged.")
     exclude: list[str] = Field([], description="Glob patterns over tensor names: what comes from the base unchanged.")
     missing: Literal["error", "zero"] = Field(
-        "error", description="What to do about a parameter that a curvature file lacks: stop, or take it as 0."
+        "error",
+        description="What to do about a parameter that a curvature file lacks: stop, or take it as 0.",
     )
     options: dict[str, Any] = Field({}, description="The rule's own options; `gradmerge methods NAME` explains them.")
     output: Output = Field(default_factory=Output, description="What is written.")
@@ -181,12 +194,16 @@ def _check_fit(recipe: Recipe) -> None:
     if recipe.base and recipe.base.penalty is not None and "penalty" not in needs:
         raise InputError(f"base.penalty: {rule.name} does not use it; only removal does")
     if "weights" not in needs and any(weight != 1 for weight in recipe.weights):
-        raise InputError(f"models: {rule.name} has no weights{'; weighted-average has' if rule.name == 'average' else ''}")
+        raise InputError(
+            f"models: {rule.name} has no weights{'; weighted-average has' if rule.name == 'average' else ''}"
+        )
     if rule.only_one_model and len(recipe.models) != 1:
         raise InputError(f"models: {rule.name} takes the base and one model, not {len(recipe.models)}")
     if recipe.output.curvature and rule.precision is None:
         with_one = ", ".join(r.name for r in RULES.values() if r.precision)
-        raise InputError(f"output.curvature: a {rule.name} merge has no curvature of its own; rules that have: {with_one}")
+        raise InputError(
+            f"output.curvature: a {rule.name} merge has no curvature of its own; rules that have: {with_one}"
+        )
 
 
 def check_options(rule: Rule, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,9 +226,9 @@ def _options_model(rule: Rule) -> type[BaseModel]:
 def _build_options_model(rule: Rule) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for option in rule.options:
-        finite = {"allow_inf_nan": False} if option.type is float else {}
+        finite: dict[str, Any] = {"allow_inf_nan": False} if option.type is float else {}
         default = ... if option.required else option.default
-        limits = {"ge": option.help.ge, "gt": option.help.gt, "le": option.help.le}
+        limits: dict[str, Any] = {"ge": option.help.ge, "gt": option.help.gt, "le": option.help.le}
         fields[option.name] = (option.type, Field(default, description=option.help.text, **limits, **finite))
     return create_model(f"Options of {rule.name}", __base__=_Section, **fields)
 
@@ -248,7 +265,12 @@ def _place(loc: tuple[int | str, ...]) -> str:
 
 
 def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    sections: dict[str, type[BaseModel]] = {"base": Base, "models": Model, "output": Output, "Identity": Identity}
+    sections: dict[str, type[BaseModel]] = {
+        "base": Base,
+        "models": Model,
+        "output": Output,
+        "Identity": Identity,
+    }
     for part in loc:
         model = sections.get(str(part), model)
     return list(model.model_fields)
@@ -262,7 +284,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
             if key is not None and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} occurs twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} occurs twice", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 

@@ -71,7 +71,10 @@ def select(names: Sequence[str], include: Sequence[str], exclude: Sequence[str])
 
 
 def compare(
-    first: Checkpoint, others: Sequence[Checkpoint], include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
+    first: Checkpoint,
+    others: Sequence[Checkpoint],
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
 ) -> Comparison:
     """Compare every checkpoint with the first: names, shapes, types, vocabulary, tied heads, buffers."""
     result = Comparison()
@@ -114,7 +117,11 @@ def _compare_one(
             (vocabulary if is_vocabulary else shapes).append(line)
         elif not there.is_float:
             types.append(f"{name}: {here} in {first.label}, {there} in {other.label}")
-    extra = [n for n in other.tensors if n not in first.tensors and matches(n, include) and not matches(n, [*exclude, *BUFFERS])]
+    extra = [
+        n
+        for n in other.tensors
+        if n not in first.tensors and matches(n, include) and not matches(n, [*exclude, *BUFFERS])
+    ]
     extra = [n for n in extra if not _is_copy_of_tied(n, first, other, result)]
 
     if vocabulary:
@@ -123,10 +130,14 @@ def _compare_one(
             f"{listed(vocabulary)}\n  Resize one of them, or exclude these tensors."
         )
     if missing:
-        result.problems.append(f"{other.label}: {_count(missing)} of {first.label} missing{_prefix_hint(first, other)}\n{listed(missing)}")
+        result.problems.append(
+            f"{other.label}: {_count(missing)} of {first.label} missing{_prefix_hint(first, other)}\n{listed(missing)}"
+        )
     if extra:
         hint = "" if missing else "\n  If they are heads that should stay out of the merge, exclude them."
-        result.problems.append(f"{other.label}: {_count(extra)} that {first.label} does not have\n{listed(extra)}{hint}")
+        result.problems.append(
+            f"{other.label}: {_count(extra)} that {first.label} does not have\n{listed(extra)}{hint}"
+        )
     if shapes:
         result.problems.append(f"{other.label}: other shapes than {first.label}\n{listed(shapes)}")
     if types:

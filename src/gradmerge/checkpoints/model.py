@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ..storage.bytesof import bytes_of
 from ..storage.tensorfile import FLOATS, ITEM_SIZE, Entry
 
 TORCH_TYPES: dict[str, torch.dtype] = {
@@ -113,7 +114,7 @@ class Checkpoint:
         size = ITEM_SIZE[entry.dtype]
         buffer = buffers.take(slot, (stop - start) * size)
         if stop > start:
-            file.read_into(memoryview(buffer.numpy()), entry.start + start * size)
+            file.read_into(bytes_of(buffer), entry.start + start * size)
         return buffer.view(TORCH_TYPES[entry.dtype])
 
     def will_need(self, name: str) -> None:
@@ -146,7 +147,7 @@ class Checkpoint:
 
 def block_digest(block: Tensor) -> int:
     """XXH3 (64 bits) of a block's bytes as stored."""
-    return xxhash.xxh3_64_intdigest(block.view(torch.uint8).numpy()) if block.numel() else 0
+    return xxhash.xxh3_64_intdigest(bytes_of(block)) if block.numel() else 0
 
 
 class Digest:

@@ -66,7 +66,9 @@ def _open_file(label: str, path: Path, allow_pickle: bool) -> Checkpoint:
         _require_pickle_allowed(path, allow_pickle)
         file = PickleFile(path)
         return Checkpoint(label, files=[file], memory=file.memory)
-    raise InputError(f"{path}: a checkpoint file ends in .safetensors (or, with --allow-pickle, {', '.join(sorted(SUFFIXES))})")
+    raise InputError(
+        f"{path}: a checkpoint file ends in .safetensors (or, with --allow-pickle, {', '.join(sorted(SUFFIXES))})"
+    )
 
 
 def _require_pickle_allowed(path: Path, allow_pickle: bool) -> None:
@@ -95,7 +97,9 @@ def _open_adapter(
     files, memory = _weight_files(folder, "adapter_model", "adapter_model", allow_pickle)
     adapter = AdapterCheckpoint(label, folder, config, files, memory, base, owns_base, hub_id)
     if not owns_base and isinstance(stated, str) and Path(stated).name not in _names_of(base):
-        adapter.notes.append(f"{label}: the adapter says that it was trained on {stated!r}; it is applied to {base.label}")
+        adapter.notes.append(
+            f"{label}: the adapter says that it was trained on {stated!r}; it is applied to {base.label}"
+        )
     return adapter
 
 
@@ -106,7 +110,9 @@ def _names_of(checkpoint: Checkpoint) -> set[str]:
 
 def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool) -> Checkpoint:
     if not isinstance(stated, str) or not stated:
-        raise InputError(f"{folder}: an adapter without a base: its config names none. Give the base model in the recipe.")
+        raise InputError(
+            f"{folder}: an adapter without a base: its config names none. Give the base model in the recipe."
+        )
     for start in (None, folder):
         if ((start or Path()) / stated).exists():
             return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle)

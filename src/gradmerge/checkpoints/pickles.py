@@ -79,7 +79,10 @@ def _load(path: Path, *, fake: bool) -> dict[str, Tensor]:
 
 
 def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
-    for candidate in (loaded, *(loaded.get(key) for key in ("state_dict", "model") if isinstance(loaded, dict))):
+    for candidate in (
+        loaded,
+        *(loaded.get(key) for key in ("state_dict", "model") if isinstance(loaded, dict)),
+    ):
         if isinstance(candidate, dict) and candidate and all(isinstance(v, Tensor) for v in candidate.values()):
             return {str(k): v for k, v in candidate.items()}
     raise InputError(f"{path}: holds no state dict (a mapping from names to tensors)")

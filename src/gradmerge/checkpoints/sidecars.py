@@ -11,7 +11,21 @@ from .model import Checkpoint
 
 MAX_BYTES = 100_000_000
 #: Weights in any format, and what belongs to a training run or a repository rather than to the model.
-NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".npz", ".lock", ".partial"}
+NOT_COPIED = {
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".gguf",
+    ".ot",
+    ".npz",
+    ".lock",
+    ".partial",
+}
 NOT_COPIED_NAMES = {"README.md", "gradmerge.json", "trainer_state.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
                     "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json"}  # fmt: skip
 

@@ -23,7 +23,10 @@ def _curvature() -> None:
 
 @app.command("show", epilog="Example: gradmerge curvature show ./yelp-curvature")
 def show(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Curvature folder or file, or a model folder that holds one.")],
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="Curvature folder or file, or a model folder that holds one."),
+    ],
     json_: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -53,7 +56,14 @@ def show(
             f"measured on {facts['model'] or 'a model that is not named'}, stored as {file.precision}"
         )
         rows = [
-            [g.name, count(g.entries), f"{g.total:.4g}", f"{g.per_entry:.3g}", f"{100 * g.zeros / max(1, g.entries):.1f} %", f"{g.largest:.3g}"]
+            [
+                g.name,
+                count(g.entries),
+                f"{g.total:.4g}",
+                f"{g.per_entry:.3g}",
+                f"{100 * g.zeros / max(1, g.entries):.1f} %",
+                f"{g.largest:.3g}",
+            ]
             for g in groups
         ]
         print_table(["group", "entries", "sum", "mean per entry", "zeros", "max"], rows, right=(1, 2, 3, 4, 5))

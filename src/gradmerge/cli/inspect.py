@@ -18,10 +18,13 @@ EXAMPLE = "Examples: gradmerge inspect ./model   ·   gradmerge inspect ./base .
 def inspect(
     model: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models; the first is taken as the base.")],
     exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave tensors out of the comparison.", show_default=False)
+        list[str] | None,
+        typer.Option("--exclude", metavar="PATTERN", help="Leave tensors out of the comparison.", show_default=False),
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    digest: Annotated[bool, typer.Option("--digest", help="Also digest the weights, as gradmerge.json records it.")] = False,
+    digest: Annotated[
+        bool, typer.Option("--digest", help="Also digest the weights, as gradmerge.json records it.")
+    ] = False,
     allow_pickle: AllowPickle = False,
     json_: Json = False,
     quiet: Quiet = False,
@@ -67,7 +70,7 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
     from ..checkpoints.lora import AdapterCheckpoint
     from ..curvature.files import default_curvature
 
-    types = Counter({})
+    types: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
         types[info.dtype] += info.numel
     facts: dict[str, Any] = {
@@ -98,7 +101,9 @@ def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -
     if "base" in facts:
         typer.echo(f"  LoRA adapter with {count(facts['adapter_parameters'])} parameters, on top of {facts['base']}")
     shares = ", ".join(f"{dtype} {count(numel)}" for dtype, numel in facts["types"].items())
-    typer.echo(f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({shares})")
+    typer.echo(
+        f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({shares})"
+    )
     details = []
     if facts["vocabulary"]:
         details.append(f"vocabulary {facts['vocabulary']}")
@@ -107,7 +112,9 @@ def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -
     if facts["buffers"]:
         details.append(f"{len(facts['buffers'])} buffers")
     details.append("with curvature" if facts["curvature"] else "no curvature/ folder")
-    typer.echo(f"  {', '.join(details)}; files: {', '.join(facts['files'][:3])}{' …' if len(facts['files']) > 3 else ''}")
+    typer.echo(
+        f"  {', '.join(details)}; files: {', '.join(facts['files'][:3])}{' …' if len(facts['files']) > 3 else ''}"
+    )
     if "digest" in facts:
         typer.echo(f"  digest {facts['digest']}")
     if tensors:

@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import AllowPickle, Debug, Json, Quiet, count, guarded, note, print_json, print_table, progress, size
+from .output import (
+    AllowPickle,
+    Debug,
+    Json,
+    Quiet,
+    count,
+    guarded,
+    note,
+    print_json,
+    print_table,
+    progress,
+    size,
+)
 
 if TYPE_CHECKING:
     from ..engine import Plan
@@ -19,10 +31,18 @@ MERGE_EXAMPLE = (
 )
 REMOVE_EXAMPLE = "Example: gradmerge remove --base ./gpt2 --model ./toxic=0.8 -o gpt2-clean"
 
-Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Folder to write; it must not exist.", show_default=False)]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="OUT", help="Folder to write; it must not exist.", show_default=False),
+]
 Models = Annotated[
     list[str] | None,
-    typer.Option("--model", metavar="MODEL[=WEIGHT]", help="A tuned model and its weight; once for each.", show_default=False),
+    typer.Option(
+        "--model",
+        metavar="MODEL[=WEIGHT]",
+        help="A tuned model and its weight; once for each.",
+        show_default=False,
+    ),
 ]
 CurvatureOption = Annotated[
     list[str] | None,
@@ -36,9 +56,17 @@ CurvatureOption = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the recipe, such as damping=1e-8 or density=0.2.", show_default=False),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set any key of the recipe, such as damping=1e-8 or density=0.2.",
+        show_default=False,
+    ),
 ]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, max=256, help="Threads to use. Default: one a core.", show_default=False)]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, max=256, help="Threads to use. Default: one a core.", show_default=False),
+]
 Device = Annotated[str, typer.Option("--device", help="Where the arithmetic is done: cpu, cuda, cuda:1, …")]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a merge that was killed; same bytes in the end.")]
@@ -47,12 +75,17 @@ AllowNonfinite = Annotated[bool, typer.Option("--allow-nonfinite", help="Go on w
 
 
 def merge(
-    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).", show_default=False)] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).", show_default=False)
+    ] = None,
     out: Out = None,
     method: Annotated[
-        str | None, typer.Option("--method", "-m", help="The rule; see `gradmerge methods`.", show_default=False)
+        str | None,
+        typer.Option("--method", "-m", help="The rule; see `gradmerge methods`.", show_default=False),
     ] = None,
-    base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="The base model.", show_default=False)] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="MODEL", help="The base model.", show_default=False)
+    ] = None,
     model: Models = None,
     curvature: CurvatureOption = None,
     set_: Settings = None,
@@ -97,7 +130,9 @@ def remove(
     out: Out = None,
     strength: Annotated[float, typer.Option("--strength", help="Strength for every --model that names none.")] = 1.0,
     curvature: CurvatureOption = None,
-    method: Annotated[str, typer.Option("--method", "-m", help="removal, or task-arithmetic for plain negation.")] = "removal",
+    method: Annotated[
+        str, typer.Option("--method", "-m", help="removal, or task-arithmetic for plain negation.")
+    ] = "removal",
     set_: Settings = None,
     threads: Threads = None,
     device: Device = "cpu",
@@ -200,7 +235,10 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, as_j
     files = len(split_into_shards(plan.tensors, recipe.output.shard_size))
     sources: list[dict[str, Any]] = [
         {"source": c.label, "kind": c.kind, "bytes": c.nbytes, "parameters": c.parameters} for c in inputs.checkpoints
-    ] + [{"source": c.label, "kind": "curvature", "bytes": sum(c.nbytes(j.name) for j in plan.merged)} for c in inputs.curvatures]
+    ] + [
+        {"source": c.label, "kind": "curvature", "bytes": sum(c.nbytes(j.name) for j in plan.merged)}
+        for c in inputs.curvatures
+    ]
     facts = {
         "method": recipe.method,
         "options": dict(inputs.options),
@@ -221,11 +259,17 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, as_j
     typer.echo(f"{recipe.method}: {plan.rule.summary}")
     if inputs.options:
         typer.echo("options: " + ", ".join(f"{k}={v}" for k, v in inputs.options.items()))
-    rows = [[s["source"], s["kind"], count(s["parameters"]) if "parameters" in s else "", size(s["bytes"])] for s in sources]
+    rows = [
+        [s["source"], s["kind"], count(s["parameters"]) if "parameters" in s else "", size(s["bytes"])] for s in sources
+    ]
     print_table(["input", "kind", "parameters", "size"], rows, right=(2, 3))
-    typer.echo(f"tensors: {facts['merged_tensors']} merged, {facts['copied_tensors']} copied from {inputs.template.label}")
+    typer.echo(
+        f"tensors: {facts['merged_tensors']} merged, {facts['copied_tensors']} copied from {inputs.template.label}"
+    )
     typer.echo(f"reads:   {size(plan.total_read + plan.statistics_read)}")
-    typer.echo(f"writes:  {size(plan.total_written)} in {files} file{'s' if files > 1 else ''}" + (f" → {out}" if out else ""))
+    typer.echo(
+        f"writes:  {size(plan.total_written)} in {files} file{'s' if files > 1 else ''}" + (f" → {out}" if out else "")
+    )
     typer.echo(f"memory:  about {size(plan.memory(threads))} with {threads} thread{'s' if threads > 1 else ''}")
     for text in plan.notes:
         typer.echo(f"note: {text}")

@@ -44,7 +44,10 @@ def methods(
         typer.echo(f"needs:      {_needs(rule)}")
         if rule.options:
             typer.echo("\noptions:")
-            rows = [[f"  {o.name}", o.kind, "required" if o.required else _shown(o.default), o.help.text] for o in rule.options]
+            rows = [
+                [f"  {o.name}", o.kind, "required" if o.required else _shown(o.default), o.help.text]
+                for o in rule.options
+            ]
             print_table(["  name", "value", "default", "meaning"], rows)
 
 
@@ -76,6 +79,12 @@ def _facts(rule: Any) -> dict[str, Any]:
         "reference": rule.reference,
         "inputs": list(rule.inputs),
         "options": [
-            {"name": o.name, "value": o.kind, "default": None if o.required else o.default, "help": o.help.text} for o in rule.options
+            {
+                "name": o.name,
+                "value": o.kind,
+                "default": None if o.required else o.default,
+                "help": o.help.text,
+            }
+            for o in rule.options
         ],
     }

@@ -21,7 +21,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for m
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Also read .bin/.pt checkpoints (only their tensors: weights_only).")
+    bool,
+    typer.Option("--allow-pickle", help="Also read .bin/.pt checkpoints (only their tensors: weights_only)."),
 ]
 
 
@@ -127,7 +128,14 @@ class BarProgress:
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
         self._bar = Progress(
             TextColumn("{task.description:<10}"),

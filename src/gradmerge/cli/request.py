@@ -109,7 +109,9 @@ def _put(target: Any, parts: list[str | int], value: Any, setting: str) -> None:
             target = target[part]
 
 
-def build_recipe(path: Path | None, given: dict[str, Any] | None, settings: Sequence[str], method: str | None) -> Recipe:
+def build_recipe(
+    path: Path | None, given: dict[str, Any] | None, settings: Sequence[str], method: str | None
+) -> Recipe:
     """The recipe of a command: from a file with changes, or from options."""
     if path is None:
         assert given is not None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..storage.bytesof import bytes_of
 from ..storage.staging import Staging
 from ..storage.tensorwriter import TensorWriter
 from . import log8
@@ -69,7 +70,12 @@ class Curvature(Mapping[str, Tensor]):
         return Curvature(sums, self.examples, self.likelihood, self.model)
 
     def save(
-        self, path: str | Path, *, precision: str = "float32", shard_size: int = 5_000_000_000, force: bool = False
+        self,
+        path: str | Path,
+        *,
+        precision: str = "float32",
+        shard_size: int = 5_000_000_000,
+        force: bool = False,
     ) -> None:
         """Write a curvature folder; ``precision`` is ``float32``, ``bfloat16`` or ``log8``."""
         if precision not in PRECISIONS:
@@ -89,7 +95,7 @@ class Curvature(Mapping[str, Tensor]):
             staging.require_space(writer.nbytes)
             writer.open()
             for name, part in parts.items():
-                writer.write(name, 0, memoryview(part().contiguous().reshape(-1).view(torch.uint8).numpy()))
+                writer.write(name, 0, bytes_of(part().contiguous()))
             writer.finish()
         except BaseException:
             writer.close()

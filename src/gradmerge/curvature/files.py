@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, listed
+from ..storage.bytesof import bytes_of
 from ..storage.tensorfile import Entry, TensorFile, close_files, open_files
 from . import log8
 
@@ -45,7 +46,9 @@ class CurvatureFile:
         self._tables: dict[str, Tensor] = {}
 
     def _is_scale(self, name: str) -> bool:
-        return self.precision == "log8" and name.endswith(log8.SUFFIX) and name.removesuffix(log8.SUFFIX) in self._places
+        return (
+            self.precision == "log8" and name.endswith(log8.SUFFIX) and name.removesuffix(log8.SUFFIX) in self._places
+        )
 
     def _check_format(self) -> None:
         found = self.metadata.get("format")
@@ -56,15 +59,25 @@ class CurvatureFile:
     def _examples(self) -> int:
         text = self.metadata.get("examples", "")
         if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) == 0:
-            raise InputError(f"{self.label}: the header's number of examples is {text[:40]!r}, not a whole number above 0")
+            raise InputError(
+                f"{self.label}: the header's number of examples is {text[:40]!r}, not a whole number above 0"
+            )
         return int(text)
 
     def _check_types(self) -> None:
         if self.precision not in PRECISIONS:
-            raise InputError(f"{self.label}: unknown precision {self.precision[:40]!r}; known are {', '.join(PRECISIONS)}")
-        wrong = [f"{n}: {self._places[n][1].dtype}" for n in self.shapes if self._places[n][1].dtype != PRECISIONS[self.precision]]
+            raise InputError(
+                f"{self.label}: unknown precision {self.precision[:40]!r}; known are {', '.join(PRECISIONS)}"
+            )
+        wrong = [
+            f"{n}: {self._places[n][1].dtype}"
+            for n in self.shapes
+            if self._places[n][1].dtype != PRECISIONS[self.precision]
+        ]
         if wrong:
-            raise InputError(f"{self.label}: tensors that are not {self.precision}, as the header says:\n{listed(wrong)}")
+            raise InputError(
+                f"{self.label}: tensors that are not {self.precision}, as the header says:\n{listed(wrong)}"
+            )
         if self.precision == "log8":
             for name in self.shapes:
                 scale = self._places.get(name + log8.SUFFIX)
@@ -87,7 +100,7 @@ class CurvatureFile:
         size = dtype.itemsize
         buffer: Tensor = take((stop - start) * size)
         if stop > start:
-            file.read_into(memoryview(buffer.numpy()), entry.start + start * size)
+            file.read_into(bytes_of(buffer), entry.start + start * size)
         values = buffer.view(dtype)
         if self.precision == "log8":
             return log8.decode(values, self._table(name))
@@ -97,10 +110,12 @@ class CurvatureFile:
         if name not in self._tables:
             file, entry = self._places[name + log8.SUFFIX]
             ends = torch.empty(2)
-            file.read_into(memoryview(ends.view(torch.uint8).numpy()), entry.start)
+            file.read_into(bytes_of(ends), entry.start)
             low, high = ends.tolist()
             if not (0 <= low <= high < float("inf")) or (high > 0 and low == 0):
-                raise InputError(f"{self.label}: {name + log8.SUFFIX} holds {low:g} and {high:g}, not 0 < smallest ≤ largest")
+                raise InputError(
+                    f"{self.label}: {name + log8.SUFFIX} holds {low:g} and {high:g}, not 0 < smallest ≤ largest"
+                )
             self._tables[name] = log8.table(ends)
         return self._tables[name]
 
@@ -145,4 +160,11 @@ def default_curvature(folder: Path | None) -> Path | None:
 
 def metadata(examples: int, likelihood: str, model: str, precision: str = "float32", **more: str) -> Mapping[str, str]:
     """The header of a curvature file."""
-    return {"format": FORMAT, "examples": str(examples), "likelihood": likelihood, "model": model, "precision": precision, **more}
+    return {
+        "format": FORMAT,
+        "examples": str(examples),
+        "likelihood": likelihood,
+        "model": model,
+        "precision": precision,
+        **more,
+    }

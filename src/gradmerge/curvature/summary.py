@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -30,7 +29,10 @@ class Group:
         return self.total / max(1, self.entries)
 
     def as_dict(self) -> dict[str, float | int | str]:
-        return asdict(self) | {"mean_per_entry": self.per_entry, "share_of_zeros": self.zeros / max(1, self.entries)}
+        return asdict(self) | {
+            "mean_per_entry": self.per_entry,
+            "share_of_zeros": self.zeros / max(1, self.entries),
+        }
 
 
 def group_of(name: str) -> str:
@@ -59,6 +61,6 @@ def summarize(file: CurvatureFile) -> list[Group]:
     return list(groups.values())
 
 
-def _natural(name: str) -> Iterable[tuple[int, int, str]]:
+def _natural(name: str) -> list[tuple[int, int, str]]:
     """Sorts layer 2 before layer 10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

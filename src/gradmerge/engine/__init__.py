@@ -5,4 +5,15 @@ from .local import Sink, run
 from .plan import BLOCK, Plan, Unit, make_plan
 from .statistics import Statistics, measure
 
-__all__ = ["BLOCK", "CurvatureInput", "Inputs", "Plan", "Sink", "Statistics", "Unit", "make_plan", "measure", "run"]
+__all__ = [
+    "BLOCK",
+    "CurvatureInput",
+    "Inputs",
+    "Plan",
+    "Sink",
+    "Statistics",
+    "Unit",
+    "make_plan",
+    "measure",
+    "run",
+]

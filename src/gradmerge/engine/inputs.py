@@ -63,7 +63,9 @@ class CurvatureInput:
             assert self.memory is not None
             values = self.memory[name].detach().cpu()
         if not bool(torch.isfinite(values).all()) or bool((values.diagonal() < 0).any()):
-            raise InputError(f"{self.label}: {name} is no Gram matrix: it has entries that are not finite, or a negative diagonal")
+            raise InputError(
+                f"{self.label}: {name} is no Gram matrix: it has entries that are not finite, or a negative diagonal"
+            )
         return values.double() * self.factor
 
     def _check(self, values: Tensor, name: str) -> None:
@@ -118,12 +120,17 @@ class Inputs:
         every = (self.prior, *self.curvature, self.penalty, *self.grams)
         return list({id(c): c for c in every if c is not None}.values())
 
+    @property
+    def sources(self) -> list[Checkpoint | CurvatureInput]:
+        """Everything that is read."""
+        return [*self.checkpoints, *self.curvatures]
+
     def stored_name(self, checkpoint: Checkpoint, name: str) -> str:
         return self.aliases.get(id(checkpoint), {}).get(name, name)
 
     def files(self) -> list[Path]:
-        return [path for source in (*self.checkpoints, *self.curvatures) for path in source.files()]
+        return [path for source in self.sources for path in source.files()]
 
     def close(self) -> None:
-        for source in (*self.checkpoints, *self.curvatures):
+        for source in self.sources:
             source.close()

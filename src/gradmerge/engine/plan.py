@@ -17,7 +17,7 @@ from ..storage.tensorfile import FLOATS
 from .inputs import CurvatureInput, Inputs
 
 #: Elements that go through a rule at once: a block of every input and the temporaries should fit a core's cache.
-BLOCK = 1 << 17
+BLOCK = 1 << 18
 _STORED = {word: code for code, word in FLOATS.items()}
 
 
@@ -92,7 +92,10 @@ class Plan:
         """Bytes that one pass over a tensor reads."""
         if job.rule is None:
             return self.inputs.template.tensors[job.name].nbytes
-        sources = [*self.inputs.tuned, *([self.inputs.base] if self.inputs.base and "base" in self.needs else [])]
+        sources = [
+            *self.inputs.tuned,
+            *([self.inputs.base] if self.inputs.base and "base" in self.needs else []),
+        ]
         return sum(c.tensors[self.inputs.stored_name(c, job.name)].nbytes for c in sources) + sum(
             c.nbytes(job.name) for c in self.inputs.curvatures
         )
@@ -158,7 +161,11 @@ def make_plan(
         types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
         compute = torch.float64 if "F64" in types else torch.float32
         jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute))
-    notes = [*comparison.notes, *(note for c in inputs.checkpoints for note in c.notes), *_rule_notes(rule, inputs)]
+    notes = [
+        *comparison.notes,
+        *(note for c in inputs.checkpoints for note in c.notes),
+        *_rule_notes(rule, inputs),
+    ]
     plan = Plan(rule, inputs, jobs, frozenset(needs), write_precision, notes)
     _rehearse(plan)
     return plan
@@ -185,7 +192,9 @@ def _curvature_problems(source: CurvatureInput, inputs: Inputs, names: Sequence[
         problems.append(f"{source.label}: curvature of another model, its shapes do not fit\n{listed(wrong)}")
     absent = [n for n in names if n not in shapes and (tied_to(n, inputs.template) or "") not in shapes]
     if absent and len(absent) == len(names):
-        problems.append(f"{source.label}: curvature of another model: it has none of the tensors to merge\n{listed(absent, 3)}")
+        problems.append(
+            f"{source.label}: curvature of another model: it has none of the tensors to merge\n{listed(absent, 3)}"
+        )
     elif absent and missing != "zero":
         problems.append(f"{source.label}: no curvature for {len(absent)} of {len(names)} tensors\n{listed(absent)}\n"
                         "  Exclude them, or set `missing: zero` to take it as 0.")  # fmt: skip
@@ -200,7 +209,9 @@ def _gram_names(inputs: Inputs, names: Sequence[str]) -> tuple[set[str], list[st
         return found, problems
     for source in inputs.grams:
         if source.shapes is None or (source.file is not None and source.file.kind != "gram"):
-            problems.append(f"{source.label}: regmean needs Gram matrices (XᵀX of the inputs of linear layers), not a diagonal")
+            problems.append(
+                f"{source.label}: regmean needs Gram matrices (XᵀX of the inputs of linear layers), not a diagonal"
+            )
     if problems:
         return found, problems
     every = [source.shapes or {} for source in inputs.grams]
@@ -211,8 +222,14 @@ def _gram_names(inputs: Inputs, names: Sequence[str]) -> tuple[set[str], list[st
             continue
         if len(having) < len(every):
             problems.append(f"{name}: some models have a Gram matrix for it and some do not")
-        elif any(s[name] != (n, n) for s in having for n in [having[0][name][0]]) or len(shape) != 2 or having[0][name][0] not in shape:
-            problems.append(f"{name}: its Gram matrices {[list(s[name]) for s in having]} do not fit the weight {list(shape)}")
+        elif (
+            any(s[name] != (n, n) for s in having for n in [having[0][name][0]])
+            or len(shape) != 2
+            or having[0][name][0] not in shape
+        ):
+            problems.append(
+                f"{name}: its Gram matrices {[list(s[name]) for s in having]} do not fit the weight {list(shape)}"
+            )
         else:
             found.add(name)
     if not found and not problems:
@@ -241,7 +258,11 @@ def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any]) -> dict[s
     inputs = plan.inputs
     numbers = {"weights": inputs.weights, "base_weight": inputs.base_weight, "damping": inputs.damping}
     arguments = {
-        name: numbers[name] if name in numbers else tensors.get(name) if name in plan.needs or rule is not plan.rule else None
+        name: numbers[name]
+        if name in numbers
+        else tensors.get(name)
+        if name in plan.needs or rule is not plan.rule
+        else None
         for name in rule.inputs
     }
     own = {option.name for option in rule.options}

@@ -36,7 +36,9 @@ def read_models(
     return base, [read(checkpoint, f"tuned {i}") for i, checkpoint in enumerate(inputs.tuned)]
 
 
-def read_block(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, digests: dict[int, int]) -> dict[str, Any]:
+def read_block(
+    plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, digests: dict[int, int]
+) -> dict[str, Any]:
     """Every tensor input that the plan's rule needs for one block."""
     inputs = plan.inputs
     base, tuned = read_models(plan, job, start, stop, buffers, digests)

@@ -1,19 +1,20 @@
 """The k-th largest magnitude of numbers that are too many to hold, found exactly and without sorting.
 
-Nonnegative floating-point numbers are ordered like their bit patterns read as integers. One pass counts the patterns
-in coarse bins, which tells the bin of the k-th largest; a further pass counts inside that bin, and so on until a bin
-is a single pattern. float32 needs two passes and float64 four, less one where a sample has told the right bin.
+Nonnegative floating-point numbers are ordered like their bit patterns read as integers, their *keys*. A pass counts
+the keys in bins, which tells the bin of the k-th largest; a further pass counts inside that bin, and so on until a bin
+is a single key. float32 takes two passes and float64 four. If a guess is given, the first pass counts the keys around
+it one by one, and the rest as below or above: a good guess makes it the only pass.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 BIN_BITS = 16
+#: How many keys around a guess are counted one by one: values within about 1.5 % of it.
+GUESS_BITS = 18
 
 
 def magnitude_keys(values: Tensor) -> Tensor:
@@ -29,56 +30,63 @@ def key_value(key: int, dtype: torch.dtype) -> float:
     return float(torch.tensor([key], dtype=integer).view(dtype))
 
 
-@dataclass
-class Window:
-    """Counts of the keys from ``low`` on, in bins of 2**shift keys."""
-
-    low: int
-    shift: int
-    bins: int
-    whole: bool = False
-    """The window holds every key there is."""
-    counts: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counts = np.zeros(self.bins, dtype=np.int64)
-
-    def count(self, keys: Tensor) -> np.ndarray:
-        """Counts of some keys; threads add them up under a lock."""
-        if not self.whole:
-            keys = keys[(keys >= self.low) & (keys <= self.low + ((self.bins << self.shift) - 1))]
-        return torch.bincount((keys - self.low if self.low else keys) >> self.shift, minlength=self.bins).numpy()
-
-    def locate(self, k: int) -> tuple[int, int]:
-        """(bin, rank inside it) of the k-th largest key of this window, k from 1."""
-        from_top = np.cumsum(self.counts[::-1])
-        place = int(np.searchsorted(from_top, k))
-        above = int(from_top[place - 1]) if place else 0
-        return self.bins - 1 - place, k - above
-
-
 class Selection:
-    """The search for one k-th largest magnitude: feed every value to ``count`` in each pass, then call ``narrow``."""
+    """The search for one k-th largest magnitude, k from 1.
 
-    def __init__(self, k: int, dtype: torch.dtype) -> None:
+    In each pass, the counts of every block of values are added up (in any order), and :meth:`narrow` takes the sum.
+    When ``value`` is set the search is over.
+    """
+
+    def __init__(self, k: int, dtype: torch.dtype, guess: float | None = None) -> None:
         self.k = k
         self.dtype = dtype
-        bits = 63 if dtype == torch.float64 else 31
-        self.window = Window(0, bits - BIN_BITS, 1 << BIN_BITS, whole=True)
         self.value: float | None = None
+        # The k-th largest key is in [low, high), and is the k-th largest of all keys below high.
+        self._keys = 1 << (63 if dtype == torch.float64 else 31)
+        self._low, self._high = 0, self._keys
+        self._beyond = 0  # how many keys are known to be at or above high
+        if guess is None or dtype != torch.float32:
+            self._look_at(self._low, self._high)
+        else:
+            first = int(magnitude_keys(torch.tensor([guess], dtype=dtype))) - (1 << GUESS_BITS - 1)
+            self._look_at(max(0, first), first + (1 << GUESS_BITS), shift=0)
+
+    def _look_at(self, start: int, stop: int, shift: int | None = None) -> None:
+        """Count the keys of [start, stop) in bins of 2**shift keys, in the next pass."""
+        self._start, self._stop = start, stop
+        self._shift = max(0, (stop - start - 1).bit_length() - BIN_BITS) if shift is None else shift
+        self._bins = -(-(stop - start) >> self._shift) or 1
 
     def count(self, values: Tensor) -> np.ndarray:
-        return self.window.count(magnitude_keys(values.to(self.dtype)))
+        """How many values are below the window, in each of its bins, and above it."""
+        places = magnitude_keys(values.to(self.dtype))
+        if self._start:
+            places = places - self._start
+        if self._shift:
+            places = places >> self._shift
+        if self._stop - self._start < self._keys:
+            places = places.clamp(-1, self._bins)
+        return torch.bincount(places.add_(1), minlength=self._bins + 2).numpy()
 
-    def add(self, counts: np.ndarray) -> None:
-        self.window.counts += counts
-
-    def narrow(self) -> None:
-        """End a pass: go into the bin that holds the k-th largest, or finish."""
-        place, self.k = self.window.locate(self.k)
-        low, shift = self.window.low + (place << self.window.shift), self.window.shift
-        if shift == 0:
-            self.value = key_value(low, self.dtype)
-            return
-        bits = min(shift, BIN_BITS)
-        self.window = Window(low, shift - bits, 1 << bits)
+    def narrow(self, counts: np.ndarray) -> None:
+        """End a pass: go on below the window, above it or in the bin that holds the k-th largest, or finish."""
+        # Keys from high on are above every window and were taken off k when high was lowered.
+        above = int(counts[-1]) - self._beyond
+        inside = np.cumsum(counts[-2:0:-1])
+        if self.k <= above:
+            self._low = self._stop
+        elif self.k > above + int(inside[-1]):
+            self.k -= above + int(inside[-1])
+            self._beyond += above + int(inside[-1])
+            self._high = self._start
+        else:
+            place = int(np.searchsorted(inside, self.k - above))
+            larger = above + (int(inside[place - 1]) if place else 0)
+            self.k -= larger
+            self._beyond += larger
+            self._low = self._start + ((self._bins - 1 - place) << self._shift)
+            self._high = min(self._high, self._low + (1 << self._shift))
+        if self._high - self._low == 1:
+            self.value = key_value(self._low, self.dtype)
+        else:
+            self._look_at(self._low, self._high)

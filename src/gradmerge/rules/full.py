@@ -24,7 +24,8 @@ def gradient_matching_full(
     for model, hessian, weight in zip(tuned, curvature, weights, strict=True):
         precision += weight * hessian
         pull += weight * (prior + hessian) @ (model - base)
-    return base + torch.linalg.solve(precision, pull)
+    step: Tensor = torch.linalg.solve(precision, pull)
+    return base + step
 
 
 def removal_full(
@@ -43,4 +44,5 @@ def removal_full(
     pull = torch.zeros_like(base)
     for model, hessian, weight in zip(tuned, curvature, weights, strict=True):
         pull += weight * (penalty + hessian) @ (model - base)
-    return base - torch.linalg.solve(rest, pull)
+    step: Tensor = torch.linalg.solve(rest, pull)
+    return base - step

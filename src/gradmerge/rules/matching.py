@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from .arithmetic import positive
 from .spec import Help, rule
 
 PAPER = "Daheim et al., Model merging by uncertainty-based gradient matching, ICLR 2024"
@@ -16,8 +17,7 @@ PAPER = "Daheim et al., Model merging by uncertainty-based gradient matching, IC
 def _share(part: Tensor, whole: Tensor) -> Tensor:
     """part / whole, and 1 where whole is 0: there the entry falls back to task arithmetic."""
     ratio = part / whole
-    empty = whole == 0
-    return torch.where(empty, 1.0, ratio) if empty.any() else ratio
+    return ratio if positive(whole) else torch.where(whole == 0, 1.0, ratio)
 
 
 def merged_precision(
@@ -88,7 +88,8 @@ def removal(
     penalty: Tensor | None = None,
     *,
     base_saw_removed: Annotated[
-        bool, Help("the base's curvature was measured on data that held the removed part too: subtract Σ α_t F_t from it")
+        bool,
+        Help("the base's curvature was measured on data that held the removed part too: subtract Σ α_t F_t from it"),
     ] = False,
 ) -> Tensor:
     """θ_0 − Σ α_t H̄_rest⁻¹ (H_0 + H_t) Δ_t, what the tuned models learned, taken out of the base.

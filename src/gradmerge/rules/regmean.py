@@ -43,7 +43,7 @@ def regmean(
     assert total is not None and target is not None
     factor, failed = torch.linalg.cholesky_ex(total)
     if failed:
-        solved = target @ torch.linalg.pinv(total, hermitian=True)
+        solved: Tensor = target @ torch.linalg.pinv(total, hermitian=True)
     else:
         solved = torch.cholesky_solve(target.T, factor).T
     return solved.to(tuned[0].dtype)

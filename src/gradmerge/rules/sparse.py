@@ -17,24 +17,30 @@ Scope = Annotated[
 ]
 
 
-def keep_largest(delta: Tensor, threshold: float) -> Tensor:
-    """The mask m: 1 where |Δ| ≥ threshold."""
-    return (delta.abs() >= threshold).to(delta.dtype)
+def trim(delta: Tensor, threshold: float) -> Tensor:
+    """Δ where |Δ| ≥ threshold, and 0 elsewhere."""
+    if threshold == 0:
+        return delta
+    limit = torch.tensor(threshold, dtype=delta.dtype)
+    # hardshrink keeps what is above its limit, so the limit is the number just below the threshold.
+    return torch.nn.functional.hardshrink(delta, float(limit.nextafter(torch.zeros_like(limit))))
 
 
 def elect_and_average(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The average, with weights, of the entries whose sign is that of Σ w_t τ_t; 0 where none is left."""
-    weighted = [delta * weight for delta, weight in zip(deltas, weights, strict=True)]
-    elected = torch.zeros_like(deltas[0])
-    for part in weighted:
-        elected += part
+    elected = deltas[0] * weights[0]
+    for delta, weight in zip(deltas[1:], weights[1:], strict=True):
+        elected += delta * weight if weight != 1 else delta
     elected.sign_()
     total, count = torch.zeros_like(elected), torch.zeros_like(elected)
-    for delta, part, weight in zip(deltas, weighted, weights, strict=True):
-        agrees = (delta.sign() == elected).to(delta.dtype)
-        total += part.mul_(agrees)
-        count += agrees.mul_(weight)
-    return total.div_(count).masked_fill_(count == 0, 0.0)
+    for delta, weight in zip(deltas, weights, strict=True):
+        agreeing = (delta * elected).relu_()  # |τ| where the signs agree, and 0 elsewhere
+        total += agreeing * weight if weight != 1 else agreeing
+        count += agreeing.sign_().mul_(weight)
+    smallest = min(weights)
+    if smallest > 0:  # then the count is 0 or at least that, and total is 0 where it is 0
+        return total.div_(count.clamp_(min=smallest)).mul_(elected)
+    return total.div_(count).masked_fill_(count == 0, 0.0).mul_(elected)
 
 
 @rule(
@@ -60,10 +66,9 @@ def sparse_finetuning(
     total, count = torch.zeros_like(base), torch.zeros_like(base)
     for model, weight, threshold in zip(tuned, weights, thresholds, strict=True):
         delta = model - base
-        mask = keep_largest(delta, threshold).mul_(weight)
-        total += delta.mul_(mask)
         if normalize:
-            count += mask
+            count += (delta.abs() >= threshold).to(delta.dtype).mul_(weight)
+        total += trim(delta, threshold).mul_(weight)
     if normalize:
         total.div_(count.masked_fill_(count == 0, 1.0))
     return total.add_(base)
@@ -89,10 +94,7 @@ def ties(
     Each Δ_t is trimmed to its ⌊density · n⌋ largest entries (at least 1, and all that are as large as the last of
     them); the sign of Σ w_t τ_t is elected; the entries that agree with it are averaged with weights w_t.
     """
-    trimmed = []
-    for model, threshold in zip(tuned, thresholds, strict=True):
-        delta = model - base
-        trimmed.append(delta.mul_(keep_largest(delta, threshold)))
+    trimmed = [trim(model - base, threshold) for model, threshold in zip(tuned, thresholds, strict=True)]
     return elect_and_average(trimmed, weights).mul_(scale).add_(base)
 
 

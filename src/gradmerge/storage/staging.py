@@ -64,7 +64,9 @@ class Staging:
             except OSError as error:
                 os.close(self._lock)
                 self._lock = -1
-                raise InputError(f"{self.folder}: another process is writing to it. Wait for it, or choose another place.") from error
+                raise InputError(
+                    f"{self.folder}: another process is writing to it. Wait for it, or choose another place."
+                ) from error
         if not keep:
             try:
                 for child in self.folder.iterdir():
@@ -81,7 +83,9 @@ class Staging:
         held = sum(p.stat().st_blocks * 512 for p in self.folder.rglob("*") if p.is_file())
         free = shutil.disk_usage(self.folder).free
         if nbytes - held > free:
-            raise MachineError(f"{self.out.parent}: the result takes {nbytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free")
+            raise MachineError(
+                f"{self.out.parent}: the result takes {nbytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free"
+            )
 
     def finish(self) -> None:
         """Give the folder its final name."""

@@ -146,7 +146,12 @@ def _check_entry(name: str, value: Any, broken: Any) -> tuple[str, tuple[int, ..
         raise broken(f"tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
     if not isinstance(shape, list) or len(shape) > 64 or not all(whole(n) for n in shape):
         raise broken(f"tensor {name!r} has a shape that is no list of whole numbers")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(whole(n) for n in offsets) or offsets[0] > offsets[1]:
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != 2
+        or not all(whole(n) for n in offsets)
+        or offsets[0] > offsets[1]
+    ):
         raise broken(f"tensor {name!r} has data_offsets that are no [begin, end]")
     return dtype, tuple(shape), offsets[0], offsets[1]
 
@@ -169,7 +174,9 @@ def parse_json_object(raw: bytes, broken: Any) -> dict[str, Any]:
     return value
 
 
-def header_bytes(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
+def header_bytes(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Entry]]:
     """The first bytes of a file that holds these tensors (name → dtype, shape) in this order, and their places."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
@@ -239,7 +246,11 @@ def read_index(index: Path) -> dict[str, list[str]]:
 
 
 def _is_plain_name(filename: str) -> bool:
-    return filename not in ("", ".", "..") and not set(filename) & set("/\\\0") and len(filename.encode(errors="replace")) < 256
+    return (
+        filename not in ("", ".", "..")
+        and not set(filename) & set("/\\\0")
+        and len(filename.encode(errors="replace")) < 256
+    )
 
 
 def close_files(files: Iterable[TensorFile]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -77,8 +76,7 @@ class TensorWriter:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
                 self._fds[filename] = fd
                 if os.fstat(fd).st_size != self._sizes[filename]:
-                    os.ftruncate(fd, 0)
-                    _reserve(fd, self._sizes[filename])
+                    os.ftruncate(fd, self._sizes[filename])
                 _write(fd, memoryview(header), 0)
             except OSError as error:
                 raise MachineError(f"{path}: {error.strerror}") from error
@@ -106,18 +104,6 @@ class TensorWriter:
         for fd in self._fds.values():
             os.close(fd)
         self._fds = {}
-
-
-def _reserve(fd: int, size: int) -> None:
-    """Take the disk space now, so that a full disk shows at once; where that is not possible, only set the size."""
-    if hasattr(os, "posix_fallocate") and size:
-        try:
-            os.posix_fallocate(fd, 0, size)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-    os.ftruncate(fd, size)
 
 
 def _write(fd: int, block: memoryview, offset: int) -> None:

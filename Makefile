@@ -1,0 +1,44 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+BENCH_DATA ?= bench-data
+
+.PHONY: help install test lint format bench docs clean
+
+help:  ## Show this list.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/.installed  ## Install gradmerge and its development tools into .venv/.
+
+# torch comes first and alone: the pinned version must be in place before another package asks for "some torch".
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+test: install  ## Run the tests.
+	$(BIN)/python -m pytest -n 2
+
+lint: install  ## Check style, formatting and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install  ## Format the code.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install  ## Compare speed and memory with mergekit on models of 1.1 B parameters (25 GB of disk, half an hour).
+	$(PYTHON) -m venv .venv-mergekit
+	.venv-mergekit/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt torch
+	.venv-mergekit/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt mergekit
+	$(BIN)/python -m benchmarks.merge --data $(BENCH_DATA) --mergekit .venv-mergekit/bin/mergekit-yaml
+
+docs: install  ## Build the documentation into site/.
+	$(BIN)/mkdocs build --strict --quiet
+
+clean:  ## Remove everything that make has made.
+	rm -rf $(VENV) .venv-mergekit $(BENCH_DATA) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
