@@ -223,14 +223,20 @@ class _Output:
         plan = self.plan
         keep_freed_memory()
         finished = self.journal.load() if self.resume else None
+        if finished is not None:
+            self._working = True
+        elif self.resume:
+            self.staging.clear()
         small = sum(path.stat().st_size for path in sidecars(plan.inputs.template))
         self.staging.require_space(
             self.writer.nbytes + (self.precision.nbytes if self.precision else 0) + small + 1_000_000
         )
-        self.writer.open()
+        all_there = self.writer.open()
         if self.precision is not None:
             self.precision.folder.mkdir(exist_ok=True)
-            self.precision.open()
+            all_there &= self.precision.open()
+        if not all_there:
+            finished = None
         self.journal.open(fresh=finished is None)
         self._working = True
 

@@ -26,7 +26,7 @@ def _parse_size(value: Any) -> int:
         if not match or match[1].count(".") > 1 or match[1] == ".":
             raise ValueError("not a size such as 5GB, 500MB or 2GiB")
         unit = 1024 if match[3] else 1000
-        size = int(float(match[1]) * unit ** " KMGT".index(match[2].upper() or " "))
+        size = int(min(float(match[1]), 1e100) * unit ** " KMGT".index(match[2].upper() or " "))
     if size < 1:
         raise ValueError("a size must be above 0")
     return size
@@ -167,7 +167,7 @@ def make_recipe(value: Any, *, folder: Path | None = None, where: str = "recipe"
     if not isinstance(value, Mapping):
         raise InputError(f"{where}: a recipe is a mapping with method, base and models, not {type(value).__name__}")
     method = value.get("method")
-    if method is not None and method not in RULES:
+    if method is not None and (not isinstance(method, str) or method not in RULES):
         raise InputError(f"{where}: method: there is no rule {str(method)[:60]!r}{nearest(str(method), RULES)}\n"
                          f"  Known are {', '.join(RULES)}.")  # fmt: skip
     try:
@@ -246,12 +246,19 @@ def _explain(error: ValidationError, where: str, model: type[BaseModel], rule: s
         elif item["type"] == "missing":
             lines.append(f"{place}: is missing")
         else:
-            value = repr(item.get("input"))
-            shown = value if len(value) < 60 else value[:57] + "…"
+            shown = _shown(item.get("input"))
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
             lines.append(f"{place}: {message}, but it is {shown}")
     lines = list(dict.fromkeys(lines))
     return f"{where}: {lines[0]}" if len(lines) == 1 else f"{where}:\n  " + "\n  ".join(lines)
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write out whole numbers of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) < 60 else text[:57] + "…"
 
 
 def _place(loc: tuple[int | str, ...]) -> str:
@@ -309,6 +316,8 @@ def parse_yaml(raw: bytes | str, where: str) -> Any:
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise InputError(f"{where}{line}: not valid YAML: {problem}") from None
+    except (IndexError, KeyError, AttributeError, TypeError, OverflowError):  # how PyYAML fails on such as `!!bool x`
+        raise InputError(f"{where}: not valid YAML: a value does not fit its tag") from None
     except RecursionError:
         raise InputError(f"{where}: nested too deeply; that is no recipe") from None
 

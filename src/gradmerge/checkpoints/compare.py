@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,10 +193,13 @@ def _same_values(checkpoint: Checkpoint, one: str, two: str, block: int = 1 << 1
 def _prefix_hint(first: Checkpoint, other: Checkpoint) -> str:
     """Says so when the names differ by a leading part alone, as between a bare model and one with a head."""
     for longer, shorter in ((first, other), (other, first)):
-        prefixes = {name.partition(".")[0] + "." for name in longer.tensors}
-        for prefix in prefixes:
-            stripped = {n.removeprefix(prefix) for n in longer.tensors if n.startswith(prefix)}
-            if len(stripped & shorter.tensors.keys()) > len(shorter.tensors) // 2:
+        shared: Counter[str] = Counter()
+        for name in longer.tensors:
+            prefix, dot, rest = name.partition(".")
+            if dot and rest in shorter.tensors:
+                shared[prefix + dot] += 1
+        for prefix, count in shared.most_common(1):
+            if count > len(shorter.tensors) // 2:
                 return f" (the names of {longer.label} begin with {prefix!r}; save both from the same model class)"
     return ""
 

@@ -123,8 +123,12 @@ class AdapterCheckpoint(Checkpoint):
                 lost.append(module)
                 continue
             embedding = "lora_embedding_" in pair["A"]
+            shapes = [self.adapter.tensors[key].shape for key in pair.values()]
+            if any(len(shape) < 2 or 0 in shape for shape in shapes):
+                raise InputError(f"{self.folder}: LoRA's factors of {module} are no matrices: "
+                                 f"{' and '.join(str(list(shape)) for shape in shapes)}. Save the adapter again.")  # fmt: skip
             rank = self.adapter.tensors[pair["A"]].shape[0]
-            alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+            alpha = self._alpha(config, module)
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             transposed = embedding or bool(config.get("fan_in_fan_out"))
             factors[target] = Factors(pair["A"], pair["B"], scale, self._orientation(target, pair, transposed))
@@ -132,6 +136,19 @@ class AdapterCheckpoint(Checkpoint):
             raise InputError(f"{self.folder}: the adapter changes modules that {self.base.label} does not have:\n"
                              f"{listed(lost)}\nWas it trained on another base?")  # fmt: skip
         return factors, replaced
+
+    def _alpha(self, config: Mapping[str, Any], module: str) -> float:
+        try:
+            alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+        except (TypeError, ValueError, AttributeError, OverflowError, re.error) as error:
+            raise InputError(
+                f"{self.folder}: adapter_config.json: lora_alpha or alpha_pattern cannot be read: {error}"
+            ) from error
+        if not math.isfinite(alpha):
+            raise InputError(
+                f"{self.folder}: adapter_config.json: lora_alpha or alpha_pattern gives {alpha}, no number"
+            )
+        return alpha
 
     def _target(self, module: str) -> str | None:
         """The base's tensor for a module path, also where one of the two lacks the leading part of the path."""

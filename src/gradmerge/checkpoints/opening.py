@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InputError, listed
-from ..storage.tensorfile import TensorFile, open_files, parse_json_object, read_index
+from ..storage.tensorfile import TensorFile, local_path, open_files, parse_json_object, read_index
 from .lora import AdapterCheckpoint, is_adapter, read_adapter_config
 from .model import Checkpoint, PositionalFile
 from .pickles import SUFFIXES, PickleFile
@@ -32,7 +32,7 @@ def open_checkpoint(
     ``relative_to`` is the folder that relative paths start from. An adapter goes on top of ``adapter_base``, or of the
     base that its own config names.
     """
-    path = (relative_to or Path()) / Path(reference).expanduser()
+    path = local_path(reference, relative_to)
     if path.is_dir():
         return _open_folder(reference, path, adapter_base, allow_pickle)
     if path.is_file():
@@ -82,8 +82,9 @@ def _open_folder(
 ) -> Checkpoint:
     if is_adapter(folder):
         return _open_adapter(label, folder, adapter_base, allow_pickle, hub_id)
+    config = _read_config(folder)
     files, memory = _weight_files(folder, "model", "pytorch_model", allow_pickle)
-    return Checkpoint(label, files=files, memory=memory, folder=folder, config=_read_config(folder), hub_id=hub_id)
+    return Checkpoint(label, files=files, memory=memory, folder=folder, config=config, hub_id=hub_id)
 
 
 def _open_adapter(
@@ -94,8 +95,16 @@ def _open_adapter(
     owns_base = base is None
     if base is None:
         base = _open_stated_base(folder, stated, allow_pickle)
-    files, memory = _weight_files(folder, "adapter_model", "adapter_model", allow_pickle)
-    adapter = AdapterCheckpoint(label, folder, config, files, memory, base, owns_base, hub_id)
+    files: list[PositionalFile] = []
+    try:
+        files, memory = _weight_files(folder, "adapter_model", "adapter_model", allow_pickle)
+        adapter = AdapterCheckpoint(label, folder, config, files, memory, base, owns_base, hub_id)
+    except BaseException:
+        for file in files:
+            file.close()
+        if owns_base:
+            base.close()
+        raise
     if not owns_base and isinstance(stated, str) and Path(stated).name not in _names_of(base):
         adapter.notes.append(
             f"{label}: the adapter says that it was trained on {stated!r}; it is applied to {base.label}"
@@ -113,11 +122,11 @@ def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool) -> Checkpoi
         raise InputError(
             f"{folder}: an adapter without a base: its config names none. Give the base model in the recipe."
         )
-    for start in (None, folder):
-        if ((start or Path()) / stated).exists():
-            return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle)
     try:
-        return open_checkpoint(stated, allow_pickle=allow_pickle)
+        start = next((s for s in (None, folder) if local_path(stated, s).exists()), None)
+        return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle)
+    except RecursionError:
+        raise InputError(f"{folder}: the adapter's base leads back to the adapter itself") from None
     except InputError as error:
         raise InputError(f"{folder}: the adapter's base cannot be opened. {error}") from error
 

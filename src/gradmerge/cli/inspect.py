@@ -76,7 +76,7 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
     facts: dict[str, Any] = {
         "model": checkpoint.label,
         "kind": checkpoint.kind,
-        "architecture": (checkpoint.config.get("architectures") or [checkpoint.config.get("model_type")])[0],
+        "architecture": _architecture(checkpoint),
         "parameters": checkpoint.parameters,
         "tensors": len(checkpoint.tensors),
         "bytes": checkpoint.nbytes,
@@ -94,6 +94,12 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
     if tensors:
         facts["tensor_list"] = {n: {"dtype": i.dtype, "shape": list(i.shape)} for n, i in checkpoint.tensors.items()}
     return facts
+
+
+def _architecture(checkpoint: Checkpoint) -> str | None:
+    stated = checkpoint.config.get("architectures")
+    name = stated[0] if isinstance(stated, list) and stated else checkpoint.config.get("model_type")
+    return name if isinstance(name, str) else None
 
 
 def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -> None:

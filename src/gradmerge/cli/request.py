@@ -82,7 +82,11 @@ def apply_settings(recipe: dict[str, Any], settings: Sequence[str]) -> None:
         if not equals or not key:
             raise InputError(f"--set {setting}: write key=value, such as --set options.density=0.2")
         value = parse_yaml(text, f"--set {key}") if text.strip() else ""
-        parts: list[str | int] = [int(p) if p.isdigit() else p for p in re.split(r"[.\[\]]+", key.strip("]")) if p]
+        parts: list[str | int] = [
+            int(p) if p.isdecimal() and len(p) < 10 else p for p in re.split(r"[.\[\]]+", key.strip("]")) if p
+        ]
+        if not parts:
+            raise InputError(f"--set {setting}: write key=value, such as --set options.density=0.2")
         rule = RULES.get(str(recipe.get("method")))
         if parts[0] not in TOP_KEYS and rule is not None and parts[0] in {o.name for o in rule.options}:
             parts.insert(0, "options")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import InputError, listed
 from ..storage.bytesof import bytes_of
-from ..storage.tensorfile import Entry, TensorFile, close_files, open_files
+from ..storage.tensorfile import Entry, TensorFile, close_files, local_path, open_files
 from . import log8
 
 FORMAT = "gradmerge-curvature/1"
@@ -89,7 +89,7 @@ class CurvatureFile:
         """Weights whose Gram matrix belongs to the first axis, as of GPT-2's Conv1D."""
         try:
             names = json.loads(self.metadata.get("fan_in_fan_out", "[]"))
-        except ValueError:
+        except (ValueError, RecursionError):
             names = []
         return frozenset(n for n in names if isinstance(n, str)) if isinstance(names, list) else frozenset()
 
@@ -141,15 +141,23 @@ class CurvatureFile:
 
 def open_curvature(reference: str, *, relative_to: Path | None = None) -> CurvatureFile:
     """Open a curvature folder or file; a model folder with a `curvature/` folder inside will do as well."""
-    path = (relative_to or Path()) / Path(reference).expanduser()
+    path = local_path(reference, relative_to)
     if path.is_file():
-        return CurvatureFile(reference, [TensorFile(path)])
+        return _curvature_file(reference, [TensorFile(path)])
     if not path.is_dir():
         raise InputError(f"{reference}: no such curvature folder or file ({path.absolute()})")
     files = open_files(path, STEM) or open_files(path / STEM, STEM)
     if files is None:
         raise InputError(f"{reference}: no {STEM}.safetensors, and no {STEM}.safetensors.index.json, in this folder")
-    return CurvatureFile(reference, files)
+    return _curvature_file(reference, files)
+
+
+def _curvature_file(reference: str, files: list[TensorFile]) -> CurvatureFile:
+    try:
+        return CurvatureFile(reference, files)
+    except BaseException:
+        close_files(files)
+        raise
 
 
 def default_curvature(folder: Path | None) -> Path | None:

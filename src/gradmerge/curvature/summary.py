@@ -63,4 +63,4 @@ def summarize(file: CurvatureFile) -> list[Group]:
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Sorts layer 2 before layer 10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+    return [(0, int(part), "") if part.isdecimal() and len(part) < 19 else (1, 0, part) for part in name.split(".")]

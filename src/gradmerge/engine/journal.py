@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..errors import MachineError
+
 NAME = "gradmerge.journal"
 
 
@@ -40,7 +42,7 @@ class Journal:
             lines = self.path.read_bytes().split(b"\n")[:-1]
         except OSError:
             return None
-        with contextlib.suppress(ValueError, IndexError, KeyError, AttributeError):
+        with contextlib.suppress(ValueError, IndexError, KeyError, AttributeError, TypeError):
             if json.loads(lines[0]) == self._header:
                 finished = Finished()
                 for line in lines[1:]:
@@ -61,7 +63,12 @@ class Journal:
             return False
 
     def open(self, fresh: bool) -> None:
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0), 0o666)
+        try:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0), 0o666)
+            # A line that a killed process did not end would spoil the next.
+            os.ftruncate(self._fd, self.path.read_bytes().rfind(b"\n") + 1)
+        except OSError as error:
+            raise MachineError(f"{self.path}: {error.strerror}") from error
         if fresh:
             self._append(self._header)
 
@@ -74,7 +81,11 @@ class Journal:
     def _append(self, record: Any) -> None:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         with self._lock:
-            os.write(self._fd, line)
+            try:
+                while line:
+                    line = line[os.write(self._fd, line) :]
+            except OSError as error:
+                raise MachineError(f"{self.path}: writing failed: {error.strerror}") from error
 
     def close(self) -> None:
         if self._fd >= 0:

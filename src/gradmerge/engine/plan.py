@@ -223,8 +223,9 @@ def _gram_names(inputs: Inputs, names: Sequence[str]) -> tuple[set[str], list[st
         if len(having) < len(every):
             problems.append(f"{name}: some models have a Gram matrix for it and some do not")
         elif (
-            any(s[name] != (n, n) for s in having for n in [having[0][name][0]])
-            or len(shape) != 2
+            len(shape) != 2
+            or len(having[0][name]) != 2
+            or any(s[name] != (n, n) for s in having for n in having[0][name])
             or having[0][name][0] not in shape
         ):
             problems.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -24,34 +25,50 @@ class Staging:
 
     def __init__(self, out: Path, *, force: bool = False, keep: bool = False, inputs: Iterable[Path] = ()) -> None:
         self.out = Path(os.path.abspath(out))
-        self.folder = self.out.with_name(self.out.name + ".partial")
-        self._replaced = self.out.with_name(self.out.name + ".replaced")
-        self.force = force
-        self._lock = -1
-        self._recover()
         if not self.out.name:
             raise InputError(f"{out}: not a place to write to; name a new folder")
-        if self.out.exists() or self.out.is_symlink():
-            self._check_replaceable(inputs)
-        self._create(keep)
+        self.folder = self.out.with_name(self.out.name + ".partial")
+        self._replaced = self.out.with_name(self.out.name + ".gradmerge-replaced")
+        self.force = force
+        self._lock = -1
+        needed = [*inputs, Path.cwd(), Path(os.path.expanduser("~"))]  # noqa: PTH111 - never raises
+        try:
+            for folder in (self.folder, self._replaced):
+                _check_loses_nothing(folder, needed)
+            self._check_replaceable(needed)
+            self._lock_folder()
+            # Only the process that holds the lock may look at what another one left.
+            self._recover()
+            self._check_replaceable(needed)
+            if not keep:
+                self.clear()
+        except BaseException as error:
+            if self._lock >= 0:
+                with contextlib.suppress(OSError):  # it stays if there is something in it
+                    self.folder.rmdir()
+                self._unlock()
+            if isinstance(error, OSError):
+                raise _cannot_write(self.folder, error) from error
+            raise
 
     def _recover(self) -> None:
         """Put back a folder that a process killed between its two last renames had moved away."""
-        if self._replaced.exists() and not self.out.exists():
-            self._replaced.rename(self.out)
+        if self._replaced.exists():
+            if not self.out.exists():
+                self._replaced.rename(self.out)
+            elif self.force:  # it was killed after both
+                shutil.rmtree(self._replaced, ignore_errors=True)
 
-    def _check_replaceable(self, inputs: Iterable[Path]) -> None:
+    def _check_replaceable(self, needed: Iterable[Path]) -> None:
+        if not self.out.exists() and not self.out.is_symlink():
+            return
         if not self.force:
             raise InputError(f"{self.out}: exists already. Choose another place, or pass --force to replace it.")
         if not self.out.is_dir() or self.out.is_symlink():
             raise InputError(f"{self.out}: is no folder; --force replaces folders only")
-        here = self.out.resolve()
-        for path in (*inputs, Path.cwd(), Path.home()):
-            resolved = path.resolve()
-            if here == resolved or here in resolved.parents:
-                raise InputError(f"{self.out}: holds {path}, which would be lost. Choose another place to write to.")
+        _check_loses_nothing(self.out, needed)
 
-    def _create(self, keep: bool) -> None:
+    def _lock_folder(self) -> None:
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self.folder.mkdir(exist_ok=True)
@@ -67,16 +84,17 @@ class Staging:
                 raise InputError(
                     f"{self.folder}: another process is writing to it. Wait for it, or choose another place."
                 ) from error
-        if not keep:
-            try:
-                for child in self.folder.iterdir():
-                    shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
-                probe = self.folder / ".probe"
-                probe.touch()
-                probe.unlink()
-            except OSError as error:
-                self._unlock()
-                raise _cannot_write(self.folder, error) from error
+
+    def clear(self) -> None:
+        """Remove what an earlier process left, and make sure that the folder can be written to."""
+        try:
+            for child in self.folder.iterdir():
+                shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
+            probe = self.folder / ".probe"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
 
     def require_space(self, nbytes: int) -> None:
         """Fail at once if the disk cannot take ``nbytes`` more than the staging folder holds already."""
@@ -89,15 +107,24 @@ class Staging:
 
     def finish(self) -> None:
         """Give the folder its final name."""
+        replaces = self.out.exists() and self.force
         try:
-            if self.out.exists() and self.force:
+            if replaces:
                 self.out.rename(self._replaced)
-            self.folder.rename(self.out)
+            try:
+                self.folder.rename(self.out)
+            except OSError:
+                if replaces:
+                    self._replaced.rename(self.out)
+                raise
         except OSError as error:
-            raise _cannot_write(self.out, error) from error
+            raise MachineError(
+                f"{self.out}: the result cannot be given this name: {error.strerror}. It is complete in {self.folder}."
+            ) from error
         finally:
             self._unlock()
-        shutil.rmtree(self._replaced, ignore_errors=True)
+        if replaces:
+            shutil.rmtree(self._replaced, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -112,6 +139,17 @@ class Staging:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _check_loses_nothing(folder: Path, needed: Iterable[Path]) -> None:
+    """Stop if a folder that is about to be emptied is, or holds, one of these."""
+    if not folder.exists():
+        return
+    here = folder.resolve()
+    for path in needed:
+        resolved = path.resolve()
+        if here == resolved or here in resolved.parents:
+            raise InputError(f"{folder}: holds {path}, which would be lost. Choose another place to write to.")
 
 
 def _cannot_write(path: Path, error: OSError) -> InputError | MachineError:

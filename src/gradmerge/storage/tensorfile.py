@@ -116,6 +116,8 @@ def _parse_header(path: Path, fd: int, size: int) -> tuple[dict[str, Entry], dic
     spans: list[tuple[int, int, str]] = []
     entries: dict[str, Entry] = {}
     for name, value in header.items():
+        if not _is_text(name):
+            raise broken(f"the tensor name {name[:80]!r} is no valid Unicode")
         dtype, shape, begin, end = _check_entry(name, value, broken)
         entry = Entry(dtype, shape, data_start + begin)
         if end > data_size:
@@ -194,6 +196,17 @@ def header_bytes(
     return len(text).to_bytes(8, "little") + text, entries
 
 
+def local_path(reference: str, relative_to: Path | None) -> Path:
+    """Where a reference lies if it is a path, whether there is something or not."""
+    try:
+        path = (relative_to or Path()) / Path(reference).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "there is no such user"
+        raise InputError(f"{reference[:200]}: cannot be opened: {reason}") from error
+    return path
+
+
 def open_files(folder: Path, stem: str) -> list[TensorFile] | None:
     """The files ``stem.safetensors``, or the shards of ``stem.safetensors.index.json``; None when neither is there."""
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
@@ -211,10 +224,11 @@ def _open_shards(folder: Path, index: Path, by_file: Mapping[str, list[str]]) ->
         for filename, names in by_file.items():
             file = TensorFile(folder / filename)
             files.append(file)
+            listed = set(names)
             absent = [n for n in names if n not in file.entries]
             if absent:
                 raise InputError(f"{index}: says that {filename} holds {absent[0]!r}, but it does not. Save it again.")
-            unlisted = [n for n in file.entries if n not in names]
+            unlisted = [n for n in file.entries if n not in listed]
             if unlisted:
                 raise InputError(f"{index}: does not list {unlisted[0]!r}, which {filename} holds. Save it again.")
     except BaseException:
@@ -245,11 +259,21 @@ def read_index(index: Path) -> dict[str, list[str]]:
     return dict(sorted(by_file.items()))
 
 
+def _is_text(name: str) -> bool:
+    """Whether a name can be written again: JSON can hold halves of characters, which UTF-8 cannot."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _is_plain_name(filename: str) -> bool:
     return (
-        filename not in ("", ".", "..")
+        _is_text(filename)
+        and filename not in ("", ".", "..")
         and not set(filename) & set("/\\\0")
-        and len(filename.encode(errors="replace")) < 256
+        and len(filename.encode()) < 256
     )
 
 

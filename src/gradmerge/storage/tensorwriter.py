@@ -68,8 +68,12 @@ class TensorWriter:
     def filenames(self) -> list[str]:
         return list(self._headers)
 
-    def open(self) -> None:
-        """Create the files at full size with their headers, or open those that an earlier run left."""
+    def open(self) -> bool:
+        """Create the files at full size with their headers, or open those that an earlier run left.
+
+        Says whether an earlier run had left all of them.
+        """
+        all_there = True
         for filename, header in self._headers.items():
             path = self.folder / filename
             try:
@@ -77,9 +81,11 @@ class TensorWriter:
                 self._fds[filename] = fd
                 if os.fstat(fd).st_size != self._sizes[filename]:
                     os.ftruncate(fd, self._sizes[filename])
+                    all_there = False
                 _write(fd, memoryview(header), 0)
             except OSError as error:
                 raise MachineError(f"{path}: {error.strerror}") from error
+        return all_there
 
     def write(self, name: str, start: int, block: memoryview) -> None:
         """Put a block at element ``start`` of the flattened tensor."""

@@ -1,0 +1,408 @@
+"""Merging checkpoints of well-known families, as transformers writes and reads them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.errors import InputError
+from tests.making import assert_close, near, random_curvature, random_state, read_model, weight_bytes, write_model
+
+from . import slow
+from .families import FAMILIES, double, load, make, moved, save
+
+WEIGHTS = [0.7, -0.4]
+RULES: dict[str, tuple[dict[str, Any], slow.Rule]] = {
+    "average": ({}, slow.average),
+    "task-arithmetic": ({}, lambda base, tuned: slow.task_arithmetic(base, tuned, WEIGHTS)),
+    "ties": ({"density": 0.3}, lambda base, tuned: slow.ties(base, tuned, [0.7, 0.4], 0.3)),
+    "sparse-finetuning": ({"density": 0.15}, lambda base, tuned: slow.sparse(base, tuned, WEIGHTS, 0.15)),
+    "dare": ({"density": 0.25, "seed": 5}, lambda base, tuned: slow.dare(base, tuned, WEIGHTS, 0.25, 5)),
+    "slerp": ({"t": 0.3}, lambda base, tuned: slow.slerp(base, tuned[:1], 0.3)),
+}
+
+
+@dataclass
+class Trio:
+    """A base and two tuned models: on disk in unequal shards, as stored tensors, and as transformers holds them."""
+
+    family: str
+    folders: list[Path]
+    stored: list[dict[str, Tensor]]
+    models: list[Any]
+
+    def recipe(self, method: str, **more: Any) -> dict[str, Any]:
+        weights = {"average": [1, 1], "ties": [0.7, 0.4], "slerp": [1]}.get(method, WEIGHTS)
+        models = [{"model": str(f), "weight": w} for f, w in zip(self.folders[1:], weights, strict=False)]
+        return {"method": method, "base": str(self.folders[0]), "models": models, **more}
+
+
+def make_trio(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Trio:
+    base = make(family, **changes)
+    models = [m.to(dtype) for m in (base, moved(base, 1), moved(base, 2))]
+    shards = ("5GB", "3KB", "8KB")
+    folders = [save(m, folder / n, s) for m, n, s in zip(models, ("base", "a", "b"), shards, strict=True)]
+    return Trio(family, folders, [read_model(f) for f in folders], models)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trio:
+    return make_trio(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def shard_count(folder: Path) -> int:
+    return len(list(folder.glob("*.safetensors")))
+
+
+def assert_rounded(got: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Every value is the exact one, rounded to a type once (and float32 arithmetic on the way)."""
+    assert got.keys() == exact.keys()
+    half_step = torch.finfo(dtype).eps / 2
+    for name, value in got.items():
+        assert value.dtype == dtype, name
+        error = (value.double() - exact[name]).abs()
+        assert bool((error <= exact[name].abs() * half_step * 1.01 + 1e-6).all()), f"{name}: off by {error.max()}"
+
+
+@pytest.mark.parametrize("method", RULES)
+def test_a_merge_of_unequal_shards_is_the_rule_in_float64_and_loads_with_every_weight(
+    trio: Trio, method: str, tmp_path: Path
+) -> None:
+    assert len({shard_count(f) for f in trio.folders}) == 3
+    options, rule = RULES[method]
+    gm.merge(trio.recipe(method, options=options), tmp_path / "out")
+    base, *tuned = map(double, trio.stored)
+    assert_close(read_model(tmp_path / "out"), rule(base, tuned), 1e-6)
+    load(trio.family, tmp_path / "out")
+
+
+def test_gradient_matching_reads_curvature_files_by_the_stored_names(trio: Trio, tmp_path: Path) -> None:
+    curvatures = [random_curvature(10 + i, s, examples=50 * (i + 1)) for i, s in enumerate(trio.stored)]
+    for curvature, name, size in zip(curvatures, ("c0", "c1", "c2"), (4000, 10**9, 9000), strict=True):
+        curvature.save(tmp_path / name, shard_size=size)
+    recipe = trio.recipe("gradient-matching", damping=1e-3, reduction="mean")
+    recipe["base"] = {"model": recipe["base"], "curvature": str(tmp_path / "c0")}
+    for i, model in enumerate(recipe["models"]):
+        model["curvature"] = str(tmp_path / f"c{i + 1}")
+        model["weight"] = [1.0, 0.5][i]
+    gm.merge(recipe, tmp_path / "out")
+    base, *tuned = map(double, trio.stored)
+    means = [{n: c[n].double() / c.examples for n in c} for c in curvatures]
+    want = slow.gradient_matching(base, tuned, [1.0, 0.5], means[0], means[1:], 1e-3)
+    assert_close(read_model(tmp_path / "out"), want, 2e-6)
+    load(trio.family, tmp_path / "out")
+
+
+def test_the_loaded_model_has_the_merged_parameters_under_its_own_names(trio: Trio, tmp_path: Path) -> None:
+    gm.merge(trio.recipe("task-arithmetic"), tmp_path / "out")
+    base, *tuned = (double(model.state_dict()) for model in trio.models)
+    assert_close(load(trio.family, tmp_path / "out").state_dict(), slow.task_arithmetic(base, tuned, WEIGHTS), 1e-6)
+
+
+def test_an_average_without_a_base_takes_names_and_config_from_the_first_model(trio: Trio, tmp_path: Path) -> None:
+    gm.merge({"method": "average", "models": [str(f) for f in trio.folders[1:]]}, tmp_path / "out")
+    base, *tuned = map(double, trio.stored)
+    assert_close(read_model(tmp_path / "out"), slow.average(base, tuned), 1e-6)
+    load(trio.family, tmp_path / "out")
+
+
+@pytest.mark.parametrize("method", ["ties", "dare", "slerp"])
+def test_the_bytes_do_not_depend_on_blocks_threads_or_shards(trio: Trio, method: str, tmp_path: Path) -> None:
+    options = RULES[method][0]
+    gm.merge(trio.recipe(method, options=options), tmp_path / "one", threads=1)
+    other = [
+        save(model, tmp_path / "other" / name, shard)
+        for model, name, shard in zip(trio.models, ("base", "a", "b"), ("5GB", "9KB", "2KB"), strict=True)
+    ]
+    moved_recipe = Trio(trio.family, other, [], []).recipe(method, options=options)
+    gm.merge(moved_recipe, tmp_path / "two", threads=2, block=77)
+    weights = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("one", "two")]
+    assert weights[0] == weights[1]
+
+
+def test_config_tokenizer_and_templates_are_copied_and_weights_of_other_formats_are_not(
+    trio: Trio, tmp_path: Path
+) -> None:
+    base = trio.folders[0]
+    extra = {
+        "tokenizer.json": '{"model": {"vocab": {"a": 0}}}',
+        "tokenizer_config.json": "{}",
+        "special_tokens_map.json": "{}",
+        "vocab.txt": "a\nb\n",
+        "spiece.model": "binary \u00e9",
+        "chat_template.jinja": "{{ x }}",
+    }
+    foreign = ["tf_model.h5", "optimizer.pt", "training_args.bin", "trainer_state.json", "README.md"]
+    for name, text in extra.items():
+        (base / name).write_text(text)
+    for name in foreign:
+        (base / name).write_text("not to be copied")
+    try:
+        gm.merge(trio.recipe("average"), tmp_path / "out")
+    finally:
+        for name in (*extra, *foreign):
+            (base / name).unlink()
+    out = tmp_path / "out"
+    for name in (*extra, "config.json"):
+        want = extra.get(name) or (base / name).read_text()
+        assert (out / name).read_text() == want, name
+    assert not [n for n in foreign if n != "README.md" and (out / n).exists()]
+    assert "not to be copied" not in (out / "README.md").read_text()
+
+
+def test_small_output_shards_have_a_valid_index_and_load(trio: Trio, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    gm.merge(trio.recipe("task-arithmetic", output={"shard_size": "4KB"}), out)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in out.glob("*.safetensors"))
+    assert len(files) > 2
+    assert sorted(set(index["weight_map"].values())) == files
+    found, nbytes = {}, 0
+    for file in files:
+        with safe_open(out / file, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+            assert opened.metadata() == {"format": "pt"}
+        size = sum(t.nbytes for t in tensors.values())
+        assert size <= 4000 or len(tensors) == 1
+        nbytes += size
+        found |= dict.fromkeys(tensors, file)
+    assert found == index["weight_map"]
+    assert nbytes == index["metadata"]["total_size"]
+    base, *tuned = (double(model.state_dict()) for model in trio.models)
+    assert_close(load(trio.family, out).state_dict(), slow.task_arithmetic(base, tuned, WEIGHTS), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("family", ["llama-tied", "bert"])
+def test_the_result_keeps_the_type_of_the_base_and_is_rounded_once(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    trio = make_trio(tmp_path, family, dtype)
+    gm.merge(trio.recipe("task-arithmetic"), tmp_path / "out")
+    base, *tuned = map(double, trio.stored)
+    want = slow.task_arithmetic(base, tuned, WEIGHTS)
+    got = read_model(tmp_path / "out")
+    assert_rounded(got, want, dtype)
+    if dtype == torch.float64:
+        assert_close(got, want, 1e-14)
+    assert next(load(family, tmp_path / "out", dtype="auto").parameters()).dtype == dtype
+
+
+def test_float64_weights_are_merged_in_float64_even_by_rules_with_thresholds(tmp_path: Path) -> None:
+    trio = make_trio(tmp_path, "bert", torch.float64)
+    base, *tuned = map(double, trio.stored)
+    for method in ("ties", "sparse-finetuning", "dare", "slerp"):
+        options, rule = RULES[method]
+        gm.merge(trio.recipe(method, options=options), tmp_path / method)
+        assert_close(read_model(tmp_path / method), rule(base, tuned), 1e-13)
+
+
+@pytest.mark.parametrize("word", ["float32", "float16", "bfloat16", "float64"])
+def test_output_dtype_converts_weights_and_says_so_in_the_config(word: str, tmp_path: Path) -> None:
+    trio = make_trio(tmp_path, "llama-untied", torch.bfloat16)
+    gm.merge(trio.recipe("task-arithmetic", output={"dtype": word}), tmp_path / "out")
+    base, *tuned = map(double, trio.stored)
+    dtype = getattr(torch, word)
+    assert_rounded(read_model(tmp_path / "out"), slow.task_arithmetic(base, tuned, WEIGHTS), dtype)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config == json.loads((tmp_path / "base/config.json").read_text()) | {"dtype": word}
+    assert {p.dtype for p in load("llama-untied", tmp_path / "out", dtype="auto").parameters()} == {dtype}
+
+
+def test_models_of_different_types_are_merged_with_a_note(tmp_path: Path) -> None:
+    trio = make_trio(tmp_path, "bert")
+    half = save(trio.models[1].to(torch.bfloat16), tmp_path / "half")
+    result = gm.merge(
+        {"method": "task-arithmetic", "base": str(trio.folders[0]), "models": [str(half)]}, tmp_path / "out"
+    )
+    assert any("BF16" in note and "half" in note for note in result.notes)
+    base, tuned = double(trio.stored[0]), double(read_model(half))
+    assert_close(read_model(tmp_path / "out"), slow.task_arithmetic(base, [tuned], [1]), 1e-6)
+
+
+def test_excluded_tensors_are_the_bases_bytes_whatever_the_output_type(tmp_path: Path) -> None:
+    trio = make_trio(tmp_path, "bert", torch.bfloat16)
+    exclude = ["classifier.*", "*.LayerNorm.*"]
+    gm.merge(trio.recipe("task-arithmetic", exclude=exclude, output={"dtype": "float32"}), tmp_path / "out")
+    got, (base, *tuned) = read_model(tmp_path / "out"), trio.stored
+    left_out = {n for n in base if n.startswith("classifier.") or ".LayerNorm." in n}
+    assert left_out and len(left_out) < len(base)
+    for name in left_out:
+        assert got[name].dtype == torch.bfloat16
+        assert got[name].view(torch.int16).equal(base[name].view(torch.int16)), name
+    merged = slow.task_arithmetic(double(base), [double(t) for t in tuned], WEIGHTS)
+    rest = {n: v for n, v in got.items() if n not in left_out}
+    assert_rounded(rest, {n: merged[n] for n in rest}, torch.float32)
+
+
+def test_include_merges_only_what_it_names(tmp_path: Path) -> None:
+    trio = make_trio(tmp_path, "gpt2")
+    gm.merge(trio.recipe("average", include=["transformer.h.0.*"]), tmp_path / "out")
+    got, (base, *tuned) = read_model(tmp_path / "out"), trio.stored
+    for name, value in got.items():
+        want = (tuned[0][name].double() + tuned[1][name]) / 2 if ".h.0." in name else base[name].double()
+        assert (value.double() - want).abs().max() < 1e-6, name
+
+
+def test_integer_and_boolean_buffers_come_from_the_base(tmp_path: Path) -> None:
+    base = random_state(0)
+    tuned = near(base, 1)
+    ours = {
+        "embeddings.position_ids": torch.arange(9).reshape(1, 9),
+        "layers.0.steps": torch.tensor(7, dtype=torch.int32),
+        "layers.0.mask": torch.tensor([True, False, True]),
+        "layers.0.codes": torch.tensor([250, 3], dtype=torch.uint8),
+    }
+    theirs = {name: torch.zeros_like(value) for name, value in ours.items()}
+    folders = [write_model(tmp_path / "base", base | ours), write_model(tmp_path / "a", theirs | tuned, 3)]
+    gm.merge({"method": "average", "base": str(folders[0]), "models": [str(folders[1])]}, tmp_path / "out")
+    got = read_model(tmp_path / "out")
+    for name, value in ours.items():
+        assert got[name].dtype == value.dtype
+        assert got[name].equal(value)
+    assert_close({n: v for n, v in got.items() if n not in ours}, tuned, 0)
+
+
+def test_scalars_and_empty_tensors_survive_a_merge(tmp_path: Path) -> None:
+    base = random_state(0) | {"logit_scale": torch.tensor(2.5), "nothing": torch.zeros(0, 4)}
+    tuned = near(base, 1)
+    folders = [write_model(tmp_path / "base", base), write_model(tmp_path / "a", tuned, 2)]
+    for method in ("task-arithmetic", "ties", "slerp", "dare"):
+        gm.merge(
+            {"method": method, "base": str(folders[0]), "models": [str(folders[1])]},
+            tmp_path / method,
+        )
+        got = read_model(tmp_path / method)
+        assert got["nothing"].shape == (0, 4)
+        assert got["logit_scale"].shape == ()
+    assert_close(read_model(tmp_path / "task-arithmetic"), tuned, 1e-6)
+
+
+# Tied weights
+
+
+def put_head(folder: Path, into: Path, name: str, value: Tensor, **config: Any) -> Path:
+    """A copy of a model's folder with one more tensor, and changes to its config."""
+    settings = json.loads((folder / "config.json").read_text()) | config
+    return write_model(into, read_model(folder) | {name: value.clone()}, 2, settings)
+
+
+TIED = {
+    "llama-tied": ("lm_head.weight", "model.embed_tokens.weight"),
+    "gpt2": ("lm_head.weight", "transformer.wte.weight"),
+    "t5": ("lm_head.weight", "shared.weight"),
+}
+
+
+@pytest.mark.parametrize("family", TIED)
+def test_a_stored_copy_of_a_tied_head_in_a_tuned_model_is_left_out_with_a_note(family: str, tmp_path: Path) -> None:
+    trio = make_trio(tmp_path, family)
+    head, embedding = TIED[family]
+    trio.folders[2] = put_head(trio.folders[2], tmp_path / "copy", head, trio.stored[2][embedding])
+    result = gm.merge(trio.recipe("task-arithmetic"), tmp_path / "out")
+    assert [n for n in result.notes if "copy" in n and head in n and embedding in n]
+    base, *tuned = map(double, trio.stored)
+    assert_close(read_model(tmp_path / "out"), slow.task_arithmetic(base, tuned, WEIGHTS), 1e-6)
+    load(family, tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", TIED)
+def test_a_head_that_only_the_base_stores_is_merged_with_the_embeddings_that_it_is_tied_to(
+    family: str, tmp_path: Path
+) -> None:
+    trio = make_trio(tmp_path, family)
+    head, embedding = TIED[family]
+    trio.folders[0] = put_head(trio.folders[0], tmp_path / "copy", head, trio.stored[0][embedding])
+    result = gm.merge(trio.recipe("task-arithmetic"), tmp_path / "out")
+    assert [n for n in result.notes if f"{head} = {embedding}" in n]
+    got = read_model(tmp_path / "out")
+    assert got[head].equal(got[embedding])
+    base, *tuned = map(double, trio.stored)
+    want = slow.task_arithmetic(base, tuned, WEIGHTS)
+    assert_close(got, want | {head: want[embedding]}, 1e-6)
+    load(family, tmp_path / "out")
+
+
+def test_t5s_stored_copies_of_the_shared_embeddings_are_left_out(tmp_path: Path) -> None:
+    trio = make_trio(tmp_path, "t5")
+    shared = trio.stored[1]["shared.weight"]
+    one = put_head(trio.folders[1], tmp_path / "one", "encoder.embed_tokens.weight", shared)
+    trio.folders[1] = put_head(one, tmp_path / "two", "decoder.embed_tokens.weight", shared)
+    gm.merge(trio.recipe("average"), tmp_path / "out")
+    base, *tuned = map(double, trio.stored)
+    assert_close(read_model(tmp_path / "out"), slow.average(base, tuned), 1e-6)
+
+
+def test_a_head_that_is_not_the_embeddings_does_not_merge_with_a_tied_base(tmp_path: Path) -> None:
+    trio = make_trio(tmp_path, "llama-tied")
+    other = trio.stored[1]["model.embed_tokens.weight"].clone()
+    other[3, 3] += 0.001
+    trio.folders[1] = put_head(trio.folders[1], tmp_path / "untied", "lm_head.weight", other, tie_word_embeddings=False)
+    with pytest.raises(InputError, match=r"untied: 1 tensor that .*base does not have\n  lm_head\.weight"):
+        gm.merge(trio.recipe("average"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_untied_model_without_its_head_is_incomplete(tmp_path: Path) -> None:
+    trio = make_trio(tmp_path, "llama-untied")
+    headless = {n: v for n, v in trio.stored[1].items() if n != "lm_head.weight"}
+    config = json.loads((trio.folders[1] / "config.json").read_text())
+    trio.folders[1] = write_model(tmp_path / "headless", headless, 1, config)
+    with pytest.raises(InputError, match=r"headless: 1 tensor of .*base missing\n  lm_head\.weight"):
+        gm.merge(trio.recipe("average"), tmp_path / "out")
+
+
+def test_a_tied_model_merges_into_an_untied_base_by_its_embeddings(tmp_path: Path) -> None:
+    untied = make_trio(tmp_path / "untied", "llama-untied")
+    tied = make_trio(tmp_path / "tied", "llama-tied")
+    base, tuned = double(untied.stored[0]), double(tied.stored[1])
+    gm.merge(
+        {"method": "task-arithmetic", "base": str(untied.folders[0]), "models": [str(tied.folders[1])]},
+        tmp_path / "out",
+    )
+    tuned["lm_head.weight"] = tuned["model.embed_tokens.weight"]
+    assert_close(read_model(tmp_path / "out"), slow.task_arithmetic(base, [tuned], [1]), 1e-6)
+    load("llama-untied", tmp_path / "out")
+
+
+def test_a_head_of_its_own_is_merged_with_the_copy_that_a_tied_base_stores(tmp_path: Path) -> None:
+    trio = make_trio(tmp_path, "llama-tied")
+    head, embedding = TIED["llama-tied"]
+    other = trio.stored[1][embedding] + 1.0
+    trio.folders[0] = put_head(trio.folders[0], tmp_path / "copy", head, trio.stored[0][embedding])
+    trio.folders[1] = put_head(trio.folders[1], tmp_path / "untied", head, other, tie_word_embeddings=False)
+    gm.merge(trio.recipe("average"), tmp_path / "out")
+    want = (other.double() + trio.stored[2][embedding]) / 2
+    assert (load("llama-tied", tmp_path / "out").lm_head.weight.double() - want).abs().max() < 1e-6
+
+
+def test_curvature_of_a_tied_embedding_serves_a_stored_copy_of_the_head(tmp_path: Path) -> None:
+    trio = make_trio(tmp_path, "gpt2")
+    head, embedding = TIED["gpt2"]
+    curvatures = [random_curvature(10 + i, s) for i, s in enumerate(trio.stored)]
+    for i, curvature in enumerate(curvatures):
+        curvature.save(tmp_path / f"c{i}")
+    trio.folders[0] = put_head(trio.folders[0], tmp_path / "copy", head, trio.stored[0][embedding])
+    recipe = trio.recipe("gradient-matching", damping=1e-2)
+    recipe["base"] = {"model": recipe["base"], "curvature": str(tmp_path / "c0")}
+    for i, model in enumerate(recipe["models"]):
+        model |= {"curvature": str(tmp_path / f"c{i + 1}"), "weight": 1.0}
+    gm.merge(recipe, tmp_path / "out")
+    base, *tuned = map(double, trio.stored)
+    want = slow.gradient_matching(base, tuned, [1.0, 1.0], curvatures[0], curvatures[1:], 1e-2)
+    assert_close(read_model(tmp_path / "out"), want | {head: want[embedding]}, 2e-6)
+
+
+def test_two_runs_write_the_same_files(tmp_path: Path) -> None:
+    trio = make_trio(tmp_path, "vit")
+    for name in ("x/out", "y/out"):
+        gm.merge(trio.recipe("dare"), tmp_path / name)
+    assert weight_bytes(tmp_path / "x/out") == weight_bytes(tmp_path / "y/out")

@@ -1,0 +1,454 @@
+"""LoRA adapters as checkpoints, against PEFT's own merge."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.errors import InputError
+from tests.making import assert_close, random_curvature, read_model, weight_bytes, write_model
+
+from . import slow
+from .families import FAMILIES, double, load, make, randomise, save
+
+LLAMA = ["q_proj", "v_proj", "o_proj", "down_proj"]
+
+
+def make_base(folder: Path, family: str, dtype: torch.dtype = torch.float32, shard: str = "6KB", **changes: Any) -> Path:
+    return save(make(family, **changes).to(dtype), folder, shard)
+
+
+def tune(base: Path, family: str, folder: Path, config: Any, seed: int = 1) -> PeftModel:
+    """Train an adapter: random numbers in everything that training would change. Saved to ``folder``."""
+    torch.manual_seed(seed)
+    model = get_peft_model(load(family, base, dtype="auto"), config)
+    randomise([p for p in model.parameters() if p.requires_grad], seed, 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def merged_by_peft(model: PeftModel, folder: Path) -> dict[str, Tensor]:
+    """The tensors that transformers stores of the model that PEFT makes of base and adapter."""
+    copy.deepcopy(model).merge_and_unload().save_pretrained(folder)
+    return read_model(folder)
+
+
+def merge_one(base: Path, adapter: Path, out: Path, **arguments: Any) -> dict[str, Tensor]:
+    gm.merge({"method": "average", "base": str(base), "models": [str(adapter)]}, out, **arguments)
+    return read_model(out)
+
+
+def changed(one: dict[str, Tensor], two: dict[str, Tensor]) -> set[str]:
+    return {name for name in one if not one[name].equal(two[name])}
+
+
+CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    # name → family, settings, and pieces of names one of which every changed tensor must have
+    "plain": ("llama-untied", {"r": 4, "lora_alpha": 7, "target_modules": LLAMA}, {"proj"}),
+    "on-a-tied-model": ("llama-tied", {"r": 4, "target_modules": LLAMA}, {"proj"}),
+    "rank-one": ("bert", {"r": 1, "lora_alpha": 3, "target_modules": ["query", "dense"]}, {"query", "dense"}),
+    "all-linear": ("bert", {"r": 2, "target_modules": "all-linear", "task_type": "SEQ_CLS"}, {"bert", "classifier"}),
+    "rank-and-alpha-patterns": (
+        "llama-untied",
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": LLAMA,
+            "rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 5},
+            "alpha_pattern": {r"layers\.0\.self_attn\.(q|v)_proj": 3, "o_proj": 20, "_proj": 99},
+        },
+        {"proj"},
+    ),
+    "rslora": (
+        "llama-untied",
+        {"r": 4, "lora_alpha": 6, "target_modules": LLAMA, "use_rslora": True, "rank_pattern": {"v_proj": 7}},
+        {"proj"},
+    ),
+    "gpt2-fan-in-fan-out": (
+        "gpt2",
+        {"r": 3, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+        {"c_attn", "c_proj", "c_fc"},
+    ),
+    "gpt2-without-saying-fan-in-fan-out": (
+        "gpt2",
+        {"r": 3, "target_modules": ["attn.c_proj", "c_fc"]},
+        {"c_proj", "c_fc"},
+    ),
+    "classifier-saved-whole": (
+        "bert",
+        {"r": 2, "target_modules": ["query", "value"], "task_type": "SEQ_CLS"},
+        {"query", "value", "classifier"},
+    ),
+    "modules-to-save": (
+        "llama-untied",
+        {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "input_layernorm"]},
+        {"q_proj", "lm_head", "input_layernorm"},
+    ),
+    "embeddings": (
+        "llama-untied",
+        {"r": 4, "lora_alpha": 5, "target_modules": ["embed_tokens", "q_proj"]},
+        {"embed_tokens", "q_proj"},
+    ),
+    "embeddings-of-a-tied-model": ("gpt2", {"r": 4, "target_modules": ["wte", "wpe"]}, {"wte", "wpe"}),
+    "bias-all": ("bert", {"r": 2, "target_modules": ["query", "key"], "bias": "all"}, {"query", "key", "bias"}),
+    "bias-lora-only": ("bert", {"r": 2, "target_modules": ["query"], "bias": "lora_only"}, {"query"}),
+    "conv2d": ("vit", {"r": 3, "lora_alpha": 4, "target_modules": ["projection"]}, {"projection"}),
+    "conv2d-1x1": ("vit", {"r": 2, "target_modules": ["projection"]}, {"projection"}),
+    "t5": ("t5", {"r": 2, "target_modules": ["q", "v", "wo"], "task_type": "SEQ_2_SEQ_LM"}, {".q.", ".v.", ".wo."}),
+    "some-layers": ("llama-untied", {"r": 2, "target_modules": LLAMA, "layers_to_transform": [1]}, {"layers.1."}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_stands_for_what_peft_makes_of_it(case: str, tmp_path: Path) -> None:
+    family, settings, pieces = CASES[case]
+    changes = {"patch_size": 1, "image_size": 4} if case == "conv2d-1x1" else {}
+    base = make_base(tmp_path / "base", family, **changes)
+    model = tune(base, family, tmp_path / "adapter", LoraConfig(**settings))
+    want = merged_by_peft(model, tmp_path / "want")
+    got = merge_one(base, tmp_path / "adapter", tmp_path / "out")
+    assert_close(got, want, 1e-6)
+    touched = changed(read_model(base), want)
+    assert touched and all(any(piece in name for piece in pieces) for name in touched)
+    assert all(any(piece in name for name in touched) for piece in pieces)
+    assert changed(read_model(base), got) == touched
+    load(family, tmp_path / "out")
+
+
+def test_gpt2s_square_projections_turn_the_right_way_when_a_linear_layer_is_tuned_too(tmp_path: Path) -> None:
+    """PEFT corrects fan_in_fan_out module by module; what it saves is only what the last module had."""
+    base = make_base(tmp_path / "base", "gpt2", tie_word_embeddings=False)
+    config = LoraConfig(r=3, target_modules=["attn.c_proj", "c_fc", "lm_head"])
+    model = tune(base, "gpt2", tmp_path / "adapter", config)
+    assert_close(merge_one(base, tmp_path / "adapter", tmp_path / "out"), merged_by_peft(model, tmp_path / "want"), 1e-6)
+
+
+def test_a_square_embedding_turns_the_right_way(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied", vocab_size=16)
+    model = tune(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=3, target_modules=["embed_tokens", "lm_head"]))
+    assert_close(merge_one(base, tmp_path / "adapter", tmp_path / "out"), merged_by_peft(model, tmp_path / "want"), 1e-6)
+
+
+def test_an_adapter_made_on_the_model_with_a_head_fits_a_base_stored_without_the_prefix(tmp_path: Path) -> None:
+    """GPT-2 on the Hub stores `h.0…`, where the model with its head has `transformer.h.0…`."""
+    base = make_base(tmp_path / "base", "gpt2")
+    config = LoraConfig(r=3, target_modules=["c_attn", "c_fc"], bias="all", modules_to_save=["ln_f"])
+    model = tune(base, "gpt2", tmp_path / "adapter", config)
+    bare = {name.removeprefix("transformer."): value for name, value in read_model(base).items()}
+    short = write_model(tmp_path / "short", bare, 2, json.loads((base / "config.json").read_text()))
+    want = {n.removeprefix("transformer."): v for n, v in merged_by_peft(model, tmp_path / "want").items()}
+    got = merge_one(short, tmp_path / "adapter", tmp_path / "out")
+    assert_close(got, want, 1e-6)
+
+
+def two_adapters(tmp_path: Path, dtype: torch.dtype = torch.float32) -> tuple[Path, list[Path], list[dict[str, Tensor]]]:
+    """A base, two adapters of different rank, and all three as tensors, by PEFT, in float64."""
+    base = make_base(tmp_path / "base", "llama-untied", dtype)
+    wide = save(load("llama-untied", base, dtype="auto").double(), tmp_path / "wide")
+    states = [double(read_model(base))]
+    for i, config in enumerate(
+        (
+            LoraConfig(r=4, lora_alpha=9, target_modules=LLAMA),
+            LoraConfig(r=2, target_modules=["q_proj", "k_proj", "embed_tokens"], modules_to_save=["norm"]),
+        )
+    ):
+        folder = tmp_path / f"adapter{i}"
+        tune(base, "llama-untied", folder, copy.deepcopy(config), seed=i + 1)
+        exact = PeftModel.from_pretrained(
+            load("llama-untied", wide, dtype=torch.float64), folder, autocast_adapter_dtype=False
+        )
+        states.append(merged_by_peft(exact.double(), tmp_path / f"exact{i}"))
+    return base, [tmp_path / "adapter0", tmp_path / "adapter1"], states
+
+
+RULES = {
+    "task-arithmetic": ({}, lambda base, tuned: slow.task_arithmetic(base, tuned, [0.7, -0.4])),
+    "sparse-finetuning": ({"density": 0.1}, lambda base, tuned: slow.sparse(base, tuned, [0.7, -0.4], 0.1)),
+    "dare": ({"density": 0.4}, lambda base, tuned: slow.dare(base, tuned, [0.7, -0.4], 0.4, 0)),
+}
+
+
+@pytest.mark.parametrize("method", RULES)
+def test_two_adapters_merge_by_every_rule_as_the_models_that_they_stand_for(method: str, tmp_path: Path) -> None:
+    base, adapters, (first, *rest) = two_adapters(tmp_path)
+    options, rule = RULES[method]
+    models = [{"model": str(a), "weight": w} for a, w in zip(adapters, (0.7, -0.4), strict=True)]
+    gm.merge({"method": method, "base": str(base), "models": models, "options": options}, tmp_path / "out")
+    assert_close(read_model(tmp_path / "out"), rule(first, rest), 1e-6)
+    load("llama-untied", tmp_path / "out")
+
+
+def test_gradient_matching_takes_adapters_with_curvature_of_the_whole_model(tmp_path: Path) -> None:
+    base, adapters, (first, *rest) = two_adapters(tmp_path)
+    curvatures = [random_curvature(10 + i, first) for i in range(3)]
+    curvatures[0].save(tmp_path / "c0")
+    for i, adapter in enumerate(adapters):  # an adapter folder that brings its own
+        curvatures[i + 1].save(adapter / "curvature")
+    recipe = {
+        "method": "gradient-matching",
+        "base": {"model": str(base), "curvature": str(tmp_path / "c0")},
+        "models": [str(a) for a in adapters],
+        "damping": 0.01,
+    }
+    gm.merge(recipe, tmp_path / "out")
+    want = slow.gradient_matching(first, rest, [1.0, 1.0], curvatures[0], curvatures[1:], 0.01)
+    assert_close(read_model(tmp_path / "out"), want, 2e-6)
+
+
+def test_an_adapter_and_a_whole_model_merge_together(tmp_path: Path) -> None:
+    base, adapters, (first, one, two) = two_adapters(tmp_path)
+    whole = write_model(tmp_path / "whole", {n: v.float() for n, v in two.items()}, 3)
+    gm.merge({"method": "ties", "base": str(base), "models": [str(adapters[0]), str(whole)]}, tmp_path / "out")
+    assert_close(read_model(tmp_path / "out"), slow.ties(first, [one, two], [1, 1], 0.2), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_difference_is_formed_in_high_precision_whatever_the_base_is_stored_in(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    base, adapters, (first, one, two) = two_adapters(tmp_path, dtype)
+    gm.merge({"method": "task-arithmetic", "base": str(base), "models": [str(a) for a in adapters]}, tmp_path / "out")
+    got, want = read_model(tmp_path / "out"), slow.task_arithmetic(first, [one, two], [1, 1])
+    half_step = torch.finfo(dtype).eps / 2
+    for name, value in got.items():
+        assert value.dtype == dtype
+        error = (value.double() - want[name]).abs()
+        limit = 1e-12 if dtype == torch.float64 else 1e-6
+        assert bool((error <= want[name].abs() * half_step * 1.01 + limit).all()), (name, error.max())
+
+
+def test_the_bytes_do_not_depend_on_the_size_of_blocks(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied", hidden_size=64, intermediate_size=2000)
+    tune(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=7, target_modules=[*LLAMA, "embed_tokens"]))
+    recipe = {"method": "ties", "base": str(base), "models": [str(tmp_path / "adapter")]}
+    gm.merge(recipe, tmp_path / "x/out")
+    assert (tmp_path / "x/out/model.safetensors").stat().st_size > 4 * (1 << 18)
+    for name, block, threads in (("y/out", 1000, 2), ("z/out", 64, 1)):
+        gm.merge(recipe, tmp_path / name, block=block, threads=threads)
+        assert weight_bytes(tmp_path / name) == weight_bytes(tmp_path / "x/out")
+
+
+# Where the base comes from
+
+
+def test_without_a_base_in_the_recipe_an_adapter_finds_the_base_that_it_names(tmp_path: Path) -> None:
+    base, adapters, (first, *rest) = two_adapters(tmp_path)
+    (base / "tokenizer.json").write_text("{}")
+    gm.merge({"method": "average", "models": [str(a) for a in adapters]}, tmp_path / "out")
+    assert_close(read_model(tmp_path / "out"), slow.average(first, rest), 1e-6)
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert not (tmp_path / "out/adapter_config.json").exists()
+    load("llama-untied", tmp_path / "out")
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_relative_base_is_looked_for_from_the_adapters_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, adapters, (first, *rest) = two_adapters(tmp_path)
+    for adapter in adapters:
+        edit_config(adapter, base_model_name_or_path="../base")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    gm.merge({"method": "average", "models": [str(a) for a in adapters]}, tmp_path / "out")
+    assert_close(read_model(tmp_path / "out"), slow.average(first, rest), 1e-6)
+
+
+def test_an_adapter_can_be_the_base_of_a_merge(tmp_path: Path) -> None:
+    _, adapters, (_, one, two) = two_adapters(tmp_path)
+    whole = write_model(tmp_path / "whole", {n: v.float() for n, v in two.items()}, 3)
+    models = [{"model": str(whole), "weight": 0.6}]
+    gm.merge({"method": "task-arithmetic", "base": str(adapters[0]), "models": models}, tmp_path / "out")
+    assert_close(read_model(tmp_path / "out"), slow.task_arithmetic(one, [two], [0.6]), 1e-6)
+    load("llama-untied", tmp_path / "out")
+
+
+def test_an_adapter_beside_an_adapter_as_base_goes_on_the_model_that_both_name(tmp_path: Path) -> None:
+    _, adapters, (_, one, two) = two_adapters(tmp_path)
+    models = [{"model": str(adapters[1]), "weight": 0.6}]
+    gm.merge({"method": "task-arithmetic", "base": str(adapters[0]), "models": models}, tmp_path / "out")
+    assert_close(read_model(tmp_path / "out"), slow.task_arithmetic(one, [two], [0.6]), 1e-6)
+
+
+def test_tensors_excluded_from_a_merge_on_an_adapter_are_the_adapted_ones_in_the_bases_type(tmp_path: Path) -> None:
+    _, adapters, (_, one, two) = two_adapters(tmp_path, torch.bfloat16)
+    whole = write_model(tmp_path / "whole", {n: v.bfloat16() for n, v in two.items()}, 3)
+    gm.merge(
+        {"method": "average", "base": str(adapters[0]), "models": [str(whole)], "exclude": ["*q_proj*", "*norm*"]},
+        tmp_path / "out",
+    )
+    got = read_model(tmp_path / "out")
+    for name, value in got.items():
+        assert value.dtype == torch.bfloat16
+        want = one[name] if "q_proj" in name or "norm" in name else two[name]
+        assert bool(((value.double() - want).abs() <= want.abs() * 2**-8).all()), name
+
+
+def test_an_adapter_on_another_base_than_it_names_is_merged_with_a_note(tmp_path: Path) -> None:
+    base, adapters, _ = two_adapters(tmp_path)
+    edit_config(adapters[0], base_model_name_or_path="someone/other-model")
+    result = gm.merge({"method": "average", "base": str(base), "models": [str(adapters[0])]}, tmp_path / "out")
+    assert [n for n in result.notes if "someone/other-model" in n and str(base) in n]
+    edit_config(adapters[0], base_model_name_or_path=str(base))
+    result = gm.merge({"method": "average", "base": str(base), "models": [str(adapters[0])]}, tmp_path / "out2")
+    assert not [n for n in result.notes if "adapter says" in n]
+
+
+def test_an_adapter_of_a_base_with_other_shapes_is_refused(tmp_path: Path) -> None:
+    _, adapters, _ = two_adapters(tmp_path)
+    other = make_base(tmp_path / "other", "llama-untied", hidden_size=32)
+    with pytest.raises(InputError, match=r"(?s)adapter0: LoRA's A .* do not fit .*other.*trained on another base\?"):
+        merge_one(other, adapters[0], tmp_path / "out")
+
+
+def test_an_adapter_of_another_architecture_is_refused_with_the_modules_that_are_not_there(tmp_path: Path) -> None:
+    _, adapters, _ = two_adapters(tmp_path)
+    other = make_base(tmp_path / "other", "bert")
+    with pytest.raises(InputError, match=r"(?s)adapter0: .*other does not have.*q_proj.*another base\?"):
+        merge_one(other, adapters[0], tmp_path / "out")
+
+
+def test_a_head_that_only_the_adapter_has_is_named(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "bert")
+    tune(base, "bert", tmp_path / "adapter", LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    headless = {n: v for n, v in read_model(base).items() if not n.startswith("classifier")}
+    write_model(tmp_path / "headless", headless)
+    with pytest.raises(InputError, match=r"(?s)2 tensors that .*headless does not have.*classifier\.bias.*exclude"):
+        merge_one(tmp_path / "headless", tmp_path / "adapter", tmp_path / "out")
+
+
+@pytest.mark.parametrize("stated", [None, "", 7])
+def test_an_adapter_that_names_no_base_needs_one_in_the_recipe(stated: Any, tmp_path: Path) -> None:
+    base, adapters, _ = two_adapters(tmp_path)
+    edit_config(adapters[0], base_model_name_or_path=stated)
+    with pytest.raises(InputError, match="adapter0: an adapter without a base"):
+        gm.merge({"method": "average", "models": [str(adapters[0])]}, tmp_path / "out")
+    merge_one(base, adapters[0], tmp_path / "out")
+
+
+def test_an_adapter_whose_base_is_not_there_says_which_base(tmp_path: Path) -> None:
+    _, adapters, _ = two_adapters(tmp_path)
+    edit_config(adapters[0], base_model_name_or_path="/no/such/model")
+    with pytest.raises(InputError, match=r"adapter0: the adapter's base cannot be opened\. /no/such/model"):
+        gm.merge({"method": "average", "models": [str(adapters[0])]}, tmp_path / "out")
+
+
+def test_an_adapter_that_names_itself_as_base_is_refused(tmp_path: Path) -> None:
+    _, adapters, _ = two_adapters(tmp_path)
+    edit_config(adapters[0], base_model_name_or_path=str(adapters[0]))
+    with pytest.raises(InputError, match="adapter0"):
+        gm.merge({"method": "average", "models": [str(adapters[0])]}, tmp_path / "out")
+
+
+# What is not base + scale · BA
+
+
+def test_dora_is_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied")
+    tune(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    with pytest.raises(InputError, match=r"adapter: the adapter uses DoRA.*merge_and_unload"):
+        merge_one(base, tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_dora_is_refused_even_where_the_config_does_not_say_so(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied")
+    tune(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    edit_config(tmp_path / "adapter", use_dora=False)
+    with pytest.raises(InputError, match=r"(?s)not LoRA's A and B.*lora_magnitude_vector"):
+        merge_one(base, tmp_path / "adapter", tmp_path / "out")
+
+
+def test_other_kinds_of_adapter_are_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied")
+    config = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    tune(base, "llama-untied", tmp_path / "adapter", config)
+    with pytest.raises(InputError, match=r"adapter of type IA3; only LORA"):
+        merge_one(base, tmp_path / "adapter", tmp_path / "out")
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_initialisations_that_change_the_base_are_refused(init: str, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied")
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=init)
+    tune(base, "llama-untied", tmp_path / "adapter", config)
+    with pytest.raises(InputError, match=rf"initialised with {init}, which changed the base"):
+        merge_one(base, tmp_path / "adapter", tmp_path / "out")
+
+
+@pytest.mark.parametrize("init", ["gaussian", "orthogonal", True])
+def test_initialisations_that_leave_the_base_alone_are_merged(init: str | bool, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied")
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=init)
+    model = tune(base, "llama-untied", tmp_path / "adapter", config)
+    assert_close(merge_one(base, tmp_path / "adapter", tmp_path / "out"), merged_by_peft(model, tmp_path / "want"), 1e-6)
+
+
+def test_trainable_tokens_and_biases_of_lora_are_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied")
+    tokens = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 5])
+    tune(base, "llama-untied", tmp_path / "tokens", tokens)
+    with pytest.raises(InputError, match="trainable tokens"):
+        merge_one(base, tmp_path / "tokens", tmp_path / "out")
+    base = make_base(tmp_path / "bert", "bert")
+    tune(base, "bert", tmp_path / "bias", LoraConfig(r=2, target_modules=["query"], lora_bias=True))
+    with pytest.raises(InputError, match="bias of its own"):
+        merge_one(base, tmp_path / "bias", tmp_path / "out")
+
+
+def test_an_adapter_with_half_of_its_factors_is_refused(tmp_path: Path) -> None:
+    base, adapters, _ = two_adapters(tmp_path)
+    path = adapters[0] / "adapter_model.safetensors"
+    tensors = load_file(path)
+    lost = next(n for n in tensors if n.endswith("lora_B.weight"))
+    save_file({n: v for n, v in tensors.items() if n != lost}, path)
+    module = lost.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+    with pytest.raises(InputError, match=f"(?s)adapter0: .*{module}"):
+        merge_one(base, adapters[0], tmp_path / "out")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"peft_type": "LORA", ', '{"peft_type": ["LORA"]}', "\xff"])
+def test_an_adapter_config_that_cannot_be_read_is_one_clear_message(text: str, tmp_path: Path) -> None:
+    base, adapters, _ = two_adapters(tmp_path)
+    (adapters[0] / "adapter_config.json").write_text(text, "latin-1")
+    with pytest.raises(InputError, match="adapter0"):
+        merge_one(base, adapters[0], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lora_alpha": "many"}, {"alpha_pattern": [1]}, {"alpha_pattern": {"(": 1}}, {"lora_alpha": None}]
+)
+def test_an_adapter_config_with_wrong_values_is_one_clear_message(wrong: dict[str, Any], tmp_path: Path) -> None:
+    base, adapters, _ = two_adapters(tmp_path)
+    edit_config(adapters[0], **wrong)
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        merge_one(base, adapters[0], tmp_path / "out")
+
+
+def test_an_adapter_stored_as_a_pickle_is_read_on_request_only(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied")
+    model = tune(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=2, target_modules=LLAMA))
+    path = tmp_path / "adapter/adapter_model.safetensors"
+    torch.save(load_file(path), tmp_path / "adapter/adapter_model.bin")
+    path.unlink()
+    with pytest.raises(InputError, match="allow-pickle"):
+        merge_one(base, tmp_path / "adapter", tmp_path / "out")
+    got = merge_one(base, tmp_path / "adapter", tmp_path / "out", allow_pickle=True)
+    assert_close(got, merged_by_peft(model, tmp_path / "want"), 1e-6)
+
+
+def test_families_with_adapters_are_those_that_are_tested() -> None:
+    assert {family for family, _, _ in CASES.values()} == FAMILIES.keys()

@@ -1,0 +1,217 @@
+"""The commands as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+
+from ..making import cli, random_curvature, read_model, three_models, write_recipe
+
+runner = CliRunner()
+
+
+def run(*arguments: str | Path, status: int = 0) -> str:
+    result = runner.invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> tuple[Path, Path, Path]:
+    folders, states = three_models(tmp_path)
+    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
+        random_curvature(seed, state).save(folder / "curvature")
+    return tuple(folders)  # type: ignore[return-value]
+
+
+def test_help_takes_less_than_half_a_second_of_cpu_time() -> None:
+    """A promise to users; the bound is far from what it takes (0.1 s), so that a busy machine does not matter."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-m", "gradmerge", "--help"], capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "merge" in done.stdout
+    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 0.5
+
+
+def test_help_and_version_do_not_load_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['gradmerge', 'merge', '--help']\n"
+        "from gradmerge.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'numpy', 'pydantic', 'transformers'} & set(sys.modules), 'heavy import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["merge"], ["remove"], ["inspect"], ["methods"], ["curvature"], ["curvature", "show"]]
+)
+def test_every_command_explains_itself_with_an_example(command: list[str]) -> None:
+    text = run(*command, "--help")
+    assert "Usage:" in text
+    if command and command != ["curvature"]:
+        assert "Example" in text
+        assert all(option in text for option in ("--json", "--quiet", "--debug"))
+
+
+def test_a_recipe_is_merged(models: tuple[Path, ...], tmp_path: Path) -> None:
+    base, a, b = models
+    recipe = write_recipe(tmp_path / "recipe.yml", {"method": "gradient-matching", "base": "base", "models": ["a", "b"]})
+    done = cli("merge", recipe, "-o", tmp_path / "out", cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert "gradient-matching: 6 tensors merged, 0 copied" in done.stdout
+    gm.merge(recipe, tmp_path / "api")
+    assert all(torch.equal(v, read_model(tmp_path / "api")[n]) for n, v in read_model(tmp_path / "out").items())
+    assert base.is_dir() and a.is_dir() and b.is_dir()
+
+
+def test_options_make_the_same_merge_as_a_recipe(models: tuple[Path, ...], tmp_path: Path) -> None:
+    base, a, b = models
+    run("merge", "--method", "ties", "--base", base, "--model", f"{a}=0.5", "--model", b, "--set", "density=0.4",
+        "--set", "options.scale=0.7", "--set", "output.dtype=float64", "-o", tmp_path / "one")  # fmt: skip
+    recipe = {
+        "method": "ties",
+        "base": "base",
+        "models": [{"model": "a", "weight": 0.5}, "b"],
+        "options": {"density": 0.4, "scale": 0.7},
+        "output": {"dtype": "float64"},
+    }
+    run("merge", write_recipe(tmp_path / "r.yml", recipe), "-o", tmp_path / "two")
+    one, two = (tmp_path / n / "model.safetensors" for n in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_recipe_can_be_changed_from_the_command_line(models: tuple[Path, ...], tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "r.yml", {"method": "ties", "base": "base", "models": ["a", "b"]})
+    run("merge", recipe, "--method", "task-arithmetic", "--set", "models[1].weight=0", "--set", "exclude=['embed*']",
+        "-o", tmp_path / "out")  # fmt: skip
+    got, tuned, base = read_model(tmp_path / "out"), read_model(models[1]), read_model(models[0])
+    assert torch.allclose(got["layers.0.linear.weight"], tuned["layers.0.linear.weight"], atol=1e-6)
+    assert torch.equal(got["embed.weight"], base["embed.weight"])
+
+
+@pytest.mark.parametrize("form", ["named", "plain", "models only"])
+def test_curvature_can_be_given_by_name_or_in_order(models: tuple[Path, ...], tmp_path: Path, form: str) -> None:
+    base, a, b = models
+    states = [read_model(m) for m in models]
+    for number, state in enumerate(states):
+        random_curvature(20 + number, state).save(tmp_path / f"c{number}")
+    c0, c1, c2 = (tmp_path / f"c{n}" for n in range(3))
+    words = {
+        "named": ["--curvature", f"{b}={c2}", "--curvature", f"base={c0}", "--curvature", f"{a}={c1}"],
+        "plain": ["--curvature", c0, "--curvature", c1, "--curvature", c2],
+        "models only": ["--curvature", c1, "--curvature", c2, "--curvature", f"base={c0}"],
+    }[form]
+    run("merge", "-m", "gradient-matching", "--base", base, "--model", a, "--model", b, *words, "-o", tmp_path / "out")
+    curvature = [gm.Curvature.load(c) for c in (c0, c1, c2)]
+    want = gm.merge_state_dicts(states[0], states[1:], prior=curvature[0], curvature=curvature[1:])
+    assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / "out").items())
+
+
+def test_a_constant_curvature_can_be_given(models: tuple[Path, ...], tmp_path: Path) -> None:
+    base, a, _ = models
+    run("merge", "-m", "gradient-matching", "--base", base, "--model", f"{a}=0.25", "--curvature", "base=identity:3",
+        "--curvature", f"{a}=identity:0", "-o", tmp_path / "out")  # fmt: skip
+    run("merge", "-m", "task-arithmetic", "--base", base, "--model", f"{a}=0.25", "-o", tmp_path / "ta")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "ta/model.safetensors").read_bytes()
+
+
+def test_remove_takes_a_task_out(models: tuple[Path, ...], tmp_path: Path) -> None:
+    base, a, _ = models
+    run("remove", "--base", base, "--model", f"{a}=0.8", "-o", tmp_path / "out")
+    states, curvature = [read_model(m) for m in (base, a)], [gm.Curvature.load(m) for m in (base, a)]
+    want = gm.merge_state_dicts(
+        states[0], states[1:], "removal", prior=curvature[0], curvature=curvature[1:], weights=[0.8]
+    )
+    assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / "out").items())
+
+
+def test_remove_by_negation_and_with_one_strength_for_all(models: tuple[Path, ...], tmp_path: Path) -> None:
+    base, a, b = models
+    run("remove", "--method", "task-arithmetic", "--base", base, "--model", a, "--model", f"{b}=2", "--strength", "0.5",
+        "-o", tmp_path / "out")  # fmt: skip
+    states = [read_model(m) for m in models]
+    want = gm.merge_state_dicts(states[0], states[1:], "task-arithmetic", weights=[-0.5, -2.0])
+    assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / "out").items())
+
+
+def test_a_dry_run_writes_nothing_and_tells_the_plan(models: tuple[Path, ...], tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "r.yml", {"method": "gradient-matching", "base": "base", "models": ["a", "b"]})
+    before = sorted(tmp_path.iterdir())
+    text = run("merge", recipe, "--dry-run", "-o", tmp_path / "out")
+    assert all(word in text for word in ("reads:", "writes:", "memory:", "6 merged"))
+    facts = json.loads(run("merge", recipe, "--dry-run", "--json"))
+    values = sum(t.numel() for t in read_model(models[0]).values())
+    assert facts["bytes_read"] == 6 * 4 * values  # three models and three curvature files, float32
+    assert facts["bytes_written"] == 4 * values
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_json_output_is_one_object(models: tuple[Path, ...], tmp_path: Path) -> None:
+    base, a, b = models
+    done = cli("merge", "-m", "average", "--model", a, "--model", b, "-o", tmp_path / "out", "--json")
+    facts = json.loads(done.stdout)
+    assert facts["merged_tensors"] == 6
+    assert facts["seconds"] > 0
+    assert done.stderr == ""
+    assert json.loads(run("methods", "--json"))[0]["name"] == "average"
+    assert json.loads(run("methods", "ties", "--json"))["options"][0]["name"] == "density"
+    assert json.loads(run("inspect", base, a, "--json"))["mergeable"] is True
+    assert json.loads(run("curvature", "show", base, "--json"))["examples"] == 100
+
+
+def test_quiet_prints_nothing(models: tuple[Path, ...], tmp_path: Path) -> None:
+    _, a, b = models
+    done = cli("merge", "-m", "average", "--model", a, "--model", b, "-o", tmp_path / "out", "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_methods_lists_every_rule_with_its_row() -> None:
+    text = run("methods")
+    assert all(name in text for name in gm.RULES)
+    assert "F_0 + δ" in text
+    text = run("methods", "sparse-finetuning")
+    assert all(word in text for word in ("density", "scope", "normalize", "0 < x ≤ 1", "Ansell"))
+    assert "did you mean 'ties'" in run("methods", "tie", status=2)
+
+
+def test_inspect_shows_a_model_and_whether_several_fit(models: tuple[Path, ...], tmp_path: Path) -> None:
+    base, a, b = models
+    text = run("inspect", base, "--tensors", "--digest")
+    assert "embed.weight" in text
+    assert "with curvature" in text
+    assert "xxh3-128:" in text
+    assert "can be merged: 6 tensors" in run("inspect", base, a, b)
+    from ..making import random_state, write_model
+
+    other = write_model(tmp_path / "other", random_state(0, {"embed.weight": (51, 8), "new.weight": (2, 2)}))
+    text = run("inspect", base, other, status=2)
+    assert "another vocabulary" not in text or "51" in text
+    assert all(word in text for word in ("missing", "new.weight", "[51, 8]", "layers.0.linear.weight"))
+    assert "can be merged" in run("inspect", base, a, "--exclude", "classifier*")
+
+
+def test_curvature_show_tells_sums_by_layer(models: tuple[Path, ...]) -> None:
+    text = run("curvature", "show", models[0] / "curvature")
+    assert "sum over 100 examples" in text
+    total = gm.Curvature.load(models[0])["classifier.weight"].double().sum().item()
+    assert f"{total:.4g}" in text
+
+
+def test_a_merge_that_is_complete_is_not_done_again(models: tuple[Path, ...], tmp_path: Path) -> None:
+    base, a, _ = models
+    words = ["merge", "-m", "task-arithmetic", "--base", base, "--model", a, "-o", tmp_path / "out", "--resume"]
+    run(*words)
+    stamp = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
+    assert "complete already" in run(*words)
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == stamp

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import gradmerge as gm
+from gradmerge.curvature import log8
+from gradmerge.curvature.files import open_curvature
+from gradmerge.curvature.summary import group_of, summarize
+
+from ..making import random_curvature, random_state
+
+HEADER = {"format": "gradmerge-curvature/1", "examples": "7", "likelihood": "sampled", "model": "m"}
+
+
+def test_a_saved_file_has_the_documented_layout(tmp_path: Path) -> None:
+    curvature = random_curvature(0, random_state(0), examples=42)
+    curvature.save(tmp_path / "c")
+    path = tmp_path / "c" / "curvature.safetensors"
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {
+            "format": "gradmerge-curvature/1",
+            "examples": "42",
+            "likelihood": "empirical",
+            "model": "test",
+            "precision": "float32",
+        }
+    stored = load_file(path)
+    assert stored.keys() == curvature.keys()
+    assert all(torch.equal(stored[n], curvature[n]) for n in stored)
+
+
+@pytest.mark.parametrize("shard_size", [10**9, 600])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "log8"])
+def test_curvature_survives_a_round_trip(tmp_path: Path, precision: str, shard_size: int) -> None:
+    curvature = random_curvature(0, random_state(0))
+    curvature["embed.weight"][0] = 0
+    curvature.save(tmp_path / "c", precision=precision, shard_size=shard_size)
+    assert (tmp_path / "c" / "curvature.safetensors").exists() == (shard_size > 600)
+    back = gm.Curvature.load(tmp_path / "c")
+    assert (back.examples, back.likelihood) == (100, "empirical")
+    for name, value in curvature.items():
+        if precision == "float32":
+            assert torch.equal(back[name], value)
+            continue
+        positive = value[value > 0]
+        step = math.log(positive.max() / positive.min()) / 254 if precision == "log8" else 2**-7
+        assert torch.equal(back[name] == 0, value == 0)
+        assert ((back[name][value > 0].log() - positive.log()).abs() <= step / 2 + 1e-5).all()
+
+
+def test_log8_codes_are_equally_spaced_in_the_logarithm() -> None:
+    ends = torch.tensor([1e-12, 3.0])
+    values = log8.table(ends).double()
+    assert values[0] == 0
+    assert values[1] == pytest.approx(float(ends[0]), rel=1e-6)
+    assert values[255] == pytest.approx(3.0, rel=1e-6)
+    steps = values[1:].log().diff()
+    assert torch.allclose(steps, steps.mean().expand(254), rtol=1e-4)
+    for code in (1, 77, 255):
+        want = math.exp(math.log(1e-12) + (code - 1) / 254 * (math.log(3.0) - math.log(1e-12)))
+        assert values[code] == pytest.approx(want, rel=1e-5)
+
+
+def test_log8_of_values_it_can_hold_is_exact() -> None:
+    ends = torch.tensor([2e-9, 5.0])
+    values = log8.table(ends)
+    codes, got = log8.encode(values)
+    assert torch.equal(codes, torch.arange(256, dtype=torch.uint8))
+    assert torch.allclose(got, ends)
+
+
+@pytest.mark.parametrize("values", [torch.zeros(3), torch.tensor([0.0, 2.0, 2.0]), torch.zeros(0), torch.tensor(4.0)])
+def test_log8_holds_constants_zeros_and_nothing(values: torch.Tensor) -> None:
+    codes, ends = log8.encode(values)
+    assert torch.allclose(log8.decode(codes, log8.table(ends)), values)
+
+
+def test_blocks_of_a_file_are_pieces_of_the_whole(tmp_path: Path) -> None:
+    curvature = random_curvature(0, random_state(0))
+    for precision in ("float32", "bfloat16", "log8"):
+        curvature.save(tmp_path / precision, precision=precision)
+        whole = gm.Curvature.load(tmp_path / precision)["embed.weight"].reshape(-1)
+        with open_curvature(str(tmp_path / precision)) as file:
+            part = file.read("embed.weight", 13, 101, lambda n: torch.empty(n, dtype=torch.uint8))
+        assert torch.equal(part, whole[13:101])
+
+
+def test_parts_of_a_data_set_add_up() -> None:
+    state = random_state(0)
+    one, two = random_curvature(1, state, 10), random_curvature(2, state, 30)
+    total = one + two
+    assert total.examples == 40
+    for name in state:
+        assert torch.equal(total.sum()[name], one[name] + two[name])
+        assert torch.allclose(total.mean()[name], (one[name] + two[name]) / 40)
+        assert torch.equal(one.scale(3.0)[name], one[name] * 3)
+    with pytest.raises(ValueError, match="in one of them only"):
+        one + gm.Curvature({"other": torch.ones(2)}, 1)
+    with pytest.raises(ValueError, match="not negative"):
+        one.scale(-1.0)
+
+
+BAD = {
+    "a model": ({"format": "pt"}, {"w": torch.ones(2)}, "not a curvature file"),
+    "no examples": ({k: v for k, v in HEADER.items() if k != "examples"}, {"w": torch.ones(2)}, "number of examples"),
+    "zero examples": (HEADER | {"examples": "0"}, {"w": torch.ones(2)}, "number of examples"),
+    "words for examples": (HEADER | {"examples": "many"}, {"w": torch.ones(2)}, "number of examples"),
+    "another precision": (HEADER | {"precision": "float4"}, {"w": torch.ones(2)}, "unknown precision"),
+    "another type": (HEADER, {"w": torch.ones(2, dtype=torch.float64)}, "not float32"),
+    "log8 without a scale": (HEADER | {"precision": "log8"}, {"w": torch.ones(2, dtype=torch.uint8)}, "two float32"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_wrong_file_says_what_is_wrong(tmp_path: Path, case: str) -> None:
+    header, tensors, message = BAD[case]
+    save_file(tensors, tmp_path / "c.safetensors", metadata=header)
+    with pytest.raises(gm.InputError, match=message):
+        open_curvature(str(tmp_path / "c.safetensors"))
+
+
+@pytest.mark.parametrize("ends", [[float("nan"), 1.0], [2.0, 1.0], [-1.0, 1.0], [0.0, 1.0], [1.0, float("inf")]])
+def test_a_wrong_log8_scale_is_refused(tmp_path: Path, ends: list[float]) -> None:
+    tensors = {"w": torch.ones(2, dtype=torch.uint8), "w.log8": torch.tensor(ends)}
+    save_file(tensors, tmp_path / "c.safetensors", metadata=HEADER | {"precision": "log8"})
+    with pytest.raises(gm.InputError, match=r"w\.log8"):
+        gm.Curvature.load(tmp_path / "c.safetensors")
+
+
+def test_saving_over_a_folder_needs_force(tmp_path: Path) -> None:
+    curvature = random_curvature(0, random_state(0))
+    curvature.save(tmp_path / "c")
+    with pytest.raises(gm.InputError, match="exists already"):
+        curvature.save(tmp_path / "c")
+    (curvature + curvature).save(tmp_path / "c", force=True)
+    assert gm.Curvature.load(tmp_path / "c").examples == 200
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_groups_are_layers_in_their_natural_order(tmp_path: Path) -> None:
+    shapes = {f"encoder.layer.{i}.dense.weight": (2, 2) for i in range(12)} | {"embeddings.word.weight": (3, 2), "scale": ()}
+    state = random_state(0, shapes)
+    curvature = random_curvature(1, state)
+    curvature["embeddings.word.weight"][0] = 0
+    curvature.save(tmp_path / "c")
+    with open_curvature(str(tmp_path / "c")) as file:
+        groups = {g.name: g for g in summarize(file)}
+    layers = [name for name in groups if name.startswith("encoder")]
+    assert layers == [f"encoder.layer.{i}" for i in range(12)]
+    words = groups["embeddings.word"]
+    values = curvature["embeddings.word.weight"].double()
+    assert (words.entries, words.zeros) == (6, 2)
+    assert words.total == pytest.approx(float(values.sum()))
+    assert words.largest == pytest.approx(float(values.max()))
+    assert group_of("scale") == "scale"

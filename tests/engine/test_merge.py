@@ -1,0 +1,469 @@
+"""Merges from disk to disk against the slow twins of the rules, applied to whole models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.engine.randomness import keep_mask
+
+from ..making import (
+    SHAPES,
+    assert_close,
+    near,
+    random_curvature,
+    random_state,
+    read_model,
+    three_models,
+    weight_bytes,
+    write_model,
+)
+from ..rules import slow
+
+
+def flat(state: dict[str, Tensor]) -> list[float]:
+    return torch.cat([state[n].double().reshape(-1) for n in SHAPES]).tolist()
+
+
+def unflat(values: list[float]) -> dict[str, Tensor]:
+    result, start = {}, 0
+    for name, shape in SHAPES.items():
+        numel = torch.Size(shape).numel()
+        result[name] = torch.tensor(values[start : start + numel], dtype=torch.float64).reshape(shape)
+        start += numel
+    return result
+
+
+def per_tensor(function: Any, states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A rule with `scope: tensor`: the slow twin on each tensor alone."""
+    result = {}
+    for name, shape in SHAPES.items():
+        base, *tuned = (s[name].double().reshape(-1).tolist() for s in states)
+        result[name] = torch.tensor(function(base, tuned), dtype=torch.float64).reshape(shape)
+    return result
+
+
+W = [0.7, 1.2]
+F0, F1, F2 = 10, 11, 12
+GAMMA = 1e-3
+
+
+def curvatures(states: list[dict[str, Tensor]]) -> list[gm.Curvature]:
+    return [random_curvature(seed, states[0], examples) for seed, examples in ((F0, 50), (F1, 100), (F2, 200))]
+
+
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "average": ({}, lambda s, c: unflat(slow.average(flat(s[0]), [flat(m) for m in s[1:]]))),
+    "average with base": (
+        {"options": {"include_base": True}},
+        lambda s, c: unflat(slow.average(flat(s[0]), [flat(m) for m in s[1:]], True)),
+    ),
+    "weighted-average": (
+        {"weights": W},
+        lambda s, c: unflat(slow.weighted_average(flat(s[0]), [flat(m) for m in s[1:]], W)),
+    ),
+    "weighted-average with base": (
+        {"weights": W, "base_weight": 0.3, "options": {"normalize": False}},
+        lambda s, c: unflat(slow.weighted_average(flat(s[0]), [flat(m) for m in s[1:]], W, 0.3, False)),
+    ),
+    "task-arithmetic": (
+        {"weights": W},
+        lambda s, c: unflat(slow.task_arithmetic(flat(s[0]), [flat(m) for m in s[1:]], W)),
+    ),
+    "sparse-finetuning": (
+        {"weights": W, "options": {"density": 0.13}},
+        lambda s, c: unflat(slow.sparse_finetuning(flat(s[0]), [flat(m) for m in s[1:]], W, 0.13)),
+    ),
+    "sparse-finetuning by tensor": (
+        {"weights": W, "options": {"density": 0.3, "scope": "tensor", "normalize": True}},
+        lambda s, c: per_tensor(lambda b, t: slow.sparse_finetuning(b, t, W, 0.3, True), s),
+    ),
+    "ties": (
+        {"weights": W, "options": {"density": 0.4, "scale": 0.9}},
+        lambda s, c: unflat(slow.ties(flat(s[0]), [flat(m) for m in s[1:]], W, 0.4, 0.9)),
+    ),
+    "ties by tensor": (
+        {"weights": W, "options": {"density": 0.2, "scope": "tensor"}},
+        lambda s, c: per_tensor(lambda b, t: slow.ties(b, t, W, 0.2), s),
+    ),
+    "slerp": (
+        {"models": 1, "options": {"t": 0.3}},
+        lambda s, c: per_tensor(lambda b, t: slow.slerp(b, t[0], 0.3), s[:2]),
+    ),
+    "fisher-averaging": (
+        {"weights": W, "curvature": True, "damping": GAMMA},
+        lambda s, c: unflat(
+            slow.fisher_averaging(flat(s[0]), [flat(m) for m in s[1:]], W, [flat(c[1].sum()), flat(c[2].sum())], GAMMA)
+        ),
+    ),
+    "fisher-averaging with base and means": (
+        {"weights": W, "curvature": True, "damping": GAMMA, "reduction": "mean", "options": {"include_base": True}},
+        lambda s, c: unflat(
+            slow.fisher_averaging(
+                flat(s[0]), [flat(m) for m in s[1:]], W, [flat(c[1].mean()), flat(c[2].mean())], GAMMA, flat(c[0].mean()), True
+            )
+        ),
+    ),
+    "fa1": (
+        {"weights": [0.7, -1.2], "curvature": True, "damping": GAMMA},
+        lambda s, c: unflat(
+            slow.fa1(
+                flat(s[0]), [flat(m) for m in s[1:]], [0.7, -1.2], flat(c[0].sum()), [flat(c[1].sum()), flat(c[2].sum())], GAMMA
+            )
+        ),
+    ),
+    "gradient-matching": (
+        {"weights": W, "curvature": True, "damping": GAMMA},
+        lambda s, c: unflat(
+            slow.gradient_matching(
+                flat(s[0]), [flat(m) for m in s[1:]], W, flat(c[0].sum()), [flat(c[1].sum()), flat(c[2].sum())], GAMMA
+            )
+        ),
+    ),
+    "gradient-matching with means": (
+        {"weights": W, "curvature": True, "damping": GAMMA, "reduction": "mean"},
+        lambda s, c: unflat(
+            slow.gradient_matching(
+                flat(s[0]), [flat(m) for m in s[1:]], W, flat(c[0].mean()), [flat(c[1].mean()), flat(c[2].mean())], GAMMA
+            )
+        ),
+    ),
+    "removal": (
+        {"curvature": True, "damping": 0.5, "penalty": {"identity": 2.5}, "options": {"base_saw_removed": True}},
+        lambda s, c: unflat(
+            slow.removal(
+                flat(s[0]),
+                [flat(m) for m in s[1:]],
+                [1.0, 1.0],
+                flat(c[0].sum()),
+                [flat(c[1].sum()), flat(c[2].sum())],
+                0.5,
+                [2.5] * len(flat(s[0])),
+                True,
+            )
+        ),
+    ),
+}  # fmt: skip
+
+
+def recipe_of(case: str, folders: list[Path]) -> dict[str, Any]:
+    settings = dict(CASES[case][0])
+    method = case.split(" ")[0]
+    count = settings.pop("models", 2)
+    weights = settings.pop("weights", [1.0] * count)
+    base: dict[str, Any] = {"model": str(folders[0])}
+    if "base_weight" in settings:
+        base["weight"] = settings.pop("base_weight")
+    if "penalty" in settings:
+        base["penalty"] = settings.pop("penalty")
+    models = [{"model": str(f), "weight": w} for f, w in zip(folders[1 : 1 + count], weights, strict=True)]
+    if settings.pop("curvature", False):
+        for entry, number in zip([base, *models], range(3), strict=True):
+            entry["curvature"] = str(folders[0].parent / f"curvature-{number}")
+    return {"method": method, "base": base, "models": models, **settings}
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[Path], list[dict[str, Tensor]], list[gm.Curvature]]:
+    folders, states = three_models(tmp_path, request.param)
+    sources = curvatures(states)
+    for number, source in enumerate(sources):
+        source.save(tmp_path / f"curvature-{number}", shard_size=10**9 if number else 900)
+    return folders, states, sources
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_merge_on_disk_is_the_rule_on_the_whole_model(made, case: str, tmp_path: Path) -> None:
+    folders, states, sources = made
+    gm.merge(recipe_of(case, folders), tmp_path / "out")
+    want = CASES[case][1](states, sources)
+    double = states[0]["embed.weight"].dtype == torch.float64
+    got = read_model(tmp_path / "out")
+    assert all(tensor.dtype == states[0][name].dtype for name, tensor in got.items())
+    # The mean of a Curvature in memory is rounded to float32, the mean read from disk is not.
+    assert_close(got, want, 1e-11 if double and "reduction" not in CASES[case][0] else 5e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bytes_do_not_depend_on_blocks_threads_or_shards(made, case: str, tmp_path: Path) -> None:
+    folders, states, _ = made
+    recipe = recipe_of(case, folders)
+    gm.merge(recipe, tmp_path / "one", threads=1)
+    want = weight_bytes(tmp_path / "one")["model.safetensors"]
+    for number, (block, threads) in enumerate([(7, 1), (64, 3), (1000, 2)]):
+        gm.merge(recipe, tmp_path / f"out-{number}", threads=threads, block=block)
+        assert weight_bytes(tmp_path / f"out-{number}")["model.safetensors"] == want
+    again = [write_model(tmp_path / f"again-{i}", s, n) for i, (s, n) in enumerate(zip(states, (1, 5, 2), strict=True))]
+    other = recipe_of(case, again)
+    gm.merge(other, tmp_path / "again")
+    assert weight_bytes(tmp_path / "again")["model.safetensors"] == want
+
+
+@pytest.mark.parametrize("combine", ["task-arithmetic", "ties"])
+def test_dare_is_its_slow_twin_with_the_same_masks(tmp_path: Path, combine: str) -> None:
+    folders, states = three_models(tmp_path, torch.float64)
+    options = {"density": 0.4, "seed": 5, "combine": combine}
+    recipe = {"method": "dare", "base": str(folders[0]), "models": [str(f) for f in folders[1:]], "options": options}
+    gm.merge(recipe, tmp_path / "out", block=13)
+    want = {}
+    for name, shape in SHAPES.items():
+        base, *tuned = (s[name].double().reshape(-1).tolist() for s in states)
+        kept = [keep_mask(5, i, name, 0, len(base), 0.4).tolist() for i in range(2)]
+        want[name] = torch.tensor(slow.dare(base, tuned, [1.0, 1.0], kept, 0.4, combine), dtype=torch.float64).reshape(shape)
+    assert_close(read_model(tmp_path / "out"), want, 1e-12)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_regmean_solves_linear_layers_and_averages_the_rest(tmp_path: Path, turned: bool) -> None:
+    """Weights are (out, in), or (in, out) as in GPT-2's Conv1D; a square one is known from the file's header."""
+    shapes = {"a.weight": (6, 4), "b.weight": (5, 5), "b.bias": (5,)}
+    states = [random_state(seed, shapes, torch.float64) for seed in range(3)]
+    if turned:
+        states = [{n: t.T.contiguous() if n == "a.weight" else t for n, t in s.items()} for s in states]
+    folders = [write_model(tmp_path / f"m{i}", s) for i, s in enumerate(states)]
+    grams = []
+    for seed in (5, 6):
+        generator = torch.Generator().manual_seed(seed)
+        inputs = {n: torch.randn(30, size, generator=generator, dtype=torch.float64) for n, size in (("a.weight", 4), ("b.weight", 5))}
+        grams.append({n: (x.T @ x).float() for n, x in inputs.items()})
+    write_grams(tmp_path, grams, json.dumps(["a.weight", "b.weight"] if turned else []))
+    models = [{"model": str(f), "curvature": str(tmp_path / f"gram{i}.safetensors"), "weight": w}
+              for i, (f, w) in enumerate(zip(folders[1:], (1.0, 0.5), strict=True))]  # fmt: skip
+    gm.merge({"method": "regmean", "base": str(folders[0]), "models": models}, tmp_path / "out")
+
+    def turn(tensor: Tensor) -> Tensor:
+        return tensor.T if turned else tensor
+
+    want = {"b.bias": (states[1]["b.bias"] + 0.5 * states[2]["b.bias"]) / 1.5}
+    for name in ("a.weight", "b.weight"):
+        solved = slow.regmean(
+            [turn(s[name]).numpy() for s in states[1:]], [g[name].double().numpy() for g in grams], [1.0, 0.5], 1e-10
+        )
+        want[name] = turn(torch.tensor(solved))
+    assert_close(read_model(tmp_path / "out"), want, 1e-9)
+
+
+def write_grams(folder: Path, grams: list[dict[str, Tensor]], transposed: str) -> None:
+    from safetensors.torch import save_file
+
+    header = {"format": "gradmerge-curvature/1", "examples": "30", "likelihood": "empirical", "model": "m", "kind": "gram",
+              "fan_in_fan_out": transposed}  # fmt: skip
+    for number, gram in enumerate(grams):
+        save_file(gram, folder / f"gram{number}.safetensors", metadata=header)
+
+
+def test_state_dicts_merge_in_memory_to_the_same_values_as_on_disk(tmp_path: Path) -> None:
+    folders, states = three_models(tmp_path)
+    sources = curvatures(states)
+    for number, source in enumerate(sources):
+        source.save(tmp_path / f"curvature-{number}")
+    for case in CASES:
+        recipe = recipe_of(case, folders)
+        gm.merge(recipe, tmp_path / "out", force=True)
+        base, models = recipe["base"], recipe["models"]
+        got = gm.merge_state_dicts(
+            states[0],
+            states[1 : 1 + len(models)],
+            recipe["method"],
+            prior=sources[0],
+            curvature=sources[1 : 1 + len(models)],
+            penalty=base["penalty"]["identity"] if "penalty" in base else None,
+            weights=[m["weight"] for m in models],
+            base_weight=base.get("weight"),
+            damping=recipe.get("damping", 1e-10),
+            reduction=recipe.get("reduction", "sum"),
+            options=recipe.get("options"),
+        )
+        on_disk = read_model(tmp_path / "out")
+        assert all(torch.equal(got[name], on_disk[name]) for name in on_disk), case
+
+
+def test_excluded_and_integer_tensors_come_from_the_base(tmp_path: Path) -> None:
+    base = random_state(0) | {"position_ids": torch.arange(9), "flag": torch.tensor([True, False])}
+    tuned = near(random_state(0), 1) | {"position_ids": torch.zeros(9, dtype=torch.int64), "flag": torch.tensor([False, False])}
+    a, b = write_model(tmp_path / "base", base), write_model(tmp_path / "a", tuned)
+    gm.merge(
+        {"method": "task-arithmetic", "base": str(a), "models": [str(b)], "exclude": ["classifier.*", "layers.1.*"]},
+        tmp_path / "out",
+    )
+    got = read_model(tmp_path / "out")
+    for name in ("position_ids", "flag", "classifier.weight", "layers.1.linear.weight", "layers.1.norm.weight"):
+        assert torch.equal(got[name], base[name])
+    for name in ("embed.weight", "layers.0.linear.weight"):
+        assert torch.allclose(got[name], tuned[name])
+
+
+def test_only_included_tensors_are_merged(tmp_path: Path) -> None:
+    folders, states = three_models(tmp_path)
+    recipe = {"method": "average", "base": str(folders[0]), "models": [str(f) for f in folders[1:]], "include": ["layers.0.*"]}
+    gm.merge(recipe, tmp_path / "out")
+    got = read_model(tmp_path / "out")
+    assert torch.equal(got["embed.weight"], states[0]["embed.weight"])
+    assert not torch.equal(got["layers.0.linear.bias"], states[0]["layers.0.linear.bias"])
+
+
+def test_models_average_without_a_base(tmp_path: Path) -> None:
+    folders, states = three_models(tmp_path)
+    gm.merge({"method": "average", "models": [str(f) for f in folders]}, tmp_path / "out")
+    want = {n: sum(s[n].double() for s in states) / 3 for n in SHAPES}
+    assert_close(read_model(tmp_path / "out"), want)
+
+
+def test_low_precision_inputs_are_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        folders, states = three_models(tmp_path / str(dtype), dtype)
+        recipe = {"method": "task-arithmetic", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
+        gm.merge(recipe, tmp_path / str(dtype) / "out")
+        got = read_model(tmp_path / str(dtype) / "out")
+        for name in SHAPES:
+            base, a, b = (s[name].float() for s in states)
+            assert torch.equal(got[name], ((base + (a - base)) + (b - base)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_the_output_can_have_another_type(tmp_path: Path, dtype: str) -> None:
+    folders, states = three_models(tmp_path)
+    recipe = {"method": "average", "models": [str(f) for f in folders], "output": {"dtype": dtype}}
+    gm.merge(recipe, tmp_path / "out")
+    got = read_model(tmp_path / "out")
+    assert all(t.dtype == getattr(torch, dtype) for t in got.values())
+    want = {n: sum(s[n].double() for s in states) / 3 for n in SHAPES}
+    assert_close(got, want, 1e-2)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_curvature_of_a_tied_head_is_that_of_its_embedding(tmp_path: Path) -> None:
+    embedding = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    base = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone(), "model.norm.weight": torch.ones(4)}
+    tuned = {name: tensor + 0.1 for name, tensor in base.items()}
+    config = {"tie_word_embeddings": True}
+    write_model(tmp_path / "base", base, config=config)
+    write_model(tmp_path / "a", tuned, config=config)
+    small = {n: base[n] for n in ("model.embed_tokens.weight", "model.norm.weight")}
+    for name, seed in (("c0", 1), ("c1", 2)):
+        random_curvature(seed, small).save(tmp_path / name)
+    recipe = {"method": "gradient-matching", "base": {"model": str(tmp_path / "base"), "curvature": str(tmp_path / "c0")},
+              "models": [{"model": str(tmp_path / "a"), "curvature": str(tmp_path / "c1"), "weight": 0.5}]}  # fmt: skip
+    gm.merge(recipe, tmp_path / "out")
+    got = read_model(tmp_path / "out")
+    assert torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"])
+
+
+def test_missing_curvature_counts_as_zero_if_the_recipe_says_so(tmp_path: Path) -> None:
+    folders, states = three_models(tmp_path)
+    part = {n: states[0][n] for n in list(SHAPES)[:3]}
+    for number in range(3):
+        random_curvature(number, part).save(tmp_path / f"curvature-{number}")
+    recipe = recipe_of("gradient-matching", folders)
+    with pytest.raises(gm.InputError, match="no curvature for 3 of 6 tensors"):
+        gm.merge(recipe, tmp_path / "out")
+    gm.merge(recipe | {"missing": "zero", "damping": 0.0}, tmp_path / "out")
+    got = read_model(tmp_path / "out")
+    for name in list(SHAPES)[3:]:  # all curvature is 0 there: task arithmetic
+        want = states[0][name] + W[0] * (states[1][name] - states[0][name]) + W[1] * (states[2][name] - states[0][name])
+        assert torch.allclose(got[name], want, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("method", ["gradient-matching", "fisher-averaging", "removal"])
+def test_the_written_curvature_reads_back_as_the_merged_precision(tmp_path: Path, reduction: str, method: str) -> None:
+    folders, states = three_models(tmp_path)
+    sources = curvatures(states)
+    for number, source in enumerate(sources):
+        source.save(tmp_path / f"curvature-{number}")
+    recipe = recipe_of("gradient-matching", folders) | {
+        "method": method, "reduction": reduction, "damping": 0.25, "output": {"curvature": True}
+    }  # fmt: skip
+    gm.merge(recipe, tmp_path / "out", block=50)
+    written = gm.Curvature.load(tmp_path / "out" / "curvature")
+    f0, f1, f2 = (getattr(source, reduction)() for source in sources)
+    got = getattr(written, reduction)()
+    for name in SHAPES:
+        want = {
+            "gradient-matching": f0[name] + 0.25 + W[0] * f1[name] + W[1] * f2[name],
+            "fisher-averaging": W[0] * (f1[name] + 0.25) + W[1] * (f2[name] + 0.25),
+            "removal": f0[name] + 0.25,
+        }[method]
+        assert torch.allclose(got[name], want, rtol=1e-5), name
+    again = {"method": "gradient-matching", "base": str(tmp_path / "out"), "models": recipe["models"], "reduction": reduction}
+    gm.merge(again, tmp_path / "twice")  # the folder's own curvature/ is the default
+    assert read_model(tmp_path / "twice").keys() == SHAPES.keys()
+
+
+def test_the_record_names_recipe_inputs_digests_versions_and_times(tmp_path: Path) -> None:
+    from gradmerge.api import digest_of
+
+    folders, _ = three_models(tmp_path)
+    recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]], "options": {"density": 0.5}}
+    gm.merge(recipe, tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())
+    assert record["recipe"]["options"] == {"density": 0.5, "scope": "model", "scale": 1.0}
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["timings"]["total"] > 0
+    assert [i["role"] for i in record["inputs"]] == ["base", "tuned", "tuned"]
+    for entry, folder in zip(record["inputs"], folders, strict=True):
+        with gm.open_checkpoint(str(folder)) as checkpoint:
+            assert entry["digest"] == f"xxh3-128:{digest_of(checkpoint).hex()}"
+
+
+def test_the_digest_depends_on_values_but_not_on_shards(tmp_path: Path) -> None:
+    from gradmerge.api import digest_of
+
+    state = random_state(0)
+    changed = {n: t.clone() for n, t in state.items()}
+    changed["classifier.weight"][2, 7] += 1e-6
+    digests = []
+    for number, (values, shards) in enumerate([(state, 1), (state, 4), (changed, 1)]):
+        with gm.open_checkpoint(str(write_model(tmp_path / str(number), values, shards))) as checkpoint:
+            digests.append(digest_of(checkpoint).hex())
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_card_has_front_matter_and_the_recipe(tmp_path: Path) -> None:
+    import yaml
+
+    folders, _ = three_models(tmp_path)
+    gm.merge({"method": "average", "models": [str(f) for f in folders]}, tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    front = yaml.safe_load(text.split("---")[1])
+    assert front["tags"] == ["merge", "gradmerge"]
+    assert front["base_model"] == [str(f) for f in folders]
+    recipe = yaml.safe_load(text.split("```yaml")[1].split("```")[0])
+    gm.merge(recipe, tmp_path / "again")
+    assert read_model(tmp_path / "again")["embed.weight"].equal(read_model(tmp_path / "out")["embed.weight"])
+
+
+def test_an_empty_tensor_and_a_scalar_survive(tmp_path: Path) -> None:
+    shapes = {"empty": (0, 4), "scalar": (), "w": (3,)}
+    states = [random_state(seed, shapes) for seed in range(3)]
+    folders = [write_model(tmp_path / f"m{i}", s) for i, s in enumerate(states)]
+    for method in ("average", "ties"):
+        recipe = {"method": method, "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
+        gm.merge(recipe, tmp_path / method)
+        got = read_model(tmp_path / method)
+        assert {n: tuple(t.shape) for n, t in got.items()} == shapes
+    want = (states[1]["scalar"] + states[2]["scalar"]) / 2
+    assert torch.allclose(read_model(tmp_path / "average")["scalar"], want)
+
+
+def test_a_large_model_finds_its_threshold_with_a_guess_and_without(tmp_path: Path, monkeypatch) -> None:
+    """Above a size the threshold is guessed from a sample first; the result is the same."""
+    from gradmerge.engine import statistics
+
+    shapes = {f"layer.{i}.weight": (200, 300) for i in range(5)}
+    base = random_state(0, shapes, torch.bfloat16)
+    states = [base, near(base, 1), near(base, 2)]
+    folders = [write_model(tmp_path / f"m{i}", s) for i, s in enumerate(states)]
+    recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
+    gm.merge(recipe, tmp_path / "one")
+    monkeypatch.setattr(statistics, "SAMPLE_FROM", 1000)
+    monkeypatch.setattr(statistics, "SAMPLE_RUNS", 50)
+    monkeypatch.setattr(statistics, "SAMPLE_RUN", 64)
+    gm.merge(recipe, tmp_path / "two")
+    assert weight_bytes(tmp_path / "one")["model.safetensors"] == weight_bytes(tmp_path / "two")["model.safetensors"]

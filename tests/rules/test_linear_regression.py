@@ -1,0 +1,123 @@
+"""Linear regression, where every model and every curvature is known in closed form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradmerge import gradient_matching_full, removal_full
+from gradmerge.rules import RULES
+
+torch.manual_seed(0)
+FEATURES = 5
+
+
+def data(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(rows, FEATURES, generator=generator, dtype=torch.float64),
+        torch.randn(rows, generator=generator, dtype=torch.float64),
+    )
+
+
+def minimise(parts: list[tuple[float, Tensor, Tensor]], prior: Tensor, centre: Tensor) -> Tensor:
+    """argmin Σ α ½‖Xθ − y‖² + ½‖θ − centre‖²_prior."""
+    matrix, right = prior.clone(), prior @ centre
+    for weight, x, y in parts:
+        matrix = matrix + weight * x.T @ x
+        right = right + weight * x.T @ y
+    return torch.linalg.solve(matrix, right)
+
+
+@pytest.fixture
+def prior() -> Tensor:
+    root = torch.randn(FEATURES, FEATURES, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return root @ root.T + torch.eye(FEATURES, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [0.3, 2.0, 0.9], [1.0, -0.1, 0.5]])
+def test_gradient_matching_gives_the_jointly_trained_model(prior: Tensor, weights: list[float]) -> None:
+    base = torch.randn(FEATURES, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    tasks = [data(20, seed) for seed in range(3)]
+    tuned = [minimise([(1.0, x, y)], prior, base) for x, y in tasks]
+    target = minimise([(w, x, y) for w, (x, y) in zip(weights, tasks, strict=True)], prior, base)
+    merged = gradient_matching_full(base, tuned, prior, [x.T @ x for x, _ in tasks], weights)
+    assert torch.allclose(merged, target, rtol=1e-10, atol=1e-12)
+    arithmetic = base + sum(w * (t - base) for w, t in zip(weights, tuned, strict=True))
+    assert (arithmetic - target).norm() > 100 * (merged - target).norm()
+
+
+def test_task_arithmetic_errs_by_exactly_the_gradient_mismatch(prior: Tensor) -> None:
+    base = torch.randn(FEATURES, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    tasks = [data(20, seed) for seed in range(3)]
+    tuned = [minimise([(1.0, x, y)], prior, base) for x, y in tasks]
+    target = minimise([(1.0, x, y) for x, y in tasks], prior, base)
+    arithmetic = base + sum(t - base for t in tuned)
+
+    def gradient(task: tuple[Tensor, Tensor], theta: Tensor) -> Tensor:
+        x, y = task
+        return x.T @ (x @ theta - y)
+
+    mismatch = sum(gradient(d, target) - gradient(d, t) for d, t in zip(tasks, tuned, strict=True))
+    assert torch.allclose(target - arithmetic, -torch.linalg.solve(prior, mismatch), atol=1e-10)
+
+
+def test_removal_gives_the_retrained_model(prior: Tensor) -> None:
+    """The base is trained on everything, tuned further on the part that goes; removal equals training without it."""
+    stays, goes = data(30, 0), data(12, 1)
+    ridge = 0.1 * torch.eye(FEATURES, dtype=torch.float64)
+    centre = torch.zeros(FEATURES, dtype=torch.float64)
+    base = minimise([(1.0, *stays), (1.0, *goes)], ridge, centre)
+    tuned = minimise([(1.0, *goes)], prior, base)
+    rest = stays[0].T @ stays[0] + ridge
+    retrained = minimise([(1.0, *stays)], ridge, centre)
+    removed = removal_full(base, [tuned], rest, prior, [goes[0].T @ goes[0]])
+    # Exact up to the step's own definition: (H_0 + H_t)(θ_t − θ) is the gradient that the part puts on the base.
+    assert torch.allclose(removed, retrained, rtol=1e-9, atol=1e-10)
+
+
+def test_removal_of_several_parts_gives_the_retrained_model(prior: Tensor) -> None:
+    stays, first, second = data(30, 0), data(8, 1), data(9, 2)
+    ridge = 0.1 * torch.eye(FEATURES, dtype=torch.float64)
+    centre = torch.zeros(FEATURES, dtype=torch.float64)
+    base = minimise([(1.0, *stays), (1.0, *first), (1.0, *second)], ridge, centre)
+    tuned = [minimise([(1.0, *part)], prior, base) for part in (first, second)]
+    removed = removal_full(
+        base, tuned, stays[0].T @ stays[0] + ridge, prior, [part[0].T @ part[0] for part in (first, second)]
+    )
+    assert torch.allclose(removed, minimise([(1.0, *stays)], ridge, centre), rtol=1e-9, atol=1e-10)
+
+
+def test_removal_of_one_row_is_cooks_influence_formula(prior: Tensor) -> None:
+    """θ₋ᵢ = θ − (XᵀX)⁻¹ xᵢ eᵢ / (1 − hᵢ), the classical formula for a row left out."""
+    x, y = data(15, 4)
+    nothing = torch.zeros(FEATURES, FEATURES, dtype=torch.float64)
+    base = minimise([(1.0, x, y)], nothing, torch.zeros(FEATURES, dtype=torch.float64))
+    row, residual = x[3], y[3] - x[3] @ base
+    inverse = torch.linalg.inv(x.T @ x)
+    cook = base - inverse @ row * residual / (1 - row @ inverse @ row)
+    tuned = minimise([(1.0, x[3:4], y[3:4])], prior, base)
+    rest = x.T @ x - torch.outer(row, row)
+    assert torch.allclose(removal_full(base, [tuned], rest, prior, [torch.outer(row, row)]), cook, rtol=1e-9)
+
+
+def test_diagonal_rules_equal_the_full_ones_for_diagonal_matrices() -> None:
+    generator = torch.Generator().manual_seed(5)
+
+    def positive() -> Tensor:
+        return torch.rand(FEATURES, generator=generator, dtype=torch.float64) + 0.1
+
+    base = positive()
+    tuned, prior, curvature = [base + positive(), base - positive()], positive(), [positive(), positive()]
+    weights = [0.4, 1.3]
+    diagonal = RULES["gradient-matching"](base, tuned, weights, prior, curvature, 0.2)
+    full = gradient_matching_full(base, tuned, torch.diag(prior + 0.2), [torch.diag(c) for c in curvature], weights)
+    assert torch.allclose(diagonal, full, rtol=1e-12)
+
+    penalty = positive()
+    big = prior + 10
+    diagonal = RULES["removal"](base, tuned, weights, big, curvature, 0.2, penalty, base_saw_removed=True)
+    rest = big - weights[0] * curvature[0] - weights[1] * curvature[1] + 0.2
+    full = removal_full(base, tuned, torch.diag(rest), torch.diag(penalty), [torch.diag(c) for c in curvature], weights)
+    assert torch.allclose(diagonal, full, rtol=1e-12)

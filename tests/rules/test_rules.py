@@ -1,0 +1,413 @@
+"""Every rule against its slow twin, in float64 and float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradmerge.rules import RULES
+from gradmerge.rules.sparse import trim
+from gradmerge.rules.spherical import Geometry
+
+from . import slow
+
+SIZE = 200
+DTYPES = [(torch.float64, 1e-12), (torch.float32, 3e-6)]
+
+
+class Case:
+    """Random models and curvature; some entries of the curvature are 0 in all of them."""
+
+    def __init__(self, dtype: torch.dtype, models: int = 3, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal() -> Tensor:
+            return torch.randn(SIZE, generator=generator, dtype=torch.float64).to(dtype)
+
+        self.base = normal()
+        self.tuned = [self.base + 0.3 * normal() for _ in range(models)]
+        self.prior = normal().square()
+        self.curvature = [normal().square() * 10.0 ** (t - 1) for t in range(models)]
+        self.penalty = normal().square()
+        for values in (self.prior, *self.curvature):
+            values[:20] = 0
+        self.weights = [0.7, 1.0, -0.2][:models]
+        self.positive = [0.7, 1.0, 0.2][:models]
+        self.kept = [torch.rand(SIZE, generator=generator) < 0.5 for _ in range(models)]
+
+    def thresholds(self, density: float) -> list[float]:
+        return [slow.threshold((m - self.base).tolist(), density) for m in self.tuned]
+
+    def lists(self, *names: str) -> list[Any]:
+        return [as_lists(getattr(self, name)) for name in names]
+
+
+def as_lists(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double().tolist() if value.is_floating_point() else value.tolist()
+    return [as_lists(v) for v in value] if isinstance(value, list) else value
+
+
+def check(got: Tensor, want: list[float], tolerance: float) -> None:
+    assert not torch.isnan(got).any()
+    expected = torch.tensor(want, dtype=torch.float64)
+    assert torch.allclose(got.double(), expected, rtol=tolerance, atol=tolerance), (got.double() - expected).abs().max()
+
+
+@pytest.fixture(params=DTYPES, ids=["float64", "float32"])
+def setting(request: pytest.FixtureRequest) -> tuple[Case, float]:
+    dtype, tolerance = request.param
+    return Case(dtype), tolerance
+
+
+@pytest.mark.parametrize("include_base", [False, True])
+def test_average_is_the_mean(setting: tuple[Case, float], include_base: bool) -> None:
+    case, tolerance = setting
+    got = RULES["average"](case.tuned, case.base, include_base=include_base)
+    check(got, slow.average(*case.lists("base", "tuned"), include_base), tolerance)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("base_weight", [None, 0.5])
+def test_weighted_average_uses_weights(setting: tuple[Case, float], normalize: bool, base_weight: float | None) -> None:
+    case, tolerance = setting
+    got = RULES["weighted-average"](case.base, case.tuned, case.weights, base_weight, normalize=normalize)
+    check(got, slow.weighted_average(*case.lists("base", "tuned", "weights"), base_weight, normalize), tolerance)
+
+
+def test_weighted_average_refuses_weights_that_sum_to_zero() -> None:
+    case = Case(torch.float64, models=2)
+    with pytest.raises(ValueError, match="sum to 0"):
+        RULES["weighted-average"](case.base, case.tuned, [1.0, -1.0], None)
+
+
+def test_task_arithmetic_adds_differences(setting: tuple[Case, float]) -> None:
+    case, tolerance = setting
+    got = RULES["task-arithmetic"](case.base, case.tuned, case.weights)
+    check(got, slow.task_arithmetic(*case.lists("base", "tuned", "weights")), tolerance)
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-10, 0.5])
+@pytest.mark.parametrize("include_base", [False, True])
+def test_fisher_averaging_weights_entries(setting: tuple[Case, float], damping: float, include_base: bool) -> None:
+    case, tolerance = setting
+    got = RULES["fisher-averaging"](
+        case.base, case.tuned, case.positive, case.curvature, damping, case.prior, include_base=include_base
+    )
+    base, tuned, weights, curvature, prior = case.lists("base", "tuned", "positive", "curvature", "prior")
+    check(got, slow.fisher_averaging(base, tuned, weights, curvature, damping, prior, include_base), 2 * tolerance)
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.5])
+def test_fa1_follows_its_equation(setting: tuple[Case, float], damping: float) -> None:
+    case, tolerance = setting
+    got = RULES["fa1"](case.base, case.tuned, case.weights, case.prior, case.curvature, damping)
+    base, tuned, weights, prior, curvature = case.lists("base", "tuned", "weights", "prior", "curvature")
+    check(got, slow.fa1(base, tuned, weights, prior, curvature, damping), tolerance)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_sparse_finetuning_keeps_the_largest_changes(
+    setting: tuple[Case, float], density: float, normalize: bool
+) -> None:
+    case, tolerance = setting
+    got = RULES["sparse-finetuning"](
+        case.base, case.tuned, case.weights, case.thresholds(density), normalize=normalize
+    )
+    check(got, slow.sparse_finetuning(*case.lists("base", "tuned", "weights"), density, normalize), tolerance)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.2, 1.0])
+@pytest.mark.parametrize("signs", ["positive", "weights"])
+def test_ties_trims_elects_and_averages(setting: tuple[Case, float], density: float, signs: str) -> None:
+    case, tolerance = setting
+    weights = getattr(case, signs)
+    got = RULES["ties"](case.base, case.tuned, weights, case.thresholds(density), scale=0.8)
+    check(got, slow.ties(*case.lists("base", "tuned"), weights, density, 0.8), 4 * tolerance)
+
+
+def test_ties_leaves_the_base_where_the_vote_is_a_draw() -> None:
+    base = torch.zeros(2)
+    got = RULES["ties"](base, [torch.tensor([1.0, 2.0]), torch.tensor([-1.0, 0.5])], [1.0, 1.0], [0.0, 0.0])
+    assert got.tolist() == [0.0, 1.25]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("limit", [0.0, 1e-45, 1e-30, 0.25])
+def test_trimming_keeps_entries_that_equal_the_threshold(dtype: torch.dtype, limit: float) -> None:
+    limit = float(torch.tensor(limit, dtype=dtype))
+    below = float(torch.tensor(limit, dtype=dtype).nextafter(torch.tensor(0.0, dtype=dtype)))
+    values = torch.tensor([limit, -limit, below, -below, 2.0], dtype=dtype)
+    want = [v if abs(v) >= limit else 0.0 for v in values.tolist()]
+    assert trim(values, limit).tolist() == want
+
+
+@pytest.mark.parametrize("combine", ["task-arithmetic", "ties"])
+def test_dare_drops_and_rescales(setting: tuple[Case, float], combine: str) -> None:
+    case, tolerance = setting
+    got = RULES["dare"](case.base, case.tuned, case.positive, case.kept, density=0.5, combine=combine)
+    check(got, slow.dare(*case.lists("base", "tuned", "positive", "kept"), 0.5, combine), 4 * tolerance)
+
+
+def geometry(a: Tensor, b: Tensor) -> Geometry:
+    a, b = a.double(), b.double()
+    return Geometry(float(a @ b), float(a.norm()), float(b.norm()))
+
+
+@pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("other", ["near", "far", "parallel", "opposite", "zero"])
+def test_slerp_walks_the_arc_or_the_line(setting: tuple[Case, float], t: float, other: str) -> None:
+    case, tolerance = setting
+    models = {
+        "near": case.tuned[0],
+        "far": case.prior,
+        "parallel": case.base * 1.5,
+        "opposite": -case.base,
+        "zero": torch.zeros_like(case.base),
+    }
+    model = models[other]
+    got = RULES["slerp"](case.base, [model], geometry(case.base, model), t=t)
+    check(got, slow.slerp(case.base.double().tolist(), model.double().tolist(), t), 4 * tolerance)
+
+
+@pytest.mark.parametrize("off_diagonal", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("damping", [1e-10, 0.1])
+def test_regmean_solves_the_least_squares_problem(off_diagonal: float, damping: float) -> None:
+    rng = np.random.default_rng(0)
+    inputs = [rng.normal(size=(50, 6)) for _ in range(2)]
+    grams = [x.T @ x for x in inputs]
+    matrices = [rng.normal(size=(4, 6)) for _ in range(2)]
+    got = RULES["regmean"](
+        [torch.tensor(m) for m in matrices], [1.0, 0.5], [torch.tensor(g) for g in grams], damping, off_diagonal=off_diagonal
+    )
+    want = slow.regmean(matrices, grams, [1.0, 0.5], damping, off_diagonal)
+    assert np.allclose(got.numpy(), want, rtol=1e-10, atol=1e-10)
+
+
+def test_regmean_minimises_the_distance_of_the_outputs() -> None:
+    rng = np.random.default_rng(1)
+    inputs = [rng.normal(size=(40, 5)) for _ in range(3)]
+    matrices = [rng.normal(size=(2, 5)) for _ in range(3)]
+    got = RULES["regmean"](
+        [torch.tensor(m) for m in matrices],
+        [1.0] * 3,
+        [torch.tensor(x.T @ x) for x in inputs],
+        0.0,
+        off_diagonal=1.0,
+    )
+    stacked, outputs = np.vstack(inputs), np.vstack([x @ m.T for x, m in zip(inputs, matrices, strict=True)])
+    best, *_ = np.linalg.lstsq(stacked, outputs, rcond=None)
+    assert np.allclose(got.numpy(), best.T, atol=1e-10)
+
+
+def test_regmean_averages_over_inputs_that_never_occurred() -> None:
+    gram = torch.zeros(3, 3)
+    gram[0, 0] = 4.0
+    matrices = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[3.0, 4.0, 5.0]])]
+    got = RULES["regmean"](matrices, [1.0, 1.0], [gram, gram], 1e-10)
+    assert torch.allclose(got, torch.tensor([[2.0, 3.0, 4.0]]))
+    undamped = RULES["regmean"](matrices, [1.0, 1.0], [gram, gram], 0.0)
+    assert torch.isfinite(undamped).all()
+    assert undamped[0, 0] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-10, 0.5])
+@pytest.mark.parametrize("signs", ["positive", "weights"])
+def test_gradient_matching_follows_its_equation(setting: tuple[Case, float], damping: float, signs: str) -> None:
+    case, tolerance = setting
+    weights = getattr(case, signs)
+    got = RULES["gradient-matching"](case.base, case.tuned, weights, case.prior, case.curvature, damping)
+    base, tuned, prior, curvature = case.lists("base", "tuned", "prior", "curvature")
+    want = slow.gradient_matching(base, tuned, weights, prior, curvature, damping)
+    # Where negative weights bring H̄ near 0 the quotient magnifies float32's rounding of H̄ itself.
+    check(got, want, tolerance if signs == "positive" or case.base.dtype == torch.float64 else 1e-2)
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.5])
+@pytest.mark.parametrize("with_penalty", [False, True])
+@pytest.mark.parametrize("saw", [False, True])
+def test_removal_follows_its_equation(
+    setting: tuple[Case, float], damping: float, with_penalty: bool, saw: bool
+) -> None:
+    case, tolerance = setting
+    # Larger than Σ α F, so that H̄_rest is not a difference of nearly equal numbers; the first entries stay 0.
+    case.prior = case.prior + 30 * (case.prior > 0)
+    penalty = case.penalty if with_penalty else None
+    got = RULES["removal"](
+        case.base, case.tuned, case.positive, case.prior, case.curvature, damping, penalty, base_saw_removed=saw
+    )
+    base, tuned, prior, curvature = case.lists("base", "tuned", "prior", "curvature")
+    want = slow.removal(base, tuned, case.positive, prior, curvature, damping, as_lists(penalty), saw)
+    check(got, want, 10 * tolerance)
+
+
+@pytest.mark.parametrize("name", [r.name for r in RULES.values() if r.precision])
+def test_precision_is_positive_and_what_the_merge_divides_by(name: str) -> None:
+    case, rule = Case(torch.float64), RULES[name]
+    known = {"base": case.base, "tuned": case.tuned, "weights": case.positive, "prior": case.prior,
+             "curvature": case.curvature, "damping": 0.1}  # fmt: skip
+    assert rule.precision is not None
+    got = rule.precision(**{n: v for n, v in known.items() if n in rule.inputs})
+    total = sum(w * f for w, f in zip(case.positive, case.curvature, strict=True))
+    want = {
+        "gradient-matching": case.prior + 0.1 + total,
+        "fisher-averaging": total + 0.1 * sum(case.positive),
+        "removal": case.prior + 0.1,
+    }[name]
+    assert torch.allclose(got, want, rtol=1e-12)
+
+
+# Special cases of gradient matching (the table of the design).
+
+
+def test_task_arithmetic_is_gradient_matching_with_the_identity_to_the_last_bit() -> None:
+    case = Case(torch.float32)
+    zero, one = torch.tensor(0.0), torch.tensor(3.0)
+    got = RULES["gradient-matching"](case.base, case.tuned, case.weights, one, [zero] * 3, 0.0)
+    assert torch.equal(got, RULES["task-arithmetic"](case.base, case.tuned, case.weights))
+
+
+def test_the_mean_is_gradient_matching_with_the_identity_and_equal_weights() -> None:
+    case = Case(torch.float32)
+    zero, one = torch.tensor(0.0), torch.tensor(1.0)
+    got = RULES["gradient-matching"](case.base, case.tuned, [1 / 3] * 3, one, [zero] * 3, 0.0)
+    assert torch.allclose(got, RULES["average"](case.tuned), rtol=1e-6, atol=1e-6)
+
+
+def test_fisher_averaging_is_gradient_matching_without_a_prior() -> None:
+    case = Case(torch.float64)
+    curvature = [c + 0.01 for c in case.curvature]
+    got = RULES["gradient-matching"](case.base, case.tuned, case.positive, torch.tensor(0.0), curvature, 0.0)
+    want = RULES["fisher-averaging"](case.base, case.tuned, case.positive, curvature, 0.0)
+    assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_sparse_finetuning_with_normalize_is_gradient_matching_with_masks_as_curvature() -> None:
+    case = Case(torch.float64)
+    limits = case.thresholds(0.3)
+    masks = [((m - case.base).abs() >= t).double() for m, t in zip(case.tuned, limits, strict=True)]
+    got = RULES["sparse-finetuning"](case.base, case.tuned, case.positive, limits, normalize=True)
+    want = RULES["gradient-matching"](case.base, case.tuned, case.positive, torch.tensor(0.0), masks, 0.0)
+    touched = sum(masks) > 0
+    assert torch.allclose(got[touched], want[touched], rtol=1e-12)
+    assert torch.equal(got[~touched], case.base[~touched])
+
+
+def test_ties_is_gradient_matching_with_its_masks_as_curvature() -> None:
+    case = Case(torch.float64)
+    limits = case.thresholds(0.4)
+    trimmed = [trim(m - case.base, t) for m, t in zip(case.tuned, limits, strict=True)]
+    elected = sum(w * d for w, d in zip(case.positive, trimmed, strict=True)).sign()
+    masks = [((d != 0) & (d.sign() == elected)).double() for d in trimmed]
+    got = RULES["ties"](case.base, case.tuned, case.positive, limits)
+    want = RULES["gradient-matching"](case.base, case.tuned, case.positive, torch.tensor(0.0), masks, 0.0)
+    touched = sum(masks) > 0
+    assert torch.allclose(got[touched], want[touched], rtol=1e-12)
+    assert torch.equal(got[~touched], case.base[~touched])
+
+
+def test_dare_with_density_one_is_task_arithmetic() -> None:
+    case = Case(torch.float64)
+    kept = [torch.ones(SIZE, dtype=torch.bool)] * 3
+    got = RULES["dare"](case.base, case.tuned, case.weights, kept, density=1.0)
+    assert torch.allclose(got, RULES["task-arithmetic"](case.base, case.tuned, case.weights), rtol=1e-12)
+
+
+def test_removing_what_was_merged_under_a_stiff_prior_returns_to_the_base() -> None:
+    """With H_0 ≫ H_t both are task arithmetic, and minus takes back what plus has given."""
+    case = Case(torch.float64, models=1)
+    stiff = torch.tensor(1e12)
+    merged = RULES["gradient-matching"](case.base, case.tuned, [1.0], stiff, case.curvature, 0.0)
+    back = RULES["removal"](merged, [merged + (case.tuned[0] - case.base)], [1.0], stiff, case.curvature, 0.0)
+    assert torch.allclose(back, case.base, atol=1e-9)
+
+
+def test_tiny_curvature_does_not_underflow() -> None:
+    """float32 holds 1e-40 but not 1e-40 times a small weight: shares are formed before products."""
+    base, tuned = torch.full((4,), 1e-3), [torch.full((4,), 2e-3), torch.full((4,), 4e-3)]
+    tiny = [torch.full((4,), 2e-40), torch.full((4,), 2e-40)]
+    zero = torch.zeros(4)
+    assert torch.allclose(RULES["fisher-averaging"](base, tuned, [1.0, 1.0], tiny, 0.0), torch.full((4,), 3e-3))
+    got = RULES["gradient-matching"](base, tuned, [1.0, 1.0], zero, tiny, 0.0)
+    assert torch.allclose(got, torch.full((4,), 3e-3))
+
+
+# Algebra.
+
+few = st.integers(1, 4)
+ELEMENTWISE = ["average", "weighted-average", "task-arithmetic", "fisher-averaging", "fa1", "sparse-finetuning", "ties",
+               "gradient-matching", "removal"]  # fmt: skip
+
+
+def arguments(name: str, models: int, seed: int) -> dict[str, Any]:
+    case = Case(torch.float64, models=3, seed=seed)
+    order = [i % 3 for i in range(models)]
+    every = {
+        "base": case.base,
+        "tuned": [case.tuned[i] + 0.01 * n for n, i in enumerate(order)],
+        "weights": [case.positive[i] for i in order],
+        "base_weight": None,
+        "prior": case.prior,
+        "curvature": [case.curvature[i] * (n + 1) for n, i in enumerate(order)],
+        "penalty": None,
+        "damping": 0.01,
+    }
+    every["thresholds"] = [slow.threshold((t - case.base).tolist(), 0.5) for t in every["tuned"]]
+    return {n: every[n] for n in RULES[name].inputs}
+
+
+PER_MODEL = ("tuned", "weights", "curvature", "thresholds")
+
+
+@settings(max_examples=40, deadline=None)
+@given(name=st.sampled_from(ELEMENTWISE), models=few, seed=st.integers(0, 50), data=st.data())
+def test_the_order_of_the_models_does_not_matter(name: str, models: int, seed: int, data: st.DataObject) -> None:
+    given_ = arguments(name, models, seed)
+    order = data.draw(st.permutations(range(models)))
+    shuffled = {n: [v[i] for i in order] if n in PER_MODEL else v for n, v in given_.items()}
+    assert torch.allclose(RULES[name](**given_), RULES[name](**shuffled), rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(name=st.sampled_from([n for n in ELEMENTWISE if n != "average"]), models=few, seed=st.integers(0, 50))
+def test_a_model_of_weight_zero_changes_nothing(name: str, models: int, seed: int) -> None:
+    given_ = arguments(name, models, seed)
+    more = {n: [*v, v[0] if n != "weights" else 0.0] if n in PER_MODEL else v for n, v in given_.items()}
+    assert torch.allclose(RULES[name](**given_), RULES[name](**more), rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(name=st.sampled_from([n for n in ELEMENTWISE if n != "fa1"]), models=few, seed=st.integers(0, 50))
+def test_models_equal_to_the_base_give_the_base(name: str, models: int, seed: int) -> None:
+    given_ = arguments(name, models, seed)
+    given_["tuned"] = [Case(torch.float64, seed=seed).base] * models
+    assert torch.allclose(RULES[name](**given_), given_["tuned"][0], rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 50), factor=st.floats(0.01, 100))
+def test_scaling_all_curvature_alike_changes_nothing(seed: int, factor: float) -> None:
+    for name in ("fisher-averaging", "fa1", "gradient-matching", "removal"):
+        given_ = arguments(name, 2, seed)
+        scaled = dict(given_, curvature=[factor * c for c in given_["curvature"]], damping=factor * given_["damping"])
+        if "prior" in given_:
+            scaled["prior"] = factor * given_["prior"]
+        assert torch.allclose(RULES[name](**given_), RULES[name](**scaled), rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(name=st.sampled_from(ELEMENTWISE), models=few, seed=st.integers(0, 50))
+def test_rules_do_not_change_their_inputs(name: str, models: int, seed: int) -> None:
+    given_, copies = arguments(name, models, seed), arguments(name, models, seed)
+    RULES[name](**given_)
+    for key, value in given_.items():
+        for one, other in zip(value, copies[key], strict=True) if isinstance(value, list) else [(value, copies[key])]:
+            if isinstance(one, Tensor):
+                assert torch.equal(one, other), f"{name} changed {key}"

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import pytest
+from torch import Tensor
+
+from gradmerge.rules import RULES, Help, rule
+
+
+def test_a_rule_is_read_from_its_signature() -> None:
+    @rule("mine", row=("1", "I", "0"), reference="none", when={"prior": "careful"})
+    def mine(
+        base: Tensor,
+        prior: Tensor | None = None,
+        *,
+        density: Annotated[float, Help("how much", gt=0, le=1)],
+        mode: Annotated[Literal["a", "b"], Help("which")] = "a",
+        careful: Annotated[bool, Help("look twice")] = False,
+    ) -> Tensor:
+        """What it does.
+
+        And more.
+        """
+        return base
+
+    assert mine.inputs == ("base", "prior")
+    assert [o.name for o in mine.options] == ["density", "mode", "careful"]
+    assert mine.options[0].required
+    assert mine.options[0].kind == "number, 0 < x ≤ 1"
+    assert mine.options[1].kind == "a | b"
+    assert mine.summary == "What it does."
+    assert mine.needs({"careful": False}) == {"base"}
+    assert mine.needs({"careful": True}) == {"base", "prior"}
+
+
+def test_an_unknown_input_is_refused_when_the_rule_is_declared() -> None:
+    with pytest.raises(TypeError, match="'bass' is no input"):
+
+        @rule("typo", row=("1", "I", "0"), reference="none")
+        def typo(bass: Tensor) -> Tensor:
+            return bass
+
+
+def test_every_rule_of_the_paper_is_there() -> None:
+    assert set(RULES) == {
+        "average", "weighted-average", "task-arithmetic", "fisher-averaging", "fa1", "sparse-finetuning", "ties", "dare",
+        "slerp", "regmean", "gradient-matching", "removal",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("found", RULES.values(), ids=list(RULES))
+def test_every_rule_explains_itself(found) -> None:
+    assert len(found.summary) > 20
+    assert found.reference
+    assert all(option.help.text for option in found.options)
+    assert all(found.row)

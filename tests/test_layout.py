@@ -1,0 +1,43 @@
+"""The rooms of the package, and which may know of which."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "gradmerge"
+
+# What each room may import; `errors` and `_version` are open to all but the rules.
+MAY_IMPORT = {
+    "rules": set(),
+    "storage": set(),
+    "curvature": {"rules", "storage"},
+    "checkpoints": {"rules", "storage"},
+    "recipe": {"rules"},
+    "engine": {"rules", "storage", "curvature", "checkpoints", "recipe"},
+    "report": {"rules", "storage", "curvature", "checkpoints", "recipe", "engine"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The rooms of ours that a module imports."""
+    found = set()
+    depth = len(path.relative_to(PACKAGE).parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == depth and node.module:
+            found.add(node.module.split(".")[0])
+        elif isinstance(node, ast.ImportFrom) and node.level == depth:
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("gradmerge"):
+            found.add((node.module or "").split(".")[1])
+    return found
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_imports_point_downwards(room: str) -> None:
+    paths = sorted((PACKAGE / room).glob("*.py")) or [PACKAGE / f"{room}.py"]
+    allowed = MAY_IMPORT[room] | {room} | (set() if room == "rules" else {"errors", "_version"})
+    for path in paths:
+        assert imports_of(path) <= allowed, path.name

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import gradmerge as gm
+from gradmerge.recipe import load_recipe, make_recipe, parse_yaml
+
+FULL = """
+method: gradient-matching
+base:
+  model: ./imdb
+  curvature: ./imdb-curvature
+models:
+  - model: ./yelp
+    curvature: {identity: 2}
+    weight: 0.5
+  - ./sst2
+reduction: mean
+damping: 1e-8
+include: ["*"]
+exclude: ["classifier.*"]
+options: {}
+output:
+  dtype: bfloat16
+  shard_size: 500MB
+  curvature: true
+"""
+
+
+def test_a_full_recipe_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yml"
+    path.write_text(FULL)
+    recipe = load_recipe(path)
+    assert recipe.folder == tmp_path
+    assert recipe.base is not None
+    assert recipe.base.curvature == "./imdb-curvature"
+    assert recipe.weights == [0.5, 1.0]
+    assert recipe.models[0].curvature.identity == 2.0
+    assert recipe.models[1].model == "./sst2"
+    assert (recipe.damping, recipe.output.shard_size) == (1e-8, 500_000_000)
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    recipe = make_recipe({"method": "task-arithmetic", "base": "b", "models": ["a"]})
+    assert (recipe.reduction, recipe.damping, recipe.include, recipe.exclude) == ("sum", 1e-10, ["*"], [])
+    assert (recipe.output.dtype, recipe.output.shard_size, recipe.output.curvature) == ("auto", 5_000_000_000, False)
+    assert recipe.missing == "error"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5e9), ("500MB", 5e8), ("2GiB", 2**31), ("1.5 kB", 1500), (1234, 1234), ("7", 7)]
+)
+def test_sizes_are_read(text: str | int, size: float) -> None:
+    recipe = make_recipe({"method": "average", "models": ["a"], "output": {"shard_size": text}})
+    assert recipe.output.shard_size == size
+
+
+BASE = {"method": "ties", "base": "b", "models": ["a"]}
+WRONG = {
+    "key": (BASE | {"modles": []}, "modles: unknown key; did you mean 'models'"),
+    "key of a model": (BASE | {"models": [{"model": "a", "wieght": 1}]}, r"models\[0\].wieght: unknown key; did you mean 'weight'"),
+    "key of the base": (BASE | {"base": {"model": "b", "curvatur": "c"}}, "base.curvatur: unknown key; did you mean 'curvature'"),
+    "key of the output": (BASE | {"output": {"dtyp": "auto"}}, "output.dtyp: unknown key; did you mean 'dtype'"),
+    "option": (BASE | {"options": {"densty": 0.1}}, "densty: unknown key of ties; did you mean 'density'"),
+    "option out of range": (BASE | {"options": {"density": 1.5}}, "density: should be less than or equal to 1"),
+    "option that is no number": (BASE | {"options": {"density": "much"}}, "density"),
+    "choice": (BASE | {"options": {"scope": "layer"}}, "scope"),
+    "method": (BASE | {"method": "tyes"}, "no rule 'tyes'; did you mean 'ties'"),
+    "no method": ({"base": "b", "models": ["a"]}, "method: is missing"),
+    "no models": ({"method": "ties", "base": "b"}, "models: is missing"),
+    "empty models": (BASE | {"models": []}, "models"),
+    "no base": ({"method": "ties", "models": ["a"]}, "ties needs a base"),
+    "weight": (BASE | {"models": [{"model": "a", "weight": float("nan")}]}, r"models\[0\].weight"),
+    "weight of a rule without": ({"method": "average", "models": [{"model": "a", "weight": 2}]}, "average has no weights"),
+    "weight of the base": (BASE | {"base": {"model": "b", "weight": 1}}, "base.weight: ties does not use it"),
+    "penalty": (BASE | {"base": {"model": "b", "penalty": "p"}}, "base.penalty: ties does not use it"),
+    "damping": (BASE | {"damping": -1}, "damping"),
+    "reduction": (BASE | {"reduction": "median"}, "reduction"),
+    "identity": (BASE | {"models": [{"model": "a", "curvature": {"identity": -1}}]}, "identity"),
+    "size": (BASE | {"output": {"shard_size": "big"}}, "not a size such as 5GB"),
+    "curvature of a rule without": (BASE | {"output": {"curvature": True}}, "ties merge has no curvature of its own"),
+    "two models for slerp": ({"method": "slerp", "base": "b", "models": ["a", "c"]}, "one model, not 2"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_recipe_says_where_and_what(case: str) -> None:
+    value, message = WRONG[case]
+    with pytest.raises(gm.InputError, match=message):
+        make_recipe(value)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(gm.InputError) as caught:
+        make_recipe(BASE | {"damping": -1, "reduction": "median", "foo": 1})
+    assert all(word in str(caught.value) for word in ("damping", "reduction", "foo"))
+
+
+def test_yaml_that_is_not_a_recipe_is_refused() -> None:
+    laughs = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(9)
+    )
+    for text, message in [
+        (laughs, "aliases stand for more than"),
+        ("a: &a [*a]", "refers to itself"),
+        ("a: 1\na: 2", "occurs twice"),
+        ("a: [1, 2", "line 1"),
+        ("!!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("", "is empty"),
+        ("[" * 5000, "nested too deeply|not valid YAML"),
+        (b"\xc3\x28", "not valid YAML"),
+    ]:
+        with pytest.raises(gm.InputError, match=message):
+            parse_yaml(text, "recipe.yml")
+
+
+def test_anchors_may_be_used() -> None:
+    assert parse_yaml("a: &x {b: 1}\nc: *x", "r") == {"a": {"b": 1}, "c": {"b": 1}}
