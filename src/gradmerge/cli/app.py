@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -45,4 +47,7 @@ app.add_typer(curvature.app, name="curvature")
 
 def main() -> None:
     """Entry point of the `gradmerge` script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a Greek letter is no reason to fail on a terminal that has none
+            stream.reconfigure(errors="backslashreplace")
     app()
