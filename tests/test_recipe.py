@@ -60,8 +60,14 @@ def test_sizes_are_read(text: str | int, size: float) -> None:
 BASE = {"method": "ties", "base": "b", "models": ["a"]}
 WRONG = {
     "key": (BASE | {"modles": []}, "modles: unknown key; did you mean 'models'"),
-    "key of a model": (BASE | {"models": [{"model": "a", "wieght": 1}]}, r"models\[0\].wieght: unknown key; did you mean 'weight'"),
-    "key of the base": (BASE | {"base": {"model": "b", "curvatur": "c"}}, "base.curvatur: unknown key; did you mean 'curvature'"),
+    "key of a model": (
+        BASE | {"models": [{"model": "a", "wieght": 1}]},
+        r"models\[0\].wieght: unknown key; did you mean 'weight'",
+    ),
+    "key of the base": (
+        BASE | {"base": {"model": "b", "curvatur": "c"}},
+        "base.curvatur: unknown key; did you mean 'curvature'",
+    ),
     "key of the output": (BASE | {"output": {"dtyp": "auto"}}, "output.dtyp: unknown key; did you mean 'dtype'"),
     "option": (BASE | {"options": {"densty": 0.1}}, "densty: unknown key of ties; did you mean 'density'"),
     "option out of range": (BASE | {"options": {"density": 1.5}}, "density: should be less than or equal to 1"),
@@ -73,7 +79,10 @@ WRONG = {
     "empty models": (BASE | {"models": []}, "models"),
     "no base": ({"method": "ties", "models": ["a"]}, "ties needs a base"),
     "weight": (BASE | {"models": [{"model": "a", "weight": float("nan")}]}, r"models\[0\].weight"),
-    "weight of a rule without": ({"method": "average", "models": [{"model": "a", "weight": 2}]}, "average has no weights"),
+    "weight of a rule without": (
+        {"method": "average", "models": [{"model": "a", "weight": 2}]},
+        "average has no weights",
+    ),
     "weight of the base": (BASE | {"base": {"model": "b", "weight": 1}}, "base.weight: ties does not use it"),
     "penalty": (BASE | {"base": {"model": "b", "penalty": "p"}}, "base.penalty: ties does not use it"),
     "damping": (BASE | {"damping": -1}, "damping"),

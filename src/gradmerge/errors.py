@@ -31,7 +31,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def listed(items: Iterable[str], limit: int = 8) -> str:
     """At most ``limit`` items, one an indented line, and how many more there are."""
     items = list(items)
-    lines = [f"  {item}" for item in items[:limit]]
+    lines = [f"  {item if len(item) <= 300 else item[:299] + '…'}" for item in items[:limit]]
     if len(items) > limit:
         lines.append(f"  … and {len(items) - limit} more")
     return "\n".join(lines)

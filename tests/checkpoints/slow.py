@@ -48,9 +48,7 @@ def ties(base: State, tuned: Sequence[State], weights: Sequence[float], density:
     return result
 
 
-def dare(
-    base: State, tuned: Sequence[State], weights: Sequence[float], density: float, seed: int
-) -> dict[str, Tensor]:
+def dare(base: State, tuned: Sequence[State], weights: Sequence[float], density: float, seed: int) -> dict[str, Tensor]:
     """Entry i of a tensor is kept where the i-th 32-bit half of the tensor's own stream is below density · 2³²."""
     result = {}
     for name in base:
@@ -79,15 +77,18 @@ def slerp(base: State, tuned: Sequence[State], t: float) -> dict[str, Tensor]:
 
 
 def gradient_matching(
-    base: State, tuned: Sequence[State], weights: Sequence[float], prior: State, curvature: Sequence[State], damping: float
+    base: State,
+    tuned: Sequence[State],
+    weights: Sequence[float],
+    prior: State,
+    curvature: Sequence[State],
+    damping: float,
 ) -> dict[str, Tensor]:
     result = {}
     for name in base:
         h0 = prior[name].double() + damping
         hs = [c[name].double() for c in curvature]
         whole = h0 + sum(w * h for w, h in zip(weights, hs, strict=True))
-        step = sum(
-            w * (h0 + h) / whole * (t[name] - base[name]) for w, h, t in zip(weights, hs, tuned, strict=True)
-        )
+        step = sum(w * (h0 + h) / whole * (t[name] - base[name]) for w, h, t in zip(weights, hs, tuned, strict=True))
         result[name] = base[name] + step
     return result

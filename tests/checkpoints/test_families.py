@@ -168,7 +168,7 @@ def test_small_output_shards_have_a_valid_index_and_load(trio: Trio, tmp_path: P
     found, nbytes = {}, 0
     for file in files:
         with safe_open(out / file, "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+            tensors = {name: opened.get_tensor(name) for name in list(opened.keys())}
             assert opened.metadata() == {"format": "pt"}
         size = sum(t.nbytes for t in tensors.values())
         assert size <= 4000 or len(tensors) == 1

@@ -66,7 +66,9 @@ def test_every_command_explains_itself_with_an_example(command: list[str]) -> No
 
 def test_a_recipe_is_merged(models: tuple[Path, ...], tmp_path: Path) -> None:
     base, a, b = models
-    recipe = write_recipe(tmp_path / "recipe.yml", {"method": "gradient-matching", "base": "base", "models": ["a", "b"]})
+    recipe = write_recipe(
+        tmp_path / "recipe.yml", {"method": "gradient-matching", "base": "base", "models": ["a", "b"]}
+    )
     done = cli("merge", recipe, "-o", tmp_path / "out", cwd="/")
     assert done.returncode == 0, done.stderr
     assert "gradient-matching: 6 tensors merged, 0 copied" in done.stdout

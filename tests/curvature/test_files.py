@@ -144,7 +144,10 @@ def test_saving_over_a_folder_needs_force(tmp_path: Path) -> None:
 
 
 def test_groups_are_layers_in_their_natural_order(tmp_path: Path) -> None:
-    shapes = {f"encoder.layer.{i}.dense.weight": (2, 2) for i in range(12)} | {"embeddings.word.weight": (3, 2), "scale": ()}
+    shapes = {f"encoder.layer.{i}.dense.weight": (2, 2) for i in range(12)} | {
+        "embeddings.word.weight": (3, 2),
+        "scale": (),
+    }
     state = random_state(0, shapes)
     curvature = random_curvature(1, state)
     curvature["embeddings.word.weight"][0] = 0

@@ -170,7 +170,9 @@ def recipe_of(case: str, folders: list[Path]) -> dict[str, Any]:
 
 
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[Path], list[dict[str, Tensor]], list[gm.Curvature]]:
+def made(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> tuple[list[Path], list[dict[str, Tensor]], list[gm.Curvature]]:
     folders, states = three_models(tmp_path, request.param)
     sources = curvatures(states)
     for number, source in enumerate(sources):
@@ -215,7 +217,9 @@ def test_dare_is_its_slow_twin_with_the_same_masks(tmp_path: Path, combine: str)
     for name, shape in SHAPES.items():
         base, *tuned = (s[name].double().reshape(-1).tolist() for s in states)
         kept = [keep_mask(5, i, name, 0, len(base), 0.4).tolist() for i in range(2)]
-        want[name] = torch.tensor(slow.dare(base, tuned, [1.0, 1.0], kept, 0.4, combine), dtype=torch.float64).reshape(shape)
+        want[name] = torch.tensor(slow.dare(base, tuned, [1.0, 1.0], kept, 0.4, combine), dtype=torch.float64).reshape(
+            shape
+        )
     assert_close(read_model(tmp_path / "out"), want, 1e-12)
 
 
@@ -230,7 +234,10 @@ def test_regmean_solves_linear_layers_and_averages_the_rest(tmp_path: Path, turn
     grams = []
     for seed in (5, 6):
         generator = torch.Generator().manual_seed(seed)
-        inputs = {n: torch.randn(30, size, generator=generator, dtype=torch.float64) for n, size in (("a.weight", 4), ("b.weight", 5))}
+        inputs = {
+            n: torch.randn(30, size, generator=generator, dtype=torch.float64)
+            for n, size in (("a.weight", 4), ("b.weight", 5))
+        }
         grams.append({n: (x.T @ x).float() for n, x in inputs.items()})
     write_grams(tmp_path, grams, json.dumps(["a.weight", "b.weight"] if turned else []))
     models = [{"model": str(f), "curvature": str(tmp_path / f"gram{i}.safetensors"), "weight": w}
@@ -286,7 +293,10 @@ def test_state_dicts_merge_in_memory_to_the_same_values_as_on_disk(tmp_path: Pat
 
 def test_excluded_and_integer_tensors_come_from_the_base(tmp_path: Path) -> None:
     base = random_state(0) | {"position_ids": torch.arange(9), "flag": torch.tensor([True, False])}
-    tuned = near(random_state(0), 1) | {"position_ids": torch.zeros(9, dtype=torch.int64), "flag": torch.tensor([False, False])}
+    tuned = near(random_state(0), 1) | {
+        "position_ids": torch.zeros(9, dtype=torch.int64),
+        "flag": torch.tensor([False, False]),
+    }
     a, b = write_model(tmp_path / "base", base), write_model(tmp_path / "a", tuned)
     gm.merge(
         {"method": "task-arithmetic", "base": str(a), "models": [str(b)], "exclude": ["classifier.*", "layers.1.*"]},
@@ -301,7 +311,12 @@ def test_excluded_and_integer_tensors_come_from_the_base(tmp_path: Path) -> None
 
 def test_only_included_tensors_are_merged(tmp_path: Path) -> None:
     folders, states = three_models(tmp_path)
-    recipe = {"method": "average", "base": str(folders[0]), "models": [str(f) for f in folders[1:]], "include": ["layers.0.*"]}
+    recipe = {
+        "method": "average",
+        "base": str(folders[0]),
+        "models": [str(f) for f in folders[1:]],
+        "include": ["layers.0.*"],
+    }
     gm.merge(recipe, tmp_path / "out")
     got = read_model(tmp_path / "out")
     assert torch.equal(got["embed.weight"], states[0]["embed.weight"])
@@ -340,7 +355,11 @@ def test_the_output_can_have_another_type(tmp_path: Path, dtype: str) -> None:
 
 def test_curvature_of_a_tied_head_is_that_of_its_embedding(tmp_path: Path) -> None:
     embedding = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    base = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone(), "model.norm.weight": torch.ones(4)}
+    base = {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": embedding.clone(),
+        "model.norm.weight": torch.ones(4),
+    }
     tuned = {name: tensor + 0.1 for name, tensor in base.items()}
     config = {"tie_word_embeddings": True}
     write_model(tmp_path / "base", base, config=config)
@@ -391,7 +410,12 @@ def test_the_written_curvature_reads_back_as_the_merged_precision(tmp_path: Path
             "removal": f0[name] + 0.25,
         }[method]
         assert torch.allclose(got[name], want, rtol=1e-5), name
-    again = {"method": "gradient-matching", "base": str(tmp_path / "out"), "models": recipe["models"], "reduction": reduction}
+    again = {
+        "method": "gradient-matching",
+        "base": str(tmp_path / "out"),
+        "models": recipe["models"],
+        "reduction": reduction,
+    }
     gm.merge(again, tmp_path / "twice")  # the folder's own curvature/ is the default
     assert read_model(tmp_path / "twice").keys() == SHAPES.keys()
 
@@ -400,7 +424,12 @@ def test_the_record_names_recipe_inputs_digests_versions_and_times(tmp_path: Pat
     from gradmerge.api import digest_of
 
     folders, _ = three_models(tmp_path)
-    recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]], "options": {"density": 0.5}}
+    recipe = {
+        "method": "ties",
+        "base": str(folders[0]),
+        "models": [str(f) for f in folders[1:]],
+        "options": {"density": 0.5},
+    }
     gm.merge(recipe, tmp_path / "out")
     record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())
     assert record["recipe"]["options"] == {"density": 0.5, "scope": "model", "scale": 1.0}

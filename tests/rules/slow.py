@@ -66,9 +66,7 @@ def sparse_finetuning(base, tuned, weights, density, normalize=False):
             if abs(d) >= limit:
                 total[i] += weight * d
                 count[i] += weight
-    return [
-        b + (t / c if normalize and c != 0 else t) for b, t, c in zip(base, total, count, strict=True)
-    ]
+    return [b + (t / c if normalize and c != 0 else t) for b, t, c in zip(base, total, count, strict=True)]
 
 
 def elect_and_average(deltas, weights):
@@ -76,7 +74,9 @@ def elect_and_average(deltas, weights):
     for i in range(len(deltas[0])):
         vote = math.fsum(w * d[i] for w, d in zip(weights, deltas, strict=True))
         sign = (vote > 0) - (vote < 0)
-        agreeing = [(w, d[i]) for w, d in zip(weights, deltas, strict=True) if d[i] != 0 and (d[i] > 0) - (d[i] < 0) == sign]
+        agreeing = [
+            (w, d[i]) for w, d in zip(weights, deltas, strict=True) if d[i] != 0 and (d[i] > 0) - (d[i] < 0) == sign
+        ]
         whole = math.fsum(w for w, _ in agreeing)
         result.append(math.fsum(w * d for w, d in agreeing) / whole if whole != 0 else 0.0)
     return result

@@ -118,9 +118,7 @@ def test_sparse_finetuning_keeps_the_largest_changes(
     setting: tuple[Case, float], density: float, normalize: bool
 ) -> None:
     case, tolerance = setting
-    got = RULES["sparse-finetuning"](
-        case.base, case.tuned, case.weights, case.thresholds(density), normalize=normalize
-    )
+    got = RULES["sparse-finetuning"](case.base, case.tuned, case.weights, case.thresholds(density), normalize=normalize)
     check(got, slow.sparse_finetuning(*case.lists("base", "tuned", "weights"), density, normalize), tolerance)
 
 
@@ -185,7 +183,11 @@ def test_regmean_solves_the_least_squares_problem(off_diagonal: float, damping: 
     grams = [x.T @ x for x in inputs]
     matrices = [rng.normal(size=(4, 6)) for _ in range(2)]
     got = RULES["regmean"](
-        [torch.tensor(m) for m in matrices], [1.0, 0.5], [torch.tensor(g) for g in grams], damping, off_diagonal=off_diagonal
+        [torch.tensor(m) for m in matrices],
+        [1.0, 0.5],
+        [torch.tensor(g) for g in grams],
+        damping,
+        off_diagonal=off_diagonal,
     )
     want = slow.regmean(matrices, grams, [1.0, 0.5], damping, off_diagonal)
     assert np.allclose(got.numpy(), want, rtol=1e-10, atol=1e-10)

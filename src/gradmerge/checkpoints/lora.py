@@ -92,6 +92,8 @@ class AdapterCheckpoint(Checkpoint):
         self.adapter = Checkpoint(label, files=files, memory=memory)
         self.base = base
         self._owns_base = owns_base
+        # A cache of its own: one around the method would keep every adapter alive.
+        self._product_of = functools.lru_cache(maxsize=8)(self._form_product)
         self._factors, self._replaced = self._resolve(config)
         self.tensors = dict(base.tensors)
         for name, stored in self._replaced.items():
@@ -110,15 +112,16 @@ class AdapterCheckpoint(Checkpoint):
                 parts.setdefault(match[1], {})[match[2]] = key
             elif "lora_" in path or "trainable_tokens" in path:
                 unknown.append(key)
-            else:
-                replaced[path.replace(".modules_to_save.default", "").replace(".base_layer", "")] = key
+            elif ".original_module." not in path:  # which PEFT writes beside a module saved whole if bias is "all"
+                name = re.sub(r"\.(modules_to_save(\.default)?|base_layer)(?=\.)", "", path)
+                replaced[self._find(name) or name] = key
         if unknown:
             raise InputError(f"{self.folder}: the adapter holds tensors that are not LoRA's A and B:\n{listed(unknown)}\n"
                              "Merge it into its base with PEFT (merge_and_unload) first.")  # fmt: skip
         factors: dict[str, Factors] = {}
         lost: list[str] = []
         for module, pair in parts.items():
-            target = self._target(module)
+            target = self._find(f"{module}.weight")
             if target is None or pair.keys() != {"A", "B"}:
                 lost.append(module)
                 continue
@@ -150,22 +153,43 @@ class AdapterCheckpoint(Checkpoint):
             )
         return alpha
 
-    def _target(self, module: str) -> str | None:
-        """The base's tensor for a module path, also where one of the two lacks the leading part of the path."""
+    def _find(self, name: str) -> str | None:
+        """The base's tensor of a name, also where one of the two lacks the leading part of it."""
         tensors = self.base.tensors
-        for candidate in (f"{module}.weight", f"{module.partition('.')[2]}.weight"):
+        for candidate in (name, name.partition(".")[2]):
             if candidate in tensors:
                 return candidate
-        longer = [name for name in tensors if name.endswith(f".{module}.weight")]
+        longer = [stored for stored in tensors if stored.endswith(f".{name}")]
         return longer[0] if len(longer) == 1 else None
 
     def _orientation(self, target: str, pair: Mapping[str, str], stated: bool) -> bool:
-        """Whether the target stores (in, out): what its shape says, and what the config says where it is square."""
+        """Whether the target stores (in, out): what its shape says, or its neighbours or the config where it is square."""
         a, b = self.adapter.tensors[pair["A"]].shape, self.adapter.tensors[pair["B"]].shape
         shape = self.base.tensors[target].shape
-        if len(shape) != 2 or a[1] == b[0]:
+        if len(shape) != 2:
             return stated
+        if a[1] == b[0]:
+            neighbours = None if "lora_embedding_" in pair["A"] else self._neighbours_say(target)
+            return stated if neighbours is None else neighbours
         return shape == (a[1], b[0])
+
+    def _neighbours_say(self, target: str) -> bool | None:
+        """Whether weights beside the target, in its module or the next larger one, store (in, out), by their biases.
+
+        PEFT corrects fan_in_fan_out module by module and saves what the last of them had.
+        """
+        tensors = self.base.tensors
+        parts = target.split(".")
+        for parent in (parts[:-2], parts[:-3]):
+            prefix = ".".join(parent) + "."
+            for name in tensors if parent else ():
+                bias = tensors.get(name.removesuffix("weight") + "bias")
+                shape = tensors[name].shape
+                if not name.startswith(prefix) or not name.endswith(".weight") or bias is None or len(shape) != 2:
+                    continue
+                if shape[0] != shape[1] and len(bias.shape) == 1 and bias.shape[0] in shape:
+                    return bias.shape[0] == shape[1]
+        return None
 
     def _check_shapes(self, name: str, factors: Factors) -> None:
         a, b = self.adapter.tensors[factors.a], self.adapter.tensors[factors.b]
@@ -181,8 +205,7 @@ class AdapterCheckpoint(Checkpoint):
                 raise InputError(f"{self.folder}: {name} or its LoRA factors have the type {info.dtype}; "
                                  "quantised weights cannot be merged")  # fmt: skip
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019 - one entry a thread is enough, and the cache dies with the adapter
-    def _product_of(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _form_product(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(left, right) with left @ right = scale · BA in the layout of the target."""
         factors = self._factors[name]
         a, b = (self._whole(key).to(dtype) for key in (factors.a, factors.b))

@@ -95,6 +95,8 @@ def _open_adapter(
     owns_base = base is None
     if base is None:
         base = _open_stated_base(folder, stated, allow_pickle)
+    elif isinstance(stated, str):
+        base = _trained_on(stated, base)
     files: list[PositionalFile] = []
     try:
         files, memory = _weight_files(folder, "adapter_model", "adapter_model", allow_pickle)
@@ -112,8 +114,20 @@ def _open_adapter(
     return adapter
 
 
+def _trained_on(stated: str, base: Checkpoint) -> Checkpoint:
+    """The base, or what lies under it: beside an adapter as base, an adapter of the same model goes on that model."""
+    candidate = base
+    while Path(stated).name not in _names_of(candidate):
+        if not isinstance(candidate, AdapterCheckpoint):
+            return base
+        candidate = candidate.base
+    return candidate
+
+
 def _names_of(checkpoint: Checkpoint) -> set[str]:
-    names = [checkpoint.label.partition("@")[0], str(checkpoint.config.get("_name_or_path", ""))]
+    names = [checkpoint.label.partition("@")[0]]
+    if not isinstance(checkpoint, AdapterCheckpoint):  # whose config is that of its base
+        names.append(str(checkpoint.config.get("_name_or_path", "")))
     return {Path(name).name for name in names} | {checkpoint.folder.absolute().name if checkpoint.folder else ""}
 
 
@@ -122,11 +136,14 @@ def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool) -> Checkpoi
         raise InputError(
             f"{folder}: an adapter without a base: its config names none. Give the base model in the recipe."
         )
+    for start in (None, folder):
+        if local_path(stated, start).exists():
+            try:
+                return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle)
+            except RecursionError:
+                raise InputError(f"{folder}: the adapter's base leads back to the adapter itself") from None
     try:
-        start = next((s for s in (None, folder) if local_path(stated, s).exists()), None)
-        return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle)
-    except RecursionError:
-        raise InputError(f"{folder}: the adapter's base leads back to the adapter itself") from None
+        return open_checkpoint(stated, allow_pickle=allow_pickle)
     except InputError as error:
         raise InputError(f"{folder}: the adapter's base cannot be opened. {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,22 @@ class PickleFile:
         self.memory: dict[str, Tensor] = {}
         """Tensors that do not lie in the file as one contiguous run, loaded at once."""
         self._fd = -1
-        tensors = _load(path, fake=zipfile.is_zipfile(path))
-        size = path.stat().st_size
+        zipped = zipfile.is_zipfile(path)
+        tensors = _load(path, fake=zipped)
+        records = _stored_records(path) if zipped else {}
         scattered = []
         for name, tensor in tensors.items():
             if tensor.dtype not in STORED_TYPES:
                 raise InputError(f"{path}: tensor {name!r} has the type {tensor.dtype}, which cannot be merged")
             place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-            if place is None or not tensor.is_contiguous():
+            # The place is computed, not looked up: it is wrong in an archive that was packed again by another program.
+            if place not in records or not tensor.is_contiguous():
                 scattered.append(name)
                 continue
-            start = place + tensor.storage_offset() * tensor.element_size()
-            entry = Entry(STORED_TYPES[tensor.dtype], tuple(tensor.shape), start)
-            if start < 0 or start + entry.nbytes > size:
-                raise InputError(f"{path}: tensor {name!r} lies outside the file; the file is damaged")
+            offset = tensor.storage_offset() * tensor.element_size()
+            entry = Entry(STORED_TYPES[tensor.dtype], tuple(tensor.shape), place + offset)
+            if offset + entry.nbytes > records[place]:
+                raise InputError(f"{path}: tensor {name!r} is longer than its data; the file is damaged")
             self.entries[name] = entry
         if scattered:
             whole = _load(path, fake=False)
@@ -57,6 +60,21 @@ class PickleFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _stored_records(path: Path) -> dict[int, int]:
+    """Offset → size of the archive's records that are not compressed."""
+    records: dict[int, int] = {}
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                file.seek(info.header_offset + 26)
+                name_length, extra_length = struct.unpack("<HH", file.read(4))
+                if info.compress_type == zipfile.ZIP_STORED:
+                    records[info.header_offset + 30 + name_length + extra_length] = info.file_size
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error):
+        return {}
+    return records
 
 
 def _load(path: Path, *, fake: bool) -> dict[str, Tensor]:

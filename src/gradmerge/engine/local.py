@@ -59,7 +59,7 @@ def run(
                 template = plan.inputs.template
                 block = template.read(job.name, unit.start, unit.stop, buffers)
                 digests[id(template)] = block_digest(block)
-                sink.write(job.name, unit.start, block)
+                sink.write(job.name, unit.start, block.to(torch_type(job.info)))  # an adapter's block may be wider
                 nbytes = block.nbytes
             else:
                 merged, precision = _merge(plan, unit, statistics, buffers, place, allow_nonfinite, digests)

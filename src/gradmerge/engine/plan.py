@@ -16,8 +16,9 @@ from ..rules.spherical import Geometry
 from ..storage.tensorfile import FLOATS
 from .inputs import CurvatureInput, Inputs
 
-#: Elements that go through a rule at once: a block of every input and the temporaries should fit a core's cache.
-BLOCK = 1 << 18
+#: Elements that go through a rule at once. Smaller blocks stay in a core's own cache, but threads then spend their time waiting
+#: for one another at the interpreter's lock; larger ones take more memory.
+BLOCK = 1 << 20
 _STORED = {word: code for code, word in FLOATS.items()}
 
 

@@ -3,10 +3,13 @@
 Nonnegative floating-point numbers are ordered like their bit patterns read as integers, their *keys*. A pass counts
 the keys in bins, which tells the bin of the k-th largest; a further pass counts inside that bin, and so on until a bin
 is a single key. float32 takes two passes and float64 four. If a guess is given, the first pass counts the keys around
-it one by one, and the rest as below or above: a good guess makes it the only pass.
+it one by one, and the rest as below or above: a good guess makes it the only pass. Where many values are equal, as
+differences of bfloat16 numbers are, the guess can be the very value; then it is enough to compare with that.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +18,15 @@ from torch import Tensor
 BIN_BITS = 16
 #: How many keys around a guess are counted one by one: values within about 1.5 % of it.
 GUESS_BITS = 18
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a sample says about the value that is looked for."""
+
+    value: float
+    exact: bool
+    """Many values of the sample equal it, so that it is probably the very one."""
 
 
 def magnitude_keys(values: Tensor) -> Tensor:
@@ -37,7 +49,7 @@ class Selection:
     When ``value`` is set the search is over.
     """
 
-    def __init__(self, k: int, dtype: torch.dtype, guess: float | None = None) -> None:
+    def __init__(self, k: int, dtype: torch.dtype, guess: Guess | None = None) -> None:
         self.k = k
         self.dtype = dtype
         self.value: float | None = None
@@ -48,8 +60,9 @@ class Selection:
         if guess is None or dtype != torch.float32:
             self._look_at(self._low, self._high)
         else:
-            first = int(magnitude_keys(torch.tensor([guess], dtype=dtype))) - (1 << GUESS_BITS - 1)
-            self._look_at(max(0, first), first + (1 << GUESS_BITS), shift=0)
+            key = int(magnitude_keys(torch.tensor([guess.value], dtype=dtype)))
+            half = 0 if guess.exact else 1 << (GUESS_BITS - 1)
+            self._look_at(max(0, key - half), key + max(1, half), shift=0)
 
     def _look_at(self, start: int, stop: int, shift: int | None = None) -> None:
         """Count the keys of [start, stop) in bins of 2**shift keys, in the next pass."""
@@ -59,6 +72,10 @@ class Selection:
 
     def count(self, values: Tensor) -> np.ndarray:
         """How many values are below the window, in each of its bins, and above it."""
+        if self._stop - self._start == 1:
+            compared = self._compare(values)
+            if compared is not None:
+                return compared
         places = magnitude_keys(values.to(self.dtype))
         if self._start:
             places = places - self._start
@@ -67,6 +84,18 @@ class Selection:
         if self._stop - self._start < self._keys:
             places = places.clamp(-1, self._bins)
         return torch.bincount(places.add_(1), minlength=self._bins + 2).numpy()
+
+    def _compare(self, values: Tensor) -> np.ndarray | None:
+        """The same for a window of one key, by sums of signs; None if a value is NaN."""
+        signs = values.to(self.dtype).abs().sub_(key_value(self._start, self.dtype)).sign_()
+        # Sums of ±1 are exact while they are below 2**24, float32's last whole number.
+        parts = signs.split(1 << 23)
+        balance = sum(float(part.sum()) for part in parts)
+        unequal = sum(float(part.abs_().sum()) for part in parts)
+        if balance != balance:
+            return None
+        above = (unequal + balance) / 2
+        return np.array([unequal - above, values.numel() - unequal, above]).astype(np.int64)
 
     def narrow(self, counts: np.ndarray) -> None:
         """End a pass: go on below the window, above it or in the bin that holds the k-th largest, or finish."""

@@ -15,14 +15,16 @@ from ..checkpoints.model import Buffers
 from ..rules.spherical import Geometry
 from .plan import Job, Plan
 from .reading import check_finite, read_models
-from .selection import Selection
+from .selection import Guess, Selection
 from .workers import run_parallel
 
 #: Elements that are reduced at once. Fixed, so that sums do not depend on how the merge cuts its blocks.
-CHUNK = 1 << 18
+CHUNK = 1 << 20
 #: Thresholds over more entries than this are first guessed from a sample of this many runs of this many entries.
 SAMPLE_FROM = 1 << 24
 SAMPLE_RUNS, SAMPLE_RUN = 512, 2048
+#: From this share on, a value of the sample is taken for the threshold itself.
+MANY = 0.005
 
 Advance = Callable[[int], None]
 
@@ -87,7 +89,9 @@ def _thresholds(
         return [0.0] * len(plan.inputs.tuned)
     k = max(1, math.floor(density * total))
     dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
-    guesses = _guesses(plan, jobs, density) if total > SAMPLE_FROM else [None] * len(plan.inputs.tuned)
+    guesses: list[Guess | None] = [None] * len(plan.inputs.tuned)
+    if total > SAMPLE_FROM:
+        guesses = [*_guesses(plan, jobs, density)]
     searches = [Selection(k, dtype, guess) for guess in guesses]
     first = True
     lock = threading.Lock()
@@ -123,7 +127,7 @@ def _thresholds(
     return [search.value for search in searches if search.value is not None]
 
 
-def _guesses(plan: Plan, jobs: list[Job], density: float) -> list[float]:
+def _guesses(plan: Plan, jobs: list[Job], density: float) -> list[Guess]:
     """The thresholds of a sample: short runs at even distances over all tensors. Only the speed depends on it."""
     total = sum(job.info.numel for job in jobs)
     distance = max(SAMPLE_RUN, total // SAMPLE_RUNS)
@@ -139,8 +143,12 @@ def _guesses(plan: Plan, jobs: list[Job], density: float) -> list[float]:
                 sample.append((model - base).abs().float())
             position += distance
         offset += job.info.numel
-    every = [torch.cat(sample) for sample in samples]
-    return [float(s.kthvalue(s.numel() - max(1, math.floor(density * s.numel())) + 1).values) for s in every]
+    return [_guess(torch.cat(sample), density) for sample in samples]
+
+
+def _guess(sample: Tensor, density: float) -> Guess:
+    value = sample.kthvalue(sample.numel() - max(1, math.floor(density * sample.numel())) + 1).values
+    return Guess(float(value), exact=float((sample == value).double().mean()) > MANY)
 
 
 def _geometry(plan: Plan, job: Job, allow_nonfinite: bool) -> Geometry:

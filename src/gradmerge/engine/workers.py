@@ -34,31 +34,43 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
     stop = threading.Event()
     errors: list[BaseException] = []
 
-    def loop() -> None:
+    def drain() -> None:
+        work = make_worker()
+        while not stop.is_set():
+            with lock:
+                item = next(stream, None)
+            if item is None:
+                return
+            work(item)
+
+    def loop(over: threading.Event) -> None:
         try:
-            torch.set_num_threads(1)
-            work = make_worker()
-            while not stop.is_set():
-                with lock:
-                    item = next(stream, None)
-                if item is None:
-                    return
-                work(item)
+            if not stop.is_set():
+                torch.set_num_threads(1)
+                drain()
         except BaseException as error:
             errors.append(error)
             stop.set()
+        finally:
+            over.set()
 
-    pool = [threading.Thread(target=loop, name=f"gradmerge-{i}", daemon=True) for i in range(max(1, threads))]
-    for thread in pool:
-        thread.start()
+    # Ctrl-C in the middle of Thread.join makes Python take the thread for dead, and a thread that still computes when the
+    # interpreter ends aborts the process. Hence events of our own.
+    ends = [threading.Event() for _ in range(max(1, threads))]
+    pool = [threading.Thread(target=loop, args=(over,), name=f"gradmerge-{i}") for i, over in enumerate(ends)]
     try:
         for thread in pool:
-            while thread.is_alive():
-                thread.join(timeout=0.2)
+            thread.start()
+        for over in ends:
+            while not over.wait(timeout=0.2):
+                pass
     except BaseException:
         stop.set()
-        for thread in pool:
-            thread.join()
+        for thread, over in zip(pool, ends, strict=True):
+            if thread.ident is not None:
+                over.wait()
         raise
+    for thread in pool:
+        thread.join()
     if errors:
         raise errors[0]

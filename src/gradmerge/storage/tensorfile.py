@@ -117,20 +117,24 @@ def _parse_header(path: Path, fd: int, size: int) -> tuple[dict[str, Entry], dic
     entries: dict[str, Entry] = {}
     for name, value in header.items():
         if not _is_text(name):
-            raise broken(f"the tensor name {name[:80]!r} is no valid Unicode")
+            raise broken(f"the tensor name {_quoted(name)} is no valid Unicode")
         dtype, shape, begin, end = _check_entry(name, value, broken)
         entry = Entry(dtype, shape, data_start + begin)
         if end > data_size:
-            raise broken(f"tensor {name!r} ends at byte {end} of {data_size} data bytes; the file is cut short")
+            raise broken(f"tensor {_quoted(name)} ends at byte {end} of {data_size} data bytes; the file is cut short")
         if entry.nbytes != end - begin:
-            raise broken(f"tensor {name!r} of {dtype} {list(shape)} takes {entry.nbytes} bytes, not {end - begin}")
+            raise broken(
+                f"tensor {_quoted(name)} of {dtype} {list(shape)} takes {entry.nbytes} bytes, not {end - begin}"
+            )
         spans.append((begin, end, name))
         entries[name] = entry
     spans.sort()
     reached = 0
     for begin, end, name in spans:
         if begin != reached:
-            raise broken(f"tensor {name!r} starts at byte {begin} where {reached} was expected: a hole or an overlap")
+            raise broken(
+                f"tensor {_quoted(name)} starts at byte {begin} where {reached} was expected: a hole or an overlap"
+            )
         reached = end
     if reached != data_size:
         raise broken(f"{data_size - reached} bytes after the last tensor belong to none")
@@ -142,19 +146,19 @@ def _check_entry(name: str, value: Any, broken: Any) -> tuple[str, tuple[int, ..
         return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**62
 
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise broken(f"tensor {name!r} must have dtype, shape and data_offsets")
+        raise broken(f"tensor {_quoted(name)} must have dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
-        raise broken(f"tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
+        raise broken(f"tensor {_quoted(name)} has the unknown dtype {str(dtype)[:40]!r}")
     if not isinstance(shape, list) or len(shape) > 64 or not all(whole(n) for n in shape):
-        raise broken(f"tensor {name!r} has a shape that is no list of whole numbers")
+        raise broken(f"tensor {_quoted(name)} has a shape that is no list of whole numbers")
     if (
         not isinstance(offsets, list)
         or len(offsets) != 2
         or not all(whole(n) for n in offsets)
         or offsets[0] > offsets[1]
     ):
-        raise broken(f"tensor {name!r} has data_offsets that are no [begin, end]")
+        raise broken(f"tensor {_quoted(name)} has data_offsets that are no [begin, end]")
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
@@ -227,10 +231,14 @@ def _open_shards(folder: Path, index: Path, by_file: Mapping[str, list[str]]) ->
             listed = set(names)
             absent = [n for n in names if n not in file.entries]
             if absent:
-                raise InputError(f"{index}: says that {filename} holds {absent[0]!r}, but it does not. Save it again.")
+                raise InputError(
+                    f"{index}: says that {filename} holds {_quoted(absent[0])}, but it does not. Save it again."
+                )
             unlisted = [n for n in file.entries if n not in listed]
             if unlisted:
-                raise InputError(f"{index}: does not list {unlisted[0]!r}, which {filename} holds. Save it again.")
+                raise InputError(
+                    f"{index}: does not list {_quoted(unlisted[0])}, which {filename} holds. Save it again."
+                )
     except BaseException:
         close_files(files)
         raise
@@ -251,12 +259,19 @@ def read_index(index: Path) -> dict[str, list[str]]:
     by_file: dict[str, list[str]] = {}
     for name, filename in weight_map.items():
         if not isinstance(filename, str) or not _is_plain_name(filename):
-            raise broken(f"{name!r} points to {str(filename)[:80]!r}, which is not a file name inside the folder")
+            raise broken(
+                f"{_quoted(name)} points to {str(filename)[:80]!r}, which is not a file name inside the folder"
+            )
         by_file.setdefault(filename, []).append(name)
     for filename in by_file:
         if not (index.parent / filename).is_file():
             raise broken(f"the file {filename!r} that it names is not there")
     return dict(sorted(by_file.items()))
+
+
+def _quoted(name: str) -> str:
+    """A name from a file, for a message: quoted, and cut if it is long."""
+    return repr(name if len(name) <= 100 else name[:99] + "…")
 
 
 def _is_text(name: str) -> bool:

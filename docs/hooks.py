@@ -1,0 +1,228 @@
+"""What the pages take from the program itself when the site is built, so that they cannot fall behind it.
+
+A line `<!-- generated: NAME -->` in a page is replaced by what the function for NAME returns. Recipes that a page shows
+are checked: one that the program would refuse stops the build.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from mkdocs.exceptions import PluginError
+from pydantic import BaseModel
+
+from gradmerge.cli.app import app
+from gradmerge.errors import InputError
+from gradmerge.recipe import Base, Identity, Model, Output, Recipe, make_recipe, parse_yaml
+from gradmerge.rules import RULES, Rule
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "merge.json"
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    for block in re.findall(r"^```yaml[^\n]*\n(.*?)^```", markdown, re.DOTALL | re.MULTILINE):
+        if re.search(r"^method:", block, re.MULTILINE):
+            try:
+                make_recipe(parse_yaml(block, "recipe"))
+            except InputError as error:
+                raise PluginError(f"{page.file.src_uri} shows a recipe that is not valid: {error}") from error
+
+    def generated(match: re.Match[str]) -> str:
+        return GENERATED[match[1]]()
+
+    return re.sub(r"^<!-- generated: ([a-z-]+) -->$", generated, markdown, flags=re.MULTILINE)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Docstrings may say :class:`Name`; the page shows the name alone."""
+    return re.sub(r":(?:class|meth|func|data|attr):(?=<code>)", "", html)
+
+
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    def line(cells: tuple[str, ...]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
+
+    return "\n".join([line(header), "|" + "---|" * len(header), *(line(row) for row in rows)])
+
+
+# Recipe.
+
+
+def recipe_reference() -> str:
+    """Every key of a recipe, from the schema that checks it."""
+    sections: list[tuple[str, str, type[BaseModel]]] = [
+        ("The top level", "", Recipe),
+        ("`base`", "", Base),
+        ("`models[…]`", "", Model),
+        ("Curvature", "Wherever a recipe names curvature, this may stand instead of a path.", Identity),
+        ("`output`", "", Output),
+    ]
+    parts = []
+    for title, text, model in sections:
+        about = text or (model.__doc__ or "").strip()
+        parts.append(f"## {title}\n\n{about}\n\n{fields_table(model)}")
+    return "\n\n".join(parts)
+
+
+def fields_table(model: type[BaseModel]) -> str:
+    schema = model.model_json_schema()
+    required = set(schema.get("required", ()))
+    rows = []
+    for name, field in schema["properties"].items():
+        default = "required" if name in required else default_text(field.get("default"), model, name)
+        rows.append((f"`{name}`", kind(field), default, model.model_fields[name].description or ""))
+    return table(("key", "value", "default", "meaning"), rows)
+
+
+def kind(field: dict[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "$ref" in field:
+        name = field["$ref"].rpartition("/")[2]
+        return {"Identity": "`{identity: c}`", "Base": "mapping or path", "Model": "mapping or path"}.get(
+            name, "mapping"
+        )
+    if "enum" in field:
+        return " | ".join(f"`{value}`" for value in field["enum"])
+    if "anyOf" in field:
+        words = [kind(part) for part in field["anyOf"] if part.get("type") != "null"]
+        return " or ".join(dict.fromkeys(words))
+    if field.get("type") == "array":
+        return f"list of {kind(field['items'])}"
+    word = {"string": "text", "number": "number", "integer": "size", "boolean": "`true` | `false`", "object": "mapping"}
+    return word[field["type"]] + (f", at least {field['minimum']:g}" if "minimum" in field else "")
+
+
+def default_text(value: Any, model: type[BaseModel], name: str) -> str:
+    if model.model_fields[name].default_factory is not None:
+        return "all defaults"
+    if value is None:
+        return "none"
+    if name == "shard_size":
+        return f"`{value / 1e9:g}GB`"
+    return f"`{json.dumps(value) if not isinstance(value, str) else value}`"
+
+
+# Methods.
+
+
+def methods_table() -> str:
+    """The rules as rows of one equation."""
+    rows = [(f"[`{r.name}`](methods.md#{r.name})", *r.row) for r in RULES.values()]
+    return table(("method", "α_t", "H_0", "H_t"), rows)
+
+
+def methods_reference() -> str:
+    return methods_table() + "\n\n" + "\n\n".join(method(rule) for rule in RULES.values())
+
+
+def method(rule: Rule) -> str:
+    formula, _, text = rule.explanation.partition("\n")
+    needs = (
+        ["the base"] if "base" in rule.inputs and "base" not in rule.when and "base_weight" not in rule.inputs else []
+    )
+    needs.append("one tuned model" if rule.only_one_model else "tuned models")
+    if "prior" in rule.inputs:
+        condition = f" (with `{rule.when['prior']}: true`)" if "prior" in rule.when else ""
+        needs.append(f"curvature of the base{condition}")
+    if "curvature" in rule.inputs:
+        needs.append("curvature of every tuned model")
+    if "grams" in rule.inputs:
+        needs.append("Gram matrices of every tuned model")
+    weights = "" if "weights" in rule.inputs else " Weights have no meaning here and are refused."
+    own = "`output.curvature: true` writes H̄ beside the result." if rule.precision else ""
+    options = ""
+    if rule.options:
+        rows = [
+            (
+                f"`{o.name}`",
+                o.kind,
+                "required" if o.required else f"`{json.dumps(o.default).strip(chr(34))}`",
+                o.help.text,
+            )
+            for o in rule.options
+        ]
+        options = "\n\n" + table(("option", "value", "default", "meaning"), rows)
+    return f"""## {rule.name}
+
+**{formula}**
+
+{text.strip()}
+
+Needs: {", ".join(needs)}.{weights} {own}
+
+Reference: {rule.reference}.{options}"""
+
+
+# Command line.
+
+
+def cli_reference() -> str:
+    """The help of every command, as the program prints it."""
+    parts = []
+    for context in contexts(typer.main.get_command(app), "gradmerge"):
+        parts.append(f"## {context.command_path}\n\n```text\n{context.get_help().rstrip()}\n```")
+    return "\n\n".join(parts)
+
+
+def contexts(command: Any, name: str, parent: Any = None) -> Iterator[Any]:
+    """A command and those below it, each as it would be called, on a terminal of 80 columns."""
+    settings = command.context_settings | {"terminal_width": 80, "max_content_width": 80}
+    context = command.context_class(command, info_name=name, parent=parent, **settings)
+    yield context
+    for child_name, child in getattr(command, "commands", {}).items():
+        yield from contexts(child, child_name, context)
+
+
+# Benchmarks.
+
+
+def benchmark_results() -> str:
+    """The table of the last benchmark that was kept, if there is one."""
+    if not RESULTS.is_file():
+        return "No results are kept in this version; `make bench` measures them on your machine."
+    report = json.loads(RESULTS.read_text("utf-8"))
+    machine, versions, settings = report["machine"], report["versions"], report["settings"]
+    peer = versions["mergekit"] or {}
+    copy = report["copy_gb_s"]
+    rows = []
+    for row in report["rows"]:
+        moved = row["moved_gb_s"]
+        share = f" ({100 * moved / copy:.0f} %)" if moved and copy and row["case"] != "copy" else ""
+        rows.append(
+            (
+                row["case"],
+                row["program"],
+                str(row["runs"]),
+                f"{row['wall_s']:.1f}",
+                f"{row['peak_rss_gib']:.2f}",
+                f"{moved:.2f}{share}" if moved else "",
+                row["ratio"],
+                "; ".join(bar_text(bar) for bar in row["bars"]),
+            )
+        )
+    header = ("case", "program", "runs", "wall s", "peak RSS GiB", "moved GB/s (of a copy)", "ratio", "bars")
+    return (
+        f"Measured {report['created'][:10]} on {machine['cores']} cores and {machine['memory_bytes'] / 2**30:.0f} GiB "
+        f"({machine['system']}), files in the page cache where they fit: Llama checkpoints of "
+        f"{settings['parameters'] / 1e9:.2f} B parameters in bfloat16, {settings['model_bytes'] / 1e9:.1f} GB each. "
+        f"gradmerge {versions['gradmerge']} with torch {versions['torch']}, mergekit {peer.get('mergekit', '(not run)')} "
+        f"with torch {peer.get('torch', '(not run)')}, Python {versions['python']}. "
+        "Times are medians and include starting the program; memory is the highest peak.\n\n" + table(header, rows)
+    )
+
+
+def bar_text(bar: dict[str, Any]) -> str:
+    return f"{bar['name']} {bar['sense']} {bar['bar']:g}: {'met' if bar['passed'] else '**missed**'}"
+
+
+GENERATED = {
+    "recipe": recipe_reference,
+    "methods": methods_reference,
+    "cli": cli_reference,
+    "benchmark": benchmark_results,
+}

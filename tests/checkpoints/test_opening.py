@@ -1,0 +1,424 @@
+"""From what a user writes to an open checkpoint: files, folders, pickles, Hub ids."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.checkpoints import Buffers, open_checkpoint
+from gradmerge.checkpoints.pickles import PickleFile
+from gradmerge.errors import InputError
+from tests.making import assert_close, near, random_state, read_model, write_model
+
+from . import slow
+from .families import double
+
+
+def read_all(reference: str | Path, **arguments: Any) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint through our own reader."""
+    with open_checkpoint(str(reference), **arguments) as checkpoint:
+        return {
+            name: checkpoint.read(name, 0, info.numel, Buffers()).reshape(info.shape).clone()
+            for name, info in checkpoint.tensors.items()
+        }
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name].dtype == value.dtype, name
+        assert got[name].equal(value), name
+
+
+def mixed_state() -> dict[str, Tensor]:
+    state = random_state(3)
+    types = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float32, torch.bfloat16)
+    state = {name: value.to(dtype) for (name, value), dtype in zip(state.items(), types, strict=True)}
+    return state | {"ids": torch.arange(5), "mask": torch.tensor([True, False]), "scalar": torch.tensor(1.5)}
+
+
+# safetensors
+
+
+def test_a_single_safetensors_file_is_a_model_without_small_files(tmp_path: Path) -> None:
+    base = random_state(0)
+    tuned = near(base, 1)
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(tuned, tmp_path / "any name.safetensors")
+    recipe = {"method": "average", "base": "base.safetensors", "models": ["any name.safetensors"]}
+    (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
+    gm.merge(tmp_path / "recipe.yml", tmp_path / "out")
+    assert_close(read_model(tmp_path / "out"), tuned, 0)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"model.safetensors", "gradmerge.json", "README.md"}
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_a_folder_is_read_whatever_its_shards(shards: int, tmp_path: Path) -> None:
+    state = mixed_state()
+    assert_same(read_all(write_model(tmp_path / "m", state, shards)), state)
+
+
+def test_a_part_of_a_tensor_is_the_part_that_was_asked_for(tmp_path: Path) -> None:
+    state = mixed_state()
+    with open_checkpoint(str(write_model(tmp_path / "m", state, 2))) as checkpoint:
+        buffers = Buffers()
+        for name, value in state.items():
+            flat = value.reshape(-1)
+            for start, stop in ((0, 1), (flat.numel() // 2, flat.numel()), (flat.numel(), flat.numel())):
+                assert checkpoint.read(name, start, stop, buffers).equal(flat[start:stop])
+
+
+def test_safetensors_are_preferred_to_a_pickle_beside_them(tmp_path: Path) -> None:
+    state = random_state(0)
+    write_model(tmp_path / "m", state)
+    torch.save(random_state(1), tmp_path / "m/pytorch_model.bin")
+    assert_same(read_all(tmp_path / "m"), state)
+    assert_same(read_all(tmp_path / "m", allow_pickle=True), state)
+
+
+def test_files_in_a_folder_without_an_index_are_named_so_that_one_can_be_chosen(tmp_path: Path) -> None:
+    for name in ("one.safetensors", "two.safetensors"):
+        save_file(random_state(0), tmp_path / name)
+    with pytest.raises(InputError, match=r"(?s)no model\.safetensors.*one\.safetensors.*two\.safetensors"):
+        open_checkpoint(str(tmp_path))
+    assert_same(read_all(tmp_path / "one.safetensors"), random_state(0))
+
+
+def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", random_state(0), 2)
+    index = folder / "model.safetensors.index.json"
+    good = json.loads(index.read_text())
+    for change, message in (
+        ({"extra.weight": "model-00001-of-00002.safetensors"}, "holds 'extra.weight', but it does not"),
+        (
+            {"extra.weight": "model-00003-of-00002.safetensors"},
+            "'model-00003-of-00002.safetensors' that it names is not",
+        ),
+        ({"extra.weight": "../model.safetensors"}, "not a file name inside the folder"),
+        ({"extra.weight": str(tmp_path / "x.safetensors")}, "not a file name inside the folder"),
+    ):
+        index.write_text(json.dumps(good | {"weight_map": good["weight_map"] | change}))
+        with pytest.raises(InputError, match=message):
+            open_checkpoint(str(folder))
+    fewer = dict(list(good["weight_map"].items())[1:])
+    index.write_text(json.dumps(good | {"weight_map": fewer}))
+    with pytest.raises(InputError, match="does not list"):
+        open_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("nothing-here", "no such folder or file"),
+        ("./not/here", "no such folder or file"),
+        ("/not/here", "no such folder or file"),
+        ("a/b/c", "no such folder or file"),
+        ("empty", r"no model\.safetensors"),
+        ("text.txt", r"ends in \.safetensors"),
+    ],
+)
+def test_a_place_without_a_model_is_named(reference: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text("hello")
+    with pytest.raises(InputError, match=message) as error:
+        open_checkpoint(reference, relative_to=tmp_path)
+    assert reference.removeprefix("./") in str(error.value)
+
+
+# Pickles
+
+
+def save_bins(folder: Path, state: dict[str, Tensor], shards: int = 1, **arguments: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    if shards == 1:
+        torch.save(state, folder / "pytorch_model.bin", **arguments)
+        return folder
+    weight_map = {}
+    for shard in range(shards):
+        filename = f"pytorch_model-{shard + 1:05d}-of-{shards:05d}.bin"
+        part = {name: state[name] for name in list(state)[shard::shards]}
+        torch.save(part, folder / filename, **arguments)
+        weight_map |= dict.fromkeys(part, filename)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("zipped", [True, False], ids=["zipped", "legacy"])
+def test_a_folder_of_pickles_is_read_on_request_only(shards: int, zipped: bool, tmp_path: Path) -> None:
+    state = mixed_state()
+    folder = save_bins(tmp_path / "m", state, shards, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(InputError, match="allow-pickle"):
+        open_checkpoint(str(folder))
+    assert_same(read_all(folder, allow_pickle=True), state)
+
+
+@pytest.mark.parametrize("shards", [(1, 1), (3, 2)])
+def test_pickles_merge_like_safetensors(shards: tuple[int, int], tmp_path: Path) -> None:
+    base = random_state(0)
+    tuned = [near(base, 1), near(base, 2)]
+    folders = [save_bins(tmp_path / "base", base, shards[0]), save_bins(tmp_path / "a", tuned[0], shards[1])]
+    folders.append(write_model(tmp_path / "b", tuned[1], 2))
+    recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
+    with pytest.raises(InputError, match="allow-pickle"):
+        gm.merge(recipe, tmp_path / "out")
+    gm.merge(recipe, tmp_path / "out", allow_pickle=True)
+    want = slow.ties(double(base), [double(t) for t in tuned], [1, 1], 0.2)
+    assert_close(read_model(tmp_path / "out"), want, 1e-6)
+    assert not list((tmp_path / "out").glob("*.bin*"))
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
+def test_a_lone_pickle_file_is_read_on_request_only(suffix: str, tmp_path: Path) -> None:
+    state, path = mixed_state(), tmp_path / f"weights{suffix}"
+    torch.save(state, path)
+    with pytest.raises(InputError, match="allow-pickle"):
+        open_checkpoint(str(path))
+    assert_same(read_all(path, allow_pickle=True), state)
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model"])
+def test_a_state_dict_inside_a_training_checkpoint_is_found(key: str, tmp_path: Path) -> None:
+    state = random_state(0)
+    torch.save({key: state, "epoch": 3, "optimizer": {"lr": 0.1}}, tmp_path / "c.pt")
+    assert_same(read_all(tmp_path / "c.pt", allow_pickle=True), state)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zipped", "legacy"])
+def test_views_of_every_kind_are_read_as_the_tensors_they_are(zipped: bool, tmp_path: Path) -> None:
+    whole = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    state = {
+        "whole": whole,
+        "tied": whole,
+        "transposed": whole.T,
+        "rows": whole[2:4],
+        "columns": whole[:, 3:5],
+        "strided": whole.flatten()[::3],
+        "expanded": whole[:1].expand(4, 8),
+        "parameter": torch.nn.Parameter(whole * 2),
+        "turned parameter": torch.nn.Parameter(whole.T * 3),
+    }
+    torch.save(state, tmp_path / "c.pt", _use_new_zipfile_serialization=zipped)
+    got = read_all(tmp_path / "c.pt", allow_pickle=True)
+    assert_same(got, {name: value.detach().contiguous() for name, value in state.items()})
+
+
+def test_tensors_that_were_saved_on_a_gpu_are_read_without_one(tmp_path: Path) -> None:
+    state = random_state(0) | {"turned": torch.randn(4, 5).T}
+    registry = torch.serialization._package_registry
+    before = list(registry)
+    torch.serialization.register_package(0, lambda storage: "cuda:0", lambda storage, location: None)
+    try:
+        torch.save(state, tmp_path / "gpu.pt")
+    finally:
+        registry[:] = before
+    assert b"cuda:0" in (tmp_path / "gpu.pt").read_bytes()
+    assert_same(read_all(tmp_path / "gpu.pt", allow_pickle=True), state)
+
+
+def test_only_what_is_not_one_run_of_the_file_is_held_in_memory(tmp_path: Path) -> None:
+    torch.save({"straight": torch.randn(4, 5), "turned": torch.randn(4, 5).T}, tmp_path / "c.pt")
+    file = PickleFile(tmp_path / "c.pt")
+    file.close()
+    assert file.entries.keys() == {"straight"}
+    assert file.memory.keys() == {"turned"}
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
+def test_an_archive_that_another_program_packed_is_read_right(compression: int, tmp_path: Path) -> None:
+    state = random_state(0)
+    torch.save(state, tmp_path / "plain.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as old,
+        zipfile.ZipFile(tmp_path / "packed.pt", "w", compression) as new,
+    ):
+        for info in old.infolist():
+            new.writestr(info.filename, old.read(info))
+    assert_same(read_all(tmp_path / "packed.pt", allow_pickle=True), state)
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["zipped", "legacy", "bare"])
+def test_code_in_a_pickle_is_refused_and_not_run(kind: str, tmp_path: Path) -> None:
+    mark = tmp_path / "it ran"
+    path = tmp_path / "bomb.bin"
+    content = {"w": torch.zeros(3), "bomb": Bomb(mark)}
+    if kind == "bare":
+        path.write_bytes(pickle.dumps(content["bomb"]))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=kind == "zipped")
+    with pytest.raises(InputError, match=r"bomb\.bin: cannot be read as a PyTorch checkpoint"):
+        open_checkpoint(str(path), allow_pickle=True)
+    assert not mark.exists()
+    with pytest.raises(InputError, match="allow-pickle"):
+        open_checkpoint(str(path))
+    assert not mark.exists()
+    if kind != "bare":  # the file is a bomb indeed
+        torch.load(path, weights_only=False)
+        assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    "content", [{}, [torch.zeros(2)], {"a": 1}, {"a": torch.zeros(2), "b": "text"}, torch.zeros(3)]
+)
+def test_a_pickle_without_a_state_dict_is_refused(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "c.pt")
+    with pytest.raises(InputError, match=r"c\.pt: holds no state dict"):
+        open_checkpoint(str(tmp_path / "c.pt"), allow_pickle=True)
+
+
+@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.98])
+def test_a_pickle_that_is_cut_short_is_one_clear_message(keep: float, tmp_path: Path) -> None:
+    torch.save(random_state(0), tmp_path / "whole.pt")
+    raw = (tmp_path / "whole.pt").read_bytes()
+    (tmp_path / "cut.pt").write_bytes(raw[: int(keep * len(raw)) if isinstance(keep, float) else keep])
+    with pytest.raises(InputError, match=r"cut\.pt: cannot be read"):
+        open_checkpoint(str(tmp_path / "cut.pt"), allow_pickle=True)
+
+
+def test_an_index_of_pickles_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
+    folder = save_bins(tmp_path / "m", random_state(0), 2)
+    torch.save({"w": torch.zeros(2)}, tmp_path / "x.bin")
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"w": "../x.bin"}}))
+    with pytest.raises(InputError, match="not a file name inside the folder"):
+        open_checkpoint(str(folder), allow_pickle=True)
+
+
+# Hub ids: the Hugging Face library reads its settings once, so each of these runs in a process of its own.
+
+COMMIT, OTHER = "a" * 40, "b" * 40
+
+
+def make_cache(root: Path, revisions: dict[str, dict[str, Tensor]], repo: str = "org/my.model") -> Path:
+    """A Hub cache as huggingface_hub lays it out: blobs, snapshots of links to them, refs."""
+    home = root / "hub" / ("models--" + repo.replace("/", "--"))
+    (home / "refs").mkdir(parents=True)
+    (home / "blobs").mkdir()
+    for commit, state in revisions.items():
+        snapshot = home / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        made = write_model(root / "made" / commit, state, 2, {"commit": commit})
+        for path in made.iterdir():
+            blob = home / "blobs" / f"{commit[:4]}{path.name}"
+            path.rename(blob)
+            (snapshot / path.name).symlink_to(os.path.relpath(blob, snapshot))
+    (home / "refs/main").write_text(COMMIT)
+    if OTHER in revisions:
+        (home / "refs/v2").write_text(OTHER)
+    return home
+
+
+def in_process(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE", "TRANSFORMERS_"))}
+    settings = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(root / "hub"), "HF_HOME": str(root / "home"), **environment}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=clean | settings,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_hub_ids_with_and_without_revision_are_read_from_the_cache(tmp_path: Path) -> None:
+    base = random_state(0)
+    tuned = near(base, 1)
+    make_cache(tmp_path, {COMMIT: base, OTHER: tuned})
+    code = f"""
+        import gradmerge as gm
+        for name, revision in (("branch", "v2"), ("commit", "{OTHER}")):
+            recipe = {{"method": "task-arithmetic", "base": "org/my.model",
+                       "models": [{{"model": "org/my.model@" + revision, "weight": 0.5}}]}}
+            gm.merge(recipe, name)
+    """
+    run = in_process(tmp_path, "-c", textwrap.dedent(code))
+    assert run.returncode == 0, run.stderr
+    want = slow.task_arithmetic(double(base), [double(tuned)], [0.5])
+    for name in ("branch", "commit"):
+        assert_close(read_model(tmp_path / name), want, 1e-6)
+        config = tmp_path / name / "config.json"
+        assert json.loads(config.read_text())["commit"] == COMMIT
+        assert not config.is_symlink()
+    record = json.loads((tmp_path / "branch/gradmerge.json").read_text())
+    assert [i["hub_id"] for i in record["inputs"]] == ["org/my.model", "org/my.model@v2"]
+    assert "base_model" in (tmp_path / "branch/README.md").read_text()
+
+
+def test_a_folder_of_the_same_name_goes_before_the_hub(tmp_path: Path) -> None:
+    make_cache(tmp_path, {COMMIT: random_state(0)})
+    here = random_state(1)
+    write_model(tmp_path / "org/my.model", here)
+    run = in_process(
+        tmp_path, "-c", 'import gradmerge as gm; gm.merge({"method": "average", "models": ["org/my.model"]}, "out")'
+    )
+    assert run.returncode == 0, run.stderr
+    assert_close(read_model(tmp_path / "out"), here, 0)
+
+
+def test_an_adapters_base_may_be_a_hub_id(tmp_path: Path) -> None:
+    base = random_state(0)
+    make_cache(tmp_path, {COMMIT: base})
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": "org/my.model", "r": 2, "lora_alpha": 6}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    a, b = torch.randn(2, 8), torch.randn(16, 2)
+    prefix = "base_model.model.layers.0.linear"
+    save_file({f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}, adapter / "adapter_model.safetensors")
+    run = in_process(
+        tmp_path, "-c", 'import gradmerge as gm; gm.merge({"method": "average", "models": ["adapter"]}, "out")'
+    )
+    assert run.returncode == 0, run.stderr
+    name = "layers.0.linear.weight"
+    assert_close(read_model(tmp_path / "out"), base | {name: base[name].double() + 3 * b.double() @ a.double()}, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("reference", "environment"),
+    [
+        ("org/absent", {}),
+        ("org/my.model@no-such-revision", {}),
+        ("org/absent", {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}),
+        ("org/bad..name", {}),
+    ],
+    ids=["absent", "revision", "no network", "not a name"],
+)
+def test_a_hub_model_that_cannot_be_had_is_one_quick_message(
+    reference: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    make_cache(tmp_path, {COMMIT: random_state(0)})
+    arguments = ["-m", "gradmerge", "merge", "--method", "average", "--model", reference, "-o", "out"]
+    begun = time.perf_counter()
+    run = in_process(tmp_path, *arguments, **environment)
+    assert time.perf_counter() - begun < 20
+    assert run.returncode == 2, run.stderr
+    assert reference in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()

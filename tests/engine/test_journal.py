@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradmerge.engine.journal import Journal
+
+
+def test_a_line_that_was_cut_short_is_forgotten_and_does_no_harm(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "fingerprint")
+    journal.open(fresh=True)
+    journal.statistics({"thresholds": {"": [0.1]}, "geometry": {}})
+    journal.unit(3, [11, 2**64 - 1])
+    journal.unit(4, [12, -1])
+    journal.close()
+    journal.path.write_bytes(journal.path.read_bytes()[:-4])
+
+    again = Journal(tmp_path, "fingerprint")
+    finished = again.load()
+    assert finished is not None
+    assert finished.units == {3: [11, 2**64 - 1]}
+    assert finished.statistics == {"thresholds": {"": [0.1]}, "geometry": {}}
+    again.open(fresh=False)
+    again.unit(5, [13, 1])
+    again.close()
+    finished = Journal(tmp_path, "fingerprint").load()
+    assert finished is not None
+    assert sorted(finished.units) == [3, 5]
+
+
+def test_a_journal_of_another_merge_is_not_believed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "one")
+    assert not journal.belongs_to_another_merge()
+    journal.open(fresh=True)
+    journal.unit(0, [1])
+    journal.close()
+    other = Journal(tmp_path, "two")
+    assert other.load() is None
+    assert other.belongs_to_another_merge()
+    journal.path.write_bytes(b"\x00\xff not a journal\n")
+    assert other.load() is None
+    assert not other.belongs_to_another_merge()
+
+
+def test_a_journal_of_another_boot_is_not_believed(tmp_path: Path, monkeypatch) -> None:
+    """After a crash of the machine, what the journal names need not be on the disk."""
+    journal = Journal(tmp_path, "one")
+    journal.open(fresh=True)
+    journal.unit(0, [1])
+    journal.close()
+    monkeypatch.setattr("gradmerge.engine.journal._boot", lambda: "another")
+    after = Journal(tmp_path, "one")
+    assert after.load() is None
+    assert not after.belongs_to_another_merge()
