@@ -30,14 +30,14 @@ format: install  ## Format the code.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install  ## Compare speed and memory with mergekit on models of 1.1 B parameters (25 GB of disk, half an hour).
+bench: install  ## Compare speed and memory with mergekit on models of 1.1 B parameters (35 GB of disk, half an hour).
 	$(PYTHON) -m venv .venv-mergekit
 	.venv-mergekit/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt torch
 	.venv-mergekit/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt mergekit
 	$(BIN)/python -m benchmarks.merge --data $(BENCH_DATA) --mergekit .venv-mergekit/bin/mergekit-yaml
 
 docs: install  ## Build the documentation into site/.
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## Remove everything that make has made.
 	rm -rf $(VENV) .venv-mergekit $(BENCH_DATA) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

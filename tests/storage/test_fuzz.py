@@ -254,6 +254,18 @@ def place(tmp_path: Path) -> Path:
     return folder
 
 
+def test_the_watch_notices_a_look_outside_and_a_file_left_open(place: Path) -> None:
+    """Else the tests below would pass whatever was opened."""
+    trial = Trial(place)
+    with pytest.raises(AssertionError, match="looked outside"):
+        trial("secret", lambda: open_checkpoint(str(place / ".." / "secret.safetensors")).close())
+    write_model(place / "model", random_state(0, SMALL))
+    left: list[Checkpoint] = []
+    with pytest.raises(AssertionError, match="left a file open"):
+        trial("open", lambda: left.append(open_checkpoint(str(place / "model"))))
+    left[0].close()
+
+
 def test_a_mutated_header_is_read_or_refused_and_nothing_else(place: Path) -> None:
     state = random_state(0, SMALL) | {
         "step": torch.tensor([3]),

@@ -1,7 +1,8 @@
 """Reading any checkpoint tensor by tensor, comparing checkpoints, and writing one safely."""
 
+from ..storage.tensorfile import TensorInfo
 from .compare import Comparison, compare
-from .model import Buffers, Checkpoint, Digest, TensorInfo
+from .model import Buffers, Checkpoint, Digest
 from .opening import open_checkpoint
 
 __all__ = ["Buffers", "Checkpoint", "Comparison", "Digest", "TensorInfo", "compare", "open_checkpoint"]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, listed
-from ..storage.tensorfile import parse_json_object
-from .model import Buffers, Checkpoint, PositionalFile, TensorInfo
+from ..storage.tensorfile import TensorInfo, parse_json_object
+from .compare import tied_to
+from .model import Buffers, Checkpoint, PositionalFile
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16
@@ -135,6 +136,11 @@ class AdapterCheckpoint(Checkpoint):
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             transposed = embedding or bool(config.get("fan_in_fan_out"))
             factors[target] = Factors(pair["A"], pair["B"], scale, self._orientation(target, pair, transposed))
+        tied = [module for module in lost if tied_to(f"{module}.weight", self.base)]
+        if tied:
+            raise InputError(f"{self.folder}: the adapter changes {tied[0]}.weight, which {self.base.label} shares with "
+                             f"{tied_to(f'{tied[0]}.weight', self.base)}: the result would no longer be one tensor. "
+                             "Untie the embeddings of the base first.")  # fmt: skip
         if lost:
             raise InputError(f"{self.folder}: the adapter changes modules that {self.base.label} does not have:\n"
                              f"{listed(lost)}\nWas it trained on another base?")  # fmt: skip

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from ..storage.bytesof import bytes_of
-from ..storage.tensorfile import FLOATS, ITEM_SIZE, Entry
+from ..storage.tensorfile import ITEM_SIZE, Entry, TensorInfo
 
 TORCH_TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -23,29 +21,6 @@ TORCH_TYPES: dict[str, torch.dtype] = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 STORED_TYPES = {v: k for k, v in TORCH_TYPES.items()}
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What is known of a tensor before it is read."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * ITEM_SIZE[self.dtype]
-
-    @property
-    def is_float(self) -> bool:
-        return self.dtype in FLOATS
-
-    def __str__(self) -> str:
-        return f"{FLOATS.get(self.dtype, self.dtype)} {list(self.shape)}"
 
 
 class Buffers:

@@ -136,14 +136,13 @@ def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool) -> Checkpoi
         raise InputError(
             f"{folder}: an adapter without a base: its config names none. Give the base model in the recipe."
         )
-    for start in (None, folder):
-        if local_path(stated, start).exists():
-            try:
-                return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle)
-            except RecursionError:
-                raise InputError(f"{folder}: the adapter's base leads back to the adapter itself") from None
+    start = folder if not local_path(stated, None).exists() and local_path(stated, folder).exists() else None
+    if is_adapter(local_path(stated, start)):
+        raise InputError(
+            f"{folder}: the adapter names another adapter as its base, {stated}. Merge that one into its base first."
+        )
     try:
-        return open_checkpoint(stated, allow_pickle=allow_pickle)
+        return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle)
     except InputError as error:
         raise InputError(f"{folder}: the adapter's base cannot be opened. {error}") from error
 

@@ -53,7 +53,7 @@ class PickleFile:
         read_fully(self._fd, buffer, offset, self.path)
 
     def will_need(self, offset: int, nbytes: int) -> None:
-        if hasattr(os, "posix_fadvise"):
+        if hasattr(os, "posix_fadvise") and self._fd >= 0:
             os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:

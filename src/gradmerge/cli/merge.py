@@ -232,7 +232,8 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, as_j
     from ..storage.tensorwriter import split_into_shards
 
     inputs = plan.inputs
-    files = len(split_into_shards(plan.tensors, recipe.output.shard_size))
+    outputs = [plan.tensors, *([plan.precision_tensors] if plan.write_precision else [])]
+    files = sum(len(split_into_shards(tensors, recipe.output.shard_size)) for tensors in outputs)
     sources: list[dict[str, Any]] = [
         {"source": c.label, "kind": c.kind, "bytes": c.nbytes, "parameters": c.parameters} for c in inputs.checkpoints
     ] + [

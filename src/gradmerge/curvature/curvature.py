@@ -58,9 +58,10 @@ class Curvature(Mapping[str, Tensor]):
         if self.keys() != other.keys():
             odd = sorted(self.keys() ^ other.keys())
             raise ValueError(f"the two do not have the same parameters: {odd[0]!r} is in one of them only")
+        if self.likelihood != other.likelihood:
+            raise ValueError(f"the two were measured differently: {self.likelihood} and {other.likelihood}")
         sums = {name: value + other[name] for name, value in self._sums.items()}
-        likelihood = self.likelihood if self.likelihood == other.likelihood else "mixed"
-        return Curvature(sums, self.examples + other.examples, likelihood, self.model or other.model)
+        return Curvature(sums, self.examples + other.examples, self.likelihood, self.model or other.model)
 
     def scale(self, factor: float) -> Curvature:
         """Every sum times a number that is not negative."""

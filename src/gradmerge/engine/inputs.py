@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.model import Buffers, Checkpoint
+from ..checkpoints.model import Buffers, Checkpoint, block_digest
 from ..curvature.files import CurvatureFile
 from ..errors import InputError
 
@@ -38,8 +38,13 @@ class CurvatureInput:
             return {name: tuple(value.shape) for name, value in self.memory.items()}
         return None
 
-    def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str, dtype: torch.dtype) -> Tensor:
-        """Elements ``start`` to ``stop`` of a parameter's reduced curvature; one number stands for all of a constant."""
+    def read(
+        self, name: str, start: int, stop: int, buffers: Buffers, slot: str, dtype: torch.dtype, digests: dict[int, int]
+    ) -> Tensor:
+        """Elements ``start`` to ``stop`` of a parameter's reduced curvature; one number stands for all of a constant.
+
+        ``digests`` takes the digest of the values before they are reduced.
+        """
         if self.constant is not None:
             return torch.tensor(self.constant, dtype=dtype)
         if self.file is not None:
@@ -48,6 +53,7 @@ class CurvatureInput:
             assert self.memory is not None
             values = self.memory[name].detach().cpu().reshape(-1)[start:stop]
         self._check(values, name)
+        digests[id(self)] = block_digest(values)
         values = values.to(dtype)
         return values if self.factor == 1.0 else values * self.factor
 

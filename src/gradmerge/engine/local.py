@@ -103,7 +103,7 @@ def _merge(
     job = unit.job
     assert job.rule is not None
     if job.whole:
-        tensors = read_matrices(plan, job, buffers, digests)
+        tensors = read_matrices(plan, job, buffers)
     else:
         tensors = read_block(plan, job, unit.start, unit.stop, buffers, digests) | statistics.of(job.name)
     if not allow_nonfinite:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ..checkpoints.compare import compare, tied_to
-from ..checkpoints.model import TORCH_TYPES, TensorInfo
+from ..checkpoints.model import TORCH_TYPES
 from ..errors import InputError, listed
 from ..rules import Rule
 from ..rules.spherical import Geometry
-from ..storage.tensorfile import FLOATS
+from ..storage.tensorfile import FLOATS, TensorInfo
 from .inputs import CurvatureInput, Inputs
 
 #: Elements that go through a rule at once. Smaller blocks stay in a core's own cache, but threads then spend their time waiting

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoints.compare import tied_to
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, block_digest
 from ..errors import InputError
@@ -50,10 +51,7 @@ def read_block(
         name = _curvature_name(plan, source, job.name)
         if name is None:
             return torch.tensor(0.0, dtype=job.compute)
-        values = source.read(name, start, stop, buffers, slot, job.compute)
-        if source.constant is None:
-            digests[id(source)] = block_digest(values)
-        return values
+        return source.read(name, start, stop, buffers, slot, job.compute, digests)
 
     if "prior" in plan.needs:
         block["prior"] = curvature(inputs.prior, "prior")
@@ -69,8 +67,6 @@ def read_block(
 
 def _curvature_name(plan: Plan, source: CurvatureInput, name: str) -> str | None:
     """The name under which a source holds a tensor's curvature: its own, or that of the tensor it is tied to."""
-    from ..checkpoints.compare import tied_to
-
     shapes = source.shapes
     if shapes is None or name in shapes:
         return name
@@ -78,10 +74,10 @@ def _curvature_name(plan: Plan, source: CurvatureInput, name: str) -> str | None
     return tied if tied in shapes else None
 
 
-def read_matrices(plan: Plan, job: Job, buffers: Buffers, digests: dict[int, int]) -> dict[str, Any]:
-    """Whole weights (out × in) and Gram matrices (in × in) of a linear layer, and whether the weights were turned."""
+def read_matrices(plan: Plan, job: Job, buffers: Buffers) -> dict[str, Any]:
+    """Whole weights (out × in) and Gram matrices (in × in) of a linear layer."""
     numel, shape = job.info.numel, job.info.shape
-    _, tuned = read_models(plan, job, 0, numel, buffers, digests)
+    _, tuned = read_models(plan, job, 0, numel, buffers)
     grams = [source.read_matrix(job.name) for source in plan.inputs.grams]
     turned = is_transposed(plan, job)
     weights = [t.reshape(shape).T if turned else t.reshape(shape) for t in tuned]

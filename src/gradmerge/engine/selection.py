@@ -89,7 +89,7 @@ class Selection:
         """The same for a window of one key, by sums of signs; None if a value is NaN."""
         signs = values.to(self.dtype).abs().sub_(key_value(self._start, self.dtype)).sign_()
         # Sums of ±1 are exact while they are below 2**24, float32's last whole number.
-        parts = signs.split(1 << 23)
+        parts = torch.split(signs, 1 << 23)
         balance = sum(float(part.sum()) for part in parts)
         unequal = sum(float(part.abs_().sum()) for part in parts)
         if balance != balance:

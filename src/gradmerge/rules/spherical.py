@@ -23,7 +23,7 @@ def slerp_factors(geometry: Geometry, t: float, parallel: float) -> tuple[float,
     """The factors of base and tuned model: of an arc, or of a line where no arc is defined."""
     norms = geometry.base_norm * geometry.tuned_norm
     cosine = geometry.dot / norms if norms > 0 else 1.0
-    if abs(cosine) > parallel:
+    if not abs(cosine) <= parallel or abs(cosine) >= 1:  # also where it is NaN
         return 1.0 - t, t
     angle = math.acos(max(-1.0, min(1.0, cosine)))
     return math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)

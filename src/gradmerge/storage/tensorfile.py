@@ -30,13 +30,12 @@ MAX_INDEX = 200_000_000
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Where one tensor lies in a file."""
+class TensorInfo:
+    """What is known of a tensor before it is read."""
 
     dtype: str
+    """As a safetensors header names it."""
     shape: tuple[int, ...]
-    start: int
-    """Offset of the first byte in the file."""
 
     @property
     def numel(self) -> int:
@@ -45,6 +44,21 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return self.numel * ITEM_SIZE[self.dtype]
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype in FLOATS
+
+    def __str__(self) -> str:
+        return f"{FLOATS.get(self.dtype, self.dtype)} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Entry(TensorInfo):
+    """Where one tensor lies in a file."""
+
+    start: int
+    """Offset of the first byte in the file."""
 
 
 class TensorFile:

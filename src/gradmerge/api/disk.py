@@ -1,42 +1,35 @@
-"""Merging, from Python: disk to disk, or in memory."""
+"""Merging from disk to disk."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ._version import __version__
-from .checkpoints.lora import AdapterCheckpoint
-from .checkpoints.model import Buffers, Checkpoint, Digest, TensorInfo, block_digest
-from .checkpoints.sidecars import copy_sidecars, sidecars
-from .curvature.curvature import Curvature
-from .curvature.files import STEM, metadata
-from .engine import BLOCK, CurvatureInput, Inputs, Plan, Statistics, Unit, make_plan, measure, run
-from .engine.journal import Journal
-from .engine.memory import keep_freed_memory
-from .engine.opening import open_plan
-from .engine.plan import torch_type
-from .engine.workers import one_thread_each
-from .errors import InputError
-from .recipe import Recipe, check_options, load_recipe, make_recipe
-from .report.card import model_card
-from .rules import RULES
-from .storage.bytesof import bytes_of
-from .storage.staging import Staging
-from .storage.tensorwriter import TensorWriter
+from .._version import __version__
+from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..curvature.files import STEM, metadata
+from ..engine import BLOCK, Inputs, Plan, Statistics, Unit, measure, run
+from ..engine.journal import Journal
+from ..engine.memory import keep_freed_memory
+from ..engine.opening import open_plan
+from ..engine.workers import one_thread_each
+from ..errors import InputError
+from ..recipe import Recipe, load_recipe, make_recipe
+from ..report.card import model_card
+from ..storage.bytesof import bytes_of
+from ..storage.staging import Staging
+from ..storage.tensorwriter import TensorWriter
+from .record import merge_record
 
 RECORD = "gradmerge.json"
 
@@ -270,7 +263,7 @@ class _Output:
             advance=progress.advance,
         )
         merged = time.perf_counter()
-        return self._finish(units, {"statistics": measured - begun, "merge": merged - measured}, done)
+        return self._finish({"statistics": measured - begun, "merge": merged - measured}, done)
 
     # What `run` calls, from several threads at once.
 
@@ -286,7 +279,7 @@ class _Output:
         self.journal.unit(unit.number, record)
         self._digests[unit.number] = record
 
-    def _finish(self, units: list[Unit], timings: dict[str, float], resumed: int) -> MergeResult:
+    def _finish(self, timings: dict[str, float], resumed: int) -> MergeResult:
         plan, folder = self.plan, self.staging.folder
         self.writer.finish()
         if self.precision is not None:
@@ -302,207 +295,18 @@ class _Output:
             seconds,
             plan.notes,
         )
-        record = self._record(units, timings | {"total": seconds}, resumed)
+        record = merge_record(
+            self.recipe,
+            plan,
+            self.fingerprint,
+            self.writer.filenames,
+            self._digests,
+            timings | {"total": seconds},
+            resumed,
+        )
         (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", "utf-8")
         card = model_card(self.recipe, self.staging.out.name, (folder / "config.json").is_file())
         (folder / "README.md").write_text(card, "utf-8")
         self.journal.remove()
         self.staging.finish()
         return result
-
-    def _record(self, units: list[Unit], timings: dict[str, float], resumed: int) -> dict[str, Any]:
-        return {
-            "gradmerge": __version__,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "fingerprint": self.fingerprint,
-            "recipe": self.recipe.model_dump(mode="json") | {"options": dict(self.plan.inputs.options)},
-            "inputs": self._input_records(units),
-            "output": {
-                "files": self.writer.filenames,
-                "bytes": self.plan.total_written,
-                "merged_tensors": len(self.plan.merged),
-                "copied_tensors": len(self.plan.jobs) - len(self.plan.merged),
-            },
-            "versions": {
-                "gradmerge": __version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-            },
-            "timings": {name: round(value, 3) for name, value in timings.items()},
-            "resumed_blocks": resumed,
-            "notes": self.plan.notes,
-        }
-
-    def _input_records(self, units: list[Unit]) -> list[dict[str, Any]]:
-        inputs = self.plan.inputs
-        records = []
-        for index, source in enumerate(self._sources):
-            digest = Digest(self.plan.block)
-            for unit in units:
-                value = self._digests[unit.number][index]
-                if value >= 0:
-                    info = source.tensors[inputs.stored_name(source, unit.job.name)] if isinstance(source, Checkpoint) else (
-                        TensorInfo("F32", unit.job.info.shape))  # fmt: skip
-                    digest.add(unit.job.name, info, unit.start, value)
-            if isinstance(source, AdapterCheckpoint):
-                digest = digest_of(source.adapter, self.plan.block)
-            record: dict[str, Any] = {"role": _role(source, inputs), "source": source.label}
-            if isinstance(source, Checkpoint) and source.hub_id:
-                record["hub_id"] = source.hub_id
-            record["files"] = [{"name": path.name, "bytes": path.stat().st_size} for path in source.files()]
-            if len(digest):
-                record["digest"] = f"xxh3-128:{digest.hex()}"
-                record["digest_tensors"] = len(digest)
-                record["digest_block"] = digest.block_size
-            records.append(record)
-        return records
-
-
-def _role(source: Checkpoint | CurvatureInput, inputs: Inputs) -> str:
-    if source is inputs.base:
-        return "base"
-    if source is inputs.prior:
-        return "base curvature"
-    if source is inputs.penalty:
-        return "penalty"
-    return "tuned" if isinstance(source, Checkpoint) else "curvature"
-
-
-def digest_of(checkpoint: Checkpoint, block: int = BLOCK) -> Digest:
-    """The digest of all tensors of a checkpoint, as `gradmerge.json` records it for every input."""
-    digest, buffers = Digest(block), Buffers()
-    for name, info in checkpoint.tensors.items():
-        for start in range(0, max(info.numel, 1), block):
-            values = checkpoint.read(name, start, min(start + block, info.numel), buffers)
-            digest.add(name, info, start, block_digest(values))
-    return digest
-
-
-CurvatureLike = Mapping[str, Tensor] | float
-
-
-def merge_state_dicts(
-    base: Mapping[str, Tensor] | None,
-    tuned: Sequence[Mapping[str, Tensor]],
-    method: str = "gradient-matching",
-    *,
-    prior: CurvatureLike | None = None,
-    curvature: Sequence[CurvatureLike] | None = None,
-    penalty: CurvatureLike | None = None,
-    weights: Sequence[float] | None = None,
-    base_weight: float | None = None,
-    damping: float = 1e-10,
-    reduction: str = "sum",
-    include: Sequence[str] = ("*",),
-    exclude: Sequence[str] = (),
-    missing: str = "error",
-    options: Mapping[str, Any] | None = None,
-    threads: int | None = None,
-    allow_nonfinite: bool = False,
-) -> dict[str, Tensor]:
-    """Merge state dicts in memory, by the same rules, checks and arithmetic as on disk.
-
-    ``prior`` is the base's curvature and ``curvature`` a list with that of each tuned model (for ``regmean``, Gram
-    matrices): a :class:`Curvature`, a mapping from names to tensors, or a number c for c · I. ``reduction`` applies to
-    :class:`Curvature`, which knows its number of examples; tensors and numbers are taken as they are. The result
-    has the names, types and devices of the base.
-    """
-    if method not in RULES:
-        raise InputError(f"method: there is no rule {method!r}; known are {', '.join(RULES)}")
-    models = [{"model": f"tuned[{i}]", "weight": w} for i, w in enumerate(_weights(tuned, weights))]
-    description: dict[str, Any] = {
-        "method": method,
-        "models": models,
-        "damping": damping,
-        "reduction": reduction,
-        "include": list(include),
-        "exclude": list(exclude),
-        "missing": missing,
-        "options": dict(options or {}),
-    }
-    if base is not None:
-        description["base"] = {
-            "model": "base",
-            "weight": base_weight,
-            "penalty": None if penalty is None else "penalty",
-        }
-    recipe = make_recipe(description, where="merge_state_dicts")
-    rule, settings = recipe.rule, check_options(recipe.rule, recipe.options)
-    needs = rule.needs(settings)
-    opened = [Checkpoint(f"tuned[{i}]", memory=_contiguous(state)) for i, state in enumerate(tuned)]
-    base_checkpoint = Checkpoint("base", memory=_contiguous(base)) if base is not None else None
-    inputs = Inputs(
-        template=base_checkpoint or opened[0],
-        base=base_checkpoint,
-        tuned=opened,
-        weights=recipe.weights,
-        base_weight=base_weight,
-        damping=damping,
-        options=settings,
-    )
-    if "prior" in needs:
-        inputs.prior = _in_memory(prior, "prior", reduction, method)
-    if penalty is not None:
-        inputs.penalty = _in_memory(penalty, "penalty", reduction, method)
-    if needs & {"curvature", "grams"}:
-        if curvature is None or len(curvature) != len(tuned):
-            raise InputError(f"curvature: {method} needs one for each of the {len(tuned)} tuned models")
-        every = [_in_memory(c, f"curvature[{i}]", reduction, method) for i, c in enumerate(curvature)]
-        if "grams" in needs:
-            inputs.grams = every
-        else:
-            inputs.curvature = every
-    plan = make_plan(rule, inputs, include=include, exclude=exclude, missing=missing)
-    sink = _Memory(plan)
-    threads = threads or default_threads()
-    with one_thread_each():
-        statistics = measure(plan, threads, allow_nonfinite, lambda nbytes: None)
-    run(plan, statistics, sink, threads=threads, allow_nonfinite=allow_nonfinite)
-    template = base if base is not None else tuned[0]
-    return {name: value.to(template[name].device) for name, value in sink.result.items()}
-
-
-def _weights(tuned: Sequence[Any], weights: Sequence[float] | None) -> list[float]:
-    if weights is None:
-        return [1.0] * len(tuned)
-    if len(weights) != len(tuned):
-        raise InputError(f"weights: {len(weights)} for {len(tuned)} tuned models")
-    return list(weights)
-
-
-def _contiguous(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().contiguous() for name, value in state.items()}
-
-
-def _in_memory(value: CurvatureLike | None, label: str, reduction: str, method: str) -> CurvatureInput:
-    if value is None:
-        raise InputError(
-            f"{label}: {method} needs it: a Curvature, a mapping from names to tensors, or a number c for c · I"
-        )
-    if isinstance(value, Mapping):
-        if isinstance(value, Curvature):
-            factor = 1.0 / value.examples if reduction == "mean" else 1.0
-            return CurvatureInput(
-                label, memory=value, factor=factor, examples=value.examples, likelihood=value.likelihood
-            )
-        return CurvatureInput(label, memory=value)
-    if not 0 <= value < float("inf"):
-        raise InputError(f"{label}: {value} is no curvature; it must be a finite number that is not negative")
-    return CurvatureInput(label, constant=float(value))
-
-
-class _Memory:
-    """A result in memory."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.result = {job.name: torch.empty(job.info.shape, dtype=torch_type(job.info)) for job in plan.jobs}
-
-    def write(self, name: str, start: int, block: Tensor) -> None:
-        self.result[name].view(-1)[start : start + block.numel()] = block
-
-    def write_precision(self, name: str, start: int, block: Tensor) -> None:
-        raise AssertionError("merge_state_dicts never asks for it")
-
-    def done(self, unit: Unit, digests: dict[int, int]) -> None:
-        pass

@@ -1,0 +1,7 @@
+"""Merging, from Python: disk to disk, or in memory."""
+
+from .disk import MergeResult, Progress, default_threads, merge, planned
+from .memory import merge_state_dicts
+from .record import digest_of
+
+__all__ = ["MergeResult", "Progress", "default_threads", "digest_of", "merge", "merge_state_dicts", "planned"]

@@ -1,0 +1,147 @@
+"""Merging state dicts in memory, by the same rules, checks and arithmetic as on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.model import Checkpoint
+from ..curvature.curvature import Curvature
+from ..engine import CurvatureInput, Inputs, Plan, Unit, make_plan, measure, run
+from ..engine.plan import torch_type
+from ..engine.workers import one_thread_each
+from ..errors import InputError
+from ..recipe import check_options, make_recipe
+from ..rules import RULES
+from .disk import default_threads
+
+CurvatureLike = Mapping[str, Tensor] | float
+
+
+def merge_state_dicts(
+    base: Mapping[str, Tensor] | None,
+    tuned: Sequence[Mapping[str, Tensor]],
+    method: str = "gradient-matching",
+    *,
+    prior: CurvatureLike | None = None,
+    curvature: Sequence[CurvatureLike] | None = None,
+    penalty: CurvatureLike | None = None,
+    weights: Sequence[float] | None = None,
+    base_weight: float | None = None,
+    damping: float = 1e-10,
+    reduction: str = "sum",
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    missing: str = "error",
+    options: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    allow_nonfinite: bool = False,
+) -> dict[str, Tensor]:
+    """Merge state dicts in memory, by the same rules, checks and arithmetic as on disk.
+
+    ``prior`` is the base's curvature and ``curvature`` a list with that of each tuned model (for ``regmean``, Gram
+    matrices): a :class:`Curvature`, a mapping from names to tensors, or a number c for c · I. ``reduction`` applies to
+    :class:`Curvature`, which knows its number of examples; tensors and numbers are taken as they are. The result
+    has the names, types and devices of the base.
+    """
+    if method not in RULES:
+        raise InputError(f"method: there is no rule {method!r}; known are {', '.join(RULES)}")
+    models = [{"model": f"tuned[{i}]", "weight": w} for i, w in enumerate(_weights(tuned, weights))]
+    description: dict[str, Any] = {
+        "method": method,
+        "models": models,
+        "damping": damping,
+        "reduction": reduction,
+        "include": list(include),
+        "exclude": list(exclude),
+        "missing": missing,
+        "options": dict(options or {}),
+    }
+    if base is not None:
+        description["base"] = {
+            "model": "base",
+            "weight": base_weight,
+            "penalty": None if penalty is None else "penalty",
+        }
+    recipe = make_recipe(description, where="merge_state_dicts")
+    rule, settings = recipe.rule, check_options(recipe.rule, recipe.options)
+    needs = rule.needs(settings)
+    opened = [Checkpoint(f"tuned[{i}]", memory=_contiguous(state)) for i, state in enumerate(tuned)]
+    base_checkpoint = Checkpoint("base", memory=_contiguous(base)) if base is not None else None
+    inputs = Inputs(
+        template=base_checkpoint or opened[0],
+        base=base_checkpoint,
+        tuned=opened,
+        weights=recipe.weights,
+        base_weight=base_weight,
+        damping=damping,
+        options=settings,
+    )
+    if "prior" in needs:
+        inputs.prior = _in_memory(prior, "prior", reduction, method)
+    if penalty is not None:
+        inputs.penalty = _in_memory(penalty, "penalty", reduction, method)
+    if needs & {"curvature", "grams"}:
+        if curvature is None or len(curvature) != len(tuned):
+            raise InputError(f"curvature: {method} needs one for each of the {len(tuned)} tuned models")
+        every = [_in_memory(c, f"curvature[{i}]", reduction, method) for i, c in enumerate(curvature)]
+        if "grams" in needs:
+            inputs.grams = every
+        else:
+            inputs.curvature = every
+    plan = make_plan(rule, inputs, include=include, exclude=exclude, missing=missing)
+    sink = _Memory(plan)
+    threads = threads or default_threads()
+    with one_thread_each():
+        statistics = measure(plan, threads, allow_nonfinite, lambda nbytes: None)
+    run(plan, statistics, sink, threads=threads, allow_nonfinite=allow_nonfinite)
+    template = base if base is not None else tuned[0]
+    return {name: value.to(template[name].device) for name, value in sink.result.items()}
+
+
+def _weights(tuned: Sequence[Any], weights: Sequence[float] | None) -> list[float]:
+    if weights is None:
+        return [1.0] * len(tuned)
+    if len(weights) != len(tuned):
+        raise InputError(f"weights: {len(weights)} for {len(tuned)} tuned models")
+    return list(weights)
+
+
+def _contiguous(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().contiguous() for name, value in state.items()}
+
+
+def _in_memory(value: CurvatureLike | None, label: str, reduction: str, method: str) -> CurvatureInput:
+    if value is None:
+        raise InputError(
+            f"{label}: {method} needs it: a Curvature, a mapping from names to tensors, or a number c for c · I"
+        )
+    if isinstance(value, Mapping):
+        if isinstance(value, Curvature):
+            factor = 1.0 / value.examples if reduction == "mean" else 1.0
+            return CurvatureInput(
+                label, memory=value, factor=factor, examples=value.examples, likelihood=value.likelihood
+            )
+        return CurvatureInput(label, memory=value)
+    if not 0 <= value < float("inf"):
+        raise InputError(f"{label}: {value} is no curvature; it must be a finite number that is not negative")
+    return CurvatureInput(label, constant=float(value))
+
+
+class _Memory:
+    """A result in memory."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.result = {job.name: torch.empty(job.info.shape, dtype=torch_type(job.info)) for job in plan.jobs}
+
+    def write(self, name: str, start: int, block: Tensor) -> None:
+        self.result[name].view(-1)[start : start + block.numel()] = block
+
+    def write_precision(self, name: str, start: int, block: Tensor) -> None:
+        raise AssertionError("merge_state_dicts never asks for it")
+
+    def done(self, unit: Unit, digests: dict[int, int]) -> None:
+        pass
