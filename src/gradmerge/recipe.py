@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, create_model
 
-from .errors import InputError, nearest
+from .errors import InputError
 from .rules import RULES, Rule
+from .words import nearest
 
 MAX_BYTES = 1_000_000
 MAX_NODES = 100_000

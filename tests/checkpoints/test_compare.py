@@ -30,7 +30,7 @@ def refusal(tmp_path: Path, base: State, *tuned: State, **recipe: Any) -> str:
     with pytest.raises(InputError) as error:
         merge(tmp_path, base, *tuned, **recipe)
     assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "out.gradmerge-partial").exists()
     return str(error.value).replace(f"{tmp_path}/", "")
 
 

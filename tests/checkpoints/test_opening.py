@@ -421,4 +421,4 @@ def test_a_hub_model_that_cannot_be_had_is_one_quick_message(
     assert reference in run.stderr
     assert "Traceback" not in run.stderr
     assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "out.gradmerge-partial").exists()

@@ -472,7 +472,7 @@ def test_a_place_that_exists_needs_force_and_force_replaces_it(place: Place) -> 
     result = invoke(*place.command(), "-o", place.out)
     assert result.exit_code == 2 and result.stderr.startswith("error: ") and "--force" in result.stderr
     assert weight_bytes(place.out) == {"mine.txt": b"precious"}
-    assert not (place.path / "out.partial").exists()
+    assert not (place.path / "out.gradmerge-partial").exists()
     # An error leaves what is there, also with --force.
     result = invoke(*place.command("ties"), "--set", "densty=1", "-o", place.out, "--force")
     assert result.exit_code == 2 and weight_bytes(place.out) == {"mine.txt": b"precious"}
@@ -543,10 +543,10 @@ def test_space_that_runs_out_on_the_way_stops_the_merge_and_resume_goes_on(place
             result = invoke(*command, "-o", out)
         assert result.exit_code == 1, result.output
         assert result.stderr.startswith("error: ") and "No space left" in result.stderr
-        assert not out.exists() and (disk / "out.partial").is_dir()
+        assert not out.exists() and (disk / "out.gradmerge-partial").is_dir()
         # Still no space: what was done stays.
         again = invoke(*command, "-o", out, "--resume")
-        assert again.exit_code == 1 and (disk / "out.partial" / "gradmerge.journal").is_file()
+        assert again.exit_code == 1 and (disk / "out.gradmerge-partial" / "gradmerge.journal").is_file()
         filler.unlink()
         result = invoke(*command, "-o", out, "--resume")
         assert result.exit_code == 0, result.output

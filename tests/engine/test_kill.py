@@ -64,7 +64,7 @@ for line in sys.stdin:
         finally:
             os._exit(0)
     if order.get("units"):
-        journal = os.path.join(order["out"] + ".partial", "gradmerge.journal")
+        journal = os.path.join(order["out"] + ".gradmerge-partial", "gradmerge.journal")
         while not os.path.exists(journal) or open(journal, "rb").read().count(b"\\n") < order["units"]:
             time.sleep(0.001)
         os.kill(pid, signal.SIGKILL)
@@ -145,7 +145,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
 
 
 def partial(out: Path) -> Path:
-    return out.with_name(out.name + ".partial")
+    return out.with_name(out.name + ".gradmerge-partial")
 
 
 def replaced(out: Path) -> Path:

@@ -295,7 +295,7 @@ def test_a_mutated_header_is_read_or_refused_and_nothing_else(place: Path) -> No
 
             if trial(f"header {case}", opens) or case % 8 == 0:
                 merged += trial(f"merge of header {case}", merge)
-                assert not (place / "out.partial").exists()
+                assert not (place / "out.gradmerge-partial").exists()
     assert trial.outcomes["worked"] > 20 and trial.outcomes["refused"] > 1000, trial.outcomes
     assert merged > 5
 
@@ -393,7 +393,7 @@ def test_mutated_curvature_is_merged_or_refused_and_nothing_else(place: Path) ->
     for case in range(120):
         path.write_bytes(mutate_file(raw, rng))
         trial(f"curvature {case}", lambda: gm.merge(recipe, place / "out", threads=1, force=True))  # type: ignore[arg-type,return-value]
-        assert not (place / "out.partial").exists()
+        assert not (place / "out.gradmerge-partial").exists()
     assert trial.outcomes["worked"] > 2 and trial.outcomes["refused"] > 50, trial.outcomes
 
 

@@ -52,8 +52,8 @@ def test_what_was_left_is_kept_for_who_asks_and_removed_for_others(tmp_path: Pat
 
 def test_a_link_in_what_was_left_is_removed_and_not_followed(tmp_path: Path) -> None:
     mine = fill(tmp_path / "mine", "precious")
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "link").symlink_to(mine)
+    (tmp_path / "out.gradmerge-partial").mkdir()
+    (tmp_path / "out.gradmerge-partial" / "link").symlink_to(mine)
     Staging(tmp_path / "out").discard()
     assert (mine / "file").read_text() == "precious"
 
@@ -90,7 +90,7 @@ def test_force_replaces_neither_files_nor_links(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("suffix", ["", ".partial", ".gradmerge-replaced"])
+@pytest.mark.parametrize("suffix", ["", ".gradmerge-partial", ".gradmerge-replaced"])
 def test_a_folder_that_holds_an_input_is_not_emptied(tmp_path: Path, suffix: str) -> None:
     state = random_state(0)
     base, tuned = write_model(tmp_path / f"out{suffix}" / "base", state), write_model(tmp_path / "a", near(state, 1))
@@ -141,10 +141,10 @@ def test_a_finished_result_is_kept_when_its_name_was_taken_meanwhile(tmp_path: P
     staging = Staging(tmp_path / "out")
     fill(staging.folder, "new")
     fill(tmp_path / "out", "of another")
-    with pytest.raises(MachineError, match=r"complete in .*out\.partial"):
+    with pytest.raises(MachineError, match=r"complete in .*out\.gradmerge-partial"):
         staging.finish()
     assert (tmp_path / "out" / "file").read_text() == "of another"
-    assert (tmp_path / "out.partial" / "file").read_text() == "new"
+    assert (tmp_path / "out.gradmerge-partial" / "file").read_text() == "new"
 
 
 @pytest.mark.parametrize("name", ["/", "x" * 300, "x" * 250, "file/out", "file/deeper/out"])

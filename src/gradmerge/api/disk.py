@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import resource
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -76,7 +77,7 @@ def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
     return make_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
 
 
-@contextmanager
+@contextlib.contextmanager
 def planned(recipe: str | Path | Recipe | Mapping[str, Any], *, allow_pickle: bool = False) -> Iterator[Plan]:
     """The plan of a recipe, with its inputs open."""
     plan = open_plan(as_recipe(recipe), allow_pickle=allow_pickle)
@@ -102,7 +103,7 @@ def merge(
     """Merge checkpoints as a recipe says and write the result to the folder ``out``.
 
     Everything is streamed: memory depends on the number of models and threads, not on their size. The folder appears
-    under its name when it is complete; until then the work is in ``OUT.partial``, and ``resume`` goes on from there.
+    under its name when it is complete; until then the work is in ``OUT.gradmerge-partial``, and ``resume`` goes on from there.
     The bytes of the weights depend on the inputs and the recipe alone.
     """
     recipe = as_recipe(recipe)
@@ -111,6 +112,7 @@ def merge(
         raise InputError(f"{out}: the result is a folder; give a name without .safetensors")
     threads = threads or default_threads()
     _check_device(device)
+    _allow_many_files()
     with planned(recipe, allow_pickle=allow_pickle) as plan:
         plan.block = block
         fingerprint = _fingerprint(recipe, plan, allow_nonfinite)
@@ -138,6 +140,15 @@ def merge(
 
 def _folders(inputs: Inputs) -> list[Path]:
     return [c.folder for c in inputs.checkpoints if c.folder is not None]
+
+
+def _allow_many_files() -> None:
+    """Every shard stays open; large models have more of them than a process may open by default."""
+    with contextlib.suppress(OSError, ValueError):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        if soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _check_device(device: str) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from ..errors import InputError, listed, nearest
+from ..errors import InputError
+from ..words import listed, nearest
 from .model import Buffers, Checkpoint
 
 #: Heads that models leave out of a checkpoint when they are the same tensor as an embedding, and those embeddings.

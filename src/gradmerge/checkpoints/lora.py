@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError, listed
+from ..errors import InputError
 from ..storage.tensorfile import TensorInfo, parse_json_object
+from ..words import listed
 from .compare import tied_to
 from .model import Buffers, Checkpoint, PositionalFile
 

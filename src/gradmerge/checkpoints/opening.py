@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import InputError, listed
+from ..errors import InputError
 from ..storage.tensorfile import TensorFile, local_path, open_files, parse_json_object, read_index
+from ..words import listed
 from .lora import AdapterCheckpoint, is_adapter, read_adapter_config
 from .model import Checkpoint, PositionalFile
 from .pickles import SUFFIXES, PickleFile

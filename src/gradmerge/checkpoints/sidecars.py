@@ -24,7 +24,6 @@ NOT_COPIED = {
     ".ot",
     ".npz",
     ".lock",
-    ".partial",
 }
 NOT_COPIED_NAMES = {"README.md", "gradmerge.json", "trainer_state.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
                     "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json"}  # fmt: skip

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .output import Debug, Json, Quiet, count, guarded, print_json, print_table
+from ..words import count
+from .output import Debug, Json, Quiet, guarded, print_json, print_table
 
 app = typer.Typer(
     help="Look at curvature files.",

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import AllowPickle, Debug, Json, Quiet, count, guarded, print_json, print_table, size
+from ..words import count, size
+from .output import AllowPickle, Debug, Json, Quiet, guarded, print_json, print_table
 
 if TYPE_CHECKING:
     from ..checkpoints import Checkpoint

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..words import count, size
 from .output import (
     AllowPickle,
     Debug,
     Json,
     Quiet,
-    count,
     guarded,
     note,
     print_json,
     print_table,
     progress,
-    size,
 )
 
 if TYPE_CHECKING:

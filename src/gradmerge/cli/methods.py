@@ -19,8 +19,9 @@ def methods(
 ) -> None:
     """List the merge rules, each as a row (α, H_0, H_t) of one equation; or explain one, with its options."""
     with guarded(debug, json_):
-        from ..errors import InputError, nearest
+        from ..errors import InputError
         from ..rules import RULES
+        from ..words import nearest
 
         if name is None:
             if json_:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import GradmergeError
+from ..words import size
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -75,23 +76,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
 def note(text: str, quiet: bool) -> None:
     if not quiet:
         typer.echo(f"note: {text}", err=True)
-
-
-def size(nbytes: float) -> str:
-    """Bytes in decimal units, as disks and the Hub count them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"
-
-
-def count(number: int) -> str:
-    """A number of parameters: 1.10 B, 22.7 M, 768."""
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return str(number)
 
 
 class PlainProgress:

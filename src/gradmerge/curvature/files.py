@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError, listed
+from ..errors import InputError
 from ..storage.bytesof import bytes_of
 from ..storage.tensorfile import Entry, TensorFile, close_files, local_path, open_files
+from ..words import listed
 from . import log8
 
 FORMAT = "gradmerge-curvature/1"

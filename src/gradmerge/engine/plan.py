@@ -10,10 +10,11 @@ import torch
 
 from ..checkpoints.compare import compare, tied_to
 from ..checkpoints.model import TORCH_TYPES
-from ..errors import InputError, listed
+from ..errors import InputError
 from ..rules import Rule
 from ..rules.spherical import Geometry
 from ..storage.tensorfile import FLOATS, TensorInfo
+from ..words import listed
 from .inputs import CurvatureInput, Inputs
 
 #: Elements that go through a rule at once. Smaller blocks stay in a core's own cache, but threads then spend their time waiting

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import InputError, MachineError
+from ..words import size
 
 try:
     import fcntl
@@ -18,7 +19,7 @@ except ImportError:  # pragma: no cover - not a POSIX system
 
 
 class Staging:
-    """``OUT.partial`` while it is written, ``OUT`` once it is done.
+    """``OUT.gradmerge-partial`` while it is written, ``OUT`` once it is done.
 
     One process at a time may hold it. ``keep=True`` goes on with what an earlier, killed process left there.
     """
@@ -27,7 +28,7 @@ class Staging:
         self.out = Path(os.path.abspath(out))
         if not self.out.name:
             raise InputError(f"{out}: not a place to write to; name a new folder")
-        self.folder = self.out.with_name(self.out.name + ".partial")
+        self.folder = self.out.with_name(self.out.name + ".gradmerge-partial")
         self._replaced = self.out.with_name(self.out.name + ".gradmerge-replaced")
         self.force = force
         self._lock = -1
@@ -101,9 +102,7 @@ class Staging:
         held = sum(p.stat().st_blocks * 512 for p in self.folder.rglob("*") if p.is_file())
         free = shutil.disk_usage(self.folder).free
         if nbytes - held > free:
-            raise MachineError(
-                f"{self.out.parent}: the result takes {nbytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free"
-            )
+            raise MachineError(f"{self.out.parent}: the result takes {size(nbytes)}, but only {size(free)} are free")
 
     def finish(self) -> None:
         """Give the folder its final name."""
