@@ -14,6 +14,7 @@ from .output import (
     Json,
     Quiet,
     guarded,
+    heavy_imports,
     note,
     print_json,
     print_table,
@@ -105,7 +106,9 @@ def merge(
     """
     with guarded(debug, json_):
         from ..errors import InputError
-        from .request import build_recipe, from_options
+
+        with heavy_imports():
+            from .request import build_recipe, from_options
 
         given = None
         if recipe is None:
@@ -150,7 +153,9 @@ def remove(
     """
     with guarded(debug, json_):
         from ..errors import InputError
-        from .request import build_recipe, from_options
+
+        with heavy_imports():
+            from .request import build_recipe, from_options
 
         if method not in ("removal", "task-arithmetic"):
             raise InputError(f"--method {method}: remove knows removal and task-arithmetic")
@@ -177,8 +182,10 @@ def _run(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    from .. import api
     from ..errors import InputError
+
+    with heavy_imports():
+        from .. import api
 
     if dry_run:
         with api.planned(recipe, allow_pickle=allow_pickle) as plan:

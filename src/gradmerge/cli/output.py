@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
 import threading
@@ -54,6 +55,17 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError):
         return f"{error.filename or 'file'}: {error.strerror or error}", 1
     return f"internal error: {type(error).__name__}: {error}. Please report it with the output of --debug.", 1
+
+
+@contextlib.contextmanager
+def heavy_imports() -> Iterator[None]:
+    """Import torch and what stands on it without garbage collection: it finds nothing there, and takes a fifth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def print_json(value: Any) -> None:

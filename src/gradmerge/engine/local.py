@@ -106,30 +106,36 @@ def _merge(
         tensors = read_matrices(plan, job, buffers)
     else:
         tensors = read_block(plan, job, unit.start, unit.stop, buffers, digests) | statistics.of(job.name)
-    if not allow_nonfinite:
-        _check_inputs(plan, job, tensors)
     if not job.whole and device.type != "cpu":
         tensors = {name: _to(value, device) for name, value in tensors.items()}
     arguments = rule_arguments(job.rule, plan, tensors)
     merged = job.rule(**arguments)
     if job.whole:
         merged = (merged.T if is_transposed(plan, job) else merged).reshape(-1)
-    if not allow_nonfinite and not all_finite(merged):
-        raise InputError(f"the merge of {job.name} has values that are NaN or infinite, although its inputs have none: a weight, "
-                         "an option or the curvature is too extreme. Pass --allow-nonfinite to go on.")  # fmt: skip
+    if not allow_nonfinite:
+        _check_finite(plan, job, tensors, merged)
     precision = None
     if plan.write_precision and job.rule.precision is not None:
         precision = job.rule.precision(**arguments).cpu()
     return merged.cpu(), precision
 
 
-def _check_inputs(plan: Plan, job: Job, tensors: dict[str, Any]) -> None:
-    inputs = plan.inputs
-    if tensors.get("base") is not None and inputs.base is not None and not all_finite(tensors["base"]):
+def _check_finite(plan: Plan, job: Job, tensors: dict[str, Any], merged: Tensor) -> None:
+    """Stop if an input or the result has NaN or infinity.
+
+    No rule makes a finite number of a tuned model's NaN or infinity, so that it shows in the result; only then are the
+    models looked at. A rule may leave the base out, which is why it is always looked at.
+    """
+    inputs, base = plan.inputs, tensors.get("base")
+    if base is not None and inputs.base is not None and not all_finite(base):
         raise not_finite(inputs.base.label, job.name)
+    if all_finite(merged):
+        return
     for checkpoint, tensor in zip(inputs.tuned, tensors["tuned"], strict=True):
         if not all_finite(tensor):
             raise not_finite(checkpoint.label, job.name)
+    raise InputError(f"the merge of {job.name} has values that are NaN or infinite, although its inputs have none: a weight, "
+                     "an option or the curvature is too extreme. Pass --allow-nonfinite to go on.")  # fmt: skip
 
 
 def _stored(merged: Tensor, job: Job, allow_nonfinite: bool) -> Tensor:

@@ -19,9 +19,9 @@ def task_arithmetic(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[flo
 
     A negative weight takes a task out (negation).
     """
-    merged = base.clone()
+    merged = base
     for model, weight in zip(tuned, weights, strict=True):
-        merged += (model - base).mul_(weight)
+        merged = (model - base).mul_(weight).add_(merged)
     return merged
 
 

@@ -51,9 +51,9 @@ def gradient_matching(
     """
     precision = merged_precision(base, tuned, weights, prior, curvature, damping)
     prior = prior + damping
-    merged = base.clone()
+    merged = base
     for model, hessian, weight in zip(tuned, curvature, weights, strict=True):
-        merged += _share(prior + hessian, precision).mul_(model - base).mul_(weight)
+        merged = _share(prior + hessian, precision).mul_(model - base).mul_(weight).add_(merged)
     return merged
 
 
