@@ -251,7 +251,7 @@ class _Output:
             if plan.statistics_read:
                 progress.begin("measuring", plan.statistics_read)
             with one_thread_each():
-                statistics = measure(plan, threads, allow_nonfinite, progress.advance)
+                statistics = measure(plan, threads, progress.advance)
             self.journal.statistics(statistics.to_json())
         measured = time.perf_counter()
 

@@ -96,7 +96,7 @@ def merge_state_dicts(
     sink = _Memory(plan)
     threads = threads or default_threads()
     with one_thread_each():
-        statistics = measure(plan, threads, allow_nonfinite, lambda nbytes: None)
+        statistics = measure(plan, threads, lambda nbytes: None)
     run(plan, statistics, sink, threads=threads, allow_nonfinite=allow_nonfinite)
     template = base if base is not None else tuned[0]
     return {name: value.to(template[name].device) for name, value in sink.result.items()}

@@ -94,25 +94,6 @@ def is_transposed(plan: Plan, job: Job) -> bool:
     return source.file is not None and job.name in source.file.transposed
 
 
-def check_finite(values: Tensor, plan: Plan, job: Job, model: int | None) -> None:
-    """Stop if a block of the base (``model`` None) or of a tuned model has NaN or infinity."""
-    if not all_finite(values):
-        source = plan.inputs.base if model is None else plan.inputs.tuned[model]
-        if model is not None and plan.inputs.base is not None:
-            buffers = Buffers()
-            start = 0
-            # A difference is not finite if either side is not: look which.
-            while start < job.info.numel:
-                stop = min(start + (1 << 20), job.info.numel)
-                block = plan.inputs.base.read(job.name, start, stop, buffers)
-                if not all_finite(block.to(job.compute)):
-                    source = plan.inputs.base
-                    break
-                start = stop
-        assert source is not None
-        raise not_finite(source.label, job.name)
-
-
 def not_finite(label: str, name: str) -> InputError:
     return InputError(f"{label}: {name} has values that are NaN or infinite. The model is damaged; to merge it all the same, "
                       "pass --allow-nonfinite.")  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..checkpoints.model import Buffers
 from ..rules.spherical import Geometry
 from .plan import Job, Plan
-from .reading import check_finite, read_models
+from .reading import read_models
 from .selection import Guess, Selection
 from .workers import run_parallel
 
@@ -51,23 +51,26 @@ class Statistics:
         return cls(value["thresholds"], {name: Geometry(*g) for name, g in value["geometry"].items()})
 
 
-def measure(plan: Plan, threads: int, allow_nonfinite: bool, advance: Advance) -> Statistics:
-    """Whatever the plan's rule needs to know beforehand; ``advance`` is told how many bytes have been read."""
+def measure(plan: Plan, threads: int, advance: Advance) -> Statistics:
+    """Whatever the plan's rule needs to know beforehand; ``advance`` is told how many bytes have been read.
+
+    NaN and infinity pass through here, as the largest magnitudes; the merge itself finds and names them.
+    """
     result = Statistics()
     if "thresholds" in plan.needs:
         density = plan.inputs.options["density"]
         if plan.inputs.options["scope"] == "model":
-            result.thresholds[""] = _thresholds(plan, plan.merged, density, threads, allow_nonfinite, advance)
+            result.thresholds[""] = _thresholds(plan, plan.merged, density, threads, advance)
         else:
 
             def one(job: Job) -> None:
-                result.thresholds[job.name] = _thresholds(plan, [job], density, 1, allow_nonfinite, advance)
+                result.thresholds[job.name] = _thresholds(plan, [job], density, 1, advance)
 
             run_parallel(plan.merged, lambda: one, threads)
     if "geometry" in plan.needs:
 
         def angle(job: Job) -> None:
-            result.geometry[job.name] = _geometry(plan, job, allow_nonfinite)
+            result.geometry[job.name] = _geometry(plan, job)
             advance(plan.bytes_read(job))
 
         run_parallel(plan.merged, lambda: angle, threads)
@@ -80,9 +83,7 @@ def _chunks(jobs: list[Job]) -> Iterator[tuple[Job, int, int]]:
             yield job, start, min(start + CHUNK, job.info.numel)
 
 
-def _thresholds(
-    plan: Plan, jobs: list[Job], density: float, threads: int, allow_nonfinite: bool, advance: Advance
-) -> list[float]:
+def _thresholds(plan: Plan, jobs: list[Job], density: float, threads: int, advance: Advance) -> list[float]:
     """For every tuned model, the magnitude of the k-th largest entry of Δ over some tensors."""
     total = sum(job.info.numel for job in jobs)
     if total == 0:
@@ -106,14 +107,10 @@ def _thresholds(
                 base, tuned = read_models(plan, job, start, stop, buffers)
                 assert base is not None
                 for index, (search, model) in enumerate(zip(searches, tuned, strict=True)):
-                    if search.value is not None:
-                        continue
-                    delta = model - base
-                    if first and not allow_nonfinite:
-                        check_finite(delta, plan, job, index)
-                    counts = search.count(delta)
-                    with lock:
-                        totals[index] = totals[index] + counts
+                    if search.value is None:
+                        counts = search.count(model - base)
+                        with lock:
+                            totals[index] = totals[index] + counts
                 if first:
                     advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
 
@@ -151,21 +148,25 @@ def _guess(sample: Tensor, density: float) -> Guess:
     return Guess(float(value), exact=float((sample == value).double().mean()) > MANY)
 
 
-def _geometry(plan: Plan, job: Job, allow_nonfinite: bool) -> Geometry:
+def _geometry(plan: Plan, job: Job) -> Geometry:
     """Inner product and norms of base and tuned model, in float64 and with exactly rounded sums of chunks."""
     buffers = Buffers()
     parts: list[tuple[float, float, float]] = []
     for _, start, stop in _chunks([job]):
         base, tuned = read_models(plan, job, start, stop, buffers)
         assert base is not None
-        if not allow_nonfinite:
-            check_finite(base, plan, job, None)
-            check_finite(tuned[0], plan, job, 0)
         a, b = base.double(), tuned[0].double()
         parts.append((_dot(a, b), _dot(a, a), _dot(b, b)))
-    dot, aa, bb = (math.fsum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0.0)
+    dot, aa, bb = (_exact_sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0.0)
     return Geometry(dot, math.sqrt(aa), math.sqrt(bb))
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
     return float((a * b).sum())
+
+
+def _exact_sum(values: Iterable[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):  # infinities of both signs, or a sum that is larger than any number
+        return math.nan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -26,21 +26,28 @@ def trim(delta: Tensor, threshold: float) -> Tensor:
     return torch.nn.functional.hardshrink(delta, float(limit.nextafter(torch.zeros_like(limit))))
 
 
+def _scaled(values: Tensor, weight: float) -> Tensor:
+    return values if weight == 1 else values * weight
+
+
+def _sum(parts: Iterable[Tensor]) -> Tensor:
+    first, *others = parts
+    total = first
+    for part in others:
+        total = total + part if total is first else total.add_(part)
+    return total
+
+
 def elect_and_average(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The average, with weights, of the entries whose sign is that of Σ w_t τ_t; 0 where none is left."""
-    elected = deltas[0] * weights[0]
-    for delta, weight in zip(deltas[1:], weights[1:], strict=True):
-        elected += delta * weight if weight != 1 else delta
-    elected.sign_()
-    total, count = torch.zeros_like(elected), torch.zeros_like(elected)
-    for delta, weight in zip(deltas, weights, strict=True):
-        agreeing = (delta * elected).relu_()  # |τ| where the signs agree, and 0 elsewhere
-        total += agreeing * weight if weight != 1 else agreeing
-        count += agreeing.sign_().mul_(weight)
+    elected = _sum(_scaled(d, w) for d, w in zip(deltas, weights, strict=True)).sign()
+    agreeing = [(delta * elected).relu_() for delta in deltas]  # |τ| where the signs agree, and 0 elsewhere
+    total = _sum(_scaled(a, w) for a, w in zip(agreeing, weights, strict=True))
+    count = _sum(_scaled(a.sign(), w) for a, w in zip(agreeing, weights, strict=True))
     smallest = min(weights)
     if smallest > 0:  # then the count is 0 or at least that, and total is 0 where it is 0
-        return total.div_(count.clamp_(min=smallest)).mul_(elected)
-    return total.div_(count).masked_fill_(count == 0, 0.0).mul_(elected)
+        return total.div(count.clamp(min=smallest)).mul_(elected)
+    return total.div(count).masked_fill_(count == 0, 0.0).mul_(elected)
 
 
 @rule(
@@ -95,7 +102,8 @@ def ties(
     them); the sign of Σ w_t τ_t is elected; the entries that agree with it are averaged with weights w_t.
     """
     trimmed = [trim(model - base, threshold) for model, threshold in zip(tuned, thresholds, strict=True)]
-    return elect_and_average(trimmed, weights).mul_(scale).add_(base)
+    merged = elect_and_average(trimmed, weights)
+    return (merged if scale == 1 else merged.mul_(scale)).add_(base)
 
 
 @rule(
