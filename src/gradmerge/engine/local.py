@@ -123,13 +123,17 @@ def _merge(
 def _check_finite(plan: Plan, job: Job, tensors: dict[str, Any], merged: Tensor) -> None:
     """Stop if an input or the result has NaN or infinity.
 
-    No rule makes a finite number of a tuned model's NaN or infinity, so that it shows in the result; only then are the
-    models looked at. A rule may leave the base out, which is why it is always looked at.
+    No rule makes a finite number of a model's NaN or infinity, so that it shows in the result; only then are the models
+    looked at. The base is looked at always where a rule may leave it out.
     """
+    assert job.rule is not None
     inputs, base = plan.inputs, tensors.get("base")
+    fine = all_finite(merged)
+    if fine and job.rule.base_shows:
+        return
     if base is not None and inputs.base is not None and not all_finite(base):
         raise not_finite(inputs.base.label, job.name)
-    if all_finite(merged):
+    if fine:
         return
     for checkpoint, tensor in zip(inputs.tuned, tensors["tuned"], strict=True):
         if not all_finite(tensor):

@@ -71,7 +71,7 @@ class Selection:
         self._bins = -(-(stop - start) >> self._shift) or 1
 
     def count(self, values: Tensor) -> np.ndarray:
-        """How many values are below the window, in each of its bins, and above it."""
+        """How many values are below the window, in each of its bins, and above it. May overwrite the values."""
         if self._stop - self._start == 1:
             compared = self._compare(values)
             if compared is not None:
@@ -86,14 +86,14 @@ class Selection:
         return torch.bincount(places.add_(1), minlength=self._bins + 2).numpy()
 
     def _compare(self, values: Tensor) -> np.ndarray | None:
-        """The same for a window of one key, by sums of signs; None if a value is NaN."""
-        signs = values.to(self.dtype).abs().sub_(key_value(self._start, self.dtype)).sign_()
+        """The same for a window of one key, by sums of signs; None if a value may be NaN."""
+        if not bool(torch.isfinite(values.sum())):
+            return None
+        signs = values.to(self.dtype).abs_().sub_(key_value(self._start, self.dtype)).sign_()
         # Sums of ±1 are exact while they are below 2**24, float32's last whole number.
         parts = torch.split(signs, 1 << 23)
         balance = sum(float(part.sum()) for part in parts)
-        unequal = sum(float(part.abs_().sum()) for part in parts)
-        if balance != balance:
-            return None
+        unequal = sum(float(torch.dot(part, part)) for part in parts)
         above = (unequal + balance) / 2
         return np.array([unequal - above, values.numel() - unequal, above]).astype(np.int64)
 

@@ -19,7 +19,7 @@ from .selection import Guess, Selection
 from .workers import run_parallel
 
 #: Elements that are reduced at once. Fixed, so that sums do not depend on how the merge cuts its blocks.
-CHUNK = 1 << 20
+CHUNK = 1 << 19
 #: Thresholds over more entries than this are first guessed from a sample of this many runs of this many entries.
 SAMPLE_FROM = 1 << 24
 SAMPLE_RUNS, SAMPLE_RUN = 512, 2048

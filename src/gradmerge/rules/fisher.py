@@ -59,6 +59,7 @@ def _fisher_precision(
     row=("w_t", "0", "diag F_t"),
     reference="Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022",
     when={"prior": "include_base"},
+    base_shows=False,
     precision=_fisher_precision,
 )
 def fisher_averaging(

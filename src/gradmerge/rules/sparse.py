@@ -38,16 +38,20 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
     return total
 
 
-def elect_and_average(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The average, with weights, of the entries whose sign is that of Σ w_t τ_t; 0 where none is left."""
+def elect_and_average(deltas: Sequence[Tensor], weights: Sequence[float], base: Tensor, scale: float = 1.0) -> Tensor:
+    """θ_0 + scale times the average, with weights, of the entries whose sign is that of Σ w_t τ_t; θ_0 where none is."""
     elected = _sum(_scaled(d, w) for d, w in zip(deltas, weights, strict=True)).sign()
     agreeing = [(delta * elected).relu_() for delta in deltas]  # |τ| where the signs agree, and 0 elsewhere
     total = _sum(_scaled(a, w) for a, w in zip(agreeing, weights, strict=True))
     count = _sum(_scaled(a.sign(), w) for a, w in zip(agreeing, weights, strict=True))
     smallest = min(weights)
     if smallest > 0:  # then the count is 0 or at least that, and total is 0 where it is 0
-        return total.div(count.clamp(min=smallest)).mul_(elected)
-    return total.div(count).masked_fill_(count == 0, 0.0).mul_(elected)
+        average = total.div(count.clamp(min=smallest))
+    else:
+        average = total.div(count).masked_fill_(count == 0, 0.0)
+    if scale != 1:
+        average *= scale
+    return torch.addcmul(base, average, elected)  # times ±1 or 0: rounded once, fused or not
 
 
 @rule(
@@ -102,8 +106,7 @@ def ties(
     them); the sign of Σ w_t τ_t is elected; the entries that agree with it are averaged with weights w_t.
     """
     trimmed = [trim(model - base, threshold) for model, threshold in zip(tuned, thresholds, strict=True)]
-    merged = elect_and_average(trimmed, weights)
-    return (merged if scale == 1 else merged.mul_(scale)).add_(base)
+    return elect_and_average(trimmed, weights, base, scale)
 
 
 @rule(
@@ -133,7 +136,7 @@ def dare(
     for model, mask in zip(tuned, kept, strict=True):
         deltas.append((model - base).mul_(mask.to(base.dtype)).div_(density))
     if combine == "ties":
-        return elect_and_average(deltas, weights).add_(base)
+        return elect_and_average(deltas, weights, base)
     total = torch.zeros_like(base)
     for delta, weight in zip(deltas, weights, strict=True):
         total += delta.mul_(weight)

@@ -87,6 +87,8 @@ class Rule:
     precision: Callable[..., Tensor] | None = None
     """H̄, the merged model's own curvature, as a function of the same inputs and options."""
     only_one_model: bool = False
+    base_shows: bool = True
+    """A NaN or infinity of the base always makes one of the result."""
     otherwise: Rule | None = None
     """The rule for tensors that have no Gram matrix; a rule with one works on whole matrices."""
 
@@ -114,6 +116,7 @@ def rule(
     when: Mapping[str, str] | None = None,
     precision: Callable[..., Tensor] | None = None,
     only_one_model: bool = False,
+    base_shows: bool = True,
     otherwise: Rule | None = None,
 ) -> Callable[[Callable[..., Tensor]], Rule]:
     """Declare a function as a merge rule; inputs and options are read from its signature."""
@@ -138,6 +141,7 @@ def rule(
             when=when or {},
             precision=precision,
             only_one_model=only_one_model,
+            base_shows=base_shows,
             otherwise=otherwise,
         )
 
