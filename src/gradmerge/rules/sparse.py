@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -26,29 +26,36 @@ def trim(delta: Tensor, threshold: float) -> Tensor:
     return torch.nn.functional.hardshrink(delta, float(limit.nextafter(torch.zeros_like(limit))))
 
 
-def _scaled(values: Tensor, weight: float) -> Tensor:
-    return values if weight == 1 else values * weight
-
-
-def _sum(parts: Iterable[Tensor]) -> Tensor:
-    first, *others = parts
-    total = first
-    for part in others:
-        total = total + part if total is first else total.add_(part)
-    return total
+def _weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Σ w_t x_t, in a tensor of its own."""
+    total: Tensor | None = None
+    for part, weight in zip(parts, weights, strict=True):
+        scaled = part if weight == 1 else part * weight
+        if total is None:
+            total = scaled
+        else:
+            total = total + scaled if total is parts[0] else total.add_(scaled)
+    assert total is not None
+    return total.clone() if total is parts[0] else total
 
 
 def elect_and_average(deltas: Sequence[Tensor], weights: Sequence[float], base: Tensor, scale: float = 1.0) -> Tensor:
-    """θ_0 + scale times the average, with weights, of the entries whose sign is that of Σ w_t τ_t; θ_0 where none is."""
-    elected = _sum(_scaled(d, w) for d, w in zip(deltas, weights, strict=True)).sign()
-    agreeing = [(delta * elected).relu_() for delta in deltas]  # |τ| where the signs agree, and 0 elsewhere
-    total = _sum(_scaled(a, w) for a, w in zip(agreeing, weights, strict=True))
-    count = _sum(_scaled(a.sign(), w) for a, w in zip(agreeing, weights, strict=True))
+    """θ_0 + scale times the average, with weights, of the entries whose sign is that of Σ w_t τ_t; θ_0 where none is.
+
+    Overwrites the differences, so that few blocks are in use at a time.
+    """
+    elected = _weighted_sum(deltas, weights).sign_()
+    for delta in deltas:
+        delta.mul_(elected).relu_()  # |τ| where the signs agree, and 0 elsewhere
+    average = _weighted_sum(deltas, weights)
+    for delta in deltas:
+        delta.sign_()
+    count = _weighted_sum(deltas, weights)
     smallest = min(weights)
-    if smallest > 0:  # then the count is 0 or at least that, and total is 0 where it is 0
-        average = total.div(count.clamp(min=smallest))
+    if smallest > 0:  # then the count is 0 or at least that, and the sum is 0 where it is 0
+        average.div_(count.clamp_(min=smallest))
     else:
-        average = total.div(count).masked_fill_(count == 0, 0.0)
+        average.div_(count).masked_fill_(count == 0, 0.0)
     if scale != 1:
         average *= scale
     return torch.addcmul(base, average, elected)  # times ±1 or 0: rounded once, fused or not
