@@ -122,17 +122,6 @@ def methods_reference() -> str:
 
 def method(rule: Rule) -> str:
     formula, _, text = rule.explanation.partition("\n")
-    needs = (
-        ["the base"] if "base" in rule.inputs and "base" not in rule.when and "base_weight" not in rule.inputs else []
-    )
-    needs.append("one tuned model" if rule.only_one_model else "tuned models")
-    if "prior" in rule.inputs:
-        condition = f" (with `{rule.when['prior']}: true`)" if "prior" in rule.when else ""
-        needs.append(f"curvature of the base{condition}")
-    if "curvature" in rule.inputs:
-        needs.append("curvature of every tuned model")
-    if "grams" in rule.inputs:
-        needs.append("Gram matrices of every tuned model")
     weights = "" if "weights" in rule.inputs else " Weights have no meaning here and are refused."
     own = "`output.curvature: true` writes H̄ beside the result." if rule.precision else ""
     options = ""
@@ -153,7 +142,7 @@ def method(rule: Rule) -> str:
 
 {text.strip()}
 
-Needs: {", ".join(needs)}.{weights} {own}
+Needs: {rule.needs_in_words}.{weights} {own}
 
 Reference: {rule.reference}.{options}"""
 

@@ -30,6 +30,8 @@ def imports_of(path: Path) -> set[str]:
             found.add(node.module.split(".")[0])
         elif isinstance(node, ast.ImportFrom) and node.level == depth:
             found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("gradmerge.")}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("gradmerge"):
             found.add((node.module or "").split(".")[1])
     return found

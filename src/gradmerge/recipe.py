@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -47,17 +48,23 @@ class Identity(_Section):
     identity: Annotated[float, Field(ge=0, allow_inf_nan=False, description="The number c; not divided by any count.")]
 
 
-CurvatureSource = str | Identity
+def _as_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _from_path(value: Any) -> Any:
+    value = _as_text(value)
     return {"model": value} if isinstance(value, str) else value
+
+
+Reference = Annotated[str, BeforeValidator(_as_text)]
+CurvatureSource = Reference | Identity
 
 
 class Base(_Section):
     """The model that every fine-tune started from."""
 
-    model: str = Field(
+    model: Reference = Field(
         description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder."
     )
     curvature: CurvatureSource | None = Field(
@@ -74,7 +81,7 @@ class Base(_Section):
 class Model(_Section):
     """One fine-tuned model."""
 
-    model: str = Field(
+    model: Reference = Field(
         description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder."
     )
     curvature: CurvatureSource | None = Field(
@@ -128,11 +135,17 @@ class Recipe(_Section):
     output: Output = Field(default_factory=Output, description="What is written.")
 
     _folder: Path = PrivateAttr(default_factory=Path)
+    _file: Path | None = PrivateAttr(default=None)
 
     @property
     def folder(self) -> Path:
         """The folder that relative paths start from."""
         return self._folder
+
+    @property
+    def file(self) -> Path | None:
+        """The file that the recipe was read from."""
+        return self._file
 
     @property
     def rule(self) -> Rule:
@@ -160,7 +173,9 @@ def load_recipe(path: str | Path) -> Recipe:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     if len(raw) > MAX_BYTES:
         raise InputError(f"{path}: larger than {MAX_BYTES} bytes; that is no recipe")
-    return make_recipe(parse_yaml(raw, str(path)), folder=path.parent, where=str(path))
+    recipe = make_recipe(parse_yaml(raw, str(path)), folder=path.parent, where=str(path))
+    recipe._file = path
+    return recipe
 
 
 def make_recipe(value: Any, *, folder: Path | None = None, where: str = "recipe") -> Recipe:
@@ -184,11 +199,11 @@ def make_recipe(value: Any, *, folder: Path | None = None, where: str = "recipe"
 
 
 def _check_fit(recipe: Recipe) -> None:
-    """Keys that the rule does not use are errors: a value is never dropped in silence."""
+    """Weights and penalties that the rule does not use are errors; curvature that it does not use is noted by the plan."""
     rule = recipe.rule
     options = recipe.resolved_options
     needs = rule.needs(options)
-    if recipe.base is None and "base" in needs and "base_weight" not in needs:
+    if recipe.base is None and "base" in needs - rule.optional:
         raise InputError(f"{rule.name} needs a base")
     if recipe.base and recipe.base.weight is not None and "base_weight" not in needs:
         raise InputError(f"base.weight: {rule.name} does not use it; only weighted-average does")

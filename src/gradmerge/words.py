@@ -12,6 +12,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sort key for dotted names that puts layer 2 before layer 10."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
+
+
 def listed(items: Iterable[str], limit: int = 8) -> str:
     """At most ``limit`` items, one an indented line, and how many more there are."""
     items = list(items)

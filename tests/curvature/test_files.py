@@ -135,6 +135,20 @@ def test_a_wrong_log8_scale_is_refused(tmp_path: Path, ends: list[float]) -> Non
         gm.Curvature.load(tmp_path / "c.safetensors")
 
 
+def test_what_is_no_curvature_is_not_saved(tmp_path: Path) -> None:
+    for value in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(gm.InputError, match="negative or not finite"):
+            gm.Curvature({"w": torch.tensor([1.0, value])}, 3).save(tmp_path / "c")
+    with pytest.raises(ValueError, match="whole number of examples"):
+        gm.Curvature({"w": torch.ones(2)}, 2.5)
+    assert not list(tmp_path.iterdir())
+
+
+def test_log8_takes_what_float32_cannot_hold_for_zero() -> None:
+    codes, ends = log8.encode(torch.tensor([1e-60, 1.0], dtype=torch.float64))
+    assert log8.decode(codes, log8.table(ends)).tolist() == [0.0, 1.0]
+
+
 def test_saving_over_a_folder_needs_force(tmp_path: Path) -> None:
     curvature = random_curvature(0, random_state(0))
     curvature.save(tmp_path / "c")

@@ -225,11 +225,11 @@ def test_regmean_averages_over_inputs_that_never_occurred() -> None:
 def test_gradient_matching_follows_its_equation(setting: tuple[Case, float], damping: float, signs: str) -> None:
     case, tolerance = setting
     weights = getattr(case, signs)
+    # Larger than Σ |α| F, so that a negative weight does not make H̄ a difference of nearly equal numbers.
+    case.prior = case.prior + 30 * (case.prior > 0)
     got = RULES["gradient-matching"](case.base, case.tuned, weights, case.prior, case.curvature, damping)
     base, tuned, prior, curvature = case.lists("base", "tuned", "prior", "curvature")
-    want = slow.gradient_matching(base, tuned, weights, prior, curvature, damping)
-    # Where negative weights bring H̄ near 0 the quotient magnifies float32's rounding of H̄ itself.
-    check(got, want, tolerance if signs == "positive" or case.base.dtype == torch.float64 else 1e-2)
+    check(got, slow.gradient_matching(base, tuned, weights, prior, curvature, damping), 2 * tolerance)
 
 
 @pytest.mark.parametrize("damping", [0.0, 0.5])

@@ -127,7 +127,12 @@ def merge(
                 plan.notes,
                 already_done=True,
             )
-        staging = Staging(out, force=force, keep=resume, inputs=[*plan.inputs.files(), *_folders(plan.inputs)])
+        staging = Staging(
+            out,
+            force=force,
+            keep=resume,
+            inputs=[*plan.inputs.files(), *_folders(plan.inputs), *([recipe.file] if recipe.file else [])],
+        )
         if resume and Journal(staging.folder, fingerprint).belongs_to_another_merge():
             staging.leave()
             raise InputError(
@@ -156,8 +161,8 @@ def _check_device(device: str) -> None:
         kind = torch.device(device).type
     except RuntimeError:
         raise InputError(f"device {device!r}: not a device such as cpu, cuda or cuda:1") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device {device!r}: this machine has no CUDA device that PyTorch can use; take cpu")
+    if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device {device!r}: this machine has no such CUDA device that PyTorch can use; take cpu")
     if kind not in ("cpu", "cuda"):
         raise InputError(f"device {device!r}: merges run on cpu or cuda")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.model import Checkpoint
+from ..checkpoints.model import STORED_TYPES, Checkpoint
 from ..curvature.curvature import Curvature
 from ..engine import CurvatureInput, Inputs, Plan, Unit, make_plan, measure, run
 from ..engine.plan import torch_type
@@ -49,6 +49,7 @@ def merge_state_dicts(
     """
     if method not in RULES:
         raise InputError(f"method: there is no rule {method!r}; known are {', '.join(RULES)}")
+    _check_state_dicts(base, tuned)
     models = [{"model": f"tuned[{i}]", "weight": w} for i, w in enumerate(_weights(tuned, weights))]
     description: dict[str, Any] = {
         "method": method,
@@ -60,6 +61,8 @@ def merge_state_dicts(
         "missing": missing,
         "options": dict(options or {}),
     }
+    if base is None and base_weight is not None:
+        raise InputError("base_weight: there is no base that it could belong to")
     if base is not None:
         description["base"] = {
             "model": "base",
@@ -85,7 +88,7 @@ def merge_state_dicts(
     if penalty is not None:
         inputs.penalty = _in_memory(penalty, "penalty", reduction, method)
     if needs & {"curvature", "grams"}:
-        if curvature is None or len(curvature) != len(tuned):
+        if curvature is None or isinstance(curvature, Mapping) or len(curvature) != len(tuned):
             raise InputError(f"curvature: {method} needs one for each of the {len(tuned)} tuned models")
         every = [_in_memory(c, f"curvature[{i}]", reduction, method) for i, c in enumerate(curvature)]
         if "grams" in needs:
@@ -100,6 +103,20 @@ def merge_state_dicts(
     run(plan, statistics, sink, threads=threads, allow_nonfinite=allow_nonfinite)
     template = base if base is not None else tuned[0]
     return {name: value.to(template[name].device) for name, value in sink.result.items()}
+
+
+def _check_state_dicts(base: Any, tuned: Any) -> None:
+    if isinstance(tuned, Mapping) or not isinstance(tuned, Sequence) or not tuned:
+        raise InputError("tuned: give a list of state dicts, one for each tuned model")
+    for label, state in [("base", base), *((f"tuned[{i}]", state) for i, state in enumerate(tuned))]:
+        if state is None and label == "base":
+            continue
+        if not isinstance(state, Mapping):
+            raise InputError(f"{label}: {type(state).__name__} is no state dict; give a mapping from names to tensors")
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or value.dtype not in STORED_TYPES:
+                kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                raise InputError(f"{label}: {name!r} is {kind}, not a tensor that can be merged or copied")
 
 
 def _weights(tuned: Sequence[Any], weights: Sequence[float] | None) -> list[float]:
@@ -126,7 +143,7 @@ def _in_memory(value: CurvatureLike | None, label: str, reduction: str, method: 
                 label, memory=value, factor=factor, examples=value.examples, likelihood=value.likelihood
             )
         return CurvatureInput(label, memory=value)
-    if not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise InputError(f"{label}: {value} is no curvature; it must be a finite number that is not negative")
     return CurvatureInput(label, constant=float(value))
 

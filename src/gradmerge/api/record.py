@@ -71,7 +71,7 @@ def _digest_of_source(plan: Plan, index: int, digests: Mapping[int, list[int]]) 
     """From the blocks' digests, as far as the merge has read the source; whole matrices are digested now."""
     source = plan.inputs.sources[index]
     if isinstance(source, AdapterCheckpoint):
-        return digest_of(source.adapter, plan.block)
+        return digest_of(source, plan.block)
     digest, buffers = Digest(plan.block), Buffers()
     for unit in plan.units():
         name = unit.job.name
@@ -106,7 +106,9 @@ def _add_tensor(digest: Digest, checkpoint: Checkpoint, name: str, buffers: Buff
 
 
 def digest_of(checkpoint: Checkpoint, block: int = BLOCK) -> Digest:
-    """The digest of all tensors of a checkpoint, as `gradmerge.json` records it for every input."""
+    """The digest of all tensors of a checkpoint (an adapter's own), as `gradmerge.json` records it for every input."""
+    if isinstance(checkpoint, AdapterCheckpoint):
+        checkpoint = checkpoint.adapter
     digest, buffers = Digest(block), Buffers()
     for name in checkpoint.tensors:
         _add_tensor(digest, checkpoint, name, buffers)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ..errors import InputError
+from ..storage.tensorfile import TensorInfo
 from ..words import listed, nearest
 from .model import Buffers, Checkpoint
 
@@ -35,9 +36,11 @@ TIED = {
     "vocab_projector.weight": ("distilbert.embeddings.word_embeddings.weight",),
 }  # fmt: skip
 
-#: Constants that older versions of transformers saved with the weights and newer ones do not.
-BUFFERS = ["*position_ids", "*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias", "*.attention.masked_bias",
-           "*.attention.bias", "*.num_batches_tracked", "*relative_position_index"]  # fmt: skip
+#: Constants that older versions of transformers saved with the weights and newer ones do not: by name alone, and those
+#: that share their name with a bias and are told by their four dimensions.
+BUFFERS = ["*position_ids", "*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attention.masked_bias", "*.num_batches_tracked",
+           "*relative_position_index"]  # fmt: skip
+MASKS = ["*.attn.bias", "*.attention.bias"]
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight",
               "lm_head.weight", "embed_out.weight", "decoder.weight", "decoder.bias", "lm_head.bias")  # fmt: skip
@@ -57,6 +60,11 @@ class Comparison:
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_buffer(name: str, info: TensorInfo) -> bool:
+    """Whether a tensor is one of the constants that some checkpoints hold beside the weights."""
+    return matches(name, BUFFERS) or (len(info.shape) == 4 and matches(name, MASKS))
 
 
 def select(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -81,7 +89,7 @@ def compare(
     """Compare every checkpoint with the first: names, shapes, types, vocabulary, tied heads, buffers."""
     result = Comparison()
     selected, result.notes = select(list(first.tensors), include, exclude)
-    wanted = {n for n in selected if first.tensors[n].is_float and not matches(n, BUFFERS)}
+    wanted = {n for n in selected if first.tensors[n].is_float and not is_buffer(n, first.tensors[n])}
     result.merged = [n for n in first.tensors if n in wanted]
     result.copied = [n for n in first.tensors if n not in wanted]
     for name in selected:
@@ -122,7 +130,10 @@ def _compare_one(
     extra = [
         n
         for n in other.tensors
-        if n not in first.tensors and matches(n, include) and not matches(n, [*exclude, *BUFFERS])
+        if n not in first.tensors
+        and matches(n, include)
+        and not matches(n, exclude)
+        and not is_buffer(n, other.tensors[n])
     ]
     extra = [n for n in extra if not _is_copy_of_tied(n, first, other, result)]
 
@@ -172,13 +183,13 @@ def _says_untied(checkpoint: Checkpoint) -> bool:
 def _is_copy_of_tied(name: str, first: Checkpoint, other: Checkpoint, result: Comparison) -> bool:
     """Whether an extra tensor is only the stored copy of a tied one, as the first checkpoint has it."""
     source = tied_to(name, first)
-    if source is None or source not in other.tensors or not _same_values(other, name, source):
+    if source is None or source not in other.tensors or not same_values(other, name, source):
         return False
     result.notes.append(f"{other.label}: {name} is a copy of {source}, which {first.label} stores once; left out")
     return True
 
 
-def _same_values(checkpoint: Checkpoint, one: str, two: str, block: int = 1 << 18) -> bool:
+def same_values(checkpoint: Checkpoint, one: str, two: str, block: int = 1 << 18) -> bool:
     a, b = checkpoint.tensors[one], checkpoint.tensors[two]
     if a != b:
         return False

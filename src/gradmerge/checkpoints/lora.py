@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..storage.tensorfile import TensorInfo, parse_json_object
+from ..storage.tensorfile import parse_json_object
 from ..words import listed
 from .compare import tied_to
 from .model import Buffers, Checkpoint, PositionalFile
@@ -257,10 +257,6 @@ class AdapterCheckpoint(Checkpoint):
         self.adapter.close()
         if self._owns_base:
             self.base.close()
-
-    def stored_tensors(self) -> dict[str, TensorInfo]:
-        """The tensors of the adapter's own file."""
-        return self.adapter.tensors
 
 
 def _by_pattern(patterns: Any, module: str, default: Any) -> float:

@@ -85,7 +85,7 @@ class Checkpoint:
         The result may lie in the slot's buffer: it is valid until the slot is read into again, and not to be changed.
         """
         if name in self._memory:
-            return self._memory[name].detach().cpu().reshape(-1)[start:stop]
+            return self._memory[name].detach().reshape(-1)[start:stop].cpu()
         file, entry = self._places[name]
         size = ITEM_SIZE[entry.dtype]
         buffer = buffers.take(slot, (stop - start) * size)

@@ -16,8 +16,8 @@ from .model import Checkpoint, PositionalFile
 from .pickles import SUFFIXES, PickleFile
 
 #: What of a Hub repository is fetched: weights that can be merged, and the small files that go with them.
-HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken",
-             "curvature/*"]  # fmt: skip
+HUB_FILES = ["model*.safetensors", "adapter_model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken",
+             "curvature/curvature*"]  # fmt: skip
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 

@@ -67,7 +67,7 @@ def inspect(
 
 def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any]:
     from ..api import digest_of
-    from ..checkpoints.compare import BUFFERS, matches
+    from ..checkpoints.compare import is_buffer
     from ..checkpoints.lora import AdapterCheckpoint
     from ..curvature.files import default_curvature
 
@@ -84,7 +84,7 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
         "types": dict(types),
         "vocabulary": checkpoint.config.get("vocab_size"),
         "tied_embeddings": checkpoint.config.get("tie_word_embeddings"),
-        "buffers": [name for name in checkpoint.tensors if matches(name, BUFFERS)],
+        "buffers": [name for name, info in checkpoint.tensors.items() if is_buffer(name, info)],
         "files": [path.name for path in checkpoint.files()],
         "curvature": default_curvature(checkpoint.folder) is not None,
     }

@@ -65,7 +65,9 @@ Settings = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, max=256, help="Threads to use. Default: one a core.", show_default=False),
+    typer.Option(
+        "--threads", min=1, max=256, help="Threads to use. Default: one a core, at most 8.", show_default=False
+    ),
 ]
 Device = Annotated[str, typer.Option("--device", help="Where the arithmetic is done: cpu, cuda, cuda:1, …")]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]

@@ -42,7 +42,7 @@ def methods(
         typer.echo(rule.explanation)
         typer.echo(f"\nrow:        α_t = {rule.row[0]};  H_0 = {rule.row[1]};  H_t = {rule.row[2]}")
         typer.echo(f"reference:  {rule.reference}")
-        typer.echo(f"needs:      {_needs(rule)}")
+        typer.echo(f"needs:      {rule.needs_in_words}")
         if rule.options:
             typer.echo("\noptions:")
             rows = [
@@ -54,20 +54,6 @@ def methods(
 
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _needs(rule: Any) -> str:
-    words = []
-    if "base" in rule.inputs and "base" not in rule.when and "base_weight" not in rule.inputs:
-        words.append("base")
-    words.append("one model" if rule.only_one_model else "models")
-    if "prior" in rule.inputs:
-        words.append("curvature of the base" + (f" (with {rule.when['prior']})" if "prior" in rule.when else ""))
-    if "curvature" in rule.inputs:
-        words.append("curvature of every model")
-    if "grams" in rule.inputs:
-        words.append("Gram matrices of every model")
-    return ", ".join(words)
 
 
 def _facts(rule: Any) -> dict[str, Any]:

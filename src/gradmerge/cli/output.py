@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +38,7 @@ def guarded(debug: bool, as_json: bool = False) -> Iterator[None]:
         raise
     except BaseException as error:
         if debug:
-            raise
+            traceback.print_exc()
         message, status = _explain(error)
         typer.echo(f"error: {message}", err=True)
         if as_json:
@@ -82,7 +83,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
         table.add_column(column, justify="right" if index in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty()).print(table)
+    width = None if sys.stdout.isatty() else 240
+    Console(highlight=False, markup=False, width=width).print(table)
 
 
 def note(text: str, quiet: bool) -> None:

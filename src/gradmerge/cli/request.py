@@ -15,9 +15,9 @@ TOP_KEYS = tuple(Recipe.model_fields)
 
 
 def split_weight(text: str) -> tuple[str, float | None]:
-    """`path=0.3` into path and weight; a path may itself hold an equals sign."""
+    """`path=0.3` into path and weight; what exists as a whole is a path, even with an equals sign in it."""
     path, equals, number = text.rpartition("=")
-    if equals:
+    if equals and not Path(text).exists():
         try:
             return path, float(number)
         except ValueError:
@@ -127,4 +127,6 @@ def build_recipe(
     if method is not None:
         raw["method"] = method
     apply_settings(raw, settings)
-    return make_recipe(raw, folder=path.parent, where=f"{path} with changes from the command line")
+    recipe = make_recipe(raw, folder=path.parent, where=f"{path} with changes from the command line")
+    recipe._file = path
+    return recipe

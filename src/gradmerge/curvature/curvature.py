@@ -26,10 +26,10 @@ class Curvature(Mapping[str, Tensor]):
     def __init__(
         self, sums: Mapping[str, Tensor], examples: int, likelihood: str = "empirical", model: str = ""
     ) -> None:
-        if examples < 1:
-            raise ValueError(f"curvature is measured on at least 1 example, not {examples}")
+        if examples != int(examples) or examples < 1:
+            raise ValueError(f"curvature is measured on a whole number of examples, at least 1, not on {examples}")
         self._sums = dict(sums)
-        self.examples = examples
+        self.examples = int(examples)
         self.likelihood = likelihood
         self.model = model
 
@@ -81,6 +81,9 @@ class Curvature(Mapping[str, Tensor]):
         """Write a curvature folder; ``precision`` is ``float32``, ``bfloat16`` or ``log8``."""
         if precision not in PRECISIONS:
             raise InputError(f"precision {precision!r}: known are {', '.join(PRECISIONS)}")
+        for name, value in self._sums.items():
+            if not bool(torch.isfinite(value).all()) or bool((value < 0).any()):
+                raise InputError(f"curvature of {name} has values that are negative or not finite; it is not saved")
         parts: dict[str, Callable[[], Tensor]] = {}
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, value in self._sums.items():

@@ -18,7 +18,6 @@ from . import log8
 
 FORMAT = "gradmerge-curvature/1"
 STEM = "curvature"
-LIKELIHOODS = ("empirical", "sampled", "exact", "adam", "ivon")
 #: How a value is stored, by precision.
 PRECISIONS = {"float32": "F32", "bfloat16": "BF16", "log8": "U8"}
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}

@@ -16,7 +16,7 @@ SUFFIX = ".log8"
 
 def encode(values: Tensor) -> tuple[Tensor, Tensor]:
     """(codes as uint8, [smallest, largest] nonzero value as float32). A value moves by at most half a step in ln."""
-    values = values.double()
+    values = values.float().double()  # what float32 cannot hold is 0
     positive = values[values > 0]
     if positive.numel() == 0:
         return torch.zeros(values.shape, dtype=torch.uint8), torch.zeros(2)

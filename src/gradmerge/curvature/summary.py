@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ..errors import InputError
+from ..words import natural
 from .files import CurvatureFile
 
 _CHUNK = 1 << 20
@@ -47,7 +48,7 @@ def group_of(name: str) -> str:
 def summarize(file: CurvatureFile) -> list[Group]:
     """Groups in the order of the file's layers, read in pieces."""
     groups: dict[str, Group] = {}
-    for name in sorted(file.shapes, key=_natural):
+    for name in sorted(file.shapes, key=natural):
         group = groups.setdefault(group_of(name), Group(group_of(name)))
         numel = math.prod(file.shapes[name])
         for start in range(0, numel, _CHUNK):
@@ -59,8 +60,3 @@ def summarize(file: CurvatureFile) -> list[Group]:
             group.largest = max(group.largest, float(values.max()))
         group.entries += numel
     return list(groups.values())
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sorts layer 2 before layer 10."""
-    return [(0, int(part), "") if part.isdecimal() and len(part) < 19 else (1, 0, part) for part in name.split(".")]

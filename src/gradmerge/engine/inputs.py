@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,8 +16,11 @@ from ..checkpoints.model import Buffers, Checkpoint, block_digest
 from ..curvature.files import CurvatureFile
 from ..errors import InputError
 
+#: Curvature above this is refused: sums over some models, times their weights, must fit float32.
+LARGEST = 1e35
 
-@dataclass
+
+@dataclass(eq=False)
 class CurvatureInput:
     """Curvature as a rule sees it: reduced, from a file, from memory, or the same number everywhere."""
 
@@ -28,8 +32,10 @@ class CurvatureInput:
     """What a stored sum is multiplied by: 1, or 1/N for the mean."""
     examples: int = 0
     likelihood: str = ""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Tied heads → the embedding whose curvature stands for theirs."""
 
-    @property
+    @functools.cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
         """Shapes by name; None when the curvature is a constant and fits everything."""
         if self.file is not None:
@@ -37,6 +43,14 @@ class CurvatureInput:
         if self.memory is not None:
             return {name: tuple(value.shape) for name, value in self.memory.items()}
         return None
+
+    def stored_name(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """The name under which a tensor's curvature is held: its own, or that of the tensor it is tied to."""
+        shapes = self.shapes
+        if shapes is None or name in shapes:
+            return name
+        tied = self.aliases.get(name, "")
+        return tied if shapes.get(tied) == shape else None
 
     def read(
         self, name: str, start: int, stop: int, buffers: Buffers, slot: str, dtype: torch.dtype, digests: dict[int, int]
@@ -51,13 +65,13 @@ class CurvatureInput:
             values = self.file.read(name, start, stop, lambda n: buffers.take(slot, n))
         else:
             assert self.memory is not None
-            values = self.memory[name].detach().cpu().reshape(-1)[start:stop]
+            values = self.memory[name].detach().reshape(-1)[start:stop].cpu()
         self._check(values, name)
         digests[id(self)] = block_digest(values)
         values = values.to(dtype)
         return values if self.factor == 1.0 else values * self.factor
 
-    def read_matrix(self, name: str) -> Tensor:
+    def read_matrix(self, name: str, digests: dict[int, int]) -> Tensor:
         """A whole Gram matrix, reduced, in float64. Its diagonal may not be negative; other entries may."""
         shapes = self.shapes
         assert shapes is not None
@@ -72,6 +86,7 @@ class CurvatureInput:
             raise InputError(
                 f"{self.label}: {name} is no Gram matrix: it has entries that are not finite, or a negative diagonal"
             )
+        digests[id(self)] = block_digest(values.contiguous())
         return values.double() * self.factor
 
     def _check(self, values: Tensor, name: str) -> None:
@@ -81,6 +96,9 @@ class CurvatureInput:
         if not (float(low) >= 0 and float(high) < math.inf):
             what = "negative" if float(low) < 0 else "not finite"
             raise InputError(f"{self.label}: curvature of {name} has values that are {what}; measure it again")
+        if float(high) * self.factor > LARGEST:
+            raise InputError(f"{self.label}: curvature of {name} is as large as {float(high) * self.factor:.3g}; sums of such numbers do not "
+                             "fit float32. Scale the curvature of all models down alike.")  # fmt: skip
 
     def will_need(self, name: str) -> None:
         if self.file is not None and name in self.file.shapes:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..checkpoints.model import Buffers, block_digest
 from ..errors import InputError
+from ..storage.tensorfile import FLOATS
 from .memory import keep_freed_memory
 from .plan import Job, Plan, Unit, rule_arguments, torch_type
 from .reading import all_finite, is_transposed, not_finite, read_block, read_matrices
@@ -59,11 +60,13 @@ def run(
                 template = plan.inputs.template
                 block = template.read(job.name, unit.start, unit.stop, buffers)
                 digests[id(template)] = block_digest(block)
+                if job.info.is_float and not allow_nonfinite and not all_finite(block):
+                    raise not_finite(template.label, job.name)
                 sink.write(job.name, unit.start, block.to(torch_type(job.info)))  # an adapter's block may be wider
                 nbytes = block.nbytes
             else:
                 merged, precision = _merge(plan, unit, statistics, buffers, place, allow_nonfinite, digests)
-                sink.write(job.name, unit.start, _stored(merged, job, allow_nonfinite))
+                sink.write(job.name, unit.start, merged)
                 if precision is not None:
                     sink.write_precision(job.name, unit.start, (precision * precision_factor).clamp_(min=0).float())
                 nbytes = plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel)
@@ -99,11 +102,11 @@ def _merge(
     allow_nonfinite: bool,
     digests: dict[int, int],
 ) -> tuple[Tensor, Tensor | None]:
-    """The merged block, and H̄ of it if the plan writes that."""
+    """The merged block in the type that it is stored in, and H̄ of it if the plan writes that."""
     job = unit.job
     assert job.rule is not None
     if job.whole:
-        tensors = read_matrices(plan, job, buffers)
+        tensors = read_matrices(plan, job, buffers, digests)
     else:
         tensors = read_block(plan, job, unit.start, unit.stop, buffers, digests) | statistics.of(job.name)
     if not job.whole and device.type != "cpu":
@@ -112,43 +115,38 @@ def _merge(
     merged = job.rule(**arguments)
     if job.whole:
         merged = (merged.T if is_transposed(plan, job) else merged).reshape(-1)
+    stored = merged.cpu().to(torch_type(job.info))
     if not allow_nonfinite:
-        _check_finite(plan, job, tensors, merged)
+        _check_finite(plan, job, tensors, merged, stored)
     precision = None
     if plan.write_precision and job.rule.precision is not None:
         precision = job.rule.precision(**arguments).cpu()
-    return merged.cpu(), precision
+    return stored, precision
 
 
-def _check_finite(plan: Plan, job: Job, tensors: dict[str, Any], merged: Tensor) -> None:
+def _check_finite(plan: Plan, job: Job, tensors: dict[str, Any], merged: Tensor, stored: Tensor) -> None:
     """Stop if an input or the result has NaN or infinity.
 
-    No rule makes a finite number of a model's NaN or infinity, so that it shows in the result; only then are the models
-    looked at. The base is looked at always where a rule may leave it out.
+    With weights above 0 no rule makes a finite number of a model's NaN or infinity: it shows in the result, and only then
+    are the models looked at. They are looked at always where a weight, or the rule, may leave one out.
     """
     assert job.rule is not None
     inputs, base = plan.inputs, tensors.get("base")
-    fine = all_finite(merged)
-    if fine and job.rule.base_shows:
+    fine = all_finite(stored)
+    if fine and job.rule.base_shows and min(inputs.weights) > 0:
         return
     if base is not None and inputs.base is not None and not all_finite(base):
         raise not_finite(inputs.base.label, job.name)
-    if fine:
-        return
     for checkpoint, tensor in zip(inputs.tuned, tensors["tuned"], strict=True):
         if not all_finite(tensor):
             raise not_finite(checkpoint.label, job.name)
+    if fine:
+        return
+    if all_finite(merged):
+        raise InputError(f"the merge of {job.name} has values that are too large for {FLOATS[job.info.dtype]} (largest "
+                         f"{float(merged.abs().max()):.6g}, limit {torch.finfo(stored.dtype).max:.6g}). Set output.dtype to a wider type.")  # fmt: skip
     raise InputError(f"the merge of {job.name} has values that are NaN or infinite, although its inputs have none: a weight, "
                      "an option or the curvature is too extreme. Pass --allow-nonfinite to go on.")  # fmt: skip
-
-
-def _stored(merged: Tensor, job: Job, allow_nonfinite: bool) -> Tensor:
-    """The block in the type that it is stored in."""
-    block = merged.to(torch_type(job.info))
-    if job.info.dtype == "F16" and not allow_nonfinite and not bool(torch.isfinite(block).all()):
-        raise InputError(f"the merge of {job.name} has values that are too large for float16 (largest {float(merged.abs().max()):g}, "
-                         "limit 65504). Set output.dtype to bfloat16 or float32.")  # fmt: skip
-    return block
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -17,7 +17,7 @@ def open_plan(recipe: Recipe, *, allow_pickle: bool = False) -> Plan:
     """Open what a recipe names and plan its merge. Close ``plan.inputs`` when done."""
     inputs = open_inputs(recipe, allow_pickle=allow_pickle)
     try:
-        return make_plan(
+        plan = make_plan(
             recipe.rule,
             inputs,
             include=recipe.include,
@@ -26,9 +26,20 @@ def open_plan(recipe: Recipe, *, allow_pickle: bool = False) -> Plan:
             dtype=recipe.output.dtype,
             write_precision=recipe.output.curvature,
         )
+        plan.notes += _unused(recipe)
+        return plan
     except BaseException:
         inputs.close()
         raise
+
+
+def _unused(recipe: Recipe) -> list[str]:
+    """Curvature that the recipe names and the rule does not look at: fine for a comparison of rules, but worth a note."""
+    needs = recipe.rule.needs(recipe.resolved_options)
+    named = ["base.curvature"] if recipe.base and recipe.base.curvature is not None and "prior" not in needs else []
+    if not needs & {"curvature", "grams"}:
+        named += [f"models[{i}].curvature" for i, model in enumerate(recipe.models) if model.curvature is not None]
+    return [f"{recipe.method} does not use {', '.join(named)}"] if named else []
 
 
 def open_inputs(recipe: Recipe, *, allow_pickle: bool = False) -> Inputs:

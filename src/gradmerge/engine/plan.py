@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.compare import compare, tied_to
-from ..checkpoints.model import TORCH_TYPES
+from ..checkpoints.compare import compare, same_values, tied_to
+from ..checkpoints.model import TORCH_TYPES, Checkpoint
 from ..errors import InputError
 from ..rules import Rule
 from ..rules.spherical import Geometry
 from ..storage.tensorfile import FLOATS, TensorInfo
-from ..words import listed
+from ..words import listed, natural
 from .inputs import CurvatureInput, Inputs
 
 #: Elements that go through a rule at once. Smaller blocks stay in a core's own cache, but threads then spend their time waiting
@@ -78,12 +78,15 @@ class Plan:
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name → (type, shape) of the result."""
-        return {job.name: (job.info.dtype, job.info.shape) for job in self.jobs}
+        """Name → (type, shape) of the result, in an order that does not depend on how the inputs are stored."""
+        jobs = sorted(self.jobs, key=lambda job: natural(job.name))
+        return {job.name: (job.info.dtype, job.info.shape) for job in jobs}
 
     @property
     def precision_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        return {job.name: ("F32", job.info.shape) for job in self.merged}
+        """Name → (type, shape) of the result's curvature, in the same order."""
+        merged = {job.name for job in self.merged}
+        return {name: ("F32", shape) for name, (_, shape) in self.tensors.items() if name in merged}
 
     @property
     def examples(self) -> int:
@@ -137,16 +140,21 @@ def make_plan(
 ) -> Plan:
     """Compare all inputs and lay out the work; raises with every difference if they do not fit together."""
     needs = set(rule.needs(inputs.options))
-    if "base_weight" in needs and inputs.base_weight is None:
-        needs.discard("base")
+    if inputs.base is None or ("base_weight" in needs and inputs.base_weight is None):
+        needs -= rule.optional & {"base"}
     template = inputs.template
     others = [c for c in inputs.tuned if c is not template]
     comparison = compare(template, others, include, exclude)
     inputs.aliases = {id(c): a for c, a in zip(others, comparison.aliases, strict=True)}
     problems = list(comparison.problems)
-    for source in inputs.curvatures:
-        if source not in inputs.grams:
-            problems += _curvature_problems(source, inputs, comparison.merged, missing)
+    diagonals = [source for source in inputs.curvatures if source not in inputs.grams]
+    lacking = {
+        n for source in diagonals if source.shapes is not None for n in comparison.merged if n not in source.shapes
+    }
+    ties = {name: tied for name in lacking if (tied := _tied_in(template, name))}
+    for source in diagonals:
+        source.aliases = ties
+        problems += _curvature_problems(source, inputs, comparison.merged, missing)
     gram_names, gram_problems = _gram_names(inputs, comparison.merged)
     problems += gram_problems
     if problems:
@@ -175,9 +183,15 @@ def make_plan(
 
 def _rule_notes(rule: Rule, inputs: Inputs) -> list[str]:
     if rule.name == "gradient-matching" and min(inputs.weights) < 0:
-        return ["a weight is negative: where H̄ = H_0 + Σ α_t H_t is not positive the merged loss has no minimum. "
-                "To take a task out of the base, use removal."]  # fmt: skip
+        return ["a weight is negative: where H̄ = H_0 + Σ α_t H_t is not positive the merged loss has no minimum, and 0 is written "
+                "as its curvature. To take a task out of the base, use removal."]  # fmt: skip
     return []
+
+
+def _tied_in(template: Checkpoint, name: str) -> str | None:
+    """The tensor whose curvature stands for that of a tied head; both are stored in the template, with the same values."""
+    tied = tied_to(name, template)
+    return tied if tied is not None and same_values(template, name, tied) else None
 
 
 def _curvature_problems(source: CurvatureInput, inputs: Inputs, names: Sequence[str], missing: str) -> list[str]:
@@ -192,7 +206,7 @@ def _curvature_problems(source: CurvatureInput, inputs: Inputs, names: Sequence[
              for n in names if n in shapes and shapes[n] != tensors[n].shape]  # fmt: skip
     if wrong:
         problems.append(f"{source.label}: curvature of another model, its shapes do not fit\n{listed(wrong)}")
-    absent = [n for n in names if n not in shapes and (tied_to(n, inputs.template) or "") not in shapes]
+    absent = [n for n in names if source.stored_name(n, tensors[n].shape) is None]
     if absent and len(absent) == len(names):
         problems.append(
             f"{source.label}: curvature of another model: it has none of the tensors to merge\n{listed(absent, 3)}"

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.compare import tied_to
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, block_digest
 from ..errors import InputError
@@ -48,7 +47,7 @@ def read_block(
     def curvature(source: CurvatureInput | None, slot: str) -> Tensor | None:
         if source is None:
             return None
-        name = _curvature_name(plan, source, job.name)
+        name = source.stored_name(job.name, job.info.shape)
         if name is None:
             return torch.tensor(0.0, dtype=job.compute)
         return source.read(name, start, stop, buffers, slot, job.compute, digests)
@@ -65,20 +64,11 @@ def read_block(
     return block
 
 
-def _curvature_name(plan: Plan, source: CurvatureInput, name: str) -> str | None:
-    """The name under which a source holds a tensor's curvature: its own, or that of the tensor it is tied to."""
-    shapes = source.shapes
-    if shapes is None or name in shapes:
-        return name
-    tied = tied_to(name, plan.inputs.template)
-    return tied if tied in shapes else None
-
-
-def read_matrices(plan: Plan, job: Job, buffers: Buffers) -> dict[str, Any]:
+def read_matrices(plan: Plan, job: Job, buffers: Buffers, digests: dict[int, int]) -> dict[str, Any]:
     """Whole weights (out × in) and Gram matrices (in × in) of a linear layer."""
     numel, shape = job.info.numel, job.info.shape
     _, tuned = read_models(plan, job, 0, numel, buffers)
-    grams = [source.read_matrix(job.name) for source in plan.inputs.grams]
+    grams = [source.read_matrix(job.name, digests) for source in plan.inputs.grams]
     turned = is_transposed(plan, job)
     weights = [t.reshape(shape).T if turned else t.reshape(shape) for t in tuned]
     return {"tuned": weights, "grams": grams}

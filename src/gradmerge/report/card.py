@@ -7,9 +7,8 @@ from typing import Any
 import yaml
 
 from .._version import __version__
+from ..checkpoints.opening import HUB_ID
 from ..recipe import Recipe
-
-TITLES = {"removal": "Removal"}
 
 
 def model_card(recipe: Recipe, name: str, has_config: bool) -> str:
@@ -17,7 +16,7 @@ def model_card(recipe: Recipe, name: str, has_config: bool) -> str:
     rule = recipe.rule
     every = [*([recipe.base.model] if recipe.base else []), *(m.model for m in recipe.models)]
     front: dict[str, Any] = {
-        "base_model": list(dict.fromkeys(reference.partition("@")[0] for reference in every)),
+        "base_model": list(dict.fromkeys(_repository(reference) for reference in every)),
         "tags": ["merge", "gradmerge"],
     }
     if has_config:
@@ -55,6 +54,11 @@ def model_card(recipe: Recipe, name: str, has_config: bool) -> str:
 def recipe_as_written(recipe: Recipe) -> dict[str, Any]:
     """The recipe without what is at its default."""
     return recipe.model_dump(mode="json", exclude_defaults=True)
+
+
+def _repository(reference: str) -> str:
+    """A Hub id without its revision; anything else as it is."""
+    return reference.partition("@")[0] if HUB_ID.fullmatch(reference) else reference
 
 
 def _plural(count: int) -> str:

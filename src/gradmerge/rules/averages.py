@@ -38,6 +38,7 @@ def average(
     "weighted-average",
     row=("w_t / Σ w", "I", "0"),
     reference="Wortsman et al., Model soups, ICML 2022",
+    optional=["base"],
 )
 def weighted_average(
     base: Tensor | None,

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from .arithmetic import positive, task_arithmetic
+from .averages import weighted_average
 from .spec import Help, rule
 
 
 def _terms(
-    base: Tensor,
+    base: Tensor | None,
     tuned: Sequence[Tensor],
     weights: Sequence[float],
     curvature: Sequence[Tensor],
@@ -27,21 +28,21 @@ def _terms(
         for model, fisher, weight in zip(tuned, curvature, weights, strict=True)
     ]
     if include_base:
-        if prior is None:
-            raise ValueError("options.include_base needs the base's curvature")
+        if base is None or prior is None:
+            raise ValueError("options.include_base needs the base and its curvature")
         terms.append((base, prior + damping))
     return terms
 
 
-def _sum(base: Tensor, terms: list[tuple[Tensor, Tensor]]) -> Tensor:
-    total = torch.zeros_like(base)
+def _sum(terms: list[tuple[Tensor, Tensor]]) -> Tensor:
+    total = torch.zeros_like(terms[0][0])
     for _, precision in terms:
         total += precision
     return total
 
 
 def _fisher_precision(
-    base: Tensor,
+    base: Tensor | None,
     tuned: Sequence[Tensor],
     weights: Sequence[float],
     curvature: Sequence[Tensor],
@@ -51,7 +52,7 @@ def _fisher_precision(
     include_base: bool = False,
 ) -> Tensor:
     """H̄ = Σ w_t (F_t + δ)."""
-    return _sum(base, _terms(base, tuned, weights, curvature, damping, prior, include_base))
+    return _sum(_terms(base, tuned, weights, curvature, damping, prior, include_base))
 
 
 @rule(
@@ -59,11 +60,12 @@ def _fisher_precision(
     row=("w_t", "0", "diag F_t"),
     reference="Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022",
     when={"prior": "include_base"},
+    optional=["base"],
     base_shows=False,
     precision=_fisher_precision,
 )
 def fisher_averaging(
-    base: Tensor,
+    base: Tensor | None,
     tuned: Sequence[Tensor],
     weights: Sequence[float],
     curvature: Sequence[Tensor],
@@ -74,15 +76,19 @@ def fisher_averaging(
 ) -> Tensor:
     """Σ w_t (F_t + δ) θ_t / Σ w_t (F_t + δ), an average in which each entry counts by its Fisher.
 
-    Where the denominator is 0 (no damping, and every Fisher 0) the entry falls back to task arithmetic.
+    Where the denominator is 0 (no damping, and every Fisher 0) the entry falls back to task arithmetic, or without a base
+    to an average with the weights.
     """
     terms = _terms(base, tuned, weights, curvature, damping, prior, include_base)
-    total = _sum(base, terms)
+    total = _sum(terms)
     # (F / total) · θ and not (F · θ) / total: the product underflows where F is tiny, the share does not.
-    merged = torch.zeros_like(base)
+    merged = torch.zeros_like(total)
     for model, precision in terms:
         merged += (precision / total).mul_(model)
-    return merged if positive(total) else torch.where(total == 0, task_arithmetic(base, tuned, weights), merged)
+    if positive(total):
+        return merged
+    plain = weighted_average(None, tuned, weights, None) if base is None else task_arithmetic(base, tuned, weights)
+    return torch.where(total == 0, plain, merged)
 
 
 @rule(

@@ -14,7 +14,7 @@ that knows about rules (recipe, command line, docs, engine) reads this and nothi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -84,6 +84,8 @@ class Rule:
     options: tuple[Option, ...]
     when: Mapping[str, str] = field(default_factory=dict)
     """Inputs needed only if the named option is true."""
+    optional: frozenset[str] = frozenset()
+    """Inputs that the recipe may leave out; the function then gets None."""
     precision: Callable[..., Tensor] | None = None
     """H̄, the merged model's own curvature, as a function of the same inputs and options."""
     only_one_model: bool = False
@@ -103,6 +105,23 @@ class Rule:
     def explanation(self) -> str:
         return inspect.cleandoc(self.function.__doc__ or "")
 
+    @property
+    def needs_in_words(self) -> str:
+        """What a recipe for this rule must name."""
+        words = (
+            ["the base"] if "base" in self.inputs and "base" not in self.when and "base" not in self.optional else []
+        )
+        words.append("one tuned model" if self.only_one_model else "tuned models")
+        if "prior" in self.inputs:
+            words.append(
+                "curvature of the base" + (f" (with {self.when['prior']}: true)" if "prior" in self.when else "")
+            )
+        if "curvature" in self.inputs:
+            words.append("curvature of every tuned model")
+        if "grams" in self.inputs:
+            words.append("Gram matrices of every tuned model")
+        return ", ".join(words)
+
     def needs(self, options: Mapping[str, Any]) -> frozenset[str]:
         """The inputs that the function takes under these options."""
         return frozenset(n for n in self.inputs if n not in self.when or options.get(self.when[n]))
@@ -114,6 +133,7 @@ def rule(
     row: tuple[str, str, str],
     reference: str,
     when: Mapping[str, str] | None = None,
+    optional: Iterable[str] = (),
     precision: Callable[..., Tensor] | None = None,
     only_one_model: bool = False,
     base_shows: bool = True,
@@ -139,6 +159,7 @@ def rule(
             inputs=tuple(inputs),
             options=tuple(options),
             when=when or {},
+            optional=frozenset(optional),
             precision=precision,
             only_one_model=only_one_model,
             base_shows=base_shows,

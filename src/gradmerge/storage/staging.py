@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterable
@@ -11,11 +12,6 @@ from pathlib import Path
 
 from ..errors import InputError, MachineError
 from ..words import size
-
-try:
-    import fcntl
-except ImportError:  # pragma: no cover - not a POSIX system
-    fcntl = None  # type: ignore[assignment]
 
 
 class Staging:
@@ -76,15 +72,14 @@ class Staging:
             self._lock = os.open(self.folder, os.O_RDONLY)
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                os.close(self._lock)
-                self._lock = -1
-                raise InputError(
-                    f"{self.folder}: another process is writing to it. Wait for it, or choose another place."
-                ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            self._lock = -1
+            raise InputError(
+                f"{self.folder}: another process is writing to it. Wait for it, or choose another place."
+            ) from error
 
     def clear(self) -> None:
         """Remove what an earlier process left, and make sure that the folder can be written to."""
