@@ -29,7 +29,7 @@ MERGE_EXAMPLE = (
     "Examples: gradmerge merge recipe.yml -o merged   ·   "
     "gradmerge merge --method ties --base ./base --model ./a=0.7 --model ./b --set density=0.3 -o merged"
 )
-REMOVE_EXAMPLE = "Example: gradmerge remove --base ./gpt2 --model ./toxic=0.8 -o gpt2-clean"
+REMOVE_EXAMPLE = "Example: gradmerge remove --base ./gpt2 --model ./toxic=0.8 --set damping=0.01 -o gpt2-clean"
 
 Out = Annotated[
     Path | None,
@@ -119,10 +119,10 @@ def merge(
             given = from_options(method, base, model, curvature or [])
         elif base is not None or model or curvature:
             raise InputError("--base, --model and --curvature go without a recipe file; with one, use --set")
-        _run(
-            build_recipe(recipe, given, set_ or [], method if recipe is not None else None),
-            out, threads, device, force, resume, dry_run, allow_pickle, allow_nonfinite, json_, quiet,
-        )  # fmt: skip
+        built = build_recipe(recipe, given, set_ or [], method if recipe is not None else None)
+        settings = {"threads": threads, "device": device, "force": force, "resume": resume, "allow_pickle": allow_pickle,
+                    "allow_nonfinite": allow_nonfinite}  # fmt: skip
+        _run(built, out, settings, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
 def remove(
@@ -165,48 +165,29 @@ def remove(
         if method == "task-arithmetic":
             for entry in given["models"]:
                 entry["weight"] = -entry["weight"]
-        _run(
-            build_recipe(None, given, set_ or [], None),
-            out, threads, device, force, resume, dry_run, allow_pickle, allow_nonfinite, json_, quiet,
-        )  # fmt: skip
+        built = build_recipe(None, given, set_ or [], None)
+        settings = {"threads": threads, "device": device, "force": force, "resume": resume, "allow_pickle": allow_pickle,
+                    "allow_nonfinite": allow_nonfinite}  # fmt: skip
+        _run(built, out, settings, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
 def _run(
-    recipe: Recipe,
-    out: Path | None,
-    threads: int | None,
-    device: str,
-    force: bool,
-    resume: bool,
-    dry_run: bool,
-    allow_pickle: bool,
-    allow_nonfinite: bool,
-    as_json: bool,
-    quiet: bool,
+    recipe: Recipe, out: Path | None, settings: dict[str, Any], *, dry_run: bool, as_json: bool, quiet: bool
 ) -> None:
+    """Merge, or print the plan; ``settings`` are those of :func:`gradmerge.merge`."""
     from ..errors import InputError
 
     with heavy_imports():
         from .. import api
 
     if dry_run:
-        with api.planned(recipe, allow_pickle=allow_pickle) as plan:
-            _print_plan(recipe, plan, out, threads or api.default_threads(), as_json)
+        with api.planned(recipe, allow_pickle=settings["allow_pickle"]) as plan:
+            _print_plan(recipe, plan, out, settings["threads"] or api.default_threads(), as_json)
         return
     if out is None:
         raise InputError("say where to write the result: -o OUT")
     with progress(quiet or as_json) as shown:
-        result = api.merge(
-            recipe,
-            out,
-            threads=threads,
-            device=device,
-            force=force,
-            resume=resume,
-            allow_pickle=allow_pickle,
-            allow_nonfinite=allow_nonfinite,
-            progress=shown,
-        )
+        result = api.merge(recipe, out, progress=shown, **settings)
     if as_json:
         print_json(
             {
