@@ -67,7 +67,7 @@ class MergeResult:
 
 def default_threads() -> int:
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(available, 8)  # more do not help: they wait for the disk and the interpreter
+    return min(available, 4)  # more wait for one another at the interpreter's lock
 
 
 def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:

@@ -66,7 +66,7 @@ Settings = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option(
-        "--threads", min=1, max=256, help="Threads to use. Default: one a core, at most 8.", show_default=False
+        "--threads", min=1, max=256, help="Threads to use. Default: one a core, at most 4.", show_default=False
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="Where the arithmetic is done: cpu, cuda, cuda:1, …")]

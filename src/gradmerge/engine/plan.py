@@ -19,7 +19,7 @@ from .inputs import CurvatureInput, Inputs
 
 #: Elements that go through a rule at once. Smaller blocks stay in a core's own cache, but threads then spend their time waiting
 #: for one another at the interpreter's lock; larger ones take more memory.
-BLOCK = 1 << 19
+BLOCK = 1 << 18
 _STORED = {word: code for code, word in FLOATS.items()}
 
 

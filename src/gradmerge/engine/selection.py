@@ -73,9 +73,7 @@ class Selection:
     def count(self, values: Tensor) -> np.ndarray:
         """How many values are below the window, in each of its bins, and above it. May overwrite the values."""
         if self._stop - self._start == 1:
-            compared = self._compare(values)
-            if compared is not None:
-                return compared
+            return self._compare(values)
         places = magnitude_keys(values.to(self.dtype))
         if self._start:
             places = places - self._start
@@ -85,15 +83,14 @@ class Selection:
             places = places.clamp(-1, self._bins)
         return torch.bincount(places.add_(1), minlength=self._bins + 2).numpy()
 
-    def _compare(self, values: Tensor) -> np.ndarray | None:
-        """The same for a window of one key, by comparing with it; None if a value may be NaN."""
-        if not bool(torch.isfinite(values.sum())):
-            return None
+    def _compare(self, values: Tensor) -> np.ndarray:
+        """The same for a window of one key, by comparing with it."""
         # numpy's comparisons are several times as fast as PyTorch's.
         magnitudes = values.to(self.dtype).abs_().numpy()
         value = key_value(self._start, self.dtype)
-        at_least, above = np.count_nonzero(magnitudes >= value), np.count_nonzero(magnitudes > value)
-        return np.array([len(magnitudes) - at_least, at_least - above, above])
+        # What is not at most the value is above it: so is NaN, as among the keys.
+        below, at_most = np.count_nonzero(magnitudes < value), np.count_nonzero(magnitudes <= value)
+        return np.array([below, at_most - below, len(magnitudes) - at_most])
 
     def narrow(self, counts: np.ndarray) -> None:
         """End a pass: go on below the window, above it or in the bin that holds the k-th largest, or finish."""
