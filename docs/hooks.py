@@ -21,7 +21,7 @@ from gradmerge.errors import InputError
 from gradmerge.recipe import Base, Identity, Model, Output, Recipe, make_recipe, parse_yaml
 from gradmerge.rules import RULES, Rule
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "merge.json"
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -172,9 +172,10 @@ def contexts(command: Any, name: str, parent: Any = None) -> Iterator[Any]:
 
 def benchmark_results() -> str:
     """The table of the last benchmark that was kept, if there is one."""
-    if not RESULTS.is_file():
+    path = RESULTS / "merge.json"
+    if not path.is_file():
         return "No results are kept in this version; `make bench` measures them on your machine."
-    report = json.loads(RESULTS.read_text("utf-8"))
+    report = json.loads(path.read_text("utf-8"))
     machine, versions, settings = report["machine"], report["versions"], report["settings"]
     peer = versions["mergekit"] or {}
     copy = report["copy_gb_s"]
@@ -205,6 +206,26 @@ def benchmark_results() -> str:
     )
 
 
+def device_results() -> str:
+    """CPU against GPU, and threads, from the last `python -m benchmarks.devices` that was kept."""
+    report = json.loads((RESULTS / "devices.json").read_text("utf-8"))
+    rules = [
+        (r["method"], f"{r['cpu_s']:.1f}", f"{r['device_s']:.1f}", "yes" if r["same_bytes"] else "no")
+        for r in report["rules"]
+    ]
+    counts = sorted({t["threads"] for t in report["threads"]})
+    seconds = {(t["method"], t["threads"]): f"{t['seconds']:.1f}" for t in report["threads"]}
+    methods = list(dict.fromkeys(t["method"] for t in report["threads"]))
+    threads = [(method, *(seconds[method, count] for count in counts)) for method in methods]
+    return (
+        f"`python -m benchmarks.devices --data DIR` on {report['cores']} cores and an {report['device']}, seconds for "
+        f"{report['layers']} layers (as in the table below, but fewer) on 4 threads:\n\n"
+        + table(("rule", "cpu s", "cuda s", "same bytes"), rules)
+        + f"\n\nand for {report['thread_layers']} layers by number of threads, on the CPU:\n\n"
+        + table(("rule", *(f"{count} threads, s" for count in counts)), threads)
+    )
+
+
 def bar_text(bar: dict[str, Any]) -> str:
     return f"{bar['name']} {bar['sense']} {bar['bar']:g}: {'met' if bar['passed'] else '**missed**'}"
 
@@ -214,4 +235,5 @@ GENERATED = {
     "methods": methods_reference,
     "cli": cli_reference,
     "benchmark": benchmark_results,
+    "devices": device_results,
 }
