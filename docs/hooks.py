@@ -222,7 +222,7 @@ def device_results() -> str:
         f"{report['layers']} layers (as in the table below, but fewer) on 4 threads:\n\n"
         + table(("rule", "cpu s", "cuda s", "same bytes"), rules)
         + f"\n\nand for {report['thread_layers']} layers by number of threads, on the CPU:\n\n"
-        + table(("rule", *(f"{count} threads, s" for count in counts)), threads)
+        + table(("rule", *(f"{count} thread{'s' if count > 1 else ''}, s" for count in counts)), threads)
     )
 
 

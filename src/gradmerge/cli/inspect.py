@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -114,7 +115,7 @@ def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -
     details = []
     if facts["vocabulary"]:
         details.append(f"vocabulary {facts['vocabulary']}")
-    if facts["tied_embeddings"] is not None:
+    if facts["tied_embeddings"] is not None and re.search("LM|Generation", str(facts["architecture"])):
         details.append("tied embeddings" if facts["tied_embeddings"] else "untied embeddings")
     if facts["buffers"]:
         details.append(f"{len(facts['buffers'])} buffers")
