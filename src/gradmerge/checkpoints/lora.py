@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..storage.tensorfile import parse_json_object
+from ..storage.tensorfile import PositionalFile, parse_json_object
 from ..words import listed
 from .compare import tied_to
-from .model import Buffers, Checkpoint, PositionalFile
+from .model import Buffers, Checkpoint
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16

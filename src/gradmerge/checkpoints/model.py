@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
 from ..storage.bytesof import bytes_of
-from ..storage.tensorfile import ITEM_SIZE, Entry, TensorInfo
+from ..storage.tensorfile import ITEM_SIZE, PositionalFile, TensorInfo
 
 TORCH_TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -36,18 +36,6 @@ class Buffers:
         return buffer[:nbytes]
 
 
-class PositionalFile(Protocol):
-    """A file that tensors are read from by position: safetensors, or a zipped pickle."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def entries(self) -> Mapping[str, Entry]: ...
-    def read_into(self, buffer: memoryview, offset: int) -> None: ...
-    def will_need(self, offset: int, nbytes: int) -> None: ...
-    def close(self) -> None: ...
-
-
 class Checkpoint:
     """Named tensors in file order, from files, from memory, or from both."""
 
@@ -57,7 +45,7 @@ class Checkpoint:
         self,
         label: str,
         *,
-        files: list[PositionalFile] | None = None,
+        files: Sequence[PositionalFile] | None = None,
         memory: Mapping[str, Tensor] | None = None,
         folder: Path | None = None,
         config: dict[str, Any] | None = None,
@@ -70,7 +58,7 @@ class Checkpoint:
         self.config = config or {}
         self.hub_id = hub_id
         self.notes: list[str] = []
-        self._files = files or []
+        self._files = list(files or [])
         self._memory = dict(memory or {})
         self._places = {name: (file, entry) for file in self._files for name, entry in file.entries.items()}
         self.tensors: dict[str, TensorInfo] = {

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InputError
-from ..storage.tensorfile import TensorFile, local_path, open_files, parse_json_object, read_index
+from ..storage.tensorfile import PositionalFile, TensorFile, local_path, open_files, parse_json_object, read_index
 from ..words import listed
 from .lora import AdapterCheckpoint, is_adapter, read_adapter_config
-from .model import Checkpoint, PositionalFile
+from .model import Checkpoint
 from .pickles import SUFFIXES, PickleFile
 
 #: What of a Hub repository is fetched: weights that can be merged, and the small files that go with them.

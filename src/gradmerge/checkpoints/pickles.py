@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import zipfile
 from pathlib import Path
@@ -12,24 +11,22 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..storage.tensorfile import Entry, read_fully
+from ..storage.tensorfile import Entry, PositionalFile
 from .model import STORED_TYPES
 
 SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
 
 
-class PickleFile:
+class PickleFile(PositionalFile):
     """A zipped ``torch.save`` file: names and places of its tensors, read by position like a safetensors file."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries: dict[str, Entry] = {}
         self.memory: dict[str, Tensor] = {}
         """Tensors that do not lie in the file as one contiguous run, loaded at once."""
-        self._fd = -1
         zipped = zipfile.is_zipfile(path)
         tensors = _load(path, fake=zipped)
         records = _stored_records(path) if zipped else {}
+        entries: dict[str, Entry] = {}
         scattered = []
         for name, tensor in tensors.items():
             if tensor.dtype not in STORED_TYPES:
@@ -43,23 +40,12 @@ class PickleFile:
             entry = Entry(STORED_TYPES[tensor.dtype], tuple(tensor.shape), place + offset)
             if offset + entry.nbytes > records[place]:
                 raise InputError(f"{path}: tensor {name!r} is longer than its data; the file is damaged")
-            self.entries[name] = entry
+            entries[name] = entry
         if scattered:
             whole = _load(path, fake=False)
             self.memory = {name: whole[name].contiguous() for name in scattered}
-        self._fd = os.open(path, os.O_RDONLY)
-
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        read_fully(self._fd, buffer, offset, self.path)
-
-    def will_need(self, offset: int, nbytes: int) -> None:
-        if hasattr(os, "posix_fadvise") and self._fd >= 0:
-            os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self.entries = entries
+        super().__init__(path)
 
 
 def _stored_records(path: Path) -> dict[int, int]:

@@ -61,8 +61,10 @@ class Entry(TensorInfo):
     """Offset of the first byte in the file."""
 
 
-class TensorFile:
-    """A safetensors file: its tensors in file order, its metadata, and positional reads."""
+class PositionalFile:
+    """An open file that tensors are read from by position; ``entries`` says where they lie, in file order."""
+
+    entries: Mapping[str, Entry]
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,17 +72,18 @@ class TensorFile:
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
             raise InputError(f"{path}: cannot be opened: {error.strerror}") from error
-        try:
-            self.size = os.fstat(self._fd).st_size
-            self.entries, self.metadata = _parse_header(path, self._fd, self.size)
-        except BaseException:
-            os.close(self._fd)
-            self._fd = -1
-            raise
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill the buffer with the file's bytes from ``offset`` on."""
-        read_fully(self._fd, buffer, offset, self.path)
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise MachineError(f"{self.path}: reading failed at byte {offset + done}: {error.strerror}") from error
+            if count == 0:
+                raise MachineError(f"{self.path}: ends at byte {offset + done}; it was longer when the merge began")
+            done += count
 
     def will_need(self, offset: int, nbytes: int) -> None:
         """Ask the operating system to start reading these bytes."""
@@ -93,33 +96,33 @@ class TensorFile:
             self._fd = -1
 
 
-def read_fully(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    done = 0
-    while done < len(buffer):
+class TensorFile(PositionalFile):
+    """A safetensors file: its tensors in file order, its metadata, and positional reads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         try:
-            count = os.preadv(fd, [buffer[done:]], offset + done)
-        except OSError as error:
-            raise MachineError(f"{path}: reading failed at byte {offset + done}: {error.strerror}") from error
-        if count == 0:
-            raise MachineError(f"{path}: ends at byte {offset + done}; it was longer when the merge began")
-        done += count
+            self.entries, self.metadata = _parse_header(self, os.fstat(self._fd).st_size)
+        except BaseException:
+            self.close()
+            raise
 
 
-def _parse_header(path: Path, fd: int, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+def _parse_header(file: TensorFile, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
     def broken(why: str) -> InputError:
-        return InputError(f"{path}: not a valid safetensors file: {why}. Download or save it again.")
+        return InputError(f"{file.path}: not a valid safetensors file: {why}. Download or save it again.")
 
     if size < 8:
         raise broken(f"it has {size} bytes, fewer than the 8 that give the header's length")
     prefix = bytearray(8)
-    read_fully(fd, memoryview(prefix), 0, path)
+    file.read_into(memoryview(prefix), 0)
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER:
         raise broken(f"the header claims {length} bytes, more than the format's limit of {MAX_HEADER}")
     if 8 + length > size:
         raise broken(f"the header claims {length} bytes, but the file has {size} in all; it is cut short")
     raw = bytearray(length)
-    read_fully(fd, memoryview(raw), 8, path)
+    file.read_into(memoryview(raw), 8)
     header = parse_json_object(bytes(raw), broken)
 
     metadata = header.pop("__metadata__", {})
