@@ -3,6 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 BENCH_DATA ?= bench-data
+BENCH_FLAGS ?=
 
 .PHONY: help install test lint format bench docs clean
 
@@ -34,7 +35,7 @@ bench: install  ## Compare speed and memory with mergekit on models of 1.1 B par
 	$(PYTHON) -m venv .venv-mergekit
 	.venv-mergekit/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt torch
 	.venv-mergekit/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt mergekit
-	$(BIN)/python -m benchmarks.merge --data $(BENCH_DATA) --mergekit .venv-mergekit/bin/mergekit-yaml
+	$(BIN)/python -m benchmarks.merge --data $(BENCH_DATA) --mergekit .venv-mergekit/bin/mergekit-yaml $(BENCH_FLAGS)
 
 docs: install  ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
