@@ -24,7 +24,12 @@ class Curvature(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, sums: Mapping[str, Tensor], examples: int, likelihood: str = "empirical", model: str = ""
+        self,
+        sums: Mapping[str, Tensor],
+        examples: int,
+        likelihood: str = "empirical",
+        model: str = "",
+        stored: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
     ) -> None:
         if examples != int(examples) or examples < 1:
             raise ValueError(f"curvature is measured on a whole number of examples, at least 1, not on {examples}")
@@ -32,6 +37,8 @@ class Curvature(Mapping[str, Tensor]):
         self.examples = int(examples)
         self.likelihood = likelihood
         self.model = model
+        self._stored = stored
+        """Turns names as in memory into names as in the model's files."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self._sums[name]

@@ -1,0 +1,223 @@
+"""Measuring curvature: a pass over data that adds up squared gradients of single examples."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..words import listed, nearest
+from .collect import Collector, batch_rows, examples_in
+from .curvature import Curvature
+from .outputs import OUTPUTS, Output, labels_of, logits_of, output_of
+
+LIKELIHOODS = ("empirical", "sampled", "exact")
+_log = logging.getLogger(__name__)
+
+
+def estimate_curvature(
+    model: nn.Module,
+    batches: Iterable[Any],
+    likelihood: str = "empirical",
+    *,
+    output: str | Output | None = None,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    start: Curvature | None = None,
+    each_batch: Callable[[Callable[[], Curvature]], None] | None = None,
+) -> Curvature:
+    """The diagonal curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the square of every single example's gradient.
+
+    ℓ_i is the negative log-likelihood of example i (see :mod:`gradmerge.curvature.outputs`): of a sequence it is the sum over
+    its tokens, never their mean. Neither batch size nor padding changes the result.
+
+    Args:
+        model: A model of transformers with a head, or any module. Its mode, gradients and hooks are left as they were found;
+            parameters with ``requires_grad=False`` are not measured.
+        batches: Mappings of keyword arguments with ``labels``, as transformers takes them, or tuples that end with the labels.
+        likelihood: ``empirical`` takes the data's labels, ``sampled`` draws them from the model, ``exact`` takes the expectation
+            over the model's classes.
+        output: What the model's output means: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``. By default
+            it is read off the model and its labels.
+        seed: Of the labels that are drawn. They depend on the seed and the example's place in the data alone.
+        device: Where batches are moved to; by default where the model is.
+        start: The curvature of the examples before the first of ``batches``, to go on from.
+        each_batch: Called after every batch with a function that gives the curvature so far.
+    """
+    if likelihood not in LIKELIHOODS:
+        raise InputError(f"likelihood {likelihood!r}: known are {', '.join(LIKELIHOODS)}{nearest(likelihood, LIKELIHOODS)}")
+    if isinstance(output, str) and output not in OUTPUTS:
+        raise InputError(f"output {output!r}: known are {', '.join(OUTPUTS)}{nearest(output, OUTPUTS)}")
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
+    if not parameters:
+        raise InputError("the model has no parameter with requires_grad=True: there is nothing to measure")
+    totals = {name: torch.zeros_like(p, dtype=_sum_type(p), requires_grad=False) for name, p in parameters.items()}
+    place = torch.device(device) if device is not None else next(iter(parameters.values())).device
+    measured = _Measured(model, likelihood, OUTPUTS[output] if isinstance(output, str) else output, seed)
+    examples = begun = start.examples if start is not None else 0
+
+    def so_far() -> Curvature:
+        sums = {name: total.clone() for name, total in totals.items()}
+        for name in sums if start is not None else ():
+            sums[name] += start[name].to(sums[name])  # type: ignore[index]
+        return Curvature(sums, examples, likelihood, _name_of(model))
+
+    slow: set[str] = set()
+    with _prepared(model), Collector(
+        model, {p: totals[n] for n, p in parameters.items()}, measured.objectives, measured.logits
+    ) as collector:
+        for batch in batches:
+            batch = _moved(batch, place)
+            collector.add(batch, examples)
+            examples += examples_in(batch)
+            slow = _name_slow(collector, parameters, slow)
+            if each_batch is not None:
+                each_batch(so_far)
+        measured.check_losses()
+    if examples == begun:
+        raise InputError("there are no examples to measure curvature on")
+    return so_far()
+
+
+class _Measured:
+    """What is differentiated: the losses of a batch, under a likelihood."""
+
+    def __init__(self, model: nn.Module, likelihood: str, output: Output | None, seed: int) -> None:
+        self._model = model
+        self._likelihood = likelihood
+        self._output = output
+        self._key = int.from_bytes(hashlib.sha256(f"gradmerge labels {seed}".encode()).digest()[:16], "little")
+        self._losses: tuple[int, Tensor] | None = None
+
+    def logits(self, batch: Any) -> Tensor:
+        return logits_of(self._model, batch)
+
+    def objectives(self, batch: Any, first: int) -> list[Callable[[], Tensor]]:
+        self.check_losses()
+        labels = labels_of(batch)
+        output = self._output or output_of(self._model, labels)
+        logits = self.logits(batch)
+        try:
+            output.check(logits.shape, labels)
+        except InputError as error:
+            raise InputError(f"in the batch that begins with example {first}: {error}") from None
+        if self._likelihood == "exact":
+            self._losses = first, logits.detach().flatten(1).sum(1)
+            return [lambda s=s: (logits * s).sum() for s in output.factors(logits)]  # type: ignore[misc]
+        if self._likelihood == "sampled":
+            labels = output.draw(logits.detach(), labels, lambda row, n: self._uniform(first + row, n))
+        losses = output.losses(logits, labels)
+        self._losses = first, losses.detach()
+        return [losses.sum]
+
+    def _uniform(self, example: int, count: int) -> Tensor:
+        """Numbers in [0, 1) that belong to one example of the data: a stretch of one stream of random numbers."""
+        stream = np.random.PCG64DXSM(self._key)
+        stream.advance(example << 32)
+        return torch.from_numpy(np.random.Generator(stream).random(count))
+
+    def check_losses(self) -> None:
+        """Raise if a loss of the last batch was not finite. Looked at late, so that a GPU need not wait."""
+        if self._losses is None:
+            return
+        first, losses = self._losses
+        self._losses = None
+        finite = losses.isfinite()
+        if not bool(finite.all()):
+            row = int((~finite).nonzero()[0])
+            raise InputError(
+                f"example {first + row} (counted from 0): the loss is {float(losses[row])}. Look at this example, "
+                "at the model's weights, and whether --dtype is too narrow for the model."
+            )
+
+
+@contextlib.contextmanager
+def _prepared(model: nn.Module) -> Iterator[None]:
+    """The model without dropout, with no parameter asking for a gradient; everything as before at the end."""
+    _check_batch_norm(model)
+    modes = [(module, module.training) for module in model.modules()]
+    wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    inplace = [module for module in model.modules() if getattr(module, "inplace", False) is True]
+    with contextlib.ExitStack() as stack, torch.enable_grad():
+        try:
+            model.eval()
+            for module, training in modes:
+                if training and getattr(module, "gradient_checkpointing", False):
+                    _keep_checkpointing(module, stack)
+            for module in inplace:
+                module.inplace = False  # type: ignore[assignment]
+            for parameter, _ in wanted:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter, requires in wanted:
+                parameter.requires_grad_(requires)
+            for module in inplace:
+                module.inplace = True  # type: ignore[assignment]
+            for module, training in modes:
+                module.training = training
+
+
+def _keep_checkpointing(module: nn.Module, stack: contextlib.ExitStack) -> None:
+    """Transformers recomputes activations in training mode only. The layer looks trained from outside; inside, dropout stays off."""
+    module.training = True
+
+    def inside(*_: Any) -> None:
+        module.training = False
+
+    def outside(*_: Any) -> None:
+        module.training = True
+
+    stack.callback(module.register_forward_pre_hook(inside).remove)
+    stack.callback(module.register_forward_hook(outside, always_call=True).remove)
+
+
+def _check_batch_norm(model: nn.Module) -> None:
+    mixing = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)
+    ]
+    if mixing:
+        raise InputError(
+            "batch normalisation takes its mean from the batch, so that no example has a gradient of its own:\n"
+            f"{listed(mixing)}\n  Call model.eval() first, so that the running statistics are used."
+        )
+
+
+def _name_slow(collector: Collector, parameters: Mapping[str, nn.Parameter], told: set[str]) -> set[str]:
+    slow = {name for name, parameter in parameters.items() if parameter in collector.slow}
+    if slow - told:
+        _log.warning(
+            "measured the slow way, one example at a time, because no fast way gives the exact gradient:\n%s",
+            listed(sorted(slow - told)),
+        )
+    return slow
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    if isinstance(batch, Mapping):
+        return {name: move(value) for name, value in batch.items()}
+    return tuple(move(value) for value in batch)
+
+
+def _name_of(model: nn.Module) -> str:
+    config = getattr(model, "config", None)
+    return str(getattr(config, "_name_or_path", "") or type(model).__name__)
+
+
+def _sum_type(parameter: Tensor) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+__all__ = ["LIKELIHOODS", "batch_rows", "estimate_curvature"]

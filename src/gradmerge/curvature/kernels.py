@@ -1,0 +1,170 @@
+"""Sums over examples of squared gradients, formed from what a layer saw and the gradient of its output.
+
+Every function adds Σ_i g_i² to a float32 (or float64) sum, where g_i is example i's gradient of one parameter. Axis 0 is
+examples and axis 1 tokens throughout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Entries of examples' gradients that are held at once, on a processor (so that they stay in its cache) and on a GPU.
+HELD_CPU = 1 << 20
+HELD_CUDA = 1 << 26
+
+
+@dataclass(frozen=True)
+class Direct:
+    """g_i itself, for every example: (examples, *shape)."""
+
+    gradient: Tensor
+
+
+@dataclass(frozen=True)
+class Outer:
+    """g_i = Σ_t y_it x_itᵀ, as of a linear layer: y (examples, tokens, out), x (examples, tokens, in)."""
+
+    y: Tensor
+    x: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """g_i has y_it added to row ids_it, as of an embedding: ids (examples, tokens), y (examples, tokens, width)."""
+
+    ids: Tensor
+    y: Tensor
+
+
+Term = Direct | Outer | Rows
+
+
+def add_squares(total: Tensor, terms: Sequence[Term]) -> None:
+    """total += Σ_i (Σ_terms g_i)²: several uses of one parameter add up before they are squared."""
+    if len(terms) == 1 and isinstance(terms[0], Outer):
+        add_outer(total, terms[0])
+    elif all(isinstance(term, Direct) for term in terms):
+        add_direct(total, [term for term in terms if isinstance(term, Direct)])
+    elif all(isinstance(term, Outer) for term in terms):
+        outer = [term for term in terms if isinstance(term, Outer)]
+        add_outer(total, Outer(torch.cat([t.y for t in outer], 1), torch.cat([t.x for t in outer], 1)))
+    elif all(isinstance(term, Rows) for term in terms):
+        summed = merge_rows([term for term in terms if isinstance(term, Rows)], total.dtype)
+        add_rows(total, summed.ids, summed.y.square_())
+    else:
+        _add_mixed(total, terms)
+
+
+def add_direct(total: Tensor, terms: Sequence[Direct]) -> None:
+    gradient = terms[0].gradient.to(total.dtype)
+    for term in terms[1:]:
+        gradient = gradient + term.gradient.to(total.dtype)
+    total += gradient.square().sum(0).view_as(total)
+
+
+def add_outer(total: Tensor, term: Outer) -> None:
+    """total (out, in) += Σ_i (Σ_t y_it x_itᵀ)², without holding more than a few examples' gradients."""
+    y, x = term.y, term.x
+    total = total.view(len(total), -1)
+    if y.shape[1] == 1:  # one token: the square of a product is the product of squares
+        total.addmm_(y[:, 0].to(total.dtype).square().T, x[:, 0].to(total.dtype).square())
+        return
+    fused = _fused(y, x, total)
+    if fused is not None:
+        fused(y, x, total)
+        return
+    y, x = y.to(total.dtype), x.to(total.dtype)
+    held = HELD_CUDA if total.is_cuda else HELD_CPU
+    (examples, _, width), inputs = y.shape, x.shape[2]
+    rows = max(1, min(width, held // inputs))
+    some = max(1, min(examples, held // (rows * inputs)))
+    buffer = total.new_empty(some, rows, inputs)
+    for top in range(0, width, rows):
+        part = total[top : top + rows]
+        for first in range(0, examples, some):
+            left = y[first : first + some, :, top : top + rows].transpose(1, 2)
+            gradient = buffer[: left.shape[0], : left.shape[1]]
+            torch.bmm(left, x[first : first + some], out=gradient)
+            for one in gradient:
+                part.addcmul_(one, one)
+
+
+def merge_rows(terms: Sequence[Rows], dtype: torch.dtype) -> Rows:
+    """One gradient for each different row of an example; places that are left over have gradient 0 and row 0."""
+    ids, y = torch.cat([t.ids for t in terms], 1), torch.cat([t.y for t in terms], 1)
+    ordered, order = ids.sort(1)
+    y = y.gather(1, order[..., None].expand_as(y)).flatten(0, 1).to(dtype)
+    summed = torch.zeros_like(y).index_add_(0, _places(ordered), y)
+    return Rows(unique_rows(ids), summed.view(*ids.shape, -1))
+
+
+def unique_rows(ids: Tensor) -> Tensor:
+    """Each example's different ids, in order; places that are left over hold 0."""
+    ordered = ids.sort(1).values
+    return torch.zeros_like(ids).flatten().scatter_(0, _places(ordered), ordered.flatten()).view_as(ids)
+
+
+def _places(ordered: Tensor) -> Tensor:
+    """Where each of an example's sorted ids goes if equal ones share a place, counted through the batch."""
+    place = torch.zeros_like(ordered)
+    place[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
+    return (place + torch.arange(len(ordered), device=ordered.device)[:, None] * ordered.shape[1]).flatten()
+
+
+def add_rows(total: Tensor, ids: Tensor, values: Tensor) -> None:
+    total.index_add_(0, ids.flatten(), values.flatten(0, 1).to(total.dtype))
+
+
+def outer_at_rows(term: Outer, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows ids_it of example i's Σ_t y_it x_itᵀ: (examples, rows, in)."""
+    index = ids[:, None, :].expand(-1, term.y.shape[1], -1)
+    return torch.bmm(term.y.gather(2, index).transpose(1, 2), term.x.to(term.y.dtype)).to(dtype)
+
+
+def _add_mixed(total: Tensor, terms: Sequence[Term]) -> None:
+    """Any mixture, by holding the gradient of a few examples."""
+    examples = len(_first(terms[0]))
+    some = max(1, (HELD_CUDA if total.is_cuda else HELD_CPU) // total.numel())
+    for first in range(0, examples, some):
+        part = slice(first, min(first + some, examples))
+        gradient = total.new_zeros(part.stop - part.start, *total.shape)
+        for term in terms:
+            if isinstance(term, Direct):
+                gradient += term.gradient[part].to(total.dtype).view_as(gradient)
+            elif isinstance(term, Outer):
+                y, x = term.y[part].to(total.dtype), term.x[part].to(total.dtype)
+                gradient += torch.bmm(y.transpose(1, 2), x).view_as(gradient)
+            else:
+                offset = torch.arange(len(gradient), device=total.device)[:, None] * total.shape[0]
+                ids = (term.ids[part] + offset).flatten()
+                gradient.flatten(0, 1).index_add_(0, ids, term.y[part].flatten(0, 1).to(total.dtype))
+        total += gradient.square_().sum(0)
+
+
+def _first(term: Term) -> Tensor:
+    if isinstance(term, Direct):
+        return term.gradient
+    return term.y
+
+
+@functools.cache
+def _triton_kernel() -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    try:
+        from .triton_kernels import add_outer_fused
+    except ImportError:
+        return None
+    return add_outer_fused
+
+
+def _fused(y: Tensor, x: Tensor, total: Tensor) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    """The fused kernel, where it applies: 16-bit numbers on a GPU with Triton."""
+    if not (y.is_cuda and y.dtype == x.dtype and y.dtype in (torch.bfloat16, torch.float16)):
+        return None
+    if total.dtype != torch.float32 or not total.is_contiguous():
+        return None
+    return _triton_kernel()

@@ -1,0 +1,397 @@
+"""How each kind of layer gives the gradient of every single example from one backward pass over a batch.
+
+A *tap* is an identity put behind a layer's output (or before a parameter's use). In the backward pass it hands over what
+the layer saw and the gradient of its output, from which a :mod:`~gradmerge.curvature.kernels` term is made. The layer's
+own parameters need no gradient meanwhile, so that the statistic takes the place of the weight gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .kernels import Direct, Outer, Rows, Term
+
+
+class Collector(Protocol):
+    """Who takes the terms, and knows how many examples the batch has."""
+
+    examples: int
+    anchor: Tensor
+
+    @property
+    def listening(self) -> bool:
+        """Whether the forward pass that runs now is one to take gradients of."""
+
+    def take(self, parameter: nn.Parameter, term: Term) -> None:
+        """Add a term to the gradients of this batch's examples."""
+
+    def wanted(self, parameter: nn.Parameter | None) -> bool:
+        """Whether the parameter's gradients are collected by a way."""
+
+    def see_ids(self, parameter: nn.Parameter, user: nn.Module, ids: Tensor) -> None:
+        """Rows of a table that this batch's examples use, told in the forward pass."""
+
+    def failed(self, way: Way) -> None:
+        """A way stands where an error came from."""
+
+
+class Unsuited(Exception):
+    """A layer's input does not have the shape that its way of taking gradients needs."""
+
+
+class _Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, use: Callable[..., None], *seen: Tensor) -> Tensor:
+        ctx.use = use
+        ctx.save_for_backward(*seen)
+        if 0 in output.stride():
+            return output.view_as(output)
+        # As if changed in place: a view could not be changed in place by what follows, as `hidden += residual` does.
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        seen = ctx.saved_tensors
+        ctx.use(gradient, *seen)
+        return (gradient, None, None, *(None for _ in seen))
+
+
+def by_example(value: Tensor, examples: int, keep: int) -> Tensor:
+    """(examples, everything between, *the last ``keep`` axes); leading rows that fold several of an example are unfolded."""
+    if value.dim() <= keep or value.shape[0] % examples:
+        raise Unsuited(f"an input of shape {list(value.shape)} has no axis of {examples} examples")
+    return value.reshape(examples, -1, *value.shape[value.dim() - keep :])
+
+
+class Way:
+    """One way to take the gradients of a module's own parameters."""
+
+    def __init__(self, collector: Collector, module: nn.Module) -> None:
+        self.collector = collector
+        self.module = module
+
+    def attach(self) -> Iterator[Any]:
+        """Put the hooks in place, and give what removes them."""
+        yield self.module.register_forward_hook(self._behind)
+
+    def _behind(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        if not self.collector.listening:
+            return output
+        return self._tap(output, self.use, inputs[0])
+
+    def _tap(self, output: Tensor, use: Callable[..., None], *seen: Tensor) -> Tensor:
+        """The output unchanged; ``use(gradient of it, *seen)`` is called in the backward pass."""
+
+        def guarded(*values: Tensor) -> None:
+            with self._answerable():
+                use(*values)
+
+        # The anchor makes the output part of the graph although no parameter asks for a gradient.
+        return _Tap.apply(output, self.collector.anchor, guarded, *(s.detach() for s in seen))  # type: ignore[no-any-return,no-untyped-call]
+
+    @contextlib.contextmanager
+    def _answerable(self) -> Iterator[None]:
+        try:
+            yield
+        except Unsuited:
+            self.collector.failed(self)
+            raise
+
+    def use(self, gradient: Tensor, *seen: Tensor) -> None:
+        raise NotImplementedError
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.module._parameters.items() if p is not None and self.collector.wanted(p)]
+
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._restore()
+        if output is None:  # it is called like this when the module's forward has raised
+            self.collector.failed(self)
+
+    def _restore(self) -> None:
+        """Take away what stands in front of the parameters: an attribute of the object is found before they are."""
+        for name in self.module._parameters:
+            self.module.__dict__.pop(name, None)
+
+    def _take_bias(self, gradient: Tensor) -> None:
+        """``gradient`` is (examples, tokens, width)."""
+        bias = self.module._parameters.get("bias")
+        if bias is not None and self.collector.wanted(bias):
+            self.collector.take(bias, Direct(gradient.sum(1, dtype=_sum_type(gradient))))
+
+
+class LinearWay(Way):
+    """y = x Wᵀ + b: g_i = Σ_t y'_it x_itᵀ. GPT-2's Conv1D holds Wᵀ."""
+
+    def use(self, gradient: Tensor, *seen: Tensor) -> None:
+        examples = self.collector.examples
+        y, x = by_example(gradient, examples, 1), by_example(seen[0], examples, 1)
+        weight = self.module._parameters["weight"]
+        if weight is not None and self.collector.wanted(weight):
+            self.collector.take(weight, Outer(x, y) if is_conv1d(self.module) else Outer(y, x))
+        self._take_bias(y)
+
+
+class FunctionWay(Way):
+    """Rows of a table, or a product with a matrix, caught where the module calls the function: around it, it may do anything.
+
+    With ``shared`` the rows are the same for all examples, as positions are, and are taken again for each.
+    """
+
+    def __init__(self, collector: Collector, module: nn.Module, shared: bool = False) -> None:
+        super().__init__(collector, module)
+        self.shared = shared
+
+    def attach(self) -> Iterator[Any]:
+        yield self.module.register_forward_pre_hook(self._before)
+        yield self.module.register_forward_hook(self._after, always_call=True)
+        yield Undo(self._restore)
+
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        if self.collector.listening:
+            for name, parameter in self._named():
+                module.__dict__[name] = _Watched.of(parameter, self)
+
+    def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function that one of the parameters takes part in."""
+        plain = [a.as_subclass(Tensor) if isinstance(a, _Watched) else a for a in args]
+        watched = [a for a in args if isinstance(a, _Watched)]
+        second = args[1] if len(args) > 1 and isinstance(args[1], _Watched) else None
+        if second is None or len(watched) > 1 or function not in (F.embedding, F.linear):
+            # Something else: its gradient is not seen, and the trial will tell.
+            return function(*plain, **{k: v.as_subclass(Tensor) if isinstance(v, _Watched) else v for k, v in kwargs.items()})
+        parameter = second.parameter
+        if function is F.linear:
+            return self._tap(F.linear(*plain, **kwargs), functools.partial(self._use_matrix, parameter), plain[0])
+        padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
+        ids = plain[0]
+        if self.shared:
+            with self._answerable():
+                if ids.dim() > 1 and ids.shape[0] != 1:
+                    raise Unsuited(f"rows of shape {list(ids.shape)} are not shared by all examples")
+            ids = ids.reshape(1, -1).expand(self.collector.examples, -1)
+        with self._answerable():
+            self.collector.see_ids(parameter, self.module, by_example(ids[..., None], self.collector.examples, 1)[..., 0])
+        rows = F.embedding(ids, *plain[1:], **kwargs)
+        return self._tap(rows, functools.partial(self._use_rows, parameter, padding), ids)
+
+    def _use_matrix(self, parameter: nn.Parameter, gradient: Tensor, x: Tensor) -> None:
+        examples = self.collector.examples
+        self.collector.take(parameter, Outer(by_example(gradient, examples, 1), by_example(x, examples, 1)))
+
+    def _use_rows(self, parameter: nn.Parameter, padding: int | None, gradient: Tensor, ids: Tensor) -> None:
+        examples = self.collector.examples
+        ids, y = by_example(ids[..., None], examples, 1)[..., 0], by_example(gradient, examples, 1)
+        if padding is not None:
+            y = y * (ids != padding)[..., None]
+        self.collector.take(parameter, Rows(ids, y))
+
+
+class _Watched(Tensor):
+    """A parameter that tells which function it is used in."""
+
+    parameter: nn.Parameter
+    way: FunctionWay
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, way: FunctionWay) -> _Watched:
+        watched = parameter.detach().as_subclass(cls)
+        watched.parameter, watched.way = parameter, way
+        return watched
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        way = next((a.way for a in (*args, *(kwargs or {}).values()) if isinstance(a, _Watched) and hasattr(a, "way")), None)
+        if way is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return way.called(func, args, kwargs or {})
+
+
+class NormWay(Way):
+    """y = x̂ ∘ w + b with normalised input x̂: g_i = Σ_t y'_it ∘ x̂_it, over everything but channels."""
+
+    def use(self, gradient: Tensor, *seen: Tensor) -> None:
+        module, examples = self.module, self.collector.examples
+        gradient, normal = self._channels_last(gradient), self._channels_last(_normalised(module, seen[0]))
+        axes = len(module.weight.shape) if isinstance(module.weight, Tensor) else 1
+        y = by_example(gradient, examples, axes)
+        weight = module._parameters.get("weight")
+        if weight is not None and self.collector.wanted(weight):
+            product = y * by_example(normal, examples, axes)
+            self.collector.take(weight, Direct(product.sum(1, dtype=_sum_type(product))))
+        self._take_bias(y)
+
+    def _channels_last(self, value: Tensor) -> Tensor:
+        return value if isinstance(self.module, nn.LayerNorm | nn.RMSNorm) else value.movedim(1, -1)
+
+
+class ConvWay(Way):
+    """A convolution is a linear layer of patches."""
+
+    def use(self, gradient: Tensor, *seen: Tensor) -> None:
+        module: Any = self.module
+        if len(gradient) != self.collector.examples:
+            raise Unsuited(f"an input of shape {list(seen[0].shape)} has no axis of examples")
+        y = gradient.flatten(2).transpose(1, 2)
+        self._take_bias(y)
+        weight = module.weight
+        if not self.collector.wanted(weight):
+            return
+        x = _patches(module, seen[0])
+        if module.groups == 1:
+            self.collector.take(weight, Outer(y, x.flatten(2)))
+            return
+        groups = module.groups
+        y = y.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
+        x = x.unflatten(2, (groups, -1)).flatten(3).permute(0, 2, 1, 3)
+        self.collector.take(weight, Direct((y @ x).reshape(len(y), *weight.shape)))
+
+
+class RelativeBiasWay(Way):
+    """T5's relative positions: one table of biases for every pair of places, the same for all examples.
+
+    The bias is repeated for each example where the attention layer computes it.
+    """
+
+    def __init__(self, collector: Collector, module: nn.Module, owner: nn.Module) -> None:
+        super().__init__(collector, module)
+        self.owner = owner
+        self._ids: Tensor | None = None
+
+    def attach(self) -> Iterator[Any]:
+        yield self.module.register_forward_hook(self._behind)
+        compute = self.owner.compute_bias
+        self.owner.__dict__["compute_bias"] = functools.partial(self._compute, compute)
+        yield Undo(lambda: self.owner.__dict__.pop("compute_bias", None))
+
+    def _behind(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        self._ids = inputs[0]
+        return output
+
+    def _compute(self, compute: Any, *args: Any, **kwargs: Any) -> Any:
+        bias = compute(*args, **kwargs)
+        if not self.collector.listening or self._ids is None:
+            return bias
+        repeated = bias.detach().expand(self.collector.examples, *bias.shape[1:])
+        return self._tap(repeated, self.use, self._ids)
+
+    def use(self, gradient: Tensor, *seen: Tensor) -> None:
+        ((_, weight),) = self._named()
+        y = gradient.permute(0, 2, 3, 1).flatten(1, 2).to(_sum_type(gradient))
+        table = y.new_zeros(len(y), *weight.shape).index_add_(1, seen[0].flatten(), y)
+        self.collector.take(weight, Direct(table))
+
+
+class RepeatedWay(Way):
+    """A parameter that is added or multiplied: it is repeated for every example while its module runs.
+
+    ``shape`` says where the axis of examples goes: in the place of a leading 1 (``leading``), in front of as many axes as the
+    input has (``input``), in front (``front``), or in front with a 1 between (``spaced``).
+    """
+
+    SHAPES = ("leading", "input", "front", "spaced")
+
+    def __init__(self, collector: Collector, module: nn.Module, shape: str) -> None:
+        super().__init__(collector, module)
+        self.shape = shape
+
+    def attach(self) -> Iterator[Any]:
+        yield self.module.register_forward_pre_hook(self._before, with_kwargs=True)
+        yield self.module.register_forward_hook(self._after, always_call=True)
+        yield Undo(self._restore)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not self.collector.listening:
+            return
+        like = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        for name, parameter in self._named():
+            with self._answerable():
+                repeated = self._repeat(parameter.detach(), like)
+            module.__dict__[name] = self._tap(repeated, functools.partial(self._use, parameter))
+
+    def _repeat(self, value: Tensor, like: Tensor | None) -> Tensor:
+        examples, shape = self.collector.examples, value.shape
+        if self.shape == "input":
+            between = 0 if like is None else like.dim() - 1 - value.dim()
+            if like is None or between < 0 or like.shape[0] != examples:
+                raise Unsuited("the module's input has no axis of examples")
+            return value.expand(examples, *[1] * between, *shape)
+        if self.shape == "leading":
+            if value.dim() < 2 or shape[0] != 1:
+                raise Unsuited("the parameter has no leading axis of 1")
+            return value.expand(examples, *shape[1:])
+        if self.shape == "front":
+            return value.expand(examples, *shape)
+        return value.expand(examples, 1, *shape)
+
+    def _use(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self.collector.take(parameter, Direct(gradient.reshape(len(gradient), *parameter.shape)))
+
+
+class Undo:
+    """What a hook's handle is: something to remove."""
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        self.remove = action
+
+
+def ways_for(module: nn.Module, owner: nn.Module | None) -> list[Callable[[Collector], Way]]:
+    """The ways that may fit a module with parameters of its own, the likeliest first."""
+    if isinstance(module, nn.Linear) or is_conv1d(module):
+        return [lambda c: LinearWay(c, module)]
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None or module.scale_grad_by_freq:
+            return []
+        if owner is not None and hasattr(owner, "compute_bias"):
+            return [lambda c: RelativeBiasWay(c, module, owner)]
+        return [lambda c: FunctionWay(c, module), lambda c: FunctionWay(c, module, shared=True)]
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.modules.batchnorm._BatchNorm):
+        return [lambda c: NormWay(c, module)]
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return [lambda c: ConvWay(c, module)]
+    repeated = [functools.partial(RepeatedWay, module=module, shape=shape) for shape in RepeatedWay.SHAPES]
+    matrix = any(p is not None and p.dim() == 2 for p in module._parameters.values())
+    return [lambda c: FunctionWay(c, module), *repeated] if matrix else [*repeated]
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is GPT-2's linear layer with a transposed weight."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _normalised(module: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return F.rms_norm(x, tuple(module.normalized_shape), eps=module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(x, module.num_groups, eps=module.eps)
+    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
+
+
+def _patches(module: Any, x: Tensor) -> Tensor:
+    """(examples, places, channels, kernel entries): what the kernel of a convolution sees at every place."""
+    if module.padding_mode != "zeros":
+        x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    elif isinstance(module.padding, str) or any(module.padding):
+        x = F.pad(x, module._reversed_padding_repeated_twice)
+    axes = len(module.kernel_size)
+    for axis, (size, stride, dilation) in enumerate(zip(module.kernel_size, module.stride, module.dilation, strict=True)):
+        x = x.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+    places, kernel = math.prod(x.shape[2 : 2 + axes]), math.prod(module.kernel_size)
+    return x.movedim(1, 1 + axes).reshape(len(x), places, -1, kernel)
+
+
+def _sum_type(value: Tensor) -> torch.dtype:
+    return torch.float64 if value.dtype == torch.float64 else torch.float32

@@ -1,0 +1,292 @@
+"""What a model's output says about labels: the loss of an example, labels drawn from the model, and expectations over them.
+
+The loss ℓ of an example is its negative log-likelihood, up to a constant:
+
+- :class:`Classes`: −log softmax(z)_y, one label of C.
+- :class:`Labels`: Σ_k −log of a Bernoulli with logit z_k, the labels being independent.
+- :class:`Squared`: Σ_k (z_k − y_k)², the likelihood of a Gaussian with variance ½.
+- :class:`Tokens`: Σ_t −log softmax(z_t)_{y_t} over the tokens that are not masked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import InputError
+
+#: The label of what does not count, in PyTorch and transformers.
+MASKED = -100
+
+Uniform = Callable[[int, int], Tensor]
+"""(row of the batch, n) → n numbers in [0, 1) that belong to that example."""
+
+
+class Output:
+    """How logits and labels of a batch give each example's loss."""
+
+    name: str
+
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """ℓ_i, one number an example."""
+        raise NotImplementedError
+
+    def draw(self, logits: Tensor, labels: Tensor, uniform: Uniform) -> Tensor:
+        """Labels drawn from the model, in the place of the data's."""
+        raise NotImplementedError
+
+    def factors(self, logits: Tensor) -> Iterator[Tensor]:
+        """Vectors s_k(i) on the logits with E_y[∇_z ℓ ∇_z ℓᵀ] = Σ_k s_k s_kᵀ: one backward pass each gives the exact Fisher."""
+        raise NotImplementedError
+
+    def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
+        """Raise with the row and the reason if the labels do not fit the logits."""
+        raise NotImplementedError
+
+
+class Classes(Output):
+    """One label of C."""
+
+    name = "classes"
+
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(_wide(logits), labels, reduction="none")
+
+    def draw(self, logits: Tensor, labels: Tensor, uniform: Uniform) -> Tensor:
+        numbers = torch.cat([uniform(row, 1) for row in range(len(logits))])
+        return _draw(logits, numbers.to(logits.device))
+
+    def factors(self, logits: Tensor) -> Iterator[Tensor]:
+        # diag(p) − ppᵀ has rank C−1. Deciding class by class, "is it k, given that it is none before", factors it:
+        # s_k = √(p_k q_k⁺/q_k) (e_k − p_j/q_k⁺ for j > k), with q_k = Σ_{j≥k} p_j and q_k⁺ = Σ_{j>k} p_j.
+        p = _wide(logits).detach().double().softmax(-1)
+        tails = p.flip(-1).cumsum(-1).flip(-1)
+        for k in range(p.shape[-1] - 1):
+            now, after = tails[:, k : k + 1], tails[:, k + 1 : k + 2]
+            factor = torch.zeros_like(p)
+            factor[:, k + 1 :] = -p[:, k + 1 :] / after.clamp(min=torch.finfo(p.dtype).tiny)
+            factor[:, k] = 1
+            scale = (p[:, k : k + 1] * after / now.clamp(min=torch.finfo(p.dtype).tiny)).sqrt()
+            yield (factor * scale).to(logits.dtype)
+
+    def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
+        if len(logits_shape) != 2 or labels.shape != logits_shape[:1]:
+            raise InputError(
+                f"labels of shape {list(labels.shape)} do not fit logits of shape {list(logits_shape)}: one class an example is needed"
+            )
+        _check_classes(labels, logits_shape[-1], masked=False)
+
+
+class Labels(Output):
+    """Several independent yes-or-no labels."""
+
+    name = "labels"
+
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        logits = _wide(logits)
+        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").sum(-1)
+
+    def draw(self, logits: Tensor, labels: Tensor, uniform: Uniform) -> Tensor:
+        numbers = torch.stack([uniform(row, logits.shape[-1]) for row in range(len(logits))])
+        return (numbers.to(logits.device) < _wide(logits).sigmoid()).to(labels.dtype)
+
+    def factors(self, logits: Tensor) -> Iterator[Tensor]:
+        p = _wide(logits).detach().sigmoid()
+        yield from _columns((p * (1 - p)).sqrt().to(logits.dtype))
+
+    def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
+        if labels.shape != logits_shape or len(logits_shape) != 2:
+            raise InputError(
+                f"labels of shape {list(labels.shape)} do not fit logits of shape {list(logits_shape)}: a 0 or 1 for each label is needed"
+            )
+        wrong = ((labels != 0) & (labels != 1)).any(-1)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise InputError(f"row {row}: labels of a multi-label model are 0 or 1, not {labels[row].tolist()}")
+
+
+class Squared(Output):
+    """Numbers, with the squared error as loss."""
+
+    name = "squared"
+
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        logits = _wide(logits)
+        return (logits - labels.to(logits.dtype).reshape(logits.shape)).square().flatten(1).sum(-1)
+
+    def draw(self, logits: Tensor, labels: Tensor, uniform: Uniform) -> Tensor:
+        numbers = torch.stack([uniform(row, logits[0].numel()) for row in range(len(logits))])
+        # The inverse of the Gaussian's distribution function: one uniform number, one draw.
+        normal = math.sqrt(2) * torch.erfinv(numbers.double().clamp(1e-12, 1 - 1e-12) * 2 - 1)
+        drawn = _wide(logits) + math.sqrt(0.5) * normal.to(logits.device).reshape(logits.shape)
+        return drawn.detach().reshape(labels.shape)
+
+    def factors(self, logits: Tensor) -> Iterator[Tensor]:
+        yield from _columns(torch.full_like(logits, math.sqrt(2)).detach())
+
+    def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
+        if labels.numel() != math.prod(logits_shape) or len(labels) != logits_shape[0]:
+            raise InputError(
+                f"labels of shape {list(labels.shape)} do not fit outputs of shape {list(logits_shape)}: one number for each output is needed"
+            )
+        if not bool(labels.double().isfinite().all()):
+            raise InputError("a label is NaN or infinite")
+
+
+class Tokens(Output):
+    """A label for every token, ``MASKED`` where none counts; with ``shift`` the label of the next token."""
+
+    def __init__(self, shift: bool) -> None:
+        self.shift = shift
+        self.name = "next-token" if shift else "tokens"
+
+    def _aligned(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return (logits[:, :-1], labels[:, 1:]) if self.shift else (logits, labels)
+
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        logits, labels = self._aligned(logits, labels)
+        flat = F.cross_entropy(_wide(logits).flatten(0, 1), labels.flatten(), ignore_index=MASKED, reduction="none")
+        return flat.view(labels.shape).sum(-1)
+
+    def draw(self, logits: Tensor, labels: Tensor, uniform: Uniform) -> Tensor:
+        aligned, wanted = self._aligned(logits, labels)
+        counts = (wanted != MASKED).sum(-1).tolist()
+        # The n-th number of an example belongs to its n-th token that counts, wherever padding has put it.
+        numbers = torch.cat([uniform(row, count) for row, count in enumerate(counts)]).to(logits.device)
+        drawn = wanted.clone()
+        places = wanted != MASKED
+        drawn[places] = _draw(aligned[places], numbers)
+        if not self.shift:
+            return drawn
+        return torch.cat([labels[:, :1], drawn], 1)
+
+    def factors(self, logits: Tensor) -> Iterator[Tensor]:
+        raise InputError(
+            "likelihood exact sums over every possible label of an example; the labels of a sequence of tokens are "
+            "too many (vocabulary to the power of length). Use --likelihood sampled, which draws them from the model."
+        )
+
+    def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
+        if len(logits_shape) != 3 or labels.shape != logits_shape[:2]:
+            raise InputError(
+                f"labels of shape {list(labels.shape)} do not fit logits of shape {list(logits_shape)}: a label for each token is needed"
+            )
+        _check_classes(labels, logits_shape[-1], masked=True)
+
+
+OUTPUTS: Mapping[str, Output] = {o.name: o for o in (Classes(), Labels(), Squared(), Tokens(True), Tokens(False))}
+
+
+def output_of(model: nn.Module, labels: Tensor) -> Output:
+    """The output that a model of transformers is trained with by its own loss; for other modules, what the labels look like."""
+    inner = unwrapped(model)
+    name = type(inner).__name__
+    config = getattr(inner, "config", None)
+    if config is None:
+        return _by_labels(labels)
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return OUTPUTS["next-token"]
+    if name.endswith(("ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification", "ForSeq2SeqLM")):
+        return OUTPUTS["tokens"]
+    problem = getattr(config, "problem_type", None)
+    known = {
+        "regression": "squared",
+        "single_label_classification": "classes",
+        "multi_label_classification": "labels",
+    }
+    if problem in known:
+        return OUTPUTS[known[problem]]
+    if "Classification" in name:
+        if getattr(config, "num_labels", 2) == 1:
+            return OUTPUTS["squared"]
+        return OUTPUTS["labels" if labels.is_floating_point() or labels.dim() == 2 else "classes"]
+    return _by_labels(labels)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model of transformers inside a PEFT model."""
+    inner = getattr(model, "get_base_model", None)
+    return inner() if callable(inner) else model
+
+
+def _by_labels(labels: Tensor) -> Output:
+    if labels.is_floating_point():
+        return OUTPUTS["squared"]
+    return OUTPUTS["classes" if labels.dim() == 1 else "tokens"]
+
+
+def logits_of(model: nn.Module, batch: Any) -> Tensor:
+    """The model's output for a batch without its labels.
+
+    A batch is a mapping of keyword arguments, as transformers takes them, or a sequence whose last element is the labels.
+    """
+    if isinstance(batch, Mapping):
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        inner = unwrapped(model)
+        config = getattr(inner, "config", None)
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs and "labels" in batch:
+            prepare = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
+            if prepare is not None:
+                inputs["decoder_input_ids"] = prepare(labels=batch["labels"])
+        if getattr(config, "use_cache", None) is not None:
+            inputs.setdefault("use_cache", False)
+        result = model(**inputs)
+    else:
+        result = model(*batch[:-1])
+    logits = getattr(result, "logits", result[0] if isinstance(result, tuple) else result)
+    if not isinstance(logits, Tensor):
+        raise InputError(f"{type(unwrapped(model)).__name__} gives no logits: it is not a model with a head for a task")
+    return logits
+
+
+def labels_of(batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        if "labels" not in batch:
+            raise InputError("a batch has no 'labels'")
+        labels = batch["labels"]
+    else:
+        labels = batch[-1]
+    if not isinstance(labels, Tensor) or labels.dim() == 0:
+        raise InputError("the labels of a batch are a tensor with one row an example")
+    return labels
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _columns(values: Tensor) -> Iterator[Tensor]:
+    flat = values.flatten(1)
+    for k in range(flat.shape[1]):
+        factor = torch.zeros_like(flat)
+        factor[:, k] = flat[:, k]
+        yield factor.view(values.shape)
+
+
+def _draw(logits: Tensor, numbers: Tensor, rows: int = 4096) -> Tensor:
+    """A class for each row of logits: the first whose cumulated probability exceeds the number."""
+    drawn = []
+    for part, number in zip(logits.detach().split(rows), numbers.split(rows), strict=True):
+        cumulated = _wide(part).softmax(-1).cumsum(-1)
+        target = number.to(cumulated.dtype)[:, None] * cumulated[:, -1:]
+        drawn.append(torch.searchsorted(cumulated, target, right=True).clamp_(max=part.shape[-1] - 1)[:, 0])
+    return torch.cat(drawn) if drawn else numbers.long()
+
+
+def _check_classes(labels: Tensor, classes: int, masked: bool) -> None:
+    if labels.is_floating_point():
+        raise InputError("labels are classes (whole numbers), but the batch holds floating-point numbers")
+    wrong = (labels < 0) | (labels >= classes)
+    if masked:
+        wrong &= labels != MASKED
+    if bool(wrong.any()):
+        place = wrong.nonzero()[0].tolist()
+        value = int(labels[tuple(place)])
+        raise InputError(
+            f"row {place[0]}: label {value} is not one of the model's {classes} classes (0 to {classes - 1})"
+        )
