@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "checkpoints": {"rules", "storage"},
     "recipe": {"rules"},
     "engine": {"rules", "storage", "curvature", "checkpoints", "recipe"},
+    "tasks": {"rules", "storage", "curvature", "checkpoints"},
     "report": {"rules", "storage", "curvature", "checkpoints", "recipe", "engine"},
 }
 

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .api import MergeResult, merge, merge_state_dicts
+    from .api import MergeResult, evaluate, merge, merge_state_dicts
+    from .api.measuring import measure_curvature
     from .checkpoints import open_checkpoint
     from .curvature import Curvature
+    from .curvature.estimate import estimate_curvature
+    from .curvature.gram import Gram, estimate_gram
+    from .curvature.optimizers import import_curvature
     from .errors import GradmergeError, InputError, MachineError
     from .recipe import Recipe, load_recipe
     from .rules import RULES, gradient_matching_full, removal_full
@@ -19,8 +23,14 @@ _WHERE = {
     "merge": "api",
     "merge_state_dicts": "api",
     "MergeResult": "api",
+    "evaluate": "api",
     "open_checkpoint": "checkpoints",
     "Curvature": "curvature",
+    "estimate_curvature": "curvature.estimate",
+    "Gram": "curvature.gram",
+    "estimate_gram": "curvature.gram",
+    "import_curvature": "curvature.optimizers",
+    "measure_curvature": "api.measuring",
     "GradmergeError": "errors",
     "InputError": "errors",
     "MachineError": "errors",
@@ -35,13 +45,19 @@ __all__ = [
     "RULES",
     "Curvature",
     "GradmergeError",
+    "Gram",
     "InputError",
     "MachineError",
     "MergeResult",
     "Recipe",
     "__version__",
+    "estimate_curvature",
+    "estimate_gram",
+    "evaluate",
     "gradient_matching_full",
+    "import_curvature",
     "load_recipe",
+    "measure_curvature",
     "merge",
     "merge_state_dicts",
     "open_checkpoint",

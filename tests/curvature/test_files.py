@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import gradmerge as gm
 from gradmerge.curvature import log8
 from gradmerge.curvature.files import open_curvature
-from gradmerge.curvature.summary import group_of, summarize
+from gradmerge.curvature.summary import group_of, pieces, summarize
 
 from ..making import random_curvature, random_state
 
@@ -169,7 +169,7 @@ def test_groups_are_layers_in_their_natural_order(tmp_path: Path) -> None:
     curvature["embeddings.word.weight"][0] = 0
     curvature.save(tmp_path / "c")
     with open_curvature(str(tmp_path / "c")) as file:
-        groups = {g.name: g for g in summarize(file)}
+        groups = {g.name: g for g in summarize(pieces(file))}
     layers = [name for name in groups if name.startswith("encoder")]
     assert layers == [f"encoder.layer.{i}" for i in range(12)]
     words = groups["embeddings.word"]

@@ -23,7 +23,7 @@ import gradmerge as gm
 from gradmerge.checkpoints import Checkpoint, open_checkpoint
 from gradmerge.checkpoints.model import Buffers
 from gradmerge.curvature.files import open_curvature
-from gradmerge.curvature.summary import summarize
+from gradmerge.curvature.summary import pieces, summarize
 from gradmerge.errors import InputError, MachineError
 from tests.making import near, random_curvature, random_state, write_model
 
@@ -366,7 +366,7 @@ def test_a_mutated_curvature_file_is_read_or_refused_and_nothing_else(place: Pat
 
     def opens() -> None:
         with open_curvature(str(place / "curvature")) as file:
-            for group in summarize(file):
+            for group in summarize(pieces(file)):
                 assert group.total >= 0
             assert isinstance(file.transposed, frozenset)
 

@@ -1,7 +1,17 @@
-"""Merging, from Python: disk to disk, or in memory."""
+"""Merging, from Python: disk to disk, or in memory; and how good a model is."""
 
 from .disk import MergeResult, Progress, default_threads, merge, planned
+from .evaluation import evaluate
 from .memory import merge_state_dicts
 from .record import digest_of
 
-__all__ = ["MergeResult", "Progress", "default_threads", "digest_of", "merge", "merge_state_dicts", "planned"]
+__all__ = [
+    "MergeResult",
+    "Progress",
+    "default_threads",
+    "digest_of",
+    "evaluate",
+    "merge",
+    "merge_state_dicts",
+    "planned",
+]

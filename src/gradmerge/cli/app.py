@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
-from . import curvature, inspect, merge, methods
+from . import curvature, evaluate, inspect, merge, methods
 
 app = typer.Typer(
     name="gradmerge",
@@ -41,6 +41,7 @@ def _main(
 app.command("merge", epilog=merge.MERGE_EXAMPLE)(merge.merge)
 app.command("remove", epilog=merge.REMOVE_EXAMPLE)(merge.remove)
 app.command("inspect", epilog=inspect.EXAMPLE)(inspect.inspect)
+app.command("evaluate", epilog=evaluate.EXAMPLE)(evaluate.evaluate)
 app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
 app.add_typer(curvature.app, name="curvature")
 

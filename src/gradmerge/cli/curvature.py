@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..words import count
+from . import estimate, importing
 from .output import Debug, Json, Quiet, guarded, print_json, print_table
 
 app = typer.Typer(
-    help="Look at curvature files.",
+    help="Measure curvature, take it from an optimizer's state, and look at curvature files.",
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -22,12 +24,25 @@ def _curvature() -> None:
     pass
 
 
+app.command("estimate", epilog=estimate.EXAMPLE)(estimate.estimate)
+app.command("import", epilog=importing.EXAMPLE)(importing.import_)
+
+
 @app.command("show", epilog="Example: gradmerge curvature show ./yelp-curvature")
 def show(
     path: Annotated[
         str,
         typer.Argument(metavar="PATH", help="Curvature folder or file, or a model folder that holds one."),
     ],
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Also draw how the values of each layer are spread: .png, .svg or .pdf. Replaces FILE.",
+            show_default=False,
+        ),
+    ] = None,
     json_: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -35,10 +50,16 @@ def show(
     """Show what a curvature file holds: sum, mean, share of zeros and maximum of each group of parameters."""
     with guarded(debug, json_):
         from ..curvature.files import open_curvature
-        from ..curvature.summary import summarize
+        from ..curvature.summary import pieces, summarize
 
+        if plot:
+            from ..report.curvature_plot import check_plot_path, plot_curvature
+
+            check_plot_path(plot)
         with open_curvature(path) as file:
-            groups = summarize(file)
+            if plot:
+                plot_curvature(file, plot)
+            groups = summarize(pieces(file))
             facts: dict[str, Any] = {
                 "path": path,
                 "examples": file.examples,
@@ -48,6 +69,7 @@ def show(
                 "precision": file.precision,
                 "parameters": sum(g.entries for g in groups),
                 "groups": [g.as_dict() for g in groups],
+                **({"plot": str(plot)} if plot else {}),
             }
         if json_:
             print_json(facts)

@@ -53,6 +53,9 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return "interrupted. Nothing was written under its final name; a merge goes on with --resume.", 1
     if isinstance(error, MemoryError):
         return "out of memory. Try fewer --threads.", 1
+    # torch's own, of a GPU; importing torch for the name would take a second
+    if type(error).__name__ == "OutOfMemoryError":
+        return "out of memory on the device. Try a smaller --batch-size, or a smaller --max-length for texts.", 1
     if isinstance(error, OSError):
         return f"{error.filename or 'file'}: {error.strerror or error}", 1
     return f"internal error: {type(error).__name__}: {error}. Please report it with the output of --debug.", 1
@@ -97,7 +100,8 @@ class PlainProgress:
 
     every = 5.0
 
-    def __init__(self) -> None:
+    def __init__(self, unit: str = "bytes") -> None:
+        self._unit = unit
         self._lock = threading.Lock()
         self._what, self._total, self._done, self._skipped = "", 0, 0, 0
         self._begun = self._last = time.monotonic()
@@ -106,9 +110,9 @@ class PlainProgress:
         self._what, self._total, self._done, self._skipped = what, total, done, done
         self._begun = self._last = time.monotonic()
 
-    def advance(self, nbytes: int) -> None:
+    def advance(self, amount: int) -> None:
         with self._lock:
-            self._done += nbytes
+            self._done += amount
             now = time.monotonic()
             if now - self._last >= self.every:
                 self._last = now
@@ -116,41 +120,50 @@ class PlainProgress:
                 left = (self._total - self._done) / rate if rate else 0
                 share = 100 * self._done / max(1, self._total)
                 typer.echo(
-                    f"{self._what}: {share:.0f} % ({size(self._done)} of {size(self._total)}, {size(rate)}/s, {left:.0f} s left)",
+                    f"{self._what}: {share:.0f} % ({self._amounts(rate)}/s, {left:.0f} s left)",
                     err=True,
                 )
+
+    def _amounts(self, rate: float) -> str:
+        if self._unit == "bytes":
+            return f"{size(self._done)} of {size(self._total)}, {size(rate)}"
+        return f"{self._done} of {self._total} {self._unit}, {rate:.3g}"
 
 
 class BarProgress:
     """A bar with rate and time left, for terminals."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: str = "bytes") -> None:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
             DownloadColumn,
+            MofNCompleteColumn,
             Progress,
+            ProgressColumn,
             TextColumn,
             TimeRemainingColumn,
             TransferSpeedColumn,
         )
 
+        amounts: tuple[ProgressColumn, ...] = (DownloadColumn(), TransferSpeedColumn())
+        if unit != "bytes":
+            amounts = (MofNCompleteColumn(), TextColumn(f"{unit}, {{task.fields[rate]:.3g}}/s"))
         self._bar = Progress(
             TextColumn("{task.description:<10}"),
             BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
+            *amounts,
             TimeRemainingColumn(),
             console=Console(stderr=True),
         )
         self._task: TaskID | None = None
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
-        self._task = self._bar.add_task(what, total=total, completed=done)
+        self._task = self._bar.add_task(what, total=total, completed=done, rate=0.0)
 
-    def advance(self, nbytes: int) -> None:
+    def advance(self, amount: int) -> None:
         if self._task is not None:
-            self._bar.advance(self._task, nbytes)
+            self._bar.update(self._task, advance=amount, rate=self._bar.tasks[self._task].speed or 0.0)
 
     def __enter__(self) -> BarProgress:
         self._bar.start()
@@ -161,12 +174,15 @@ class BarProgress:
 
 
 @contextlib.contextmanager
-def progress(quiet: bool) -> Iterator[PlainProgress | BarProgress | None]:
-    """What shows how far a long command is: a bar on a terminal, lines elsewhere, nothing with --quiet."""
+def progress(quiet: bool, unit: str = "bytes") -> Iterator[PlainProgress | BarProgress | None]:
+    """What shows how far a long command is: a bar on a terminal, lines elsewhere, nothing with --quiet.
+
+    ``unit`` is what is counted, such as "examples".
+    """
     if quiet:
         yield None
     elif sys.stderr.isatty():
-        with BarProgress() as bar:
+        with BarProgress(unit) as bar:
             yield bar
     else:
-        yield PlainProgress()
+        yield PlainProgress(unit)

@@ -8,15 +8,27 @@ a parameter that none fits is measured the slow way, one example at a time, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import MachineError
-from .kernels import Outer, Rows, Term, add_outer, add_rows, add_squares, merge_rows, outer_at_rows, unique_rows
+from .kernels import (
+    Direct,
+    Outer,
+    Rows,
+    Term,
+    add_many_direct,
+    add_outer,
+    add_rows,
+    add_squares,
+    merge_rows,
+    outer_at_rows,
+    unique_rows,
+)
 from .layers import RepeatedWay, Way, ways_for
 
 Objectives = Callable[[Any, int], list[Callable[[], Tensor]]]
@@ -106,7 +118,7 @@ class Collector:
         if self._trial:
             self._kinds.setdefault(parameter, []).append(type(term))
         kinds = self._kinds.get(parameter, [])
-        if not self._trial and len(kinds) == 1:
+        if not self._trial and len(kinds) == 1 and not _is_small(term):
             if parameter in self._now.parameters:
                 raise RuntimeError(
                     "a parameter is used once for some batches and several times for others; "
@@ -114,7 +126,12 @@ class Collector:
                 )
             add_squares(self._totals[parameter], [term])
             self._now.parameters.add(parameter)
-        elif not self._trial and isinstance(term, Outer) and kinds.count(Outer) == 1 and kinds.count(Rows) == len(kinds) - 1:
+        elif (
+            not self._trial
+            and isinstance(term, Outer)
+            and kinds.count(Outer) == 1
+            and kinds.count(Rows) == len(kinds) - 1
+        ):
             self._take_head(parameter, term)
         else:
             self._pending.setdefault(parameter, []).append(term)
@@ -132,9 +149,16 @@ class Collector:
         self._heads[parameter] = rows, outer_at_rows(term, rows, total.dtype)
 
     def _finish(self) -> None:
-        """Add the squares of parameters that are used several times, now that all uses have been seen."""
+        """Add the squares of small parameters, and of those that are used several times, now that all uses have been seen."""
+        small = {
+            p: direct for p, terms in self._pending.items() if (direct := [t for t in terms if _is_small(t)]) == terms
+        }
+        for group in _by_type(small, self._totals):
+            add_many_direct([self._totals[p] for p in group], [small[p] for p in group])
         for parameter, terms in self._pending.items():
             total = self._totals[parameter]
+            if parameter in small:
+                continue
             if parameter in self._heads:
                 rows, head = self._heads[parameter]
                 table = merge_rows([term for term in terms if isinstance(term, Rows)], total.dtype).y
@@ -142,6 +166,7 @@ class Collector:
             else:
                 add_squares(total, terms)
             self._now.parameters.add(parameter)
+        self._now.parameters |= small.keys()
         self._forget()
 
     def _add(self, batch: Any, first: int, before: _Done) -> None:
@@ -169,7 +194,7 @@ class Collector:
         with self._listening():
             objectives = self._objectives(batch, first)
             for number in range(before.passes, len(objectives)):
-                objectives[number]().backward(retain_graph=number + 1 < len(objectives))  # type: ignore[no-untyped-call]
+                objectives[number]().backward(retain_graph=number + 1 < len(objectives))
                 self._finish()
                 self._before = self._now = _Done(number + 1)
 
@@ -237,7 +262,7 @@ class Collector:
         self._attach()
         try:
             with self._listening():
-                _mixed(self._outputs(batch)).backward()  # type: ignore[no-untyped-call]
+                _mixed(self._outputs(batch)).backward()
                 self._finish()
         except Exception as error:
             if not self._failed or is_out_of_memory(error):
@@ -283,10 +308,23 @@ class Collector:
         with _differentiable(parameters):
             for row in range(examples_in(batch)):
                 value = _mixed(self._outputs(batch_rows(batch, slice(row, row + 1))), row)
-                for parameter, gradient in zip(parameters, torch.autograd.grad(value, parameters, allow_unused=True), strict=True):
+                for parameter, gradient in zip(
+                    parameters, torch.autograd.grad(value, parameters, allow_unused=True), strict=True
+                ):
                     if gradient is not None:
                         found[parameter].append(gradient)
         return found
+
+
+def _is_small(term: Term) -> TypeGuard[Direct]:
+    return isinstance(term, Direct) and term.gradient.numel() <= 1 << 20
+
+
+def _by_type(parameters: Iterable[nn.Parameter], totals: Mapping[nn.Parameter, Tensor]) -> list[list[nn.Parameter]]:
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((totals[parameter].dtype, parameter.device), []).append(parameter)
+    return list(groups.values())
 
 
 def _mixed(outputs: Tensor, row: int = 0) -> Tensor:
@@ -329,4 +367,6 @@ def batch_rows(batch: Any, rows: slice) -> Any:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error) or "out of memory" in str(error)
+    return (
+        isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error) or "out of memory" in str(error)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -10,17 +11,19 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..storage.bytesof import bytes_of
-from ..storage.staging import Staging
+from ..storage.staging import Staging, require_space
 from ..storage.tensorwriter import TensorWriter
 from . import log8
 from .files import FORMAT, PRECISIONS, STEM, metadata, open_curvature
+from .summary import Group, summarize
 
 
 class Curvature(Mapping[str, Tensor]):
     """The diagonal curvature of one model on one data set.
 
     A mapping from parameter names to the **sum** over examples of squared per-example gradients, with the number of
-    examples and the likelihood that the gradients were taken of.
+    examples and the likelihood that the gradients were taken of. Names are those of the model in memory; ``stored`` turns
+    them into those of its files, where the two differ, when the curvature is saved.
     """
 
     def __init__(
@@ -38,7 +41,6 @@ class Curvature(Mapping[str, Tensor]):
         self.likelihood = likelihood
         self.model = model
         self._stored = stored
-        """Turns names as in memory into names as in the model's files."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self._sums[name]
@@ -68,14 +70,18 @@ class Curvature(Mapping[str, Tensor]):
         if self.likelihood != other.likelihood:
             raise ValueError(f"the two were measured differently: {self.likelihood} and {other.likelihood}")
         sums = {name: value + other[name] for name, value in self._sums.items()}
-        return Curvature(sums, self.examples + other.examples, self.likelihood, self.model or other.model)
+        return Curvature(sums, self.examples + other.examples, self.likelihood, self.model or other.model, self._stored)
 
     def scale(self, factor: float) -> Curvature:
         """Every sum times a number that is not negative."""
         if not factor >= 0:
             raise ValueError(f"curvature can only be scaled by a number that is not negative, not by {factor}")
         sums = {name: value * factor for name, value in self._sums.items()}
-        return Curvature(sums, self.examples, self.likelihood, self.model)
+        return Curvature(sums, self.examples, self.likelihood, self.model, self._stored)
+
+    def summary(self) -> list[Group]:
+        """Sum, share of zeros and maximum of each layer's entries, as sums over examples."""
+        return summarize(self._sums.items())
 
     def save(
         self,
@@ -85,34 +91,27 @@ class Curvature(Mapping[str, Tensor]):
         shard_size: int = 5_000_000_000,
         force: bool = False,
     ) -> None:
-        """Write a curvature folder; ``precision`` is ``float32``, ``bfloat16`` or ``log8``."""
+        """Write a curvature folder, whole or not at all; ``precision`` is ``float32``, ``bfloat16`` or ``log8``."""
+        with new_folder(path, force) as folder:
+            self.write(folder, precision, shard_size)
+
+    def write(self, folder: Path, precision: str = "float32", shard_size: int = 5_000_000_000) -> None:
+        """Write the files into a folder that is there."""
         if precision not in PRECISIONS:
             raise InputError(f"precision {precision!r}: known are {', '.join(PRECISIONS)}")
-        for name, value in self._sums.items():
-            if not bool(torch.isfinite(value).all()) or bool((value < 0).any()):
-                raise InputError(f"curvature of {name} has values that are negative or not finite; it is not saved")
+        sums = self._stored(self._sums) if self._stored is not None else self._sums
         parts: dict[str, Callable[[], Tensor]] = {}
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for name, value in self._sums.items():
+        for name, value in sums.items():
+            if not bool(torch.isfinite(value).all()) or bool((value < 0).any()):
+                raise InputError(f"curvature of {name} has values that are negative or not finite; it is not saved")
             tensors[name] = (PRECISIONS[precision], tuple(value.shape))
             parts[name] = lambda v=value: _stored(v, precision)  # type: ignore[misc]
             if precision == "log8":
                 tensors[name + log8.SUFFIX] = ("F32", (2,))
                 parts[name + log8.SUFFIX] = lambda v=value: log8.encode(v.detach().cpu())[1]  # type: ignore[misc]
         header = metadata(self.examples, self.likelihood, self.model, precision)
-        staging = Staging(Path(path), force=force)
-        writer = TensorWriter(staging.folder, STEM, tensors, shard_size, header)
-        try:
-            staging.require_space(writer.nbytes)
-            writer.open()
-            for name, part in parts.items():
-                writer.write(name, 0, bytes_of(part().contiguous()))
-            writer.finish()
-        except BaseException:
-            writer.close()
-            staging.discard()
-            raise
-        staging.finish()
+        write_tensors(folder, tensors, parts, header, shard_size)
 
     @classmethod
     def load(cls, path: str | Path) -> Curvature:
@@ -125,6 +124,38 @@ class Curvature(Mapping[str, Tensor]):
                 for name, shape in file.shapes.items()
             }
             return cls(sums, file.examples, file.likelihood, file.metadata.get("model", ""))
+
+
+@contextlib.contextmanager
+def new_folder(path: str | Path, force: bool) -> Iterator[Path]:
+    """A folder to write into, which gets its name at the end."""
+    staging = Staging(Path(path), force=force)
+    try:
+        yield staging.folder
+    except BaseException:
+        staging.discard()
+        raise
+    staging.finish()
+
+
+def write_tensors(
+    folder: Path,
+    tensors: dict[str, tuple[str, tuple[int, ...]]],
+    parts: Mapping[str, Callable[[], Tensor]],
+    header: Mapping[str, str],
+    shard_size: int,
+) -> None:
+    """Write curvature files; ``parts`` makes the tensors one by one."""
+    writer = TensorWriter(folder, STEM, tensors, shard_size, header)
+    require_space(folder, writer.nbytes)
+    try:
+        writer.open()
+        for name, part in parts.items():
+            writer.write(name, 0, bytes_of(part().contiguous()))
+        writer.finish()
+    except BaseException:
+        writer.close()
+        raise
 
 
 def _stored(value: Tensor, precision: str) -> Tensor:

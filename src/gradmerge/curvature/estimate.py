@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..words import listed, nearest
-from .collect import Collector, batch_rows, examples_in
+from .collect import Collector, examples_in
 from .curvature import Curvature
 from .outputs import OUTPUTS, Output, labels_of, logits_of, output_of
+from .stored_names import for_files
 
 LIKELIHOODS = ("empirical", "sampled", "exact")
 _log = logging.getLogger(__name__)
@@ -52,7 +53,9 @@ def estimate_curvature(
         each_batch: Called after every batch with a function that gives the curvature so far.
     """
     if likelihood not in LIKELIHOODS:
-        raise InputError(f"likelihood {likelihood!r}: known are {', '.join(LIKELIHOODS)}{nearest(likelihood, LIKELIHOODS)}")
+        raise InputError(
+            f"likelihood {likelihood!r}: known are {', '.join(LIKELIHOODS)}{nearest(likelihood, LIKELIHOODS)}"
+        )
     if isinstance(output, str) and output not in OUTPUTS:
         raise InputError(f"output {output!r}: known are {', '.join(OUTPUTS)}{nearest(output, OUTPUTS)}")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
@@ -63,16 +66,23 @@ def estimate_curvature(
     measured = _Measured(model, likelihood, OUTPUTS[output] if isinstance(output, str) else output, seed)
     examples = begun = start.examples if start is not None else 0
 
-    def so_far() -> Curvature:
-        sums = {name: total.clone() for name, total in totals.items()}
-        for name in sums if start is not None else ():
-            sums[name] += start[name].to(sums[name])  # type: ignore[index]
-        return Curvature(sums, examples, likelihood, _name_of(model))
+    if start is not None:
+        _check_start(start, totals, likelihood)
+
+    def so_far(copy: bool = True) -> Curvature:
+        sums = {name: total.clone() if copy else total for name, total in totals.items()}
+        if start is not None:
+            for name, total in sums.items():
+                total += start[name].to(total)
+        return Curvature(sums, examples, likelihood, _name_of(model), for_files(model))
 
     slow: set[str] = set()
-    with _prepared(model), Collector(
-        model, {p: totals[n] for n, p in parameters.items()}, measured.objectives, measured.logits
-    ) as collector:
+    with (
+        _prepared(model),
+        Collector(
+            model, {p: totals[n] for n, p in parameters.items()}, measured.objectives, measured.logits
+        ) as collector,
+    ):
         for batch in batches:
             batch = _moved(batch, place)
             collector.add(batch, examples)
@@ -83,7 +93,14 @@ def estimate_curvature(
         measured.check_losses()
     if examples == begun:
         raise InputError("there are no examples to measure curvature on")
-    return so_far()
+    return so_far(copy=False)
+
+
+def _check_start(start: Curvature, totals: Mapping[str, Tensor], likelihood: str) -> None:
+    if start.likelihood != likelihood or {n: t.shape for n, t in start.items()} != {
+        n: t.shape for n, t in totals.items()
+    }:
+        raise InputError("the curvature to go on from was measured on another model, or with another likelihood")
 
 
 class _Measured:
@@ -218,6 +235,3 @@ def _name_of(model: nn.Module) -> str:
 
 def _sum_type(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
-
-
-__all__ = ["LIKELIHOODS", "batch_rows", "estimate_curvature"]

@@ -61,10 +61,22 @@ def add_squares(total: Tensor, terms: Sequence[Term]) -> None:
 
 
 def add_direct(total: Tensor, terms: Sequence[Direct]) -> None:
-    gradient = terms[0].gradient.to(total.dtype)
-    for term in terms[1:]:
-        gradient = gradient + term.gradient.to(total.dtype)
+    gradient = _sum_of(terms, total.dtype)
     total += gradient.square().sum(0).view_as(total)
+
+
+def add_many_direct(totals: Sequence[Tensor], terms: Sequence[Sequence[Direct]]) -> None:
+    """The same for many small parameters at once: on a GPU, starting a kernel takes longer than its work."""
+    together = torch.cat([_sum_of(some, totals[0].dtype).flatten(1) for some in terms], 1)
+    sums = together.square_().sum(0).split([total.numel() for total in totals])
+    torch._foreach_add_(list(totals), [part.view_as(total) for part, total in zip(sums, totals, strict=True)])
+
+
+def _sum_of(terms: Sequence[Direct], dtype: torch.dtype) -> Tensor:
+    gradient = terms[0].gradient.to(dtype)
+    for term in terms[1:]:
+        gradient = gradient + term.gradient.to(dtype)
+    return gradient
 
 
 def add_outer(total: Tensor, term: Outer) -> None:

@@ -59,7 +59,7 @@ class _Tap(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         seen = ctx.saved_tensors
         ctx.use(gradient, *seen)
         return (gradient, None, None, *(None for _ in seen))
@@ -168,10 +168,12 @@ class FunctionWay(Way):
         second = args[1] if len(args) > 1 and isinstance(args[1], _Watched) else None
         if second is None or len(watched) > 1 or function not in (F.embedding, F.linear):
             # Something else: its gradient is not seen, and the trial will tell.
-            return function(*plain, **{k: v.as_subclass(Tensor) if isinstance(v, _Watched) else v for k, v in kwargs.items()})
+            return function(
+                *plain, **{k: v.as_subclass(Tensor) if isinstance(v, _Watched) else v for k, v in kwargs.items()}
+            )
         parameter = second.parameter
         if function is F.linear:
-            return self._tap(F.linear(*plain, **kwargs), functools.partial(self._use_matrix, parameter), plain[0])
+            return self._tap(function(*plain, **kwargs), functools.partial(self._use_matrix, parameter), plain[0])
         padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
         ids = plain[0]
         if self.shared:
@@ -180,8 +182,10 @@ class FunctionWay(Way):
                     raise Unsuited(f"rows of shape {list(ids.shape)} are not shared by all examples")
             ids = ids.reshape(1, -1).expand(self.collector.examples, -1)
         with self._answerable():
-            self.collector.see_ids(parameter, self.module, by_example(ids[..., None], self.collector.examples, 1)[..., 0])
-        rows = F.embedding(ids, *plain[1:], **kwargs)
+            self.collector.see_ids(
+                parameter, self.module, by_example(ids[..., None], self.collector.examples, 1)[..., 0]
+            )
+        rows = function(ids, *plain[1:], **kwargs)
         return self._tap(rows, functools.partial(self._use_rows, parameter, padding), ids)
 
     def _use_matrix(self, parameter: nn.Parameter, gradient: Tensor, x: Tensor) -> None:
@@ -210,9 +214,11 @@ class _Watched(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        way = next((a.way for a in (*args, *(kwargs or {}).values()) if isinstance(a, _Watched) and hasattr(a, "way")), None)
+        way = next(
+            (a.way for a in (*args, *(kwargs or {}).values()) if isinstance(a, _Watched) and hasattr(a, "way")), None
+        )
         if way is None:
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
             return way.called(func, args, kwargs or {})
 
@@ -387,7 +393,9 @@ def _patches(module: Any, x: Tensor) -> Tensor:
     elif isinstance(module.padding, str) or any(module.padding):
         x = F.pad(x, module._reversed_padding_repeated_twice)
     axes = len(module.kernel_size)
-    for axis, (size, stride, dilation) in enumerate(zip(module.kernel_size, module.stride, module.dilation, strict=True)):
+    for axis, (size, stride, dilation) in enumerate(
+        zip(module.kernel_size, module.stride, module.dilation, strict=True)
+    ):
         x = x.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
     places, kernel = math.prod(x.shape[2 : 2 + axes]), math.prod(module.kernel_size)
     return x.movedim(1, 1 + axes).reshape(len(x), places, -1, kernel)

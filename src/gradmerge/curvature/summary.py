@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError
 from ..words import natural
@@ -45,18 +47,24 @@ def group_of(name: str) -> str:
     return ".".join(parts[:-1][:2]) or name
 
 
-def summarize(file: CurvatureFile) -> list[Group]:
-    """Groups in the order of the file's layers, read in pieces."""
+def summarize(tensors: Iterable[tuple[str, Tensor]]) -> list[Group]:
+    """Groups in the order of the layers. A tensor may come in several pieces."""
     groups: dict[str, Group] = {}
-    for name in sorted(file.shapes, key=natural):
+    for name, values in tensors:
         group = groups.setdefault(group_of(name), Group(group_of(name)))
+        group.total += float(values.double().sum())
+        group.zeros += int((values == 0).sum())
+        group.largest = max(group.largest, float(values.max()) if values.numel() else 0.0)
+        group.entries += values.numel()
+    return [groups[name] for name in sorted(groups, key=natural)]
+
+
+def pieces(file: CurvatureFile) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, in pieces that fit into memory, and checked."""
+    for name in sorted(file.shapes, key=natural):
         numel = math.prod(file.shapes[name])
         for start in range(0, numel, _CHUNK):
             values = file.read(name, start, min(start + _CHUNK, numel), lambda n: torch.empty(n, dtype=torch.uint8))
             if not bool(torch.isfinite(values).all()) or (file.kind == "diagonal" and bool((values < 0).any())):
                 raise InputError(f"{file.label}: {name} has values that are negative or not finite; measure it again")
-            group.total += float(values.double().sum())
-            group.zeros += int((values == 0).sum())
-            group.largest = max(group.largest, float(values.max()))
-        group.entries += numel
-    return list(groups.values())
+            yield name, values

@@ -4,18 +4,30 @@ A program holds one (out, in) tile in registers, goes through the examples, mult
 That takes as many multiplications as the weight gradient of a training step, and reads the same numbers.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # an older Triton
+    TensorDescriptor = None
+
+#: Tile of a program, and tokens that it multiplies at a time. Found by trying on an H200.
+OUT, IN, TOKENS, SHORT = 128, 128, 64, 128
+
 
 @triton.jit
-def _short(  # type: ignore[no-untyped-def]
+def _short(
     y, x, out, examples, tokens, width, inputs, y_example, y_token, x_example, x_token, share,
-    BO: tl.constexpr, BI: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    BO: tl.constexpr, BI: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Sequences of at most BT tokens: one product an example."""
     tiles = tl.cdiv(inputs, BI)
@@ -27,80 +39,153 @@ def _short(  # type: ignore[no-untyped-def]
     y_place = t[:, None] * y_token + o[None, :]
     x_place = t[:, None] * x_token + i[None, :]
     total = tl.zeros((BO, BI), dtype=tl.float32)
-    for e in tl.range(first, last, num_stages=STAGES):
+    for e in tl.range(first, last, num_stages=3):
+        y_here, x_here = y + e.to(tl.int64) * y_example + y_place, x + e.to(tl.int64) * x_example + x_place
         if WHOLE:
-            left = tl.load(y + e.to(tl.int64) * y_example + y_place)
-            right = tl.load(x + e.to(tl.int64) * x_example + x_place)
+            left, right = tl.load(y_here), tl.load(x_here)
         else:
-            left = tl.load(y + e.to(tl.int64) * y_example + y_place, mask=(t[:, None] < tokens) & (o[None, :] < width), other=0.0)
-            right = tl.load(x + e.to(tl.int64) * x_example + x_place, mask=(t[:, None] < tokens) & (i[None, :] < inputs), other=0.0)
+            left = tl.load(y_here, mask=(t[:, None] < tokens) & (o[None, :] < width), other=0.0)
+            right = tl.load(x_here, mask=(t[:, None] < tokens) & (i[None, :] < inputs), other=0.0)
         gradient = tl.dot(tl.trans(left), right)
         total += gradient * gradient
-    _store(out, total, o, i, width, inputs, WHOLE)
+    _store(out, total, o, i, width, inputs, WHOLE, ADD)
 
 
 @triton.jit
-def _long(  # type: ignore[no-untyped-def]
+def _long(
     y, x, out, examples, tokens, width, inputs, y_example, y_token, x_example, x_token, share,
-    BO: tl.constexpr, BI: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    BO: tl.constexpr, BI: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Longer ones: products of BT tokens, in one loop through all examples, so that loading never pauses between them."""
+    """Longer ones: products of BT tokens."""
     tiles = tl.cdiv(inputs, BI)
     o = (tl.program_id(0) // tiles) * BO + tl.arange(0, BO)
     i = (tl.program_id(0) % tiles) * BI + tl.arange(0, BI)
     first = tl.program_id(1) * share
     last = tl.minimum(first + share, examples)
-    steps = tl.cdiv(tokens, BT)
-    gradient = tl.zeros((BO, BI), dtype=tl.float32)
     total = tl.zeros((BO, BI), dtype=tl.float32)
-    for step in tl.range(first * steps, last * steps, num_stages=STAGES):
-        e = (step // steps).to(tl.int64)
-        t = (step % steps) * BT + tl.arange(0, BT)
-        left_place = y + e * y_example + t[:, None] * y_token + o[None, :]
-        right_place = x + e * x_example + t[:, None] * x_token + i[None, :]
-        if WHOLE:
-            left = tl.load(left_place)
-            right = tl.load(right_place)
-        else:
-            left = tl.load(left_place, mask=(t[:, None] < tokens) & (o[None, :] < width), other=0.0)
-            right = tl.load(right_place, mask=(t[:, None] < tokens) & (i[None, :] < inputs), other=0.0)
-        gradient = tl.dot(tl.trans(left), right, gradient)
-        if step % steps == steps - 1:
-            total += gradient * gradient
-            gradient = tl.zeros((BO, BI), dtype=tl.float32)
-    _store(out, total, o, i, width, inputs, WHOLE)
+    for e in tl.range(first, last):
+        y_here = y + e.to(tl.int64) * y_example + o[None, :]
+        x_here = x + e.to(tl.int64) * x_example + i[None, :]
+        gradient = tl.zeros((BO, BI), dtype=tl.float32)
+        for begin in tl.range(0, tokens, BT, num_stages=3):
+            t = (begin + tl.arange(0, BT))[:, None]
+            if WHOLE:
+                left, right = tl.load(y_here + t * y_token), tl.load(x_here + t * x_token)
+            else:
+                left = tl.load(y_here + t * y_token, mask=(t < tokens) & (o[None, :] < width), other=0.0)
+                right = tl.load(x_here + t * x_token, mask=(t < tokens) & (i[None, :] < inputs), other=0.0)
+            gradient = tl.dot(tl.trans(left), right, gradient)
+        total += gradient * gradient
+    _store(out, total, o, i, width, inputs, WHOLE, ADD)
 
 
 @triton.jit
-def _store(out, total, o, i, width, inputs, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _long_described(
+    y, x, out, examples, tokens, width, inputs, share,
+    BO: tl.constexpr, BI: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The same through Hopper's copy engine, which also fills what is out of range with zeros."""
+    # Neighbouring programs take neighbouring tiles, so that they find each other's numbers in the cache.
+    across, down = tl.cdiv(inputs, BI), tl.cdiv(width, BO)
+    top = (tl.program_id(0) // (GROUP * across)) * GROUP
+    height = tl.minimum(down - top, GROUP)
+    within = tl.program_id(0) % (GROUP * across)
+    o, i = (top + within % height) * BO, (within // height) * BI
+    first = tl.program_id(1) * share
+    last = tl.minimum(first + share, examples)
+    total = tl.zeros((BO, BI), dtype=tl.float32)
+    for e in tl.range(first, last):
+        gradient = tl.zeros((BO, BI), dtype=tl.float32)
+        for begin in tl.range(0, tokens, BT, num_stages=3):
+            left = y.load([e, begin, o]).reshape(BT, BO)
+            right = x.load([e, begin, i]).reshape(BT, BI)
+            gradient = tl.dot(tl.trans(left), right, gradient)
+        total += gradient * gradient
+    _store(out, total, o + tl.arange(0, BO), i + tl.arange(0, BI), width, inputs, WHOLE, ADD)
+
+
+@triton.jit
+def _store(out, total, o, i, width, inputs, WHOLE: tl.constexpr, ADD: tl.constexpr):
     place = out + tl.program_id(1).to(tl.int64) * width * inputs + o.to(tl.int64)[:, None] * inputs + i[None, :]
     if WHOLE:
+        if ADD:
+            total += tl.load(place)
         tl.store(place, total)
     else:
-        tl.store(place, total, mask=(o[:, None] < width) & (i[None, :] < inputs))
+        inside = (o[:, None] < width) & (i[None, :] < inputs)
+        if ADD:
+            total += tl.load(place, mask=inside)
+        tl.store(place, total, mask=inside)
 
 
 def add_outer_fused(y: Tensor, x: Tensor, total: Tensor) -> None:
     """total (out, in) += Σ_i (Σ_t y_it x_itᵀ)², for 16-bit y (examples, tokens, out) and x (examples, tokens, in)."""
     y, x = _rows(y), _rows(x)
     (examples, tokens, width), inputs = y.shape, x.shape[2]
-    short = tokens <= 128
-    bt = max(16, triton.next_power_of_2(tokens)) if short else 64
-    bo, bi = 128, 128
-    tiles = triton.cdiv(width, bo) * triton.cdiv(inputs, bi)
-    processors = torch.cuda.get_device_properties(y.device).multi_processor_count
-    parts = max(1, min(examples, processors // tiles))
+    tiles = triton.cdiv(width, OUT) * triton.cdiv(inputs, IN)
+    parts = _parts(examples, tokens, width * inputs, tiles, _processors(y.device.index))
     share = triton.cdiv(examples, parts)
     parts = triton.cdiv(examples, share)
-    whole = tokens % bt == 0 and width % bo == 0 and inputs % bi == 0
-    out = torch.empty(parts, width, inputs, device=y.device, dtype=torch.float32)
-    kernel = _short if short else _long
+    out = total if parts == 1 else torch.empty(parts, width, inputs, device=y.device, dtype=torch.float32)
+    tile: dict[str, Any] = {"BO": OUT, "BI": IN, "ADD": parts == 1}
+    strides = y.stride(0), y.stride(1), x.stride(0), x.stride(1)
     with torch.cuda.device(y.device):
-        kernel[(tiles, parts)](
-            y, x, out, examples, tokens, width, inputs, y.stride(0), y.stride(1), x.stride(0), x.stride(1), share,
-            BO=bo, BI=bi, BT=bt, WHOLE=whole, STAGES=3, num_warps=8,
-        )  # fmt: skip
-    total += out[0] if parts == 1 else out.sum(0)
+        if tokens <= SHORT:
+            block = max(16, triton.next_power_of_2(tokens))
+            whole = tokens == block and width % OUT == 0 and inputs % IN == 0
+            _short[(tiles, parts)](
+                y, x, out, examples, tokens, width, inputs, *strides, share, BT=block, WHOLE=whole, num_warps=8, **tile
+            )
+        elif _can_describe(y) and _can_describe(x):
+            boxes = [
+                TensorDescriptor(v, list(v.shape), list(v.stride()), [1, TOKENS, side])
+                for v, side in ((y, OUT), (x, IN))
+            ]
+            whole = width % OUT == 0 and inputs % IN == 0
+            _long_described[(tiles, parts)](
+                *boxes,
+                out,
+                examples,
+                tokens,
+                width,
+                inputs,
+                share,
+                BT=TOKENS,
+                WHOLE=whole,
+                GROUP=8,
+                num_warps=4,
+                **tile,
+            )
+        else:
+            whole = tokens % TOKENS == 0 and width % OUT == 0 and inputs % IN == 0
+            _long[(tiles, parts)](
+                y, x, out, examples, tokens, width, inputs, *strides, share, BT=TOKENS, WHOLE=whole, num_warps=8, **tile
+            )
+    if parts > 1:
+        total += out.sum(0)
+
+
+def _parts(examples: int, tokens: int, entries: int, tiles: int, processors: int) -> int:
+    """Into how many parts the examples are split, each with a sum of its own: idle processors against additions to come."""
+    multiply = 2 * examples * tokens * entries / 7e14
+    move = entries * 8 / 3e12
+
+    def seconds(parts: int) -> float:
+        rounds = -(-tiles * parts // processors) / parts / (tiles / processors)
+        return multiply * rounds + (move * (parts + 1) if parts > 1 else 0.0)
+
+    return min(range(1, min(examples, 32) + 1), key=seconds)
+
+
+def _can_describe(value: Tensor) -> bool:
+    """Whether the copy engine takes it: rows that begin at multiples of 16 bytes, on a GPU that has one."""
+    aligned = value.data_ptr() % 16 == 0 and all(s * value.element_size() % 16 == 0 for s in value.stride()[:2])
+    return TensorDescriptor is not None and aligned and torch.cuda.get_device_capability(value.device)[0] >= 9
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _rows(value: Tensor) -> Tensor:

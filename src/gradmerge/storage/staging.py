@@ -94,10 +94,7 @@ class Staging:
 
     def require_space(self, nbytes: int) -> None:
         """Fail at once if the disk cannot take ``nbytes`` more than the staging folder holds already."""
-        held = sum(p.stat().st_blocks * 512 for p in self.folder.rglob("*") if p.is_file())
-        free = shutil.disk_usage(self.folder).free
-        if nbytes - held > free:
-            raise MachineError(f"{self.out.parent}: the result takes {size(nbytes)}, but only {size(free)} are free")
+        require_space(self.folder, nbytes)
 
     def finish(self) -> None:
         """Give the folder its final name."""
@@ -133,6 +130,14 @@ class Staging:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def require_space(folder: Path, nbytes: int) -> None:
+    """Fail if the disk cannot take ``nbytes`` more than a folder holds already."""
+    held = sum(p.stat().st_blocks * 512 for p in folder.rglob("*") if p.is_file())
+    free = shutil.disk_usage(folder).free
+    if nbytes - held > free:
+        raise MachineError(f"{folder.parent}: the result takes {size(nbytes)}, but only {size(free)} are free")
 
 
 def _check_loses_nothing(folder: Path, needed: Iterable[Path]) -> None:

@@ -1,0 +1,241 @@
+"""Measuring curvature of a model on data, disk to disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..curvature.curvature import Curvature
+from ..curvature.estimate import LIKELIHOODS, estimate_curvature
+from ..curvature.files import PRECISIONS
+from ..curvature.gram import Gram, estimate_gram
+from ..curvature.outputs import Tokens
+from ..errors import GradmergeError, InputError
+from ..storage.staging import Staging
+from ..tasks import LoadedTask, load_model, load_task
+from ..words import nearest
+from .disk import Progress
+
+KINDS = ("diagonal", "gram")
+#: Seconds between two copies of what has been measured so far.
+SAVE_EVERY = 180.0
+
+
+@dataclass
+class Measurement:
+    """What was measured and written."""
+
+    out: Path
+    kind: str
+    task: str
+    examples: int
+    tensors: int
+    entries: int
+    seconds: float
+    device: str
+    resumed_from: int = 0
+    """Examples that an earlier run had measured."""
+    notes: list[str] = field(default_factory=list)
+
+
+def measure_curvature(
+    model: str,
+    source: str,
+    out: str | Path,
+    *,
+    task: str = "auto",
+    likelihood: str = "empirical",
+    kind: str = "diagonal",
+    at_delta: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    attn: str | None = None,
+    tokenizer: str | None = None,
+    seed: int = 0,
+    precision: str = "float32",
+    shard_size: int = 5_000_000_000,
+    resume: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+    save_every: float = SAVE_EVERY,
+) -> Measurement:
+    """Measure the curvature of a model (folder, Hub id or adapter) on data, and write a curvature folder.
+
+    The options are those of `gradmerge curvature estimate`. What has been measured is saved beside ``out`` every
+    ``save_every`` seconds; with ``resume`` a run that was stopped goes on from there.
+    """
+    _check_options(likelihood, kind, precision, at_delta)
+    begun = time.perf_counter()
+    staging = Staging(Path(out), force=force, keep=resume)
+    saved = _Saved(staging.folder, save_every)
+    try:
+        loaded = load_task(
+            model, source, task=task, columns=columns, limit=limit, max_length=max_length,
+            device=device, dtype=dtype, attn=attn, tokenizer=tokenizer,
+        )  # fmt: skip
+        if likelihood == "exact" and kind == "diagonal" and isinstance(loaded.output, Tokens):
+            next(loaded.output.factors(torch.empty(0)))  # explains why it cannot be done
+        notes = _subtract(loaded, at_delta, dtype, attn) if at_delta is not None else []
+        result: Curvature | Gram
+        start = None
+        if kind == "gram":
+            if progress is not None:
+                progress.begin("measuring", loaded.examples)
+            result = estimate_gram(
+                loaded.model,
+                loaded.batches(batch_size),
+                device=loaded.device,
+                each_batch=progress.advance if progress is not None else None,
+            )
+            result.model = model
+        else:
+            request = {
+                "model": _identity(model), "source": _identity(source), "task": loaded.task, "likelihood": likelihood,
+                "at_delta": _identity(at_delta), "columns": dict(columns or {}), "limit": limit, "max_length": max_length,
+                "dtype": dtype, "tokenizer": tokenizer, "seed": seed,
+            }  # fmt: skip
+            start = saved.read(request) if resume else None
+            result = _measure(loaded, likelihood, seed, batch_size, start, saved, request, progress)
+            result.model = model
+        staging.clear()
+        if isinstance(result, Curvature):
+            result.write(staging.folder, precision, shard_size)
+        else:
+            result.write(staging.folder, shard_size)
+    except BaseException:
+        staging.leave() if saved.exists() else staging.discard()
+        raise
+    staging.finish()
+    return Measurement(
+        out=Path(out), kind=kind, task=loaded.task, examples=result.examples, tensors=len(result),
+        entries=sum(value.numel() for value in result.values()), seconds=time.perf_counter() - begun,
+        device=str(loaded.device), resumed_from=start.examples if start is not None else 0, notes=[*loaded.notes, *notes],
+    )  # fmt: skip
+
+
+def _check_options(likelihood: str, kind: str, precision: str, at_delta: str | None) -> None:
+    for option, value, known in (
+        ("likelihood", likelihood, LIKELIHOODS),
+        ("kind", kind, KINDS),
+        ("precision", precision, tuple(PRECISIONS)),
+    ):
+        if value not in known:
+            raise InputError(f"--{option} {value}: known are {', '.join(known)}{nearest(value, known)}")
+    if kind == "gram" and precision != "float32":
+        raise InputError("--kind gram: Gram matrices are stored as float32 only")
+    if kind == "gram" and at_delta is not None:
+        raise InputError("--at-delta is for the Fisher of fa1; Gram matrices are measured at the model itself")
+
+
+def _measure(
+    loaded: LoadedTask,
+    likelihood: str,
+    seed: int,
+    batch_size: int,
+    start: Curvature | None,
+    saved: _Saved,
+    request: dict[str, Any],
+    progress: Progress | None,
+) -> Curvature:
+    done = start.examples if start is not None else 0
+    if start is not None and done == loaded.examples:
+        return start
+    if progress is not None:
+        progress.begin("measuring", loaded.examples, done)
+
+    def each_batch(so_far: Any) -> None:
+        nonlocal done
+        now = min(done + batch_size, loaded.examples)
+        if progress is not None:
+            progress.advance(now - done)
+        done = now
+        saved.maybe_write(so_far, request)
+
+    return estimate_curvature(
+        loaded.model,
+        loaded.batches(batch_size, done),
+        likelihood,
+        output=loaded.output,
+        seed=seed,
+        device=loaded.device,
+        start=start,
+        each_batch=each_batch,
+    )
+
+
+class _Saved:
+    """What has been measured so far, in the folder that becomes the result."""
+
+    def __init__(self, folder: Path, every: float) -> None:
+        self._curvature, self._request = folder / "so-far", folder / "so-far.json"
+        self._every = every
+        self._last = time.monotonic()
+
+    def exists(self) -> bool:
+        return self._request.is_file()
+
+    def maybe_write(self, so_far: Any, request: dict[str, Any]) -> None:
+        if time.monotonic() - self._last < self._every:
+            return
+        curvature: Curvature = so_far()
+        # As in memory: names of files are for the result.
+        Curvature(curvature, curvature.examples, curvature.likelihood).save(self._curvature, force=True)
+        temporary = self._request.with_suffix(".new")
+        temporary.write_text(json.dumps(request))
+        os.replace(temporary, self._request)  # noqa: PTH105
+        self._last = time.monotonic()
+
+    def read(self, request: dict[str, Any]) -> Curvature | None:
+        if not self.exists():
+            return None
+        try:
+            if json.loads(self._request.read_text()) != request:
+                raise InputError(
+                    f"{self._request.parent}: holds a measurement of another model, other data or other options. Run it with "
+                    "the same ones, or without --resume to begin anew."
+                )
+            return Curvature.load(self._curvature)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"{self._request.parent}: what it holds cannot be read ({error}). Run without --resume to begin anew."
+            ) from error
+
+
+def _identity(reference: str | None) -> Any:
+    """The reference, with size and time of what lies there: enough to see that it has changed."""
+    if reference is None or not Path(reference).exists():
+        return reference
+    path = Path(reference)
+    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    return [reference, [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files]]
+
+
+def _subtract(loaded: LoadedTask, base: str, dtype: str, attn: str | None) -> list[str]:
+    """Turn θ_t into θ_t − θ_0, tensor by tensor; what the base does not have, such as a head of its own, stays."""
+    try:
+        other, info = load_model(base, loaded.task, device=str(loaded.device), dtype=dtype, attn=attn, whole=False)
+    except GradmergeError as error:
+        raise InputError(f"--at-delta: {error}") from error
+    absent = {*info.missing_keys, *info.other_shapes}
+    theirs = {name: value for name, value in other.named_parameters() if name not in absent}
+    kept = []
+    with torch.no_grad():
+        for name, value in loaded.model.named_parameters():
+            if name in theirs and theirs[name].shape == value.shape:
+                value.sub_(theirs[name].to(value.dtype))
+            else:
+                kept.append(name)
+    if len(kept) == sum(1 for _ in loaded.model.named_parameters()):
+        raise InputError(f"--at-delta {base}: has none of the model's tensors; is it a base of this model?")
+    return [f"not in the base, and taken as they are: {', '.join(kept)}"] if kept else []

@@ -1,0 +1,169 @@
+"""Which parameters an optimizer's state belongs to: it has numbers where a checkpoint has names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..words import listed
+
+Shape = tuple[int, ...]
+
+
+def empty_model(folder: Path) -> nn.Module:
+    """The model that `config.json` describes, without memory for its weights and without code from elsewhere."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(
+            f"{folder}: no config.json, so the names of the optimizer's parameters are not known. Put the model's "
+            "config.json there, or pass the model in Python: gm.import_curvature(folder, model=model)."
+        )
+    try:
+        config = json.loads(path.read_bytes())
+        architecture = config["architectures"][0]
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise InputError(f"{path}: does not name the model's class under `architectures`") from error
+    model_class = _model_class(path, architecture)
+    try:
+        with quiet(), torch.device("meta"):
+            model: nn.Module = model_class(model_class.config_class.from_pretrained(folder, local_files_only=True))
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise InputError(f"{path}: {architecture} cannot be built from it ({reason})") from error
+    return model
+
+
+def _model_class(path: Path, architecture: object) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            "transformers is not installed, and names the optimizer's parameters: pip install transformers"
+        ) from error
+    found = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        raise InputError(
+            f"{path}: transformers {transformers.__version__} has no model class {architecture!r}. Code that comes with a "
+            "model is not run; pass the model in Python: gm.import_curvature(folder, model=model)."
+        )
+    return found
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars and warnings of transformers, which speak of weights that nobody loads."""
+    import transformers
+
+    logging: Any = transformers.utils.logging
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def parameter_names(
+    model: nn.Module, groups: Sequence[Sequence[Shape | None]], frozen: Sequence[str] = ()
+) -> list[list[str]]:
+    """Names of an optimizer's parameters, group by group; a shape is None where the optimizer holds none.
+
+    One group is taken to be in the order of ``model.named_parameters()``; two are the Trainer's, with and without
+    weight decay. Parameters that match a ``frozen`` pattern were not given to the optimizer.
+    """
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    for pattern in frozen:
+        if not any(fnmatchcase(name, pattern) for name in shapes):
+            raise InputError(f"--frozen {pattern}: no parameter of {type(model).__name__} has such a name")
+    trained = {n: s for n, s in shapes.items() if not any(fnmatchcase(n, pattern) for pattern in frozen)}
+    if len(groups) == 1:
+        return [_matched(trained, groups[0], "")]
+    if len(groups) == 2:
+        decay = _decay_names(model)
+        with_decay = {n: s for n, s in trained.items() if n in decay}
+        without = {n: s for n, s in trained.items() if n not in decay}
+        return [_matched(with_decay, groups[0], " with weight decay"), _matched(without, groups[1], " without")]
+    raise InputError(
+        f"the optimizer has {len(groups)} groups of parameters, and does not say what they are called. Known are one group, "
+        "and the Trainer's two. Name them for the optimizer (AdamW([{'params': list(named_parameters), …}, …]) in PyTorch "
+        "2.6 or newer)."
+    )
+
+
+def check_names(model: nn.Module, names: Sequence[str], shapes: Sequence[Shape | None]) -> None:
+    """Whether parameters that an optimizer names are the model's."""
+    known = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+    wrong = [
+        f"{name}: {shape}, where the model has {known.get(name, 'nothing')}"
+        for name, shape in zip(names, shapes, strict=True)
+        if name not in known or shape not in (None, known[name])
+    ]
+    if wrong:
+        raise InputError(_another_model(wrong))
+
+
+def _decay_names(model: nn.Module) -> set[str]:
+    try:
+        from transformers import Trainer
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[-1][:200]
+        raise InputError(
+            f"the Trainer of transformers, which knows the order of an optimizer's parameters, cannot be imported ({reason}). "
+            "It needs accelerate: pip install 'transformers[torch]'"
+        ) from error
+    # The Trainer's own rule, which changes between versions; it looks at the model only.
+    rule: Any = Trainer.get_decay_parameter_names
+    return set(rule(None, model))
+
+
+def _matched(expected: Mapping[str, Shape], found: Sequence[Shape | None], kind: str) -> list[str]:
+    """Names of the found shapes, which come in the expected order, with frozen parameters left out."""
+    names, shapes = list(expected), list(expected.values())
+    first = _embedded(shapes, found)
+    if first is None:
+        raise InputError(_another_model(_differences(expected, found, kind)))
+    last = _embedded(shapes[::-1], found[::-1])
+    assert last is not None
+    if first != [len(names) - 1 - place for place in reversed(last)]:
+        raise InputError(
+            f"the optimizer has {len(found)} parameters{kind}, the model of config.json {len(names)}. If some were frozen, "
+            "shapes do not tell which. Say it: --frozen 'bert.embeddings.*' (patterns over the names of model.named_parameters())."
+        )
+    return [names[place] for place in first]
+
+
+def _embedded(shapes: Sequence[Shape], found: Sequence[Shape | None]) -> list[int] | None:
+    """The first places, in order, where ``shapes`` has what was found."""
+    places: list[int] = []
+    for place, shape in enumerate(shapes):
+        if len(places) < len(found) and found[len(places)] in (None, shape):
+            places.append(place)
+    return places if len(places) == len(found) else None
+
+
+def _differences(expected: Mapping[str, Shape], found: Sequence[Shape | None], kind: str) -> list[str]:
+    lines = []
+    if len(expected) != len(found):
+        lines.append(f"{len(found)} parameters{kind} in the optimizer, {len(expected)} in the model")
+    for number, ((name, shape), other) in enumerate(zip(expected.items(), found, strict=False)):
+        if other not in (None, shape):
+            lines.append(f"parameter {number}{kind}: {other} in the optimizer, {shape} in the model ({name})")
+    return lines
+
+
+def _another_model(lines: Sequence[str]) -> str:
+    return (
+        "the optimizer's state does not fit the model of config.json. It belongs to another model, or another version of "
+        f"transformers, which orders parameters otherwise, trained it:\n{listed(lines, 5)}"
+    )

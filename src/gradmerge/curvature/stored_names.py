@@ -1,0 +1,162 @@
+"""From the names and shapes of a model in memory to those of the checkpoint that it is saved as.
+
+A model of transformers may hold its weights under other names, or fused otherwise, than its files do. Curvature belongs
+to the files: a merge reads it beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..words import listed
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def stored_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One value per entry of the model's parameters, under the names and in the shapes that ``save_pretrained`` writes.
+
+    ``tensors`` goes by the names of ``model.named_parameters()``; some may be missing. A tied parameter may be given
+    under any of its names and comes out once. Entries are renamed and moved, never computed with; a tensor that the
+    checkpoint stores together with one that is missing here is an error.
+    """
+    known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    wrong = [
+        f"{name}: {tuple(value.shape)}, where the model has {tuple(known[name]) if name in known else 'nothing'}"
+        for name, value in tensors.items()
+        if value.shape != known.get(name)
+    ]
+    if wrong:
+        raise InputError(f"{type(model).__name__}: tensors that are not this model's:\n{listed(wrong)}")
+    kept = _untied(model, tensors)
+    stored = _reverted(model, kept)
+    _check_whole(model, stored)
+    if _fingerprint(kept) != _fingerprint(stored):
+        raise InputError(
+            f"{type(model).__name__}: its weights are not only renamed and rearranged when they are saved, but computed "
+            "anew. Curvature cannot follow them."
+        )
+    return stored
+
+
+def stored_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Names and shapes of all parameters in a checkpoint of the model."""
+    empty = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in model.named_parameters()}
+    return {name: value.shape for name, value in _reverted(model, _untied(model, empty)).items()}
+
+
+def _untied(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every parameter once, under the name that a checkpoint keeps."""
+    tied = _tied_patterns(model)
+    names_of: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of[id(parameter)].append(name)
+    kept: dict[str, Tensor] = {}
+    for names in names_of.values():
+        given = [name for name in names if name in tensors]
+        for other in given[1:]:
+            if tensors[other] is not tensors[given[0]] and not torch.equal(tensors[other], tensors[given[0]]):
+                raise InputError(f"{given[0]} and {other} are one parameter of the model, but differ in what was given")
+        if given:
+            kept[_kept_name(names, tied)] = tensors[given[0]]
+    return kept
+
+
+def _kept_name(names: list[str], tied: list[str]) -> str:
+    free = [name for name in names if not any(re.search(pattern, name) for pattern in tied)]
+    return free[0] if free else max(names)
+
+
+def _tied_patterns(model: nn.Module) -> list[str]:
+    """Regular expressions for the names that transformers leaves out when a parameter has several."""
+    if not _is_pretrained(model):
+        return []
+    from transformers.modeling_utils import _get_tied_weight_keys
+
+    return list(_get_tied_weight_keys(model) or [])
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    # By name, so that transformers need not be installed, or imported, for any other model.
+    return any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__)
+
+
+def _reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What ``save_pretrained`` does to a state dict; nothing before transformers 5, which had one kind of names only."""
+    if not _is_pretrained(model) or not tensors:
+        return tensors
+    try:
+        from transformers import core_model_loading as loading
+    except ImportError:
+        return tensors
+    revert: Any = getattr(loading, "revert_weight_conversion", None)
+    if revert is None:
+        return tensors
+    try:
+        result: dict[str, Tensor] = revert(model, tensors)
+    except (RuntimeError, ValueError, KeyError, IndexError) as error:
+        raise InputError(
+            f"{type(model).__name__}: the names of its checkpoint cannot be worked out ({error}). A checkpoint may store "
+            "several parameters in one tensor; then all of them need curvature."
+        ) from error
+    return result
+
+
+def _check_whole(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """A tensor that is fused on disk, of parts of which some are missing, comes out too small."""
+    shapes = stored_shapes(model)
+    wrong = [
+        f"{name}: {tuple(value.shape)} instead of {tuple(shapes[name]) if name in shapes else 'no such tensor'}"
+        for name, value in stored.items()
+        if value.shape != shapes.get(name)
+    ]
+    if wrong:
+        raise InputError(
+            f"{type(model).__name__}: a checkpoint stores several of its parameters in one tensor, and only some of them "
+            f"have curvature:\n{listed(wrong)}"
+        )
+
+
+def _fingerprint(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Number of entries and sum of their bit patterns: the same in any order, another one after arithmetic."""
+    entries = bits = 0
+    for value in tensors.values():
+        entries += value.numel()
+        if value.device.type != "meta" and value.numel():
+            pattern = value.detach().contiguous().view(_BITS[value.element_size()])
+            bits += int(pattern.sum(dtype=torch.int64))
+    return entries, bits % 2**64
+
+
+def stored_sources(model: nn.Module) -> dict[str, str]:
+    """Name in a checkpoint → name in memory, of every tensor whose entries all come from one parameter."""
+    names = [name for name, _ in model.named_parameters()]
+    coded = {n: torch.tensor(float(k)).expand(p.shape) for k, (n, p) in enumerate(model.named_parameters())}
+    stored = _reverted(model, _untied(model, coded))
+    return {n: names[int(v.min())] for n, v in stored.items() if v.numel() and bool(v.min() == v.max())}
+
+
+def for_files(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None:
+    """What turns tensors by names in memory into tensors by names in files; it does not keep the model."""
+    if not _is_pretrained(model):
+        return None
+    kind, config = type(model), model.config
+
+    def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return stored_tensors(skeleton(kind, config), tensors)
+
+    return convert
+
+
+def skeleton(kind: Any, config: Any) -> nn.Module:
+    """A model without memory for its weights."""
+    with torch.device("meta"):
+        model: nn.Module = kind(config)
+    return model

@@ -1,0 +1,271 @@
+"""A picture of a curvature file: how its values are spread, layer by layer."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..curvature.files import CurvatureFile
+from ..curvature.summary import group_of
+from ..errors import InputError, MachineError
+from ..words import count, natural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ENDINGS = (".png", ".svg", ".pdf")
+#: More rows than this cannot be told apart; neighbouring layers then share one.
+MOST_ROWS = 64
+_CHUNK = 1 << 20
+#: Bins of log10: every float32 number, divided by any number of examples, falls into one.
+_LOW, _HIGH, _WIDTH = -64.0, 40.0, 0.05
+_BINS = round((_HIGH - _LOW) / _WIDTH)
+_CENTRES = _LOW + _WIDTH * (np.arange(_BINS) + 0.5)
+_INK, _FAINT = "#22303c", "#d7dde2"
+
+
+@dataclass
+class Row:
+    """The spread of the curvature of one or more layers: means over examples of squared gradients."""
+
+    label: str
+    counts: NDArray[np.int64]
+    """Entries above zero, by log10 of the curvature per example."""
+    entries: int = 0
+    zeros: int = 0
+    total: float = 0.0
+    """Sum over entries, mean over examples."""
+
+    @property
+    def share_of_zeros(self) -> float:
+        return self.zeros / max(1, self.entries)
+
+    @property
+    def mean(self) -> float:
+        """Mean over entries and examples."""
+        return self.total / max(1, self.entries)
+
+
+def check_plot_path(path: Path) -> None:
+    """Stop before any work if a plot cannot be written there."""
+    if path.suffix.lower() not in ENDINGS:
+        raise InputError(f"--plot {path}: a plot ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    if path.is_dir():
+        raise InputError(f"--plot {path}: is a folder")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"--plot {path}: there is no folder {path.parent}")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise InputError("plots need matplotlib: pip install 'gradmerge[plot]'") from error
+
+
+def plot_curvature(file: CurvatureFile, path: Path) -> None:
+    """Draw the spread of a file's curvature by layer; the picture appears whole or not at all, and replaces an older one."""
+    check_plot_path(path)
+    if file.kind != "diagonal":
+        raise InputError(
+            f"{file.label}: holds {file.kind} matrices. The plot shows diagonal curvature, one number a parameter, only."
+        )
+    rows = legible(spread(file))
+    facts = f"mean over {file.examples:,} examples · likelihood {file.likelihood or 'not stated'} · "
+    facts += f"{count(sum(row.entries for row in rows))} entries · stored as {file.precision}"
+    _write(draw(rows, Path(file.label).name or file.label, facts), path)
+
+
+def spread(file: CurvatureFile) -> list[Row]:
+    """One row a layer, in the natural order of names, read in pieces."""
+    rows: dict[str, Row] = {}
+    for name in sorted(file.shapes, key=natural):
+        label = group_of(name)
+        row = rows.setdefault(label, Row(label, np.zeros(_BINS, np.int64)))
+        numel = math.prod(file.shapes[name])
+        for start in range(0, numel, _CHUNK):
+            values = file.read(name, start, min(start + _CHUNK, numel), lambda n: torch.empty(n, dtype=torch.uint8))
+            if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
+                raise InputError(f"{file.label}: {name} has values that are negative or not finite; measure it again")
+            means = values.double().div_(file.examples)
+            above = means[means > 0]
+            places = above.log10().sub_(_LOW).div_(_WIDTH).long().clamp_(0, _BINS - 1)
+            row.counts += torch.bincount(places, minlength=_BINS).numpy()
+            row.zeros += means.numel() - above.numel()
+            row.total += float(means.sum())
+        row.entries += numel
+    return list(rows.values())
+
+
+def legible(rows: Sequence[Row], most: int = MOST_ROWS) -> list[Row]:
+    """At most so many rows: numbered neighbours share a row first, any neighbours if that is not enough."""
+    runs: list[list[Row]] = []
+    for row in rows:
+        if runs and (stem := _stem(row.label)) and stem == _stem(runs[-1][-1].label):
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    longest = max(map(len, runs), default=1)
+    for size in range(1, longest + 1):
+        joined = [_joined(run[i : i + size]) for run in runs for i in range(0, len(run), size)]
+        if len(joined) <= most:
+            return joined
+    size = math.ceil(len(joined) / most)
+    return [_joined(joined[i : i + size]) for i in range(0, len(joined), size)]
+
+
+def _stem(label: str) -> str:
+    """`layers.` of `layers.7`; nothing when there is no number at the end."""
+    found = re.fullmatch(r"(.*?)\d+", label)
+    return found[1] if found else ""
+
+
+def _joined(rows: Sequence[Row]) -> Row:
+    first, last = rows[0], rows[-1]
+    if len(rows) == 1:
+        return first
+    stem = _stem(first.label)
+    label = (
+        f"{first.label}–{last.label.removeprefix(stem)}" if stem and stem == _stem(last.label) else f"{first.label} …"
+    )
+    return Row(
+        label,
+        np.sum([row.counts for row in rows], axis=0),
+        sum(row.entries for row in rows),
+        sum(row.zeros for row in rows),
+        sum(row.total for row in rows),
+    )
+
+
+def draw(rows: Sequence[Row], title: str, facts: str) -> Figure:
+    """Ridges, the first layer on top, and the share of zeros at the right."""
+    from matplotlib.figure import Figure
+
+    inches = 0.24 if len(rows) > 24 else 0.34
+    height = 1.75 + inches * max(len(rows), 4)
+    figure = Figure(figsize=(9.0, height), facecolor="white", layout="constrained")
+    grid = figure.add_gridspec(1, 2, width_ratios=(7.5, 1), wspace=0.02)
+    ridges = figure.add_subplot(grid[0])
+    zeros = figure.add_subplot(grid[1], sharey=ridges)
+    _draw_ridges(ridges, rows, size=8.5 if len(rows) <= 40 else 7)
+    _draw_zeros(zeros, rows)
+    figure.suptitle(f"Curvature by layer: {title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    figure.text(0.01, 1 - 0.42 / height, facts, fontsize=8.5, color=_INK, va="center")
+    return figure
+
+
+def _draw_ridges(axes: Axes, rows: Sequence[Row], size: float) -> None:
+    from matplotlib import colormaps
+    from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
+
+    left, right = _range(rows)
+    seen = (left <= _CENTRES) & (right >= _CENTRES)
+    means = [math.log10(row.mean) for row in rows if row.mean > 0]
+    shade = Normalize(min(means, default=0) - 0.5, max(means, default=1) + 1.0)
+    for place, row in enumerate(rows):
+        front = place + 2  # a later row stands in front of the one above it, and all in front of the grid
+        axes.axhline(place, color=_FAINT, linewidth=0.6, zorder=front)
+        if row.mean <= 0:
+            continue
+        density = _smooth(row.counts)[seen]
+        density /= max(float(density.max()), 1e-300)
+        top = place - 1.35 * density
+        colour = colormaps["viridis"](shade(math.log10(row.mean)))
+        axes.fill_between(_CENTRES[seen], place, top, color=colour, linewidth=0, zorder=front + 0.2)
+        outline = np.where(density > 0.01, top, np.nan)
+        axes.plot(_CENTRES[seen], outline, color="white", linewidth=0.9, zorder=front + 0.3)
+        mean = math.log10(row.mean)
+        axes.plot(mean, place - 0.16, "o", color=_INK, markeredgecolor="white", markersize=4.2, zorder=1000)
+    axes.set_ylim(len(rows) - 0.4, -1.5)
+    axes.set_xlim(left, right)
+    axes.set_yticks(range(len(rows)), [_short(row.label) for row in rows], fontsize=size, color=_INK)
+    axes.xaxis.set_major_formatter(lambda value, _: f"$10^{{{value:.0f}}}$" if value == round(value) else "")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
+    axes.grid(axis="x", color=_FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(
+        "curvature of one parameter: mean over examples of the squared gradient, (loss / parameter)²\n"
+        "each row scaled to its own peak · ● mean over the row's entries",
+        fontsize=8.5,
+        color=_INK,
+    )
+    _plain(axes)
+
+
+def _draw_zeros(axes: Axes, rows: Sequence[Row]) -> None:
+    shares = [100 * row.share_of_zeros for row in rows]
+    axes.barh(range(len(rows)), shares, height=0.5, color="#c8553d", alpha=0.85)
+    for place, share in enumerate(shares):
+        text = "0" if share == 0 else "<0.1 %" if share < 0.1 else f"{share:.1f} %" if share < 99.95 else "100 %"
+        inside = share > 55
+        axes.text(
+            share - 3 if inside else share + 3,
+            place,
+            text,
+            ha="right" if inside else "left",
+            va="center",
+            fontsize=7,
+            color="white" if inside else _INK if share else "#9aa5ae",
+        )
+    axes.set_xlim(0, 100)
+    axes.set_xticks([0, 100], ["0", "100 %"])
+    axes.tick_params(axis="y", left=False, labelleft=False)
+    axes.set_xlabel("exact zeros,\nshare of entries", fontsize=8.5, color=_INK)
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+    axes.tick_params(axis="x", labelsize=8.5, color=_FAINT, labelcolor=_INK)
+    axes.tick_params(axis="y", length=0)
+
+
+def _range(rows: Sequence[Row]) -> tuple[float, float]:
+    """From the 0.5 % quantile of the row that reaches lowest to the largest value."""
+    ends = []
+    for row in rows:
+        if row.counts.any():
+            share = np.cumsum(row.counts) / row.counts.sum()
+            ends.append((_CENTRES[int(np.searchsorted(share, 0.005))], _CENTRES[int(np.flatnonzero(row.counts)[-1])]))
+    if not ends:
+        return -10.0, 0.0
+    return min(low for low, _ in ends) - 0.4, max(high for _, high in ends) + 0.4
+
+
+def _smooth(counts: NDArray[np.int64], width: float = 0.12) -> NDArray[np.float64]:
+    """A density with a Gaussian of so many decades; codes of 8 bits would show as a comb."""
+    reach = math.ceil(4 * width / _WIDTH)
+    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) * _WIDTH / width) ** 2)
+    smooth: NDArray[np.float64] = np.convolve(counts, kernel / kernel.sum(), mode="same")
+    return smooth
+
+
+def _short(label: str, most: int = 36) -> str:
+    return label if len(label) <= most else "…" + label[-(most - 1) :]
+
+
+def _write(figure: Figure, path: Path) -> None:
+    import matplotlib as mpl
+
+    ending = path.suffix.lower()
+    # Without dates and random ids, the same file gives the same picture.
+    metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(ending, {})
+    partial = path.with_name(f".{path.name}.{os.getpid()}.gradmerge-partial")
+    try:
+        with mpl.rc_context({"svg.hashsalt": "gradmerge"}):
+            figure.savefig(partial, format=ending[1:], dpi=160, metadata=metadata)
+        partial.replace(path)
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)

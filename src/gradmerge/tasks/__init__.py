@@ -1,0 +1,19 @@
+"""What a data set, a loss and a metric are: for classification, language models, text to text, and images."""
+
+from .columns import parse_columns
+from .evaluation import evaluate, evaluate_model
+from .loading import LoadedTask, load_task
+from .metrics import MEANINGS
+from .models import TASKS, LoadingInfo, load_model
+
+__all__ = [
+    "MEANINGS",
+    "TASKS",
+    "LoadedTask",
+    "LoadingInfo",
+    "evaluate",
+    "evaluate_model",
+    "load_model",
+    "load_task",
+    "parse_columns",
+]

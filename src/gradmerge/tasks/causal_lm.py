@@ -1,0 +1,115 @@
+"""Language modelling: every token of a text from those before it, or every token of a completion from its prompt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..curvature.outputs import MASKED, OUTPUTS, Output
+from ..errors import InputError
+from .columns import Fields
+from .rows import Rows, shown
+from .tokens import Tokens, padded, padded_labels
+
+
+class LanguageExamples:
+    """Texts, prompts with completions, or conversations. Padding is on the right and never counts."""
+
+    output: Output = OUTPUTS["next-token"]
+
+    def __init__(self, rows: Rows, fields: Fields, model: nn.Module, tokenizer: Any, max_length: int | None) -> None:
+        self.rows, self.fields = rows, fields
+        self.tokens = Tokens(rows, tokenizer, model, max_length)
+        self._notes: list[str] = []
+        self._all_counts = False
+        if "messages" in fields:
+            self._prepare_chat()
+
+    def _prepare_chat(self) -> None:
+        template = getattr(self.tokens.tokenizer, "chat_template", None)
+        if not template:
+            raise InputError(
+                f"{self.rows.label}: the tokenizer has no chat template to turn {self.fields['messages'][0]!r} into text. Use a "
+                "tokenizer that has one, --tokenizer PATH, or data with text, or with prompt and completion"
+            )
+        if not isinstance(template, str) or not re.search(r"\{%-?\s*generation\s*-?%\}", template):
+            self._all_counts = True
+            self._notes.append(
+                "the chat template does not mark what the assistant says, so every token of a conversation counts"
+            )
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        made = [self._example(index) for index in indices]
+        ids = [example[0] for example in made]
+        return {
+            "input_ids": padded(ids, self.tokens.pad),
+            "attention_mask": padded([[1] * len(i) for i in ids], 0),
+            "labels": padded_labels([example[1] for example in made]),
+        }
+
+    def _example(self, index: int) -> tuple[list[int], list[int]]:
+        """Tokens of a row, and the label of each."""
+        if "messages" in self.fields:
+            ids, labels = self._conversation(index)
+        elif "prompt" in self.fields:
+            ids, labels = self._completion(index)
+        else:
+            ids = self.tokens.encode(index, self.rows.text(index, self.fields["text"]))["input_ids"]
+            labels = list(ids)
+        self.tokens.check(index, ids)
+        return ids, labels
+
+    def _completion(self, index: int) -> tuple[list[int], list[int]]:
+        tokenizer = self.tokens.tokenizer
+        eos = tokenizer.eos_token_id
+        prompt = list(tokenizer(self.rows.text(index, self.fields["prompt"]))["input_ids"])
+        if prompt and prompt[-1] == eos:  # put there by the tokenizer, but the text goes on
+            prompt.pop()
+        answer = self.rows.text(index, self.fields["completion"])
+        completion = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+        if eos is not None:
+            completion.append(eos)
+        if len(prompt) + len(completion) > self.tokens.max_length:
+            # The beginning of the prompt goes first: without a completion there is nothing to measure.
+            self.tokens.truncated.add(index)
+            completion = completion[: self.tokens.max_length - 1]
+            start = prompt[:1] if prompt and prompt[0] in tokenizer.all_special_ids else []
+            room = self.tokens.max_length - len(completion) - len(start)
+            prompt = start + prompt[len(prompt) - room :]
+        return prompt + completion, [MASKED] * len(prompt) + completion
+
+    def _conversation(self, index: int) -> tuple[list[int], list[int]]:
+        messages = self.rows.cell(index, self.fields["messages"][0])
+        try:
+            encoded = self.tokens.tokenizer.apply_chat_template(
+                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=not self._all_counts
+            )
+        except Exception as error:  # templates are programs, with errors of their own
+            raise InputError(
+                f"{self.rows.label}: row {self.rows.number(index)}: {shown(messages)} is no conversation that the chat template takes: "
+                f"{str(error).partition(chr(10))[0][:200]}"
+            ) from error
+        ids = list(encoded["input_ids"])
+        counts = [1] * len(ids) if self._all_counts else list(encoded["assistant_masks"])
+        if len(ids) > self.tokens.max_length:
+            self.tokens.truncated.add(index)
+        ids, counts = ids[: self.tokens.max_length], counts[: self.tokens.max_length]
+        return ids, [token if count else MASKED for token, count in zip(ids, counts, strict=True)]
+
+    def notes(self) -> list[str]:
+        return self._notes + self.tokens.notes()
+
+
+def without_empty(rows: Rows, fields: Fields) -> tuple[Rows, list[str]]:
+    """The rows whose text is not empty, as collections of texts have empty lines between paragraphs; and a note of it."""
+    if "text" not in fields:
+        return rows, []
+    empty = [index for index in range(len(rows)) if not rows.text(index, fields["text"]).strip()]
+    if not empty:
+        return rows, []
+    if len(empty) == len(rows):
+        raise InputError(f"{rows.label}: every row of {'+'.join(fields['text'])} is empty")
+    return rows.without(empty), [f"{len(empty)} of {len(rows)} rows are empty and were left out"]

@@ -1,0 +1,47 @@
+"""Classification, several labels, or regression of a text or a pair of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..curvature.outputs import Output, output_of
+from .columns import Fields
+from .labels import read_labels
+from .rows import Rows
+from .tokens import Tokens, padded
+
+#: Models that look for their answer at the end of the padded row.
+_PADDED_LEFT = {"xlnet"}
+
+
+class TextExamples:
+    """Texts with labels."""
+
+    def __init__(self, rows: Rows, fields: Fields, model: nn.Module, tokenizer: Any, max_length: int | None) -> None:
+        config: Any = model.config
+        self.rows, self.fields = rows, fields
+        self.tokens = Tokens(rows, tokenizer, model, max_length)
+        self.labels = read_labels(rows, fields, config)
+        self.output: Output = output_of(model, self.labels)
+        self.left = config.model_type in _PADDED_LEFT
+        if config.get_text_config().pad_token_id is None:
+            # Decoders read their answer off the last token that is not padding, and must know which that is.
+            config.get_text_config().pad_token_id = self.tokens.pad
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        encoded = [self._encoded(index) for index in indices]
+        fill = {"input_ids": self.tokens.pad, "token_type_ids": self.tokens.tokenizer.pad_token_type_id or 0}
+        inputs = {n: padded([e[n] for e in encoded], fill.get(n, 0), self.left) for n in encoded[0]}
+        return inputs | {"labels": self.labels[list(indices)]}
+
+    def _encoded(self, index: int) -> dict[str, list[int]]:
+        texts = [self.rows.text(index, self.fields[role]) for role in ("text", "text2") if role in self.fields]
+        encoded = self.tokens.encode(index, *texts, return_attention_mask=True)
+        self.tokens.check(index, encoded["input_ids"])
+        return encoded
+
+    def notes(self) -> list[str]:
+        return self.rows.notes + self.tokens.notes()

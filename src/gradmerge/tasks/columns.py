@@ -1,0 +1,193 @@
+"""Which column of a data set is what: as the user says, else by the usual names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..errors import InputError
+from ..words import nearest
+from .rows import Rows
+
+KEYS = ("text", "text2", "label", "labels", "prompt", "completion", "messages", "source", "target", "image")
+
+TEXT = ("text", "sentence", "review", "content", "comment", "document", "tweet", "message", "utterance", "query",
+        "question", "title", "body", "input")  # fmt: skip
+PAIRS = (
+    ("premise", "hypothesis"),
+    ("sentence1", "sentence2"),
+    ("sentence_1", "sentence_2"),
+    ("question1", "question2"),
+    ("text1", "text2"),
+    ("text_1", "text_2"),
+    ("text", "text_pair"),
+    ("text", "text2"),
+    ("question", "sentence"),
+    ("question", "passage"),
+    ("question", "context"),
+    ("query", "passage"),
+)
+LABEL = ("label", "labels", "target", "class", "stars", "score", "rating", "sentiment", "category", "topic", "intent",
+         "emotion", "y")  # fmt: skip
+PROMPT = ("prompt", "instruction", "input", "question")
+COMPLETION = ("completion", "response", "output", "answer")
+SOURCE = ("source", "input", "inputs", "text", "document", "article", "dialogue", "question", "prompt", "instruction",
+          "history")  # fmt: skip
+TARGET = ("target", "targets", "output", "outputs", "summary", "highlights", "response", "answer", "completion",
+          "labels", "label")  # fmt: skip
+IMAGE = ("image", "img", "picture", "pixels", "image_path", "file", "path", "filename", "file_name")
+
+Fields = dict[str, tuple[str, ...]]
+"""Role → the columns it is read from, in order."""
+
+
+def parse_columns(text: str | None) -> dict[str, str]:
+    """`text=review,label=stars` as a mapping."""
+    if not text:
+        return {}
+    result: dict[str, str] = {}
+    for part in text.split(","):
+        key, equals, column = (word.strip() for word in part.partition("="))
+        if not equals or not key or not column:
+            raise InputError(f"--columns {text}: write key=column, such as --columns text=review,label=stars")
+        if key in result:
+            raise InputError(f"--columns {text}: {key} is given twice. Several columns are joined by +: {key}=a+b")
+        result[key] = column
+    return result
+
+
+def choose_columns(task: str, rows: Rows, given: Mapping[str, str] | None) -> Fields:
+    """The columns that a task reads."""
+    return _CHOOSERS[task](_Choice(task, rows, given or {}))
+
+
+class _Choice:
+    def __init__(self, task: str, rows: Rows, given: Mapping[str, str]) -> None:
+        self.task, self.rows = task, rows
+        self.by_name = {name.lower(): name for name in reversed(rows.columns)}
+        self.given = {key: self._named(key, value) for key, value in given.items()}
+
+    def _named(self, key: str, value: str) -> tuple[str, ...]:
+        if key not in KEYS:
+            raise InputError(f"--columns: there is no key {key!r}{nearest(key, KEYS)}\n  Keys are {', '.join(KEYS)}.")
+        if key not in READS[self.task]:
+            raise InputError(
+                f"--columns: task {self.task} reads no {key!r}; its keys are {', '.join(READS[self.task])}"
+            )
+        names = [value] if value in self.rows.columns else [name.strip() for name in value.split("+")]
+        for name in names:
+            if name not in self.rows.columns:
+                raise InputError(
+                    f"{self.rows.label}: there is no column {name!r} for {key}{nearest(name, self.rows.columns)}\n  {self.found}"
+                )
+        return tuple(names)
+
+    @property
+    def found(self) -> str:
+        return f"The data has the columns {', '.join(map(str, self.rows.columns)) or 'none'}."
+
+    def usual(self, names: Sequence[str], taken: Sequence[str] = ()) -> tuple[str, ...] | None:
+        """The first usual name that is there and not taken."""
+        for name in names:
+            column = self.by_name.get(name)
+            if column is not None and column not in taken:
+                return (column,)
+        return None
+
+    def only_text(self, taken: Sequence[str]) -> tuple[str, ...] | None:
+        """The only column with text that is left, whatever its name."""
+        left = [c for c in self.rows.columns if c not in taken and _is_text(self.rows.rows[0].get(c))]
+        return (left[0],) if len(left) == 1 else None
+
+    def missing(self, what: str, example: str) -> InputError:
+        return InputError(
+            f"{self.rows.label}: task {self.task} needs {what}.\n  {self.found} Say which is which: --columns {example}"
+        )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _classify(choice: _Choice) -> Fields:
+    fields = dict(choice.given)
+    key = "labels" if "labels" in fields else "label"
+    if "label" in fields and "labels" in fields:
+        raise InputError("--columns: give either label (one column) or labels (several, joined by +)")
+    given_text = [column for role in ("text", "text2") for column in fields.get(role, ())]
+    label = fields.get(key) or choice.usual(LABEL, given_text)
+    if label is None:
+        raise choice.missing("labels", f"text={(*choice.rows.columns, 'COLUMN')[0]},label=COLUMN")
+    if "text" not in fields:
+        pair = next((p for p in PAIRS if all(n in choice.by_name and choice.by_name[n] not in label for n in p)), None)
+        if pair is not None and "text2" not in fields:
+            fields["text"], fields["text2"] = ((choice.by_name[name],) for name in pair)
+        else:
+            taken = (*label, *fields.get("text2", ()))
+            text = choice.usual(TEXT, taken) or choice.only_text(taken)
+            if text is None:
+                raise choice.missing("a text", f"text=COLUMN,label={'+'.join(label)}")
+            fields["text"] = text
+    return {**fields, key: label}
+
+
+def _causal_lm(choice: _Choice) -> Fields:
+    given = choice.given
+    if "messages" in given or "text" in given:
+        if len(given) > 1:
+            raise InputError(
+                f"--columns: {' and '.join(given)} do not go together; give text, messages, or prompt and completion"
+            )
+        return dict(given)
+    if not given and (messages := choice.usual(["messages"])) is not None:
+        return {"messages": messages}
+    if not given and (text := choice.usual(["text"])) is not None:
+        return {"text": text}
+    completion = given.get("completion") or choice.usual(COMPLETION, given.get("prompt", ()))
+    prompt = given.get("prompt") or choice.usual(PROMPT, completion or ())
+    if prompt is not None and completion is not None:
+        return {"prompt": prompt, "completion": completion}
+    if given:
+        lacking = "completion" if completion is None else "prompt"
+        raise choice.missing(f"a {lacking} as well", "prompt=COLUMN,completion=COLUMN")
+    text = choice.usual(TEXT) or choice.only_text(())
+    if text is None:
+        raise choice.missing("a text, or a prompt and its completion", "text=COLUMN")
+    return {"text": text}
+
+
+def _seq2seq(choice: _Choice) -> Fields:
+    target = choice.given.get("target") or choice.usual(TARGET, choice.given.get("source", ()))
+    if target is None:
+        raise choice.missing("a target", "source=COLUMN,target=COLUMN")
+    source = choice.given.get("source") or choice.usual(SOURCE, target) or choice.only_text(target)
+    if source is None:
+        raise choice.missing("a source", f"source=COLUMN,target={'+'.join(target)}")
+    return {"source": source, "target": target}
+
+
+def _image(choice: _Choice) -> Fields:
+    image = choice.given.get("image") or choice.usual(IMAGE)
+    if image is None:
+        raise choice.missing("images", "image=COLUMN,label=COLUMN")
+    key = "labels" if "labels" in choice.given else "label"
+    label = choice.given.get(key) or choice.usual(("label", "labels", "fine_label", *LABEL), image)
+    if label is None:
+        raise choice.missing("labels", f"image={image[0]},label=COLUMN")
+    return {"image": image, key: label}
+
+
+_CHOOSERS: Mapping[str, Callable[[_Choice], Fields]] = {
+    "classify": _classify,
+    "causal-lm": _causal_lm,
+    "seq2seq": _seq2seq,
+    "image": _image,
+}
+
+#: The keys of ``--columns`` that each task reads.
+READS: Mapping[str, tuple[str, ...]] = {
+    "classify": ("text", "text2", "label", "labels"),
+    "causal-lm": ("text", "prompt", "completion", "messages"),
+    "seq2seq": ("source", "target"),
+    "image": ("image", "label", "labels"),
+}

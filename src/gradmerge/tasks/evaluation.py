@@ -1,0 +1,71 @@
+"""How good a model is on data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..curvature.outputs import Output, labels_of, logits_of
+from ..errors import InputError
+from .loading import LoadedTask
+from .metrics import Number, metrics_for
+
+Advance = Callable[[int], None]
+"""Called with the number of examples of every batch that is done."""
+
+
+def evaluate(loaded: LoadedTask, batch_size: int = 8, advance: Advance | None = None) -> dict[str, Any]:
+    """The metrics of a loaded model on its data; they do not depend on ``batch_size`` beyond rounding."""
+    numbers = evaluate_model(loaded.model, loaded.batches(batch_size), loaded.output, advance)
+    return {"task": loaded.task, **numbers}
+
+
+def evaluate_model(
+    model: nn.Module, batches: Iterable[Any], output: Output, advance: Advance | None = None
+) -> dict[str, Number]:
+    """The metrics of a model on batches: keyword arguments with "labels", or sequences whose last element is the labels.
+
+    The model is run in eval mode and left in the mode it was in. ``MEANINGS`` of `metrics` says what each number is.
+    """
+    metrics = metrics_for(output)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    training = model.training
+    model.eval()
+    done = 0
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                batch = _moved(batch, device)
+                logits, labels = logits_of(model, batch), labels_of(batch)
+                output.check(logits.shape, labels)
+                # One example at a time: widening the logits of a whole batch over a large vocabulary may not fit into memory.
+                losses = torch.cat([output.losses(logits[i : i + 1], labels[i : i + 1]) for i in range(len(labels))])
+                _check_finite(losses, done)
+                metrics.add(logits, labels, losses)
+                done += len(labels)
+                if advance is not None:
+                    advance(len(labels))
+    finally:
+        model.train(training)
+    if not done:
+        raise InputError("there are no batches to evaluate on")
+    return metrics.numbers()
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    return [value.to(device) if isinstance(value, Tensor) else value for value in batch]
+
+
+def _check_finite(losses: Tensor, done: int) -> None:
+    wrong = ~losses.isfinite()
+    if bool(wrong.any()):
+        row = done + int(wrong.nonzero()[0]) + 1
+        raise InputError(
+            f"example {row}: the model's loss is not finite. Its weights are damaged, or the numbers too large for its type "
+            "(try --dtype float32)"
+        )

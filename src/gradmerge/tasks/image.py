@@ -1,0 +1,174 @@
+"""Classification of images."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..curvature.outputs import Output, output_of
+from ..errors import InputError
+from .columns import Fields
+from .labels import read_labels
+from .rows import Rows, shown
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class ImageExamples:
+    """Images with labels."""
+
+    def __init__(self, rows: Rows, fields: Fields, model: nn.Module, processor: Any) -> None:
+        self.rows, self.column = rows, fields["image"][0]
+        self.processor = processor
+        config: Any = model.config
+        self.channels = int(getattr(config, "num_channels", 3))
+        self.size = _size_of(config)
+        self.dtype = next(model.parameters()).dtype
+        self.labels = read_labels(rows, fields, config)
+        self.output: Output = output_of(model, self.labels)
+        self._notes: list[str] = []
+        self.prepared = self._prepared()
+        """The data is the model's input already: floating-point numbers beyond [0, 1]."""
+        if self.prepared:
+            self._notes.append(
+                "the images are floating-point numbers beyond [0, 1]: taken as normalised, and not changed"
+            )
+        elif processor is None:
+            if self.size is None:
+                raise InputError(
+                    f"{rows.label}: the model has no preprocessor_config.json, and its config no image_size, so how its images are made "
+                    "is not known"
+                )
+            self._notes.append(
+                f"the model has no preprocessor_config.json: images are resized to {self.size[0]} × {self.size[1]} and scaled to [0, 1]"
+            )
+
+    def _prepared(self) -> bool:
+        first = self.rows.cell(0, self.column)
+        if not isinstance(first, np.ndarray) or first.dtype.kind != "f":
+            return False
+        return any(float(image.min()) < 0 or float(image.max()) > 1 for image in self.rows.column(self.column))
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        return {"pixel_values": self._pixels(indices).to(self.dtype), "labels": self.labels[list(indices)]}
+
+    def _pixels(self, indices: Sequence[int]) -> Tensor:
+        if self.prepared:
+            return torch.stack([self._as_stored(index) for index in indices])
+        images = [self._picture(index) for index in indices]
+        if self.processor is None:
+            assert self.size is not None
+            return torch.stack([_scaled(image, self.size) for image in images])
+        try:
+            pixels = self.processor(images=images, return_tensors="pt")["pixel_values"]
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise InputError(
+                f"{self.rows.label}: row {self.rows.number(indices[0])}: the model's image processor refuses the image: {error}"
+            ) from error
+        assert isinstance(pixels, Tensor)
+        return pixels
+
+    def _as_stored(self, index: int) -> Tensor:
+        array = _channels_last(self.rows.cell(index, self.column))
+        if array.shape[-1] == 1:
+            array = np.repeat(array, self.channels, axis=-1)
+        wanted = (*(self.size or array.shape[:2]), self.channels)
+        if array.shape != wanted:
+            raise InputError(
+                f"{self.rows.label}: row {self.rows.number(index)}: a normalised image of shape {list(array.shape)}, but the model takes "
+                f"{list(wanted)} (height, width, channels)"
+            )
+        return torch.from_numpy(array.astype(np.float32)).permute(2, 0, 1)
+
+    def _picture(self, index: int) -> Image:
+        """An image with the model's channels: grey repeated for three, colours turned into grey for one."""
+        from PIL import Image, UnidentifiedImageError
+
+        value = self.rows.cell(index, self.column)
+        try:
+            picture = _opened(value, self.rows.folder)
+            if self.channels not in (1, 3):
+                if len(picture.getbands()) != self.channels:
+                    raise InputError(f"an image of {picture.mode}, but the model takes {self.channels} channels")
+                return picture
+            return picture.convert("L" if self.channels == 1 else "RGB")
+        except FileNotFoundError as error:
+            reason = f"there is no file {error.filename}"
+        except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            reason = f"the image cannot be read: {error}"
+        except InputError as error:
+            reason = str(error)
+        what = value if isinstance(value, str) else shown(value) if not isinstance(value, bytes | dict) else ""
+        raise InputError(f"{self.rows.label}: row {self.rows.number(index)}: {what + ': ' if what else ''}{reason}")
+
+    def notes(self) -> list[str]:
+        return self.rows.notes + self._notes
+
+
+def _size_of(config: Any) -> tuple[int, int] | None:
+    """Height and width of the model's input in pixels."""
+    stated = getattr(config, "image_size", None)
+    if isinstance(stated, int):
+        return stated, stated
+    if isinstance(stated, list | tuple) and len(stated) == 2:
+        return int(stated[0]), int(stated[1])
+    return None
+
+
+def _opened(value: Any, folder: Path) -> Image:
+    """A picture from a path, from the bytes of a file, from how the Hub stores either, or from an array."""
+    from PIL import Image
+
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return Image.open(io.BytesIO(value))
+    if isinstance(value, str):
+        picture = Image.open(folder / Path(value).expanduser())
+        picture.load()  # and close the file
+        return picture
+    if isinstance(value, np.ndarray):
+        return Image.fromarray(_bytes_of(_channels_last(value)))
+    if isinstance(value, Image.Image):
+        return value
+    if isinstance(value, list):
+        return Image.fromarray(_bytes_of(_channels_last(np.asarray(value))))
+    raise InputError(f"no image but {type(value).__name__}; a path, the bytes of an image file or an array is needed")
+
+
+def _channels_last(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Height × width × channels."""
+    if array.ndim == 2:
+        return array[:, :, None]
+    if array.ndim == 3 and array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
+        return array.transpose(1, 2, 0)
+    if array.ndim != 3:
+        raise InputError(f"an array of shape {list(array.shape)} is no image")
+    return array
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Pixels from 0 to 255; numbers in [0, 1] are scaled."""
+    if array.dtype.kind == "f":
+        array = np.rint(array * 255)
+    elif array.dtype.kind == "b":
+        array = array * 255
+    array = np.ascontiguousarray(array.astype(np.uint8))
+    return array[:, :, 0] if array.shape[-1] == 1 else array
+
+
+def _scaled(image: Image, size: tuple[int, int]) -> Tensor:
+    from PIL import Image
+
+    height, width = size
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    array = np.asarray(image, dtype=np.float32) / 255
+    return torch.from_numpy(_channels_last(array).copy()).permute(2, 0, 1)

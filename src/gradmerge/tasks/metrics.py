@@ -1,0 +1,166 @@
+"""Numbers that say how good a model is, gathered batch by batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..curvature.outputs import MASKED, Classes, Labels, Output, Squared, Tokens
+from ..errors import InputError
+
+Number = int | float | None
+"""None where a number is not defined, such as the correlation with a constant."""
+
+#: What each number is.
+MEANINGS: Mapping[str, str] = {
+    "accuracy": "share of examples whose most likely class is right",
+    "macro_f1": "mean of F1 over the classes that occur in data or predictions",
+    "f1": "F1 of class 1",
+    "loss_per_example": "loss of an example (the sum over its labels or tokens), mean over examples, nats",
+    "exact_match": "share of examples with all labels right",
+    "micro_f1": "F1 over all decisions on labels",
+    "mse": "mean squared error over examples and outputs",
+    "pearson_r": "correlation of outputs and labels",
+    "r2": "1 − squared error / variance of the labels",
+    "loss_per_token": "mean over tokens that count, nats",
+    "perplexity": "exp of the loss per token",
+    "token_accuracy": "share of those tokens that the model finds most likely",
+    "tokens": "number of tokens that count",
+    "examples": "number of examples",
+}
+
+
+class Metrics:
+    """What is summed up over batches, and the numbers made of it."""
+
+    def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+        """Take in a batch: what the model says, what is right, and the loss of each example."""
+        raise NotImplementedError
+
+    def numbers(self) -> dict[str, Number]:
+        raise NotImplementedError
+
+
+class ClassMetrics(Metrics):
+    def __init__(self) -> None:
+        self.loss, self.confusion = 0.0, torch.zeros(0, 0, dtype=torch.long)
+
+    def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+        classes = logits.shape[-1]
+        if not self.confusion.numel():
+            self.confusion = torch.zeros(classes, classes, dtype=torch.long)
+        cells = labels * classes + logits.argmax(-1)
+        self.confusion += torch.bincount(cells.cpu(), minlength=classes * classes).view(classes, classes)
+        self.loss += losses.double().sum().item()
+
+    def numbers(self) -> dict[str, Number]:
+        right, told, true = self.confusion.diagonal(), self.confusion.sum(0), self.confusion.sum(1)
+        examples = int(self.confusion.sum())
+        f1 = _f1(right, told - right, true - right)
+        numbers: dict[str, Number] = {"accuracy": int(right.sum()) / examples, "macro_f1": _mean(f1)}
+        if len(f1) == 2:
+            numbers["f1"] = f1[1]
+        return numbers | {"loss_per_example": self.loss / examples, "examples": examples}
+
+
+class LabelMetrics(Metrics):
+    def __init__(self) -> None:
+        self.loss, self.examples, self.exact = 0.0, 0, 0
+        self.counts: Tensor | int = 0  # rows: hits, false alarms, misses; one column a label
+
+    def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+        told, true = logits > 0, labels > 0.5
+        self.counts = self.counts + torch.stack([(told & true).sum(0), (told & ~true).sum(0), (~told & true).sum(0)])
+        self.exact += int((told == true).all(-1).sum())
+        self.examples += len(labels)
+        self.loss += losses.double().sum().item()
+
+    def numbers(self) -> dict[str, Number]:
+        assert isinstance(self.counts, Tensor)
+        counts = self.counts.cpu()
+        return {
+            "micro_f1": _f1(*counts.sum(-1, keepdim=True))[0],
+            "macro_f1": _mean(_f1(*counts)),
+            "exact_match": self.exact / self.examples,
+            "loss_per_example": self.loss / self.examples,
+            "examples": self.examples,
+        }
+
+
+class SquaredMetrics(Metrics):
+    def __init__(self) -> None:
+        self.told: list[Tensor] = []
+        self.true: list[Tensor] = []
+
+    def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+        self.told.append(logits.double().flatten(1).cpu())
+        self.true.append(labels.double().reshape(len(labels), -1).cpu())
+
+    def numbers(self) -> dict[str, Number]:
+        told, true = torch.cat(self.told), torch.cat(self.true)
+        error = (told - true).square()
+        centred, spread = told - told.mean(0), true - true.mean(0)
+        variances = spread.square().sum(0)
+        norms = (centred.square().sum(0) * variances).sqrt()
+        r = (centred * spread).sum(0) / norms
+        r2 = 1 - error.sum(0) / variances
+        return {
+            "mse": error.mean().item(),
+            "pearson_r": r.mean().item() if bool((norms > 0).all()) else None,
+            "r2": r2.mean().item() if bool((variances > 0).all()) else None,
+            "examples": len(true),
+        }
+
+
+class TokenMetrics(Metrics):
+    def __init__(self, shift: bool) -> None:
+        self.shift = shift
+        self.loss, self.tokens, self.right, self.examples = 0.0, 0, 0, 0
+
+    def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+        if self.shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        counts = labels != MASKED
+        self.tokens += int(counts.sum())
+        self.right += int(((logits.argmax(-1) == labels) & counts).sum())
+        self.examples += len(labels)
+        self.loss += losses.double().sum().item()
+
+    def numbers(self) -> dict[str, Number]:
+        if not self.tokens:
+            raise InputError("the data has no token to predict: its texts are too short, or cut before what counts")
+        per_token = self.loss / self.tokens
+        return {
+            "loss_per_token": per_token,
+            "perplexity": math.exp(per_token) if per_token < 700 else math.inf,
+            "loss_per_example": self.loss / self.examples,
+            "token_accuracy": self.right / self.tokens,
+            "tokens": self.tokens,
+            "examples": self.examples,
+        }
+
+
+def metrics_for(output: Output) -> Metrics:
+    """The metrics that go with a kind of output."""
+    if isinstance(output, Tokens):
+        return TokenMetrics(output.shift)
+    kinds: Mapping[type[Output], Callable[[], Metrics]] = {
+        Classes: ClassMetrics,
+        Labels: LabelMetrics,
+        Squared: SquaredMetrics,
+    }
+    return kinds[type(output)]()
+
+
+def _f1(hits: Tensor, false_alarms: Tensor, misses: Tensor) -> list[float | None]:
+    """2·hits / (2·hits + false alarms + misses); None for what occurs neither in the data nor in the predictions."""
+    whole = (2 * hits + false_alarms + misses).tolist()
+    return [2 * hit / total if total else None for hit, total in zip(hits.tolist(), whole, strict=True)]
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,268 @@
+"""From what a user writes as data to rows: files, folders of images, arrays, and data sets of the Hub."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+from ..errors import InputError
+from ..storage.tensorfile import local_path
+from ..words import listed
+from .rows import Row, Rows
+
+FORMS = (
+    ".jsonl, .csv, .parquet or .txt (each also .gz), .npz, a folder of images by class, or org/name:split of the Hub"
+)
+SUFFIXES = (".jsonl", ".csv", ".parquet", ".txt", ".npz")
+IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.+-]+))?")
+SPLIT = re.compile(r"(?P<place>.+):(?P<split>\w[\w.-]*)")
+
+# A cell of a .csv may hold a whole document; the standard library stops at 128 kB.
+LONGEST_CELL = 1 << 30
+
+
+def read_rows(source: str, *, limit: int | None = None, split: str | None = None) -> Rows:
+    """The rows of ``source``, at most ``limit``; no more of a file is read than that takes, where the format allows."""
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit {limit}: at least one example is needed")
+    place, split = _place_and_split(source, split)
+    path = local_path(place, None)
+    if path.is_dir():
+        rows = _image_folder(source, path, split, limit)
+    elif path.is_file():
+        rows = _file(source, path, split, limit)
+    elif HUB.fullmatch(place) and _kind(Path(place)) is None:
+        rows = _hub(source, place, split, limit)
+    else:
+        raise InputError(f"{source}: no such file or folder. Data is {FORMS}")
+    if not len(rows):
+        raise InputError(f"{source}: the data has no rows")
+    return rows
+
+
+def _place_and_split(source: str, split: str | None) -> tuple[str, str | None]:
+    """`data.npz:test` into file and split; what exists as a whole is a path, even with a colon in it."""
+    match = SPLIT.fullmatch(source)
+    if match is None or local_path(source, None).exists():
+        return source, split
+    if split is not None and split != match["split"]:
+        raise InputError(f"{source}: two splits are given, {match['split']} and {split}")
+    return match["place"], match["split"]
+
+
+def _kind(path: Path) -> str | None:
+    """The format of a file by its name: a suffix such as `.csv`, whether packed or not."""
+    name = path.name.lower().removesuffix(".gz")
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+
+
+def _file(source: str, path: Path, split: str | None, limit: int | None) -> Rows:
+    kind = _kind(path)
+    if kind is None:
+        raise InputError(f"{source}: data of this kind is not known. Data is {FORMS}")
+    if kind == ".npz":
+        return _arrays(source, path, split, limit)
+    if split is not None:
+        raise InputError(f"{source}: a {kind} file has no splits; leave {split!r} out")
+    readers = {".jsonl": _jsonl, ".csv": _csv, ".txt": _lines}
+    try:
+        if kind == ".parquet":
+            return _parquet(source, path, limit)
+        with _opened(path) as file:
+            rows = list(islice(readers[kind](source, file), limit))
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{source}: the file cannot be unpacked, it is cut short or no gzip: {error}") from error
+    return Rows(source, rows, tuple(rows[0]) if rows else (), folder=path.parent)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        if path.name.lower().endswith(".gz"):
+            return gzip.open(path, "rb")  # type: ignore[return-value]  # a GzipFile is all that is needed of IO
+        return path.open("rb")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+def _jsonl(source: str, file: IO[bytes]) -> Iterator[Row]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{source}: line {number} is no JSON: {str(error)[:120]}") from error
+        if not isinstance(row, dict):
+            raise InputError(f'{source}: line {number} is no JSON object such as {{"text": …, "label": …}}')
+        yield row
+
+
+def _csv(source: str, file: IO[bytes]) -> Iterator[Row]:
+    csv.field_size_limit(LONGEST_CELL)
+    reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+    try:
+        header = reader.fieldnames or ()
+        for name in header:
+            if list(header).count(name) > 1:
+                raise InputError(f"{source}: two columns are called {name!r}")
+        for row in reader:
+            if None in row or None in row.values():
+                raise InputError(
+                    f"{source}: line {reader.line_num} has {'more' if None in row else 'fewer'} fields than the header has "
+                    f"columns ({', '.join(header)})"
+                )
+            yield row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise InputError(f"{source}: line {reader.line_num + 1} cannot be read: {error}") from error
+
+
+def _lines(source: str, file: IO[bytes]) -> Iterator[Row]:
+    for number, line in enumerate(file, 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{source}: line {number} is no UTF-8 text: {error}") from error
+        if text.strip():
+            yield {"text": text}
+
+
+def _parquet(source: str, path: Path, limit: int | None) -> Rows:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    rows: list[Row] = []
+    packed = path.name.lower().endswith(".gz")
+    try:
+        # A parquet file is read from its end, so a packed one is unpacked whole.
+        with pyarrow.parquet.ParquetFile(io.BytesIO(gzip.decompress(path.read_bytes())) if packed else path) as file:
+            columns = tuple(file.schema_arrow.names)
+            for batch in file.iter_batches(batch_size=min(limit or 4096, 4096)):
+                rows += batch.to_pylist()
+                if limit is not None and len(rows) >= limit:
+                    break
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, gzip.BadGzipFile):
+            raise
+        raise InputError(f"{source}: the parquet file cannot be read: {_first_line(error)}") from error
+    return Rows(source, rows[:limit], columns, folder=path.parent)
+
+
+class _Arrays(Sequence[Row]):
+    """Images and labels of an .npz, as rows."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index >= len(self):
+            raise IndexError(index)
+        return {"image": self.x[index], "label": self.y[index].item()}
+
+
+def _arrays(source: str, path: Path, split: str | None, limit: int | None) -> Rows:
+    import numpy as np
+
+    packed = path.name.lower().endswith(".gz")
+    try:
+        with np.load(io.BytesIO(gzip.decompress(path.read_bytes())) if packed else path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise InputError(f"{source}: this is no .npz archive of arrays x and y")
+            x_name, y_name = _array_names(source, file.files, split)
+            x, y = file[x_name], file[y_name]
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(f"{source}: the arrays cannot be read: {_first_line(error)}") from error
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if x.ndim not in (3, 4) or y.ndim != 1 or len(x) != len(y):
+        raise InputError(
+            f"{source}: {x_name} of shape {list(x.shape)} and {y_name} of shape {list(y.shape)} do not fit: images are "
+            "N × height × width (× channels), labels N"
+        )
+    if x.dtype.kind not in "ufib" or (x.dtype.kind in "ui" and x.size and (x.min() < 0 or x.max() > 255)):
+        raise InputError(
+            f"{source}: {x_name} of type {x.dtype} holds no pixels from 0 to 255, nor floating-point numbers"
+        )
+    return Rows(source, _Arrays(x[:limit], y[:limit]), ("image", "label"), folder=path.parent)
+
+
+def _array_names(source: str, found: Sequence[str], split: str | None) -> tuple[str, str]:
+    by_name = {name.lower(): name for name in found}
+    tail = f"_{split.lower()}" if split else ""
+    if f"x{tail}" in by_name and f"y{tail}" in by_name:
+        return by_name[f"x{tail}"], by_name[f"y{tail}"]
+    splits = sorted(name[2:] for name in by_name if name.startswith("x_") and f"y_{name[2:]}" in by_name)
+    if split is None and splits:
+        raise InputError(f"{source}: the file has splits; write {source}:{splits[0]} (or {', '.join(splits[1:])})")
+    raise InputError(f"{source}: no arrays x{tail} and y{tail} in the file, but\n{listed(found) or '  nothing'}")
+
+
+def _image_folder(source: str, folder: Path, split: str | None, limit: int | None) -> Rows:
+    top = folder / split if split else folder
+    if not top.is_dir():
+        raise InputError(f"{source}: the folder has no split {split!r}, only\n{listed(_folders(folder)) or '  files'}")
+    classes = _folders(top)
+    rows: list[Row] = []
+    for number, name in enumerate(classes):
+        files = sorted(p for p in (top / name).iterdir() if p.suffix.lower() in IMAGES and not p.name.startswith("."))
+        rows += [{"image": str(p.resolve()), "label": number} for p in files]
+    if not rows:
+        nested = [name for name in classes if _folders(top / name)]
+        hint = f"; name the split: {source}:{nested[0]}" if nested and not split else ""
+        raise InputError(
+            f"{source}: no images. A folder as data holds one folder for each class, with images in it{hint}"
+        )
+    if limit is not None and limit < len(rows):
+        # The first images would all be of the first class.
+        rows = [rows[len(rows) * n // limit] for n in range(limit)]
+    return Rows(source, rows, ("image", "label"), {"label": classes}, top)
+
+
+def _folders(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _hub(source: str, place: str, split: str | None, limit: int | None) -> Rows:
+    if split is None:
+        raise InputError(
+            f"{source}: there is no such file or folder here. For a data set of the Hub, name the split: {source}:test"
+        )
+    try:
+        import datasets  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise InputError(
+            f"{source}: data sets of the Hub need the library datasets: pip install 'gradmerge[hub]'"
+        ) from error
+    match = HUB.fullmatch(place)
+    assert match is not None
+    try:
+        # With a limit, only what it takes is fetched.
+        data = datasets.load_dataset(match["name"], match["config"], split=split, streaming=limit is not None)
+        for name, feature in (data.features or {}).items():
+            if isinstance(feature, datasets.Image):
+                data = data.cast_column(name, datasets.Image(decode=False))
+        features = data.features or {}
+        rows = data if limit is None else list(data.take(limit))
+    except Exception as error:  # the library passes on errors of every kind: of the network, of scripts, of formats
+        raise InputError(
+            f"{source}: there is no such file or folder here, and the Hub did not give a data set of that name: {_first_line(error)}"
+        ) from error
+    names = {n: f.names for n, f in features.items() if isinstance(f, datasets.ClassLabel) and f.names}
+    columns = tuple(features) or (tuple(rows[0]) if len(rows) else ())
+    return Rows(source, rows, columns, names, whole_column=data.__getitem__ if limit is None else None)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().partition("\n")[0] or type(error).__name__)[:300]

@@ -1,0 +1,102 @@
+"""What the tasks on text share: lengths, truncation and padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..curvature.outputs import MASKED
+from ..errors import InputError
+from .rows import Rows
+
+#: Tokens of an example when the user gives no --max-length and the model allows more.
+DEFAULT_LENGTH = 1024
+
+
+class Tokens:
+    """A tokenizer and the longest sequence that goes into the model."""
+
+    def __init__(self, rows: Rows, tokenizer: Any, model: nn.Module, max_length: int | None) -> None:
+        self.rows = rows
+        self.tokenizer = tokenizer
+        self.max_length = length_of(model, tokenizer, max_length)
+        self.vocabulary = vocabulary_of(model)
+        self.truncated: set[int] = set()
+        """Rows seen so far that were longer than ``max_length``."""
+        config: Any = model.config
+        # Padding never counts, but some models look for it: they count positions, or find the last token, by its number.
+        stated = (config.get_text_config().pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        self.pad: int = next(n for n in stated if isinstance(n, int) and 0 <= n < self.vocabulary)
+
+    def encode(self, index: int, *texts: str, **options: Any) -> dict[str, list[int]]:
+        """The tokens of a row's text or pair of texts, cut to ``max_length`` as the tokenizer cuts."""
+        full = self.tokenizer(*texts, **options)
+        if len(full["input_ids"]) > self.max_length:
+            self.truncated.add(index)
+            full = self.tokenizer(*texts, truncation=True, max_length=self.max_length, **options)
+        return {name: list(values) for name, values in full.items()}
+
+    def check(self, index: int, ids: Sequence[int]) -> None:
+        if ids and max(ids) >= self.vocabulary:
+            raise InputError(
+                f"{self.rows.label}: row {self.rows.number(index)}: the tokenizer gives token {max(ids)}, but the model knows "
+                f"{self.vocabulary} tokens: the tokenizer is of another model. Name the right one: --tokenizer PATH"
+            )
+
+    def notes(self) -> list[str]:
+        if not self.truncated:
+            return []
+        return [
+            f"{len(self.truncated)} of {len(self.rows)} rows are longer than {self.max_length} tokens and were cut "
+            "(--max-length)"
+        ]
+
+
+def padded(sequences: Sequence[Sequence[int]], value: int, left: bool = False) -> Tensor:
+    """Sequences as the rows of a tensor, filled up to the longest."""
+    longest = max(1, *(len(s) for s in sequences))
+    table = torch.full((len(sequences), longest), value)
+    for row, sequence in zip(table, sequences, strict=True):
+        place = slice(longest - len(sequence), None) if left else slice(len(sequence))
+        row[place] = torch.tensor(sequence, dtype=torch.long)
+    return table
+
+
+def padded_labels(sequences: Sequence[Sequence[int]]) -> Tensor:
+    return padded(sequences, MASKED)
+
+
+def length_of(model: nn.Module, tokenizer: Any, wanted: int | None) -> int:
+    """The longest sequence in tokens: as wanted, else what model and tokenizer allow, at most ``DEFAULT_LENGTH``."""
+    positions = positions_of(model)
+    if wanted is not None:
+        if wanted < 2:
+            raise InputError(f"--max-length {wanted}: at least 2 tokens are needed")
+        if positions is not None and wanted > positions:
+            raise InputError(f"--max-length {wanted}: the model has positions for {positions} tokens only")
+        return wanted
+    stated = getattr(tokenizer, "model_max_length", None)
+    return min(n for n in (DEFAULT_LENGTH, positions, stated) if n)
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """How many tokens the model has positions for; None where positions are relative."""
+    for name, module in model.named_modules():
+        # RoBERTa and its kin count positions from behind the one of padding.
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module.num_embeddings - module.padding_idx - 1
+    config: Any = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(config, "relative_attention_num_buckets", None):
+        return None
+    stated = getattr(config, "max_position_embeddings", None)
+    return stated if isinstance(stated, int) and stated > 0 else None
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """The number of tokens that the model has an embedding for."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    return int(embedding.weight.shape[0])

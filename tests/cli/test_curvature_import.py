@@ -1,0 +1,186 @@
+"""`gradmerge curvature import` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+
+from ..checkpoints.families import save
+from ..curvature.training import Run, fresh, train
+from ..making import read_model, write_recipe
+
+runner = CliRunner()
+
+
+def run(*arguments: str | Path, status: int = 0) -> Any:
+    result = runner.invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == status, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("trained"), "vit")
+
+
+@pytest.fixture
+def checkpoint(trained: Run, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(trained.checkpoint, tmp_path / "checkpoint-6"))
+
+
+def test_import_explains_itself() -> None:
+    text = run("curvature", "import", "--help").output
+    assert "Example" in text
+    assert all(option in text for option in ("--examples", "--batch-size", "--precision", "--json", "--debug"))
+
+
+def test_an_imported_curvature_merges_by_gradient_matching(trained: Run, tmp_path: Path) -> None:
+    base = save(fresh("vit"), tmp_path / "base")
+    message = run("curvature", "import", trained.checkpoint, "-o", tmp_path / "c", "--examples", "10")
+    assert "adam curvature of 40 tensors" in message.stdout
+    assert "sum over 10 examples in steps of 4" in message.stdout
+    assert "note: batch size: 4 a process × 1 process × 1 accumulated = 4" in message.stderr
+    curvature = gm.Curvature.load(tmp_path / "c")
+    recipe = {
+        "method": "gradient-matching",
+        "base": {"model": "base", "curvature": {"identity": 0.5}},
+        "models": [{"model": str(trained.checkpoint), "curvature": "c", "weight": 0.7}],
+    }
+    run("merge", write_recipe(tmp_path / "r.yml", recipe), "-o", tmp_path / "out")
+    got, old, new = read_model(tmp_path / "out"), read_model(base), trained.weights
+    for name, theta in old.items():
+        h = curvature[name].double()
+        want = theta + 0.7 * (0.5 + h) / (0.5 + 0.7 * h) * (new[name] - theta)
+        assert torch.allclose(got[name].double(), want, atol=1e-6), name
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "log8"])
+def test_a_machine_reads_what_was_imported(trained: Run, tmp_path: Path, precision: str) -> None:
+    out = run(
+        "curvature", "import", trained.checkpoint, "-o", tmp_path / "c", "--precision", precision, "--json"
+    ).stdout
+    facts = json.loads(out)
+    assert (facts["examples"], facts["batch_size"], facts["likelihood"]) == (12, 4, "adam")
+    assert (facts["tensors"], facts["missing"], len(facts["notes"])) == (40, [], 2)
+    shown = json.loads(run("curvature", "show", tmp_path / "c", "--json").stdout)
+    assert (shown["precision"], shown["parameters"]) == (precision, facts["parameters"])
+    assert shown["model"] == str(trained.checkpoint)
+
+
+def test_quiet_says_nothing(trained: Run, tmp_path: Path) -> None:
+    done = run("curvature", "import", trained.checkpoint, "-o", tmp_path / "c", "--quiet")
+    assert done.output == ""
+    run("curvature", "import", trained.checkpoint, "-o", tmp_path / "c", "--quiet", status=2)
+    run("curvature", "import", trained.checkpoint, "-o", tmp_path / "c", "--quiet", "--force")
+
+
+def adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "config.json").unlink()
+
+
+def deepspeed(folder: Path) -> None:
+    (folder / "optimizer.pt").unlink()
+    (folder / "global_step6").mkdir()
+
+
+def fsdp(folder: Path) -> None:
+    (folder / "optimizer.pt").unlink()
+    (folder / "optimizer_0").mkdir()
+
+
+def cut(folder: Path) -> None:
+    path = folder / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+def not_finite(folder: Path) -> None:
+    state = torch.load(folder / "optimizer.pt", weights_only=True)
+    state["state"][3]["exp_avg_sq"].reshape(-1)[0] = float("nan")
+    torch.save(state, folder / "optimizer.pt")
+
+
+def three_groups(folder: Path) -> None:
+    state = torch.load(folder / "optimizer.pt", weights_only=True)
+    state["param_groups"].append({**state["param_groups"][0], "params": []})
+    torch.save(state, folder / "optimizer.pt")
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def text(name: str, content: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).write_text(content)
+
+    return write
+
+
+BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
+    "no optimizer": (without("optimizer.pt"), [], "no optimizer.pt"),
+    "a damaged optimizer": (cut, [], "damaged"),
+    "an optimizer that is none": (text("optimizer.pt", "hello"), [], "damaged"),
+    "another model": (config(hidden_size=8), [], "does not fit the model of config.json"),
+    "a smaller model": (config(num_hidden_layers=1), [], "in the optimizer, 10 in the model"),
+    "a larger model": (config(num_hidden_layers=3), [], "shapes do not tell which"),
+    "an adapter": (adapter, [], "PEFT"),
+    "DeepSpeed": (deepspeed, [], "global_step6 is the optimizer of DeepSpeed"),
+    "FSDP": (fsdp, [], "optimizer_0 is the optimizer of DeepSpeed, FSDP"),
+    "FSDP in one file": (lambda folder: (folder / "optimizer.pt").rename(folder / "optimizer.bin"), [], "FSDP"),
+    "no config": (without("config.json"), [], "no config.json"),
+    "a config that is none": (text("config.json", "{"), [], "architectures"),
+    "an unknown class": (config(architectures=["NoSuchModel"]), [], "no model class 'NoSuchModel'"),
+    "a class that is no model": (config(architectures=["Trainer"]), [], "no model class 'Trainer'"),
+    "a state that is no JSON": (text("trainer_state.json", "{"), [], "not a JSON file"),
+    "unknown accumulation": (without("training_args.bin"), [], "Pass --batch-size"),
+    "unknown processes": (without("rng_state.pth"), [], "no rng_state.pth"),
+    "unknown batch": (without("trainer_state.json"), ["--examples", "10"], "no train_batch_size"),
+    "unknown examples": (without("trainer_state.json"), ["--batch-size", "4"], "Pass --examples"),
+    "zero examples": (lambda _: None, ["--examples", "0"], "--examples 0: at least 1"),
+    "fewer examples": (lambda _: None, ["--examples", "-3"], "--examples -3: at least 1"),
+    "no batch": (lambda _: None, ["--batch-size", "0"], "--batch-size 0: at least 1"),
+    "another precision": (lambda _: None, ["--precision", "float16"], "known are float32"),
+    "frozen nothing": (lambda _: None, ["--frozen", "bert.*"], "no parameter"),
+    "too much frozen": (lambda _: None, ["--frozen", "classifier.*"], "does not fit"),
+    "values that are not finite": (not_finite, [], "not finite"),
+    "three groups": (three_groups, [], "3 groups"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_message(case: str, checkpoint: Path, tmp_path: Path) -> None:
+    spoil, options, message = BAD[case]
+    spoil(checkpoint)
+    before = sorted(tmp_path.iterdir())
+    done = run("curvature", "import", checkpoint, "-o", tmp_path / "c", *options, status=2)
+    assert done.stderr.count("error:") == 1 and "Traceback" not in done.output
+    assert message in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_place_that_is_no_folder_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    file = run("curvature", "import", checkpoint / "config.json", "-o", tmp_path / "c", status=2)
+    assert "is a file, not a folder" in file.stderr
+    assert "no such folder" in run("curvature", "import", tmp_path / "no", "-o", tmp_path / "c", status=2).stderr
+    above = run("curvature", "import", tmp_path, "-o", tmp_path / "c", status=2)
+    assert f"Did you mean {checkpoint}?" in above.stderr

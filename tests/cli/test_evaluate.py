@@ -1,0 +1,163 @@
+"""`gradmerge evaluate` as a user runs it: numbers with their meaning, and one message for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+from gradmerge.cli.output import PlainProgress
+from tests.making import cli
+from tests.tasks.making import (
+    labelled,
+    sentences,
+    tiny_bert_checkpoint,
+    tiny_gpt2_checkpoint,
+    tiny_t5_checkpoint,
+    tiny_vit_checkpoint,
+    write_jsonl,
+)
+
+
+def invoke(*arguments: str | Path) -> click.testing.Result:
+    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models of every task, and data for them."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    tiny_bert_checkpoint(folder / "bert")
+    tiny_gpt2_checkpoint(folder / "gpt2")
+    tiny_t5_checkpoint(folder / "t5")
+    tiny_vit_checkpoint(folder / "vit")
+    write_jsonl(folder / "labelled.jsonl", labelled(9))
+    write_jsonl(folder / "unlabelled.jsonl", [{"text": text} for text in sentences(4)])
+    write_jsonl(folder / "odd.jsonl", [{"review": row["text"], "stars": row["label"]} for row in labelled(4)])
+    return folder
+
+
+def test_numbers_are_shown_with_their_meaning(place: Path) -> None:
+    result = invoke(place / "bert", "--data", place / "labelled.jsonl", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    want = gm.evaluate(str(place / "bert"), str(place / "labelled.jsonl"), device="cpu")
+    for words in ("classify, text from text, label from label", f"{want['accuracy']:.5g}", "share of examples whose most",
+                  f"{want['loss_per_example']:.5g}", "nats", "F1 of class 1", "macro_f1"):  # fmt: skip
+        assert words in result.stdout, result.stdout
+
+
+def test_perplexity_of_a_language_model(place: Path) -> None:
+    result = invoke(place / "gpt2", "-d", place / "labelled.jsonl", "--max-length", 5, "--limit", 6, "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["task"] == "causal-lm"
+    assert facts["examples"] == 6
+    assert facts["columns"] == {"text": ["text"]}
+    assert "longer than 5 tokens" in facts["notes"][0]
+    assert {"loss_per_token", "perplexity", "loss_per_example", "token_accuracy", "tokens", "seconds"} <= facts.keys()
+    shown = invoke(place / "gpt2", "-d", place / "labelled.jsonl", "--max-length", 5)
+    assert "note: " in shown.stderr and "longer than 5 tokens" in shown.stderr
+    quiet = invoke(place / "gpt2", "-d", place / "labelled.jsonl", "--max-length", 5, "--quiet")
+    assert quiet.stderr == ""
+    assert "perplexity" in quiet.stdout
+
+
+def test_a_process_of_its_own_prints_the_numbers_and_nothing_of_transformers(place: Path) -> None:
+    done = cli("evaluate", place / "bert", "--data", place / "odd.jsonl", "--columns", "text=review,label=stars")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "accuracy" in done.stdout
+
+
+def test_help_does_not_load_torch_and_has_an_example() -> None:
+    code = (
+        "import sys; sys.argv = ['gradmerge', 'evaluate', '--help']\n"
+        "from gradmerge.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'numpy', 'transformers', 'pyarrow', 'PIL', 'datasets'} & set(sys.modules), 'heavy import'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "Examples: gradmerge evaluate" in done.stdout
+    assert all(option in done.stdout for option in ("--json", "--quiet", "--debug", "--columns", "one"))
+
+
+def test_progress_counts_in_its_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    for unit, words in (
+        ("examples", "evaluating: 50 % (1000 of 2000 examples, "),
+        ("bytes", "50 % (1.0 kB of 2.0 kB, "),
+    ):
+        progress = PlainProgress(unit)
+        progress.every = 0
+        progress.begin("evaluating", 2000)
+        progress.advance(1000)
+        assert words in capsys.readouterr().err
+
+
+WRONG: dict[str, tuple[list[str], list[str]]] = {
+    "no such data": (["bert", "nothing.jsonl"], ["nothing.jsonl", "no such file"]),
+    "no such model": (["nothing", "labelled.jsonl"], ["nothing", "no such folder"]),
+    "no labels": (["bert", "unlabelled.jsonl"], ["needs labels", "columns text", "--columns"]),
+    "odd columns": (["bert", "odd.jsonl", "--columns", "text=review,label=start"], ["'start'", "did you mean 'stars'"]),
+    "unknown key": (["bert", "odd.jsonl", "--columns", "txt=review"], ["'txt'", "did you mean 'text'"]),
+    "columns without =": (["bert", "odd.jsonl", "--columns", "review"], ["--columns review", "key=column"]),
+    "label out of range": (["bert", "range.jsonl"], ["range.jsonl", "row 2", "'label' is 7", "2 classes"]),
+    "label by an unknown name": (["bert", "names.jsonl"], ["'good'", "label_0, label_1", "good, bad"]),
+    "empty data": (["bert", "empty.jsonl"], ["empty.jsonl", "no rows"]),
+    "bad JSON": (["bert", "bad.jsonl"], ["bad.jsonl", "line 2"]),
+    "no tokenizer": (["no-tokenizer", "labelled.jsonl"], ["no-tokenizer", "--tokenizer"]),
+    "no head": (["gpt2", "labelled.jsonl", "--task", "classify"], ["do not fit", "score.weight"]),
+    "task of another kind": (["bert", "labelled.jsonl", "--task", "seq2seq"], ["task seq2seq"]),
+    "unknown task": (["bert", "labelled.jsonl", "--task", "image-lm"], ["--task image-lm", "classify, causal-lm"]),
+    "no device": (["bert", "labelled.jsonl", "--device", "cuda:77"], ["--device cuda:77"]),
+    "no type": (["bert", "labelled.jsonl", "--dtype", "int4"], ["--dtype int4"]),
+    "too long": (["bert", "labelled.jsonl", "--max-length", "4000"], ["--max-length 4000", "40 tokens"]),
+    "text for an image model": (["vit", "labelled.jsonl"], ["needs images", "columns text, label"]),
+    "no target": (["t5", "unlabelled.jsonl"], ["needs a target", "source=COLUMN,target=COLUMN"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_gets_one_message_that_names_it(place: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    write_jsonl(place / "range.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 7}])
+    write_jsonl(place / "names.jsonl", [{"text": "a", "label": "good"}, {"text": "b", "label": "bad"}])
+    (place / "empty.jsonl").write_text("")
+    (place / "bad.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "a"')
+    if not (place / "no-tokenizer").exists():
+        for path in (tiny_bert_checkpoint(place / "no-tokenizer")).glob("*"):
+            if path.name.startswith(("tokenizer", "vocab")):
+                path.unlink()
+    (model, data, *options), says = WRONG[case]
+    result = invoke(model, "--data", data, *options)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ") and result.stderr.count("error:") == 1
+    assert "Traceback" not in result.output and "internal" not in result.stderr
+    assert result.stdout == ""
+    for words in says:
+        assert words in result.stderr, result.stderr
+
+
+def test_an_error_is_json_too(place: Path) -> None:
+    result = invoke(place / "bert", "--data", place / "nothing.csv", "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["status"] == 2
+
+
+def test_a_full_device_is_no_internal_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("gradmerge.tasks.evaluate", full)
+    result = invoke(place / "bert", "--data", place / "labelled.jsonl")
+    assert result.exit_code == 1
+    assert "smaller --batch-size" in result.stderr

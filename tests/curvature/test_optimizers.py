@@ -1,0 +1,378 @@
+"""Curvature from optimizers, against training and squared gradients written out by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ivon
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Adafactor, TrainingArguments
+
+import gradmerge as gm
+from gradmerge.curvature.optimizers import read_optimizer
+from gradmerge.curvature.trainer_facts import read_facts
+
+from .training import Run, assert_same, examples, fresh, moments_by_hand, squared_gradients, train
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("bert"), "bert")
+
+
+@pytest.mark.parametrize("family", ["bert", "bert-mlm", "vit"])
+def test_a_trainers_second_moments_become_a_sum_over_examples(family: str, tmp_path: Path, bert: Run) -> None:
+    run = bert if family == "bert" else train(tmp_path, family)
+    got = gm.import_curvature(run.checkpoint, examples=10)
+    want = {name: 10 * 4 * v for name, v in moments_by_hand(run).items()}
+    assert_same(got, run.stored(want))
+    assert got.keys() == run.weights.keys()
+    assert (got.examples, got.likelihood) == (10, "adam")
+
+
+@pytest.mark.parametrize("family", ["bert", "vit"])
+def test_single_examples_and_a_uniform_average_give_squared_gradients_exactly(family: str, tmp_path: Path) -> None:
+    run = train(tmp_path, family, 8, per_device_train_batch_size=1, num_train_epochs=1, learning_rate=0.0,
+                adam_beta2=1 - 1e-9)  # fmt: skip
+    got = gm.import_curvature(run.checkpoint)
+    assert got.examples == 8
+    assert_same(got, run.stored(squared_gradients(run.start, examples(family, 8))))
+
+
+def test_the_result_loads_and_has_the_names_of_the_checkpoint(bert: Run, tmp_path: Path) -> None:
+    got = gm.import_curvature(bert.checkpoint)
+    got.save(tmp_path / "c")
+    loaded = gm.Curvature.load(tmp_path / "c")
+    assert {n: v.shape for n, v in loaded.items()} == {n: w.shape for n, w in bert.weights.items()}
+    assert loaded.likelihood == "adam"
+
+
+def test_numbers_come_from_the_checkpoint_and_can_be_given(bert: Run) -> None:
+    by_default = read_optimizer(bert.checkpoint)
+    assert (by_default.curvature.examples, by_default.batch_size) == (
+        12,
+        4,
+    )  # 3 steps an epoch, the last one of 2 examples
+    given = read_optimizer(bert.checkpoint, examples=10, batch_size=4)
+    assert not given.notes
+    name = "classifier.weight"
+    assert torch.allclose(given.curvature[name] * 12, by_default.curvature[name] * 10)
+    odd = read_optimizer(bert.checkpoint, examples=1000, batch_size=8)
+    assert any("--batch-size 8, but" in note for note in odd.notes)
+    assert any("--examples 1000, but" in note for note in odd.notes)
+
+
+def saved(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
+    """A checkpoint of a training loop without Trainer."""
+    model.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    return folder
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 3) -> list[dict[str, Tensor]]:
+    """Gradients of some steps with one example each."""
+    gradients = []
+    for example in examples("bert", number):
+        optimizer.zero_grad()
+        model(**{k: v[None] for k, v in example.items()}).loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+    return gradients
+
+
+def running_mean(gradients: list[dict[str, Tensor]], beta: float) -> dict[str, Tensor]:
+    """v̂, with weights written out."""
+    weights = [(1 - beta) * beta ** (len(gradients) - 1 - t) for t in range(len(gradients))]
+    return {
+        name: sum(w * g[name] ** 2 for w, g in zip(weights, gradients, strict=True)) / sum(weights)
+        for name in gradients[0]
+    }
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "parameters": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3),
+    "named parameters, backwards": lambda m: torch.optim.AdamW(list(m.named_parameters())[::-1], lr=1e-3),
+    "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True),
+    "foreach": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=True),
+    "amsgrad": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, amsgrad=True),
+    "groups with names": lambda m: torch.optim.AdamW(
+        [{"params": [pair]} for pair in reversed(list(m.named_parameters()))], lr=1e-3
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_adam_in_a_plain_loop_is_read_too(kind: str, tmp_path: Path) -> None:
+    model = fresh("bert")
+    optimizer = OPTIMIZERS[kind](model)
+    gradients = steps(model, optimizer)
+    got = gm.import_curvature(saved(tmp_path / "c", model, optimizer), examples=50, batch_size=2)
+    assert_same(got, {n: 50 * 2 * v for n, v in running_mean(gradients, 0.999).items()})
+
+
+def test_an_option_that_does_nothing_is_noted(tmp_path: Path) -> None:
+    model = fresh("bert")
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    steps(model, optimizer)
+    result = read_optimizer(saved(tmp_path / "c", model, optimizer), 10, 1, frozen=["bert.*"])
+    assert result.notes == ["--frozen is not used: the optimizer names its parameters"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state": {0: {"step": 1, "exp_avg_sq": 3}}},
+        {"state": {0: torch.ones(3)}},
+        {"param_groups": [{"params": [0], "betas": (0.9, 1.0)}]},
+        {"param_groups": [{"params": [0], "betas": 3}]},
+        {"param_groups": [{"params": [0], "ess": 3, "hess": "x"}]},
+        {"param_groups": [{"params": 0}]},
+        {"param_groups": 3},
+    ],
+)
+def test_a_state_of_another_form_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    state = {
+        "state": {0: {"step": 1, "exp_avg_sq": torch.ones(3)}},
+        "param_groups": [{"params": [0], "betas": (0.9, 0.99)}],
+    }
+    fresh("bert").save_pretrained(tmp_path / "c")
+    torch.save(state | change, tmp_path / "c" / "optimizer.pt")
+    with pytest.raises(gm.InputError):
+        gm.import_curvature(tmp_path / "c", 10, 1)
+
+
+def test_a_model_that_is_not_of_transformers_can_be_given(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3).double()).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    got = gm.import_curvature(tmp_path, 7, 1, model=model)
+    assert_same(got, {n: 7 * p.grad**2 for n, p in model.named_parameters()})
+    with pytest.raises(gm.InputError, match=r"no config\.json"):
+        gm.import_curvature(tmp_path, 7, 1)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_ivon_leaves_its_hessian(groups: int, tmp_path: Path) -> None:
+    model = fresh("bert")
+    named = list(model.named_parameters())
+    decay = [p for n, p in named if "bias" not in n and "norm" not in n.lower()]
+    rest = [p for n, p in named if "bias" in n or "norm" in n.lower()]
+    parts = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = ivon.IVON(model.parameters() if groups == 1 else parts, lr=0.1, ess=40, hess_init=0.5, beta2=0.9)
+    for example in examples("bert", 3):
+        with optimizer.sampled_params(train=True):
+            optimizer.zero_grad()
+            model(**{k: v[None] for k, v in example.items()}).loss.backward()
+        optimizer.step()
+    names = {p: n for n, p in named}
+    want: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        start = 0
+        for p in group["params"]:
+            want[names[p]] = 40 * group["hess"][start : start + p.numel()].reshape(p.shape)
+            start += p.numel()
+    folder = saved(tmp_path / "c", model, optimizer)
+    got = gm.import_curvature(folder)
+    assert (got.examples, got.likelihood) == (40, "ivon")
+    assert_same(got, want)
+    other = read_optimizer(folder, examples=39)
+    assert other.curvature.examples == 39 and "ess" in other.notes[0]
+    assert_same(other.curvature, want)
+    assert "--batch-size is not used" in read_optimizer(folder, batch_size=3).notes[0]
+
+
+def test_ivon_without_a_whole_number_of_examples_asks_for_it(tmp_path: Path) -> None:
+    model = fresh("bert")
+    folder = saved(tmp_path / "c", model, ivon.IVON(model.parameters(), lr=0.1, ess=40.5))
+    with pytest.raises(gm.InputError, match=r"ess is 40\.5"):
+        gm.import_curvature(folder)
+    assert gm.import_curvature(folder, examples=41).examples == 41
+
+
+def test_frozen_parameters_are_missing(tmp_path: Path) -> None:
+    model = fresh("bert")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name.startswith(("classifier", "bert.pooler"))
+    run = train(tmp_path, "bert", model=model)
+    with pytest.raises(gm.InputError, match="shapes do not tell which"):
+        gm.import_curvature(run.checkpoint)
+    result = read_optimizer(run.checkpoint, frozen=["bert.enc*", "bert.emb*"])
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert set(result.curvature) == set(trained)
+    assert set(result.missing) == run.weights.keys() - set(trained)
+    assert "missing: zero" in result.notes[-1]
+    with pytest.raises(gm.InputError, match="no parameter"):
+        gm.import_curvature(run.checkpoint, frozen=["nothing.*"])
+
+
+def test_frozen_parameters_need_not_be_named_where_shapes_tell(tmp_path: Path) -> None:
+    model = fresh("bert")
+    head = [p for n, p in model.named_parameters() if n.startswith("classifier")]
+    for parameter in model.parameters():
+        parameter.requires_grad = any(parameter is p for p in head)
+    optimizer = torch.optim.AdamW(head)
+    gradients = steps(model, optimizer)
+    got = gm.import_curvature(saved(tmp_path / "c", model, optimizer), 10, 1)
+    assert_same(got, {n: 10 * v for n, v in running_mean(gradients, 0.999).items()})
+
+
+def test_parameters_without_a_gradient_are_missing(tmp_path: Path) -> None:
+    model = fresh("bert")
+    model.bert.embeddings.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps(model, optimizer)
+    result = read_optimizer(saved(tmp_path / "c", model, optimizer), 10, 1)
+    assert {name.rsplit(".", 2)[0] for name in result.missing} == {"bert.embeddings"}
+    assert len(result.missing) == 5
+
+
+def test_names_are_those_of_the_files_whatever_the_model_was_loaded_from(bert: Run, tmp_path: Path) -> None:
+    shutil.copytree(bert.checkpoint, tmp_path / "c")
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in bert.weights.items()
+    }
+    save_file(old, tmp_path / "c" / "model.safetensors", metadata={"format": "pt"})
+    got = gm.import_curvature(tmp_path / "c")
+    assert got.keys() == old.keys()
+    same = gm.import_curvature(bert.checkpoint)
+    assert torch.equal(got["bert.embeddings.LayerNorm.gamma"], same["bert.embeddings.LayerNorm.weight"])
+
+
+def test_sharded_weights_are_compared_as_well(bert: Run, tmp_path: Path) -> None:
+    shutil.copytree(bert.checkpoint, tmp_path / "c")
+    (tmp_path / "c" / "model.safetensors").unlink()
+    bert.end.save_pretrained(tmp_path / "c", max_shard_size="20KB")
+    assert len(list((tmp_path / "c").glob("model-*.safetensors"))) > 1
+    assert gm.import_curvature(tmp_path / "c").keys() == bert.weights.keys()
+    changed = load_file(next(iter(sorted((tmp_path / "c").glob("model-*.safetensors")))))
+    wrong = {name: torch.zeros(1) for name in changed}
+    save_file(wrong, next(iter(sorted((tmp_path / "c").glob("model-*.safetensors")))), metadata={"format": "pt"})
+    with pytest.raises(gm.InputError, match=r"not those of model\.safetensors"):
+        gm.import_curvature(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda m: torch.optim.SGD(m.parameters(), momentum=0.9), "SGD"),
+        (lambda m: Adafactor(m.parameters()), "Adafactor"),
+        (lambda m: torch.optim.RMSprop(m.parameters()), "RMSprop"),
+        (lambda m: torch.optim.Adamax(m.parameters()), "Adamax"),
+        (lambda m: torch.optim.Adagrad(m.parameters()), "Adagrad"),
+    ],
+)
+def test_other_optimizers_are_refused_by_name(make: Any, word: str, tmp_path: Path) -> None:
+    model = fresh("bert")
+    optimizer = make(model)
+    steps(model, optimizer)
+    with pytest.raises(gm.InputError, match=f"{word}.*Only Adam"):
+        gm.import_curvature(saved(tmp_path / "c", model, optimizer), 10, 1)
+
+
+def test_an_eight_bit_optimizer_is_refused(bert: Run, tmp_path: Path) -> None:
+    shutil.copytree(bert.checkpoint, tmp_path / "c")
+    state = torch.load(bert.checkpoint / "optimizer.pt", weights_only=True)
+    codes = {"step": 3, "state1": torch.zeros(4, dtype=torch.uint8), "state2": torch.zeros(4, dtype=torch.uint8)}
+    state["state"] = dict.fromkeys(state["state"], codes)
+    torch.save(state, tmp_path / "c" / "optimizer.pt")
+    with pytest.raises(gm.InputError, match="8-bit"):
+        gm.import_curvature(tmp_path / "c")
+
+
+def test_an_optimizer_that_took_no_step_holds_nothing(tmp_path: Path) -> None:
+    model = fresh("bert")
+    with pytest.raises(gm.InputError, match="before the first step"):
+        gm.import_curvature(saved(tmp_path / "c", model, torch.optim.AdamW(model.parameters())), 10, 1)
+
+
+def test_weight_decay_in_the_gradient_is_noted(tmp_path: Path) -> None:
+    model = fresh("bert")
+    optimizer = torch.optim.Adam(model.parameters(), weight_decay=0.1)
+    steps(model, optimizer)
+    (text,) = read_optimizer(saved(tmp_path / "c", model, optimizer), 10, 1).notes
+    assert "hold the weight decay too" in text
+
+
+def facts_folder(folder: Path, state: dict[str, Any], processes: int = 1, **arguments: Any) -> Path:
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    torch.save(TrainingArguments(output_dir="x", use_cpu=True, **arguments), folder / "training_args.bin")
+    names = ["rng_state.pth"] if processes == 1 else [f"rng_state_{i}.pth" for i in range(processes)]
+    for name in names:
+        (folder / name).touch()
+    return folder
+
+
+STATE = {"train_batch_size": 8, "global_step": 30, "epoch": 1.5, "num_train_epochs": 3}
+
+
+@pytest.mark.parametrize(("processes", "accumulated"), [(1, 1), (1, 300), (4, 2)])
+def test_a_step_has_the_examples_of_all_processes_and_accumulated_batches(
+    tmp_path: Path, processes: int, accumulated: int
+) -> None:
+    facts = read_facts(facts_folder(tmp_path / "c", STATE, processes, gradient_accumulation_steps=accumulated))
+    assert facts.batch_size == 8 * processes * accumulated
+    assert facts.steps_per_epoch == 20
+
+
+def test_what_a_checkpoint_does_not_tell_is_unknown(tmp_path: Path) -> None:
+    folder = facts_folder(tmp_path / "c", STATE | {"num_train_epochs": 2**63 - 1}, 3)
+    assert read_facts(folder).steps_per_epoch is None  # a data set without a length
+    (folder / "rng_state_1.pth").unlink()
+    assert read_facts(folder).batch_size is None
+    (folder / "rng_state.pth").touch()
+    assert read_facts(folder).batch_size == 8
+    for odd in (b"", b"no archive", (folder / "training_args.bin").read_bytes()[:300]):
+        (folder / "training_args.bin").write_bytes(odd)
+        assert read_facts(folder).accumulated is None
+
+
+class _Trap:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return exec, ("raise SystemExit('it was run')",)
+
+
+def test_training_arguments_are_never_run(tmp_path: Path) -> None:
+    folder = facts_folder(tmp_path / "c", STATE)
+    torch.save({"gradient_accumulation_steps": 5, "trap": _Trap()}, folder / "training_args.bin")
+    assert read_facts(folder).batch_size == 40
+
+
+def test_an_optimizer_file_is_never_run(bert: Run, tmp_path: Path) -> None:
+    shutil.copytree(bert.checkpoint, tmp_path / "c")
+    torch.save({"state": _Trap(), "param_groups": []}, tmp_path / "c" / "optimizer.pt")
+    with pytest.raises(gm.InputError, match="weights_only"):
+        gm.import_curvature(tmp_path / "c")
+
+
+def test_clipped_and_accumulated_gradients_are_noted(bert: Run, tmp_path: Path) -> None:
+    shutil.copytree(bert.checkpoint, tmp_path / "c")
+    state = STATE | {"log_history": [{"grad_norm": 0.5}, {"grad_norm": 2.5}, {"loss": 1.0}]}
+    made = facts_folder(tmp_path / "facts", state, gradient_accumulation_steps=3, max_grad_norm=1.5)
+    for name in ("trainer_state.json", "training_args.bin"):
+        shutil.copy(made / name, tmp_path / "c" / name)
+    notes = read_optimizer(tmp_path / "c").notes
+    assert any("clipped to the norm 1.5 in 1 of 2 logged steps" in note for note in notes)
+    assert any("3² times too large" in note for note in notes)
+
+
+def test_a_language_models_mean_over_tokens_is_noted(tmp_path: Path) -> None:
+    model = fresh("bert-mlm")
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(5, 11)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    result = read_optimizer(saved(tmp_path / "c", model, optimizer), 10, 1)
+    assert any("mean over tokens" in note for note in result.notes)

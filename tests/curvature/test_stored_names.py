@@ -1,0 +1,117 @@
+"""Curvature under the names of a checkpoint, against the files that transformers writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from safetensors.torch import load_file
+from torch import nn
+
+import gradmerge as gm
+from gradmerge.curvature import stored_names
+from gradmerge.curvature.stored_names import stored_shapes, stored_tensors
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
+_BERT = {**_TEXT, "max_position_embeddings": 20}
+_LLAMA = {**_TEXT, "num_key_value_heads": 1}
+_IMAGE = {k: v for k, v in _TEXT.items() if k != "vocab_size"} | {"image_size": 8, "patch_size": 4}
+CASES: dict[str, tuple[Any, Any]] = {
+    "bert": (t.BertForSequenceClassification, t.BertConfig(**_BERT)),
+    "bert, tied": (t.BertForMaskedLM, t.BertConfig(**_BERT)),
+    "roberta": (t.RobertaForMaskedLM, t.RobertaConfig(**_BERT)),
+    "distilbert": (
+        t.DistilBertForMaskedLM,
+        t.DistilBertConfig(vocab_size=60, dim=16, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=20),
+    ),
+    "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(vocab_size=60, n_positions=20, n_embd=16, n_layer=2, n_head=2)),
+    "llama": (t.LlamaForCausalLM, t.LlamaConfig(**_LLAMA)),
+    "llama, tied": (t.LlamaForCausalLM, t.LlamaConfig(**_LLAMA, tie_word_embeddings=True)),
+    "qwen2": (t.Qwen2ForCausalLM, t.Qwen2Config(**_LLAMA)),
+    "mixtral": (t.MixtralForCausalLM, t.MixtralConfig(**_LLAMA, num_local_experts=3)),
+    "t5": (
+        t.T5ForConditionalGeneration,
+        t.T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2),
+    ),
+    "vit": (t.ViTForImageClassification, t.ViTConfig(**_IMAGE)),
+    "deit": (t.DeiTForImageClassification, t.DeiTConfig(**_IMAGE)),
+    "clip": (t.CLIPVisionModel, t.CLIPVisionConfig(**_IMAGE)),
+}
+
+
+def saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_tensors_follow_the_weights_into_the_file(family: str, tmp_path: Path) -> None:
+    model_class, config = CASES[family]
+    t.utils.logging.set_verbosity_error()
+    t.utils.logging.disable_progress_bar()
+    model = model_class(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    file = saved(model, tmp_path)
+    with torch.device("meta"):
+        empty = model_class(config)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    for at in (model, model_class.from_pretrained(tmp_path), empty):
+        got = stored_tensors(at, weights)
+        assert got.keys() == file.keys() == stored_shapes(at).keys()
+        assert all(torch.equal(got[name], file[name]) for name in file)
+
+
+def test_some_tensors_may_be_missing() -> None:
+    model_class, config = CASES["vit"]
+    model = model_class(config)
+    got = stored_tensors(model, {n: p for n, p in model.named_parameters() if "layers.1" in n or "classifier" in n})
+    assert 0 < len(got) < len(stored_shapes(model))
+    assert got.keys() <= stored_shapes(model).keys()
+
+
+def test_a_tied_parameter_has_one_value_under_any_name() -> None:
+    model_class, config = CASES["bert, tied"]
+    model = model_class(config)
+    kept, other = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
+    value = torch.rand(60, 16)
+    assert list(stored_tensors(model, {other: value})) == [kept]
+    assert torch.equal(stored_tensors(model, {other: value, kept: value.clone()})[kept], value)
+    with pytest.raises(gm.InputError, match="one parameter"):
+        stored_tensors(model, {other: value, kept: value + 1})
+
+
+def test_tensors_of_another_model_are_refused() -> None:
+    model = nn.Linear(2, 3)
+    assert list(stored_tensors(model, {"bias": torch.ones(3)})) == ["bias"]
+    with pytest.raises(gm.InputError, match=r"weight: \(3, 3\), where the model has \(3, 2\)"):
+        stored_tensors(model, {"weight": torch.ones(3, 3)})
+    with pytest.raises(gm.InputError, match="has nothing"):
+        stored_tensors(model, {"other": torch.ones(3)})
+
+
+def _fused(_: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"both": torch.cat([value.reshape(-1) for value in tensors.values()])} if tensors else {}
+
+
+def test_a_part_of_a_tensor_that_is_stored_as_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 3)
+    monkeypatch.setattr(stored_names, "_reverted", _fused)
+    assert stored_tensors(model, {"weight": torch.ones(3, 2), "bias": torch.ones(3)})["both"].shape == (9,)
+    with pytest.raises(gm.InputError, match="only some of them"):
+        stored_tensors(model, {"bias": torch.ones(3)})
+
+
+def test_weights_that_are_computed_anew_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_names, "_reverted", lambda _, tensors: {n: v + 1 for n, v in tensors.items()})
+    with pytest.raises(gm.InputError, match="computed anew"):
+        stored_tensors(nn.Linear(2, 3), {"bias": torch.ones(3)})

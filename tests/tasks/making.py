@@ -1,0 +1,209 @@
+"""Tiny random checkpoints with their tokenizers and image processors, and small data sets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+from transformers.utils import logging
+
+from ..checkpoints.families import randomise
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+#: Every word that the tokenizers below know; others become the unknown token.
+WORDS = [
+    "a", "an", "the", "film", "plot", "actor", "scene", "music", "story", "ending", "good", "bad", "great", "awful", "dull",
+    "bright", "slow", "quick", "loved", "hated", "liked", "was", "is", "it", "i", "they", "we", "not", "very", "never", "again",
+    "what", "who", "where", "paris", "rome", "blue", "red", "sky", "house", "cat", "dog", "runs", "sleeps", "eats", ".", ",", "?",
+    "!",
+]  # fmt: skip
+
+
+def sentences(count: int, seed: int = 0, shortest: int = 3, longest: int = 12) -> list[str]:
+    """Random sentences of unequal length, made of ``WORDS``."""
+    generator = np.random.default_rng(seed)
+    return [
+        " ".join(generator.choice(WORDS, size=int(generator.integers(shortest, longest + 1)))) for _ in range(count)
+    ]
+
+
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def labelled(count: int = 12, labels: int = 2, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows with a text and the number of its class."""
+    classes = np.random.default_rng(seed + 1).integers(0, labels, size=count)
+    return [{"text": text, "label": int(label)} for text, label in zip(sentences(count, seed), classes, strict=True)]
+
+
+def word_tokenizer(
+    *, bos: bool = False, pad: bool = True, eos_after: bool = False, max_length: int = 64
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words: <unk> 0, </s> 1, <s> 2, <pad> 3, then ``WORDS``.
+
+    ``bos`` puts <s> before every text, ``eos_after`` puts </s> behind it; without ``pad`` there is no padding token.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "</s>", "<s>", "<pad>", *WORDS])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if bos or eos_after:
+        template = f"{'<s> ' if bos else ''}$A{' </s>' if eos_after else ''}"
+        special = [("<s>", 2), ("</s>", 1)]
+        inner.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        unk_token="<unk>",
+        eos_token="</s>",
+        bos_token="<s>",
+        pad_token="<pad>" if pad else None,
+        model_max_length=max_length,
+    )
+
+
+VOCABULARY = len(WORDS) + 4
+
+
+def tiny_bert_checkpoint(folder: Path, labels: int = 2, seed: int = 0, **config: Any) -> Path:
+    """A BERT classifier with a WordPiece vocabulary. ``problem_type``, ``label2id`` and the like go into its config."""
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    settings: dict[str, Any] = {
+        "vocab_size": len(vocabulary),
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "max_position_embeddings": 40,
+        "num_labels": labels,
+    }
+    model = _made(BertForSequenceClassification, BertConfig(**settings | config), seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in vocabulary))
+    tokenizer = BertTokenizer(str(folder / "vocab.txt"), model_max_length=40)
+    return _saved(folder, model, tokenizer)
+
+
+def tiny_gpt2_checkpoint(folder: Path, seed: int = 0, pad: bool = False, **config: Any) -> Path:
+    """A GPT-2; its tokenizer has </s> at hand, puts no special token by itself, and has no padding token unless asked."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "n_positions": 32,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    model = _made(GPT2LMHeadModel, GPT2Config(**settings | config), seed)
+    return _saved(folder, model, word_tokenizer(pad=pad, max_length=32))
+
+
+def tiny_llama_checkpoint(folder: Path, seed: int = 0, **config: Any) -> Path:
+    """A Llama with grouped attention; its tokenizer puts <s> before every text."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 3,
+        "tie_word_embeddings": False,
+    }
+    model = _made(LlamaForCausalLM, LlamaConfig(**settings | config), seed)
+    return _saved(folder, model, word_tokenizer(bos=True))
+
+
+def tiny_t5_checkpoint(folder: Path, seed: int = 0, **config: Any) -> Path:
+    """A T5; its tokenizer puts </s> behind every text."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+        "pad_token_id": 3,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 3,
+    }
+    model = _made(T5ForConditionalGeneration, T5Config(**settings | config), seed)
+    return _saved(folder, model, word_tokenizer(eos_after=True))
+
+
+def tiny_vit_checkpoint(
+    folder: Path, labels: int = 3, channels: int = 3, processor: bool = True, seed: int = 0, **config: Any
+) -> Path:
+    """A ViT for 8 × 8 images; with ``processor``, one that scales to [0, 1] and normalises by mean 0.4 and deviation 0.3."""
+    settings: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "image_size": 8,
+        "patch_size": 4,
+        "num_channels": channels,
+        "num_labels": labels,
+    }
+    _saved(folder, _made(ViTForImageClassification, ViTConfig(**settings | config), seed), None)
+    if processor:
+        facts = {
+            "image_processor_type": "ViTImageProcessor",
+            "do_resize": True,
+            "size": {"height": 8, "width": 8},
+            "resample": 2,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": [0.4] * channels,
+            "image_std": [0.3] * channels,
+        }
+        (folder / "preprocessor_config.json").write_text(json.dumps(facts))
+    return folder
+
+
+def _made(kind: type[nn.Module], config: Any, seed: int) -> Any:
+    """A random model; every parameter is random, also biases and norms. Dropout is off."""
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+                 "dropout_rate"):  # fmt: skip
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    torch.manual_seed(seed)
+    model = kind(config)
+    randomise(model.parameters(), seed + 1000, 0.1)
+    return model.eval()
+
+
+def _saved(folder: Path, model: Any, tokenizer: Any) -> Path:
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,180 @@
+"""Which column is what, and what labels become."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gradmerge.errors import InputError
+from gradmerge.tasks.columns import choose_columns, parse_columns
+from gradmerge.tasks.labels import read_labels
+from gradmerge.tasks.rows import Rows
+
+
+def rows_of(*names: str, **values: Any) -> Rows:
+    """One row: text in the columns named, and some others."""
+    row = dict.fromkeys(names, "some words") | values
+    return Rows("data.csv", [row], tuple(row))
+
+
+@pytest.mark.parametrize(
+    ("task", "names", "chosen"),
+    [
+        ("classify", "id text label", "text=text label=label"),
+        ("classify", "Review Stars", "text=Review label=Stars"),
+        ("classify", "premise hypothesis label idx", "text=premise text2=hypothesis label=label"),
+        ("classify", "sentence1 sentence2 label", "text=sentence1 text2=sentence2 label=label"),
+        ("classify", "question sentence label", "text=question text2=sentence label=label"),
+        ("classify", "phrase label", "text=phrase label=label"),
+        ("classify", "text target", "text=text label=target"),
+        ("causal-lm", "text meta", "text=text"),
+        ("causal-lm", "prompt completion", "prompt=prompt completion=completion"),
+        ("causal-lm", "instruction output", "prompt=instruction completion=output"),
+        ("causal-lm", "question answer", "prompt=question completion=answer"),
+        ("causal-lm", "messages prompt", "messages=messages"),
+        ("causal-lm", "content", "text=content"),
+        ("seq2seq", "source target", "source=source target=target"),
+        ("seq2seq", "article highlights id", "source=article target=highlights"),
+        ("seq2seq", "dialogue summary", "source=dialogue target=summary"),
+        ("seq2seq", "knowledge response", "source=knowledge target=response"),
+        ("image", "image label", "image=image label=label"),
+        ("image", "img fine_label coarse_label", "image=img label=fine_label"),
+    ],
+)
+def test_usual_names_are_found(task: str, names: str, chosen: str) -> None:
+    fields = choose_columns(task, rows_of(*names.split()), None)
+    assert fields == {pair.split("=")[0]: (pair.split("=")[1],) for pair in chosen.split()}
+
+
+def test_what_the_user_says_comes_first() -> None:
+    rows = rows_of("text", "label", "review", "stars", "a+b")
+    assert choose_columns("classify", rows, {"text": "review", "label": "stars"}) == {
+        "text": ("review",),
+        "label": ("stars",),
+    }
+    assert choose_columns("classify", rows, {"text": "a+b"})["text"] == ("a+b",)
+    assert choose_columns("classify", rows, {"text": "text+review", "labels": "stars+label"}) == {
+        "text": ("text", "review"),
+        "labels": ("stars", "label"),
+    }
+    assert parse_columns("text=review, label=stars") == {"text": "review", "label": "stars"}
+
+
+@pytest.mark.parametrize(
+    ("task", "names", "given", "reason"),
+    [
+        (
+            "classify",
+            "text",
+            {},
+            "needs labels.\n  The data has the columns text. Say which is which: --columns text=text,",
+        ),
+        ("classify", "one two label", {}, "needs a text"),
+        ("classify", "text label", {"txet": "text"}, "no key 'txet'; did you mean 'text'"),
+        ("classify", "text label", {"source": "text"}, "task classify reads no 'source'; its keys are text, text2"),
+        ("classify", "review label", {"text": "reviews"}, "no column 'reviews' for text; did you mean 'review'"),
+        ("causal-lm", "one two", {}, "a prompt and its completion"),
+        ("causal-lm", "one two", {"prompt": "one"}, "needs a completion as well"),
+        ("causal-lm", "text prompt", {"text": "text", "prompt": "prompt"}, "do not go together"),
+        ("seq2seq", "source", {}, "needs a target"),
+        ("image", "text label", {}, "needs images"),
+        ("image", "image", {}, "needs labels"),
+    ],
+)
+def test_columns_that_do_not_fit_are_explained(task: str, names: str, given: dict[str, str], reason: str) -> None:
+    with pytest.raises(InputError) as caught:
+        choose_columns(task, rows_of(*names.split()), given)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["text", "text=", "=a", "text=a,text=b"])
+def test_columns_are_written_as_key_equals_column(text: str) -> None:
+    with pytest.raises(InputError, match="--columns"):
+        parse_columns(text)
+
+
+def test_lists_and_several_columns_become_lines() -> None:
+    rows = rows_of(history=["hello", "hi there"], knowledge="a fact", number=3)
+    assert rows.text(0, ["knowledge", "history"]) == "a fact\nhello\nhi there"
+    with pytest.raises(InputError, match="row 1: 'number' holds no text but int: 3"):
+        rows.text(0, ["number"])
+
+
+def labels_of(cells: list[Any], *, classes: int = 3, problem: str | None = None, names: list[str] | None = None,
+              data_names: list[str] | None = None) -> Any:  # fmt: skip
+    names = names or [f"LABEL_{n}" for n in range(classes)]
+    config = SimpleNamespace(
+        num_labels=classes, problem_type=problem, label2id={name: n for n, name in enumerate(names)}
+    )
+    rows = Rows("d", [{"label": c} for c in cells], ("label",), {"label": data_names} if data_names else {})
+    return read_labels(rows, {"label": ("label",)}, config).tolist()
+
+
+NLI = ["entailment", "neutral", "contradiction"]
+
+
+def test_classes_are_numbers_or_names() -> None:
+    assert labels_of([0, 2, 1.0, "1", "2.0", True]) == [0, 2, 1, 1, 2, 1]
+    assert labels_of([" Neutral", "CONTRADICTION", "entailment"], names=NLI) == [1, 2, 0]
+    assert labels_of(["2", "1"], classes=2, names=["2", "1"]) == [0, 1]
+
+
+def test_classes_of_the_data_go_by_name_where_the_model_has_the_names() -> None:
+    assert labels_of([0, 1, 2], names=NLI, data_names=["Contradiction", "Entailment", "Neutral"]) == [2, 0, 1]
+    assert labels_of([0, 1, 2], data_names=["x", "y", "z"]) == [0, 1, 2]
+    assert labels_of([0, 1, 2], classes=11, data_names=["0", "10", "2"]) == [0, 10, 2]
+    with pytest.raises(InputError, match="some are not:\n  maybe\n"):
+        labels_of([0, 1], names=NLI, data_names=["neutral", "maybe"])
+
+
+def test_several_labels_are_lists_of_bits_of_numbers_or_of_names() -> None:
+    assert labels_of([[0, 1, 1], [1.0, 0, 0]]) == [[0, 1, 1], [1, 0, 0]]
+    assert labels_of([[2], [], [0, 1]]) == [[0, 0, 1], [0, 0, 0], [1, 1, 0]]
+    assert labels_of([["neutral"], []], names=NLI) == [[0, 1, 0], [0, 0, 0]]
+    row = {"a": "1", "b": 0, "c": "true"}
+    config = SimpleNamespace(num_labels=3, problem_type=None, label2id={"c": 0, "b": 1, "a": 2})
+    rows = Rows("d", [row], tuple(row))
+    assert read_labels(rows, {"labels": ("a", "b", "c")}, config).tolist() == [[1, 0, 1]]
+    config.label2id = {"LABEL_0": 0}
+    row["a"] = 0
+    assert read_labels(rows, {"labels": ("a", "b", "c")}, config).tolist() == [[0, 0, 1]]
+
+
+def test_a_regression_reads_numbers() -> None:
+    assert labels_of([1, "2.5", -3.0], classes=1) == [1, 2.5, -3]
+    assert labels_of([[1, 2], [3, 4]], classes=2, problem="regression") == [[1, 2], [3, 4]]
+    config = SimpleNamespace(num_labels=1, problem_type=None, label2id={})
+    rows = Rows("d", [{"y": 1}], ("y",))
+    assert read_labels(rows, {"label": ("y",)}, config).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("cells", "options", "reason"),
+    [
+        ([0, 3], {}, "d: row 2: 'label' is 3, but the model has 3 classes, 0 to 2"),
+        ([-1], {}, "-1 usually marks rows that have no label"),
+        ([0, None], {}, "row 2: 'label' is None; a class is needed"),
+        ([0.5], {}, "row 1: 'label' is 0.5; a class is needed"),
+        (["yes", "no"], {"names": NLI}, "Its classes are entailment, neutral, contradiction.\n  The data has yes, no."),
+        ([[1, 0]], {"problem": "single_label_classification"}, "gives one label to an example"),
+        ([1], {"problem": "multi_label_classification"}, "A list is needed"),
+        ([[0, 5]], {}, "'label' is 5, but the model has 3 classes"),
+        ([[0], 1], {}, "row 2: 'label' is 1 and no list of labels"),
+        (["many"], {"classes": 1}, "row 1: 'label' is 'many'; the model is a regression and needs a number"),
+        ([float("nan")], {"classes": 1}, "needs a number"),
+    ],
+)
+def test_labels_that_do_not_fit_are_named_with_their_row(cells: list[Any], options: Any, reason: str) -> None:
+    with pytest.raises(InputError) as caught:
+        labels_of(cells, **options)
+    assert reason in str(caught.value)
+
+
+def test_a_row_without_the_column_is_named() -> None:
+    rows = Rows("d.jsonl", [{"text": "a", "label": 0}, {"text": "b"}], ("text", "label"))
+    config = SimpleNamespace(num_labels=2, problem_type=None, label2id={})
+    with pytest.raises(InputError, match=r"d.jsonl: row 2 has no 'label'"):
+        read_labels(rows, {"label": ("label",)}, config)

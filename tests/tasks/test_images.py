@@ -1,0 +1,147 @@
+"""Images from wherever they come, as the model takes them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+
+from gradmerge.errors import InputError
+from gradmerge.tasks import load_task
+from tests.tasks.making import tiny_vit_checkpoint, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    place = tmp_path_factory.mktemp("models")
+    return {
+        "rgb": str(tiny_vit_checkpoint(place / "rgb")),
+        "grey": str(tiny_vit_checkpoint(place / "grey", channels=1)),
+        "plain": str(tiny_vit_checkpoint(place / "plain", processor=False)),
+        "plain-grey": str(tiny_vit_checkpoint(place / "plain-grey", processor=False, channels=1)),
+        "named": str(tiny_vit_checkpoint(place / "named", label2id={"dog": 0, "bird": 1, "cat": 2},
+                                         id2label={0: "dog", 1: "bird", 2: "cat"})),
+    }  # fmt: skip
+
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3)).astype(np.uint8)
+LABELS = [0, 1, 2, 1, 0]
+
+
+def pixels_of(model: str, source: Any, **options: Any) -> torch.Tensor:
+    loaded = load_task(model, str(source), device="cpu", **options)
+    return torch.cat([batch["pixel_values"] for batch in loaded.batches(2)])
+
+
+def png(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(array).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def in_form(folder: Path, form: str) -> str:
+    if form == "npz":
+        np.savez(folder / "a.npz", x=PIXELS, y=LABELS)
+        return str(folder / "a.npz")
+    if form == "float npz":
+        np.savez(folder / "f.npz", x=PIXELS.astype(np.float32) / 255, y=LABELS)
+        return str(folder / "f.npz")
+    if form == "channels first npz":
+        np.savez(folder / "c.npz", x=PIXELS.transpose(0, 3, 1, 2), y=LABELS)
+        return str(folder / "c.npz")
+    if form == "parquet":
+        rows = [{"image": {"bytes": png(a), "path": None}, "label": y} for a, y in zip(PIXELS, LABELS, strict=True)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "a.parquet")
+        return str(folder / "a.parquet")
+    if form == "bytes parquet":
+        rows = [{"image": png(a), "label": y} for a, y in zip(PIXELS, LABELS, strict=True)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "b.parquet")
+        return str(folder / "b.parquet")
+    for number, array in enumerate(PIXELS):
+        (folder / f"{number}.png").write_bytes(png(array))
+    rows = [{"image": f"{n}.png", "label": y} for n, y in enumerate(LABELS)]
+    return str(write_jsonl(folder / "paths.jsonl", rows))
+
+
+FORMS = ["npz", "float npz", "channels first npz", "parquet", "bytes parquet", "paths in jsonl"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_pixels(models: dict[str, str], tmp_path: Path, form: str) -> None:
+    source = in_form(tmp_path, form)
+    scaled = torch.from_numpy(PIXELS).permute(0, 3, 1, 2).double() / 255
+    assert torch.allclose(pixels_of(models["rgb"], source).double(), (scaled - 0.4) / 0.3, atol=1e-5)
+    assert torch.allclose(pixels_of(models["plain"], source).double(), scaled, atol=1e-6)
+    assert load_task(models["rgb"], source).notes == []
+    assert "resized to 8 × 8 and scaled to [0, 1]" in load_task(models["plain"], source).notes[0]
+
+
+def test_a_folder_of_images_goes_by_the_models_names_of_classes(models: dict[str, str], tmp_path: Path) -> None:
+    for number, name in enumerate(["cat", "dog"]):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        Image.fromarray(PIXELS[number]).save(tmp_path / "photos" / name / "one.png")
+    source = str(tmp_path / "photos")
+    assert load_task(models["named"], source).data.labels.tolist() == [2, 0]  # type: ignore[attr-defined]
+    assert load_task(models["named"], source).notes == []
+    loaded = load_task(models["rgb"], source)
+    assert loaded.data.labels.tolist() == [0, 1]  # type: ignore[attr-defined]
+    assert "their numbers are cat = 0, dog = 1" in loaded.notes[0]
+    scaled = torch.from_numpy(PIXELS[:2]).permute(0, 3, 1, 2).float() / 255
+    assert torch.allclose(pixels_of(models["plain"], source), scaled)
+
+
+@pytest.mark.parametrize("model", ["grey", "plain-grey"])
+def test_colours_become_grey_for_a_model_with_one_channel(models: dict[str, str], tmp_path: Path, model: str) -> None:
+    pixels = pixels_of(models[model], in_form(tmp_path, "npz"))
+    grey = torch.stack([torch.from_numpy(np.asarray(Image.fromarray(a).convert("L")).copy()) for a in PIXELS]) / 255
+    want = grey[:, None] if model == "plain-grey" else (grey[:, None] - 0.4) / 0.3
+    assert torch.allclose(pixels, want.float(), atol=1e-5)
+
+
+def test_grey_is_repeated_for_a_model_with_three_channels(models: dict[str, str], tmp_path: Path) -> None:
+    np.savez(tmp_path / "grey.npz", x=PIXELS[..., 0], y=LABELS)
+    want = torch.from_numpy(PIXELS[..., 0].copy())[:, None].float().expand(-1, 3, -1, -1) / 255
+    assert torch.allclose(pixels_of(models["plain"], tmp_path / "grey.npz"), want)
+    assert pixels_of(models["rgb"], tmp_path / "grey.npz").shape == (5, 3, 8, 8)
+
+
+def test_other_sizes_are_resized(models: dict[str, str], tmp_path: Path) -> None:
+    np.savez(tmp_path / "large.npz", x=np.full((2, 20, 30, 3), 51, np.uint8), y=[0, 1])
+    assert torch.allclose(pixels_of(models["plain"], tmp_path / "large.npz"), torch.full((2, 3, 8, 8), 0.2))
+    assert pixels_of(models["rgb"], tmp_path / "large.npz").shape == (2, 3, 8, 8)
+
+
+def test_normalised_numbers_go_in_unchanged(models: dict[str, str], tmp_path: Path) -> None:
+    x = np.random.default_rng(1).normal(size=(3, 8, 8, 3)).astype(np.float32)
+    np.savez(tmp_path / "n.npz", x=x, y=[0, 1, 2])
+    for model in ("rgb", "plain"):
+        assert torch.equal(pixels_of(models[model], tmp_path / "n.npz"), torch.from_numpy(x).permute(0, 3, 1, 2))
+        assert "taken as normalised" in load_task(models[model], str(tmp_path / "n.npz")).notes[0]
+    np.savez(tmp_path / "m.npz", x=x[:, :7], y=[0, 1, 2])
+    with pytest.raises(InputError, match=r"shape \[7, 8, 3\], but the model takes \[8, 8, 3\]"):
+        pixels_of(models["rgb"], tmp_path / "m.npz")
+
+
+def test_pixels_have_the_models_type(models: dict[str, str], tmp_path: Path) -> None:
+    loaded = load_task(models["rgb"], in_form(tmp_path, "npz"), dtype="bfloat16", device="cpu")
+    batch = next(loaded.batches(2))
+    assert batch["pixel_values"].dtype == torch.bfloat16
+    loaded.model(**batch)
+
+
+def test_images_that_cannot_be_read_are_named(models: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    rows = [{"image": "broken.png", "label": 0}]
+    with pytest.raises(InputError, match=r"row 1: broken\.png: the image cannot be read"):
+        pixels_of(models["rgb"], write_jsonl(tmp_path / "a.jsonl", rows))
+    with pytest.raises(InputError, match=r"row 1: gone\.png: there is no file"):
+        pixels_of(models["rgb"], write_jsonl(tmp_path / "b.jsonl", [{"image": "gone.png", "label": 0}]))
+    with pytest.raises(InputError, match="row 1: 5: no image but int"):
+        pixels_of(models["rgb"], write_jsonl(tmp_path / "c.jsonl", [{"image": 5, "label": 0}]))

@@ -1,0 +1,260 @@
+"""Loading models, tokenizers and adapters, and refusing what would give meaningless numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from gradmerge.errors import InputError
+from gradmerge.tasks import TASKS, evaluate, load_model, load_task
+from gradmerge.tasks.tokens import positions_of
+from tests.tasks.making import (
+    VOCABULARY,
+    WORDS,
+    labelled,
+    tiny_bert_checkpoint,
+    tiny_gpt2_checkpoint,
+    tiny_llama_checkpoint,
+    tiny_t5_checkpoint,
+    tiny_vit_checkpoint,
+    word_tokenizer,
+    write_jsonl,
+)
+
+MAKERS: dict[str, Callable[..., Path]] = {
+    "classify": tiny_bert_checkpoint,
+    "causal-lm": tiny_gpt2_checkpoint,
+    "seq2seq": tiny_t5_checkpoint,
+    "image": tiny_vit_checkpoint,
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_task_is_told_from_the_architecture(tmp_path: Path, task: str) -> None:
+    model, info = load_model(str(MAKERS[task](tmp_path / "model")), device="cpu")
+    assert info.task == task
+    assert not model.training
+    assert info.missing_keys == []
+
+
+def test_nothing_is_printed_while_loading(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_warning()
+    logging.enable_progress_bar()
+    try:
+        load_model(str(tiny_bert_checkpoint(tmp_path / "model")))
+        capfd.readouterr()
+        load_model(str(tmp_path / "model"))
+        assert capfd.readouterr() == ("", "")
+        assert logging.is_progress_bar_enabled()
+    finally:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+
+def test_types_are_as_stored_or_as_asked_for(tmp_path: Path) -> None:
+    folder = tiny_bert_checkpoint(tmp_path / "model")
+    assert load_model(str(folder), dtype="bfloat16")[0].dtype == torch.bfloat16
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    model.half().save_pretrained(folder)
+    model, info = load_model(str(folder), device="cpu")
+    assert model.dtype == torch.float32
+    assert "float16" in info.notes[0]
+    model.bfloat16().save_pretrained(folder)
+    assert load_model(str(folder), device="cpu")[0].dtype == torch.bfloat16
+
+
+def test_attention_can_be_chosen(tmp_path: Path) -> None:
+    folder = str(tiny_bert_checkpoint(tmp_path / "model"))
+    model: Any = load_model(folder, attn="eager")[0]
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(InputError, match="cannot be loaded for task classify"):
+        load_model(folder, attn="nonsense")
+
+
+@pytest.mark.parametrize(
+    ("maker", "task", "reason"),
+    [
+        (tiny_gpt2_checkpoint, "classify", r"do not fit: GPT2ForSequenceClassification[\s\S]*score\.weight"),
+        (tiny_bert_checkpoint, "causal-lm", r"do not fit[\s\S]*cls\.predictions"),
+        (tiny_t5_checkpoint, "causal-lm", "cannot be loaded for task causal-lm"),
+        (tiny_gpt2_checkpoint, "seq2seq", "cannot be loaded for task seq2seq"),
+        (tiny_vit_checkpoint, "classify", "cannot be loaded for task classify"),
+        (tiny_bert_checkpoint, "clasify", "did you mean 'classify'"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_task_is_refused(tmp_path: Path, maker: Any, task: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        load_model(str(maker(tmp_path / "model")), task)
+
+
+def test_a_missing_pooler_below_a_classifier_is_refused_too(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = tiny_bert_checkpoint(tmp_path / "model") / "model.safetensors"
+    state = {name: tensor for name, tensor in load_file(path).items() if "pooler" not in name}
+    save_file(state, path, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"bert\.pooler\.dense"):
+        load_model(str(tmp_path / "model"))
+
+
+def test_weights_of_other_shapes_are_shown_with_them(tmp_path: Path) -> None:
+    path = tiny_bert_checkpoint(tmp_path / "model", labels=3) / "config.json"
+    config = json.loads(path.read_text()) | {"id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"classifier.weight: \[3, 16\] in the checkpoint, \[2, 16\] in the model"):
+        load_model(str(tmp_path / "model"))
+
+
+def test_places_without_a_model_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_bert_checkpoint(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    for reference, reason in {
+        str(tmp_path / "nothing"): "no such folder",
+        str(tmp_path / "empty"): "no config.json",
+        str(folder / "model.safetensors"): "give the folder",
+    }.items():
+        with pytest.raises(InputError, match=reason):
+            load_model(reference)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"no model\.safetensors"):
+        load_model(str(folder))
+    (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    with pytest.raises(InputError, match=str(folder)):
+        load_model(str(folder))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"config\.json cannot be used"):
+        load_model(str(folder))
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
+    with pytest.raises(InputError, match=r"BertForMaskedLM\). Give --task"):
+        load_model(str(folder))
+
+    def offline(*_: Any, **__: Any) -> str:
+        raise OSError("no connection")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(InputError, match=r"org/name@v1: .*the Hub did not give a model of that name: no connection"):
+        load_model("org/name@v1")
+
+
+def test_a_hub_model_is_loaded_from_where_it_was_fetched_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_bert_checkpoint(tmp_path / "cache")
+    asked: list[Any] = []
+
+    def fetch(repo: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((repo, revision, "model*.safetensors" in allow_patterns, "*.bin" in allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert load_model("org/name@v1")[1].folder == folder
+    assert asked == [("org/name", "v1", True, False)]
+
+
+def test_devices_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    for device in ("nonsense", "meta", "cuda:99"):
+        with pytest.raises(InputError, match=f"--device {device}"):
+            load_model(str(tmp_path), device=device)
+    with pytest.raises(InputError, match="--dtype int8"):
+        load_model(str(tmp_path), dtype="int8")
+
+
+def test_a_tokenizer_that_is_missing_or_of_another_model_is_named(tmp_path: Path) -> None:
+    folder = tiny_llama_checkpoint(tmp_path / "model")
+    data = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "a good film !"}]))
+    apart = tmp_path / "tokenizer"
+    apart.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).rename(apart / name)
+    with pytest.raises(InputError, match=rf"no tokenizer in {folder}.*--tokenizer PATH"):
+        load_task(str(folder), data)
+    assert load_task(str(folder), data, tokenizer=str(apart)).examples == 1
+    small = tiny_llama_checkpoint(tmp_path / "small", vocab_size=VOCABULARY - 1)
+    loaded = load_task(str(small), data, tokenizer=str(apart))
+    with pytest.raises(InputError, match=rf"row 1: the tokenizer gives token {VOCABULARY - 1}.*another model"):
+        list(loaded.batches(1))
+    (apart / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match=rf"the tokenizer in {apart} cannot be loaded"):
+        load_task(str(folder), data, tokenizer=str(apart))
+
+
+def test_lengths_stay_within_the_models_positions(tmp_path: Path) -> None:
+    folder = str(tiny_bert_checkpoint(tmp_path / "model"))
+    data = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "a " * 100, "label": 0}]))
+    loaded = load_task(folder, data)
+    assert next(loaded.batches(1))["input_ids"].shape == (1, 40)
+    assert loaded.notes == ["1 of 1 rows are longer than 40 tokens and were cut (--max-length)"]
+    with pytest.raises(InputError, match="--max-length 41: the model has positions for 40 tokens only"):
+        load_task(folder, data, max_length=41)
+    config = RobertaConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+                           intermediate_size=8, max_position_embeddings=34)  # fmt: skip
+    assert positions_of(RobertaForSequenceClassification(config)) == 32
+
+
+def test_a_decoder_that_classifies_gives_the_same_in_batches(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=1, n_head=2, num_labels=3)
+    model = GPT2ForSequenceClassification(config).eval()
+    model.score.weight.data.normal_()
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer(pad=False).save_pretrained(tmp_path / "model")
+    rows = labelled(7, 3)
+    data = str(write_jsonl(tmp_path / "a.jsonl", rows))
+    loaded = load_task(str(tmp_path / "model"), data, dtype="float64", device="cpu")
+    with torch.no_grad():
+        logits = [
+            model.double()(input_ids=torch.tensor([[4 + WORDS.index(w) for w in row["text"].split()]])).logits
+            for row in rows
+        ]
+    want = torch.nn.functional.cross_entropy(torch.cat(logits), torch.tensor([row["label"] for row in rows])).item()
+    for size in (1, 3, 7):
+        assert evaluate(loaded, size)["loss_per_example"] == pytest.approx(want, rel=1e-9)
+
+
+def test_padding_is_the_models_own_where_it_has_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = RobertaConfig(vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+                           intermediate_size=8, max_position_embeddings=34, pad_token_id=2)  # fmt: skip
+    model = RobertaForSequenceClassification(config)
+    model.roberta.embeddings.position_embeddings.weight.data.normal_()
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    loaded = load_task(str(tmp_path / "model"), str(write_jsonl(tmp_path / "a.jsonl", labelled(6))), dtype="float64")
+    losses = [evaluate(loaded, size)["loss_per_example"] for size in (1, 6)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_an_adapter_is_merged_into_its_base_and_brings_its_head(tmp_path: Path, classes: int) -> None:
+    base = tiny_bert_checkpoint(tmp_path / "base", labels=2)
+    torch.manual_seed(1)
+    inner = AutoModelForSequenceClassification.from_pretrained(base, num_labels=classes, ignore_mismatched_sizes=True)
+    tuned = get_peft_model(inner, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+    for name, parameter in tuned.named_parameters():
+        if "lora" in name or "modules_to_save" in name:
+            parameter.data.normal_()
+    tuned.save_pretrained(tmp_path / "adapter")
+    model, info = load_model(str(tmp_path / "adapter"), device="cpu")
+    inputs = {"input_ids": torch.tensor([[2, 7, 9, 3]])}
+    with torch.no_grad():
+        assert torch.allclose(model(**inputs).logits, tuned.eval()(**inputs).logits, atol=1e-6)
+    assert info.task == "classify"
+    data = str(write_jsonl(tmp_path / "a.jsonl", labelled(4, classes)))
+    assert load_task(str(tmp_path / "adapter"), data).examples == 4  # with the tokenizer of the base
+    shutil.move(base, tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="the adapter's base cannot be opened"):
+        load_model(str(tmp_path / "adapter"))

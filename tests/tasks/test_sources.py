@@ -1,0 +1,216 @@
+"""Every form of data gives the same rows, and says what is wrong when it cannot."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from gradmerge.errors import InputError
+from gradmerge.tasks.sources import read_rows
+
+ROWS = [
+    {"text": "a good film, they said", "label": "1"},
+    {"text": 'two lines\nand a "quote"', "label": "0"},
+    {"text": "ein schöner Film", "label": "1"},
+]
+
+
+def in_form(folder: Path, form: str, rows: Sequence[Mapping[str, Any]] = ROWS) -> Path:
+    """The rows in a file of a form such as `csv.gz`."""
+    kind = form.removesuffix(".gz")
+    if kind == "jsonl":
+        raw = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    elif kind == "csv":
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        raw = text.getvalue().encode()
+    else:
+        buffer = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), buffer)
+        raw = buffer.getvalue()
+    path = folder / f"data.{form}"
+    path.write_bytes(gzip.compress(raw) if form.endswith(".gz") else raw)
+    return path
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "csv", "csv.gz", "parquet", "parquet.gz"])
+def test_every_file_format_gives_the_same_rows(tmp_path: Path, form: str) -> None:
+    path = in_form(tmp_path, form)
+    rows = read_rows(str(path))
+    assert list(rows.rows) == ROWS
+    assert rows.columns == ("text", "label")
+    assert list(read_rows(str(path), limit=2).rows) == ROWS[:2]
+
+
+def test_lines_of_a_text_file_are_rows_and_empty_ones_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\n\n   \ntwo\nthree".encode())
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\n\ntwo\nthree\n"))
+    for name in ("a.txt", "a.txt.gz"):
+        assert list(read_rows(str(tmp_path / name)).rows) == [{"text": t} for t in ("one", "two", "three")]
+
+
+def test_a_hub_data_set_gives_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> Any:
+        asked.append((name, config, split, streaming))
+        data = datasets.Dataset.from_list(ROWS)
+        return data.to_iterable_dataset() if streaming else data
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert list(read_rows("org/name:test").rows) == ROWS
+    assert list(read_rows("org/name/sub:train", limit=2).rows) == ROWS[:2]
+    assert list(read_rows("org/name", split="dev").rows) == ROWS
+    assert asked == [
+        ("org/name", None, "test", False),
+        ("org/name", "sub", "train", True),
+        ("org/name", None, "dev", False),
+    ]
+
+
+def test_names_of_hub_classes_are_known_and_images_stay_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    data = datasets.Dataset.from_dict({"image": [Image.new("RGB", (2, 2))], "label": [1]}, features=features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: data)
+    rows = read_rows("org/name:test")
+    assert rows.class_names == {"label": ["cat", "dog"]}
+    assert isinstance(rows.cell(0, "image")["bytes"], bytes)
+    assert list(rows.column("label")) == [1]
+
+
+def test_without_the_library_a_hub_data_set_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"pip install 'gradmerge\[hub\]'"):
+        read_rows("org/name:test")
+
+
+def test_a_hub_data_set_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("Couldn't reach the Hub\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(InputError, match=r"org/name:test: .*Couldn't reach the Hub$"):
+        read_rows("org/name:test")
+    with pytest.raises(InputError, match="name the split: org/name:test"):
+        read_rows("org/name")
+
+
+def test_a_limit_stops_reading_before_what_is_broken_further_on(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b"}\nnot json\n')
+    assert len(read_rows(str(path), limit=2)) == 2
+    with pytest.raises(InputError, match=r"data.jsonl: line 3 is no JSON"):
+        read_rows(str(path))
+
+
+def test_arrays_are_rows_with_splits(tmp_path: Path) -> None:
+    x, y = np.arange(4 * 6, dtype=np.uint8).reshape(4, 2, 3), np.array([[0], [1], [2], [1]])
+    np.savez(tmp_path / "one.npz", x=x, y=y)
+    np.savez(tmp_path / "two.npz", X_train=x[:3], y_train=y[:3], x_test=x[3:], y_test=y[3:])
+    rows = read_rows(str(tmp_path / "one.npz"), limit=3)
+    assert [r["label"] for r in rows.rows] == [0, 1, 2]
+    assert np.array_equal(rows.cell(2, "image"), x[2])
+    assert len(read_rows(f"{tmp_path}/two.npz:train")) == 3
+    assert len(read_rows(f"{tmp_path}/two.npz", split="test")) == 1
+    with pytest.raises(InputError, match=r"write .*two.npz:test \(or train\)"):
+        read_rows(f"{tmp_path}/two.npz")
+    with pytest.raises(InputError, match="no arrays x_dev and y_dev"):
+        read_rows(f"{tmp_path}/two.npz:dev")
+
+
+def test_arrays_that_are_pickles_are_not_opened(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.array([{"a": 1}], dtype=object), y=np.zeros(1))
+    with pytest.raises(InputError, match=r"a\.npz: the arrays cannot be read: .*pickle"):
+        read_rows(str(tmp_path / "a.npz"))
+
+
+def images_by_class(folder: Path, classes: Sequence[str], count: int = 2) -> Path:
+    for number, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        for n in range(count):
+            Image.new("RGB", (4, 4), (40 * number, 10 * n, 0)).save(folder / name / f"{n}.png")
+    return folder
+
+
+def test_a_folder_of_images_gives_a_row_for_each_image(tmp_path: Path) -> None:
+    folder = images_by_class(tmp_path / "photos", ["dog", "cat"])
+    (folder / "cat" / "notes.txt").write_text("no image")
+    rows = read_rows(str(folder))
+    assert rows.class_names == {"label": ["cat", "dog"]}
+    assert [r["label"] for r in rows.rows] == [0, 0, 1, 1]
+    assert [Path(r["image"]).parent.name for r in rows.rows] == ["cat", "cat", "dog", "dog"]
+    assert [r["label"] for r in read_rows(str(folder), limit=2).rows] == [0, 1]
+
+
+def test_a_folder_of_images_may_have_splits(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        images_by_class(tmp_path / "photos" / split, ["a", "b"], 1 if split == "test" else 3)
+    assert len(read_rows(f"{tmp_path}/photos:test")) == 2
+    assert len(read_rows(f"{tmp_path}/photos", split="train")) == 6
+    with pytest.raises(InputError, match=r"name the split: .*photos:test"):
+        read_rows(f"{tmp_path}/photos")
+    with pytest.raises(InputError, match="no split 'dev', only\n  test\n  train"):
+        read_rows(f"{tmp_path}/photos:dev")
+
+
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "a.jsonl": (b'{"text": "a"}\n{"text": \n', "line 2 is no JSON"),
+    "list.jsonl": (b"[1, 2]\n", "line 1 is no JSON object"),
+    "latin.jsonl": (b'{"text": "\xe9"}\n', "line 1 is no JSON"),
+    "empty.jsonl": (b"\n\n", "no rows"),
+    "fewer.csv": (b"text,label\na,1\nb\n", "line 3 has fewer fields"),
+    "more.csv": (b"text,label\na,1,2\n", "line 2 has more fields"),
+    "latin.csv": (b"text,label\na\xe9,1\n", "cannot be read"),
+    "quote.csv": (b'text,label\n"a"b,1\n', "line 2 cannot be read"),
+    "twice.csv": (b"text,text\na,1\n", "two columns are called 'text'"),
+    "header.csv": (b"text,label\n", "no rows"),
+    "bytes.txt": (b"one\n\xff\xfe\n", "line 2 is no UTF-8"),
+    "a.parquet": (b"PAR1 nothing PAR1", "the parquet file cannot be read"),
+    "a.parquet.gz": (b"no gzip", "cannot be unpacked"),
+    "a.jsonl.gz": (b"no gzip", "cannot be unpacked"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 100)[:-12], "cannot be unpacked"),
+    "a.npz": (b"no archive", "the arrays cannot be read"),
+    "a.xlsx": (b"", "data of this kind is not known. Data is .jsonl, .csv"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path, name: str) -> None:
+    raw, reason = BROKEN[name]
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(InputError) as caught:
+        read_rows(str(tmp_path / name))
+    assert name in str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_other_wrong_sources_are_explained(tmp_path: Path) -> None:
+    path = in_form(tmp_path, "jsonl")
+    for source, reason in {
+        f"{tmp_path}/nothing.jsonl": "no such file or folder",
+        "data/nothing.jsonl:train": "no such file or folder",
+        f"{path}:train": "a .jsonl file has no splits",
+        str(tmp_path): "no images",
+    }.items():
+        with pytest.raises(InputError, match=reason):
+            read_rows(source)
+    with pytest.raises(InputError, match="--limit 0"):
+        read_rows(str(path), limit=0)
+    np.savez(tmp_path / "odd.npz", x=np.zeros((3, 4)), y=np.zeros(3))
+    with pytest.raises(InputError, match=r"x of shape \[3, 4\]"):
+        read_rows(str(tmp_path / "odd.npz"))
