@@ -27,6 +27,31 @@ def test_a_line_that_was_cut_short_is_forgotten_and_does_no_harm(tmp_path: Path)
     assert sorted(finished.units) == [3, 5]
 
 
+def test_units_made_with_a_guess_count_until_the_statistics_turn_out_to_be_others(tmp_path: Path) -> None:
+    guess, right = ({"thresholds": {"": [value]}, "geometry": {}} for value in (0.1, 0.2))
+    journal = Journal(tmp_path, "one")
+    journal.open(fresh=True)
+    journal.guess(guess)
+    journal.unit(0, [1])
+    finished = Journal(tmp_path, "one").load()
+    assert finished is not None and finished.statistics is None
+    assert finished.guess == guess and finished.units == {0: [1]}
+
+    journal.statistics(guess)
+    finished = Journal(tmp_path, "one").load()
+    assert finished is not None and finished.statistics == guess and finished.units == {0: [1]}
+
+    journal.close()
+    journal.open(fresh=True)
+    journal.guess(guess)
+    journal.unit(0, [1])
+    journal.statistics(right)
+    journal.unit(2, [3])
+    journal.close()
+    finished = Journal(tmp_path, "one").load()
+    assert finished is not None and finished.statistics == right and finished.units == {2: [3]}
+
+
 def test_a_journal_of_another_merge_is_not_believed(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "one")
     assert not journal.belongs_to_another_merge()

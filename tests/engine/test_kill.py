@@ -206,15 +206,13 @@ def test_a_merge_killed_again_and_again_ends_with_the_same_bytes(
     driver: Driver, models: tuple[dict[str, Any], Path], whole: tuple[dict[str, bytes], float], tmp_path: Path
 ) -> None:
     recipe, _ = models
-    want, seconds = whole
+    want, _ = whole
     out = tmp_path / "again" / "out"
-    finished: list[int] = []
-    for _ in range(6):
-        driver.merge(recipe, out, resume=True, delay=seconds * 0.6)
-        if phase_of(out) == "merging":
-            finished.append((partial(out) / NAME).read_bytes().count(b"\n"))
-    assert finished, "no kill came while it was merging"
-    assert finished == sorted(finished), "a resumed merge lost what an earlier one had done"
+    for units in (100, 300, 500, 700):
+        assert driver.merge(recipe, out, resume=True, units=units)["killed"]
+        assert phase_of(out) == "merging"
+        lines = (partial(out) / NAME).read_bytes().count(b"\n")
+        assert lines >= units, "a resumed merge lost what an earlier one had done"
     driver.finish(recipe, out, resume=True)
     assert weight_bytes(out) == want
 

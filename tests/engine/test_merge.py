@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
+from gradmerge.engine import statistics
 from gradmerge.engine.randomness import keep_mask
+from gradmerge.engine.selection import Guess
 
 from ..making import (
     SHAPES,
@@ -500,10 +502,100 @@ def test_an_empty_tensor_and_a_scalar_survive(tmp_path: Path) -> None:
     assert torch.allclose(read_model(tmp_path / "average")["scalar"], want)
 
 
+class Stopped(BaseException):
+    """What ends a merge as a kill would: between two blocks, and with no chance to put things right."""
+
+
+class StopAfter:
+    """Ends a merge when it has begun ``begins`` stages and read some more bytes."""
+
+    def __init__(self, begins: int, nbytes: int) -> None:
+        self.begins, self.nbytes = begins, nbytes
+
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        self.begins -= 1
+
+    def advance(self, nbytes: int) -> None:
+        if self.begins <= 0:
+            self.nbytes -= nbytes
+            if self.nbytes < 0:
+                raise Stopped
+
+
+@pytest.fixture
+def guessed(tmp_path: Path, monkeypatch) -> Any:
+    """A recipe whose thresholds are guessed from a sample, and a function that spoils the guess by a factor."""
+    monkeypatch.setattr(statistics, "SAMPLE_FROM", 1000)
+    monkeypatch.setattr(statistics, "SAMPLE_RUN", 64)
+    shapes = {f"layer.{i}.weight": (20, 30) for i in range(5)}
+    base = {name: value.round() for name, value in random_state(0, shapes, scale=9.0).items()}
+    states = [base, *({n: v + random_state(s, shapes)[n].round() for n, v in base.items()} for s in (1, 2))]
+    folders = [
+        write_model(tmp_path / f"m{i}", {n: v.bfloat16() for n, v in state.items()}) for i, state in enumerate(states)
+    ]
+    recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]],
+              "options": {"density": 0.3}, "output": {"dtype": "float32"}}  # fmt: skip
+
+    def spoil(factor: float) -> None:
+        guess = statistics._guess
+        monkeypatch.setattr(
+            statistics, "_guess", lambda runs, density: Guess(guess(runs, density).value * factor, exact=True)
+        )
+
+    return recipe, [read_model(folder) for folder in folders], spoil
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, 1), (0.5, 3), (2.0, 3)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_merge_that_began_with_a_guess_is_exact_whether_it_was_right_or_wrong(
+    guessed: Any, tmp_path: Path, factor: float, passes: int, threads: int
+) -> None:
+    recipe, states, spoil = guessed
+    spoil(factor)
+    result = gm.merge(recipe, tmp_path / "out", threads=threads, block=77)
+    base, *tuned = ([float(v) for t in state.values() for v in t.flatten()] for state in states)
+    want = slow.ties(base, tuned, [1.0, 1.0], 0.3)
+    got = [float(v) for name in states[0] for v in read_model(tmp_path / "out")[name].flatten()]
+    assert got == pytest.approx(want, rel=1e-6)
+    # A wrong guess takes the merge, a search and the merge again.
+    assert result.bytes_read == passes * 3 * 2 * len(base)
+
+
+@pytest.mark.parametrize(
+    ("factor", "begins", "nbytes"),
+    [(1.0, 1, 3000), (1.0, 1, 15000), (0.5, 1, 3000), (0.5, 1, 15000), (0.5, 2, 3000), (0.5, 3, 3000)],
+)
+def test_a_merge_that_began_with_a_guess_resumes_to_the_same_bytes(
+    guessed: Any, tmp_path: Path, factor: float, begins: int, nbytes: int
+) -> None:
+    """Stopped in the merge with the guess, and after a wrong one in the search and in the second merge."""
+    recipe, _, spoil = guessed
+    gm.merge(recipe, tmp_path / "one", block=77)
+    spoil(factor)
+    with pytest.raises(Stopped):
+        gm.merge(recipe, tmp_path / "two", block=77, progress=StopAfter(begins, nbytes))
+    assert not (tmp_path / "two").exists()
+    gm.merge(recipe, tmp_path / "two", block=77, resume=True)
+    assert weight_bytes(tmp_path / "one")["model.safetensors"] == weight_bytes(tmp_path / "two")["model.safetensors"]
+
+
+def test_an_error_that_only_a_wrong_guess_would_cause_is_none(tmp_path: Path, monkeypatch) -> None:
+    """Without the small entry of the second model the average is too large for float16."""
+    monkeypatch.setattr(statistics, "SAMPLE_FROM", 1)
+    values = [[10000.0, 0, 0, 0], [65000.0, 2, 1, 0], [10008.0, 4, 0, 0]]
+    folders = [
+        write_model(tmp_path / f"m{i}", {"w": torch.tensor(v, dtype=torch.float32)}) for i, v in enumerate(values)
+    ]
+    recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]],
+              "options": {"density": 0.5, "scale": 1.2}, "output": {"dtype": "float16"}}  # fmt: skip
+    monkeypatch.setattr(statistics, "_guess", lambda runs, density: Guess(16.0, exact=True))
+    gm.merge(recipe, tmp_path / "out")
+    want = [10000 + 1.2 * (55000 + 8) / 2, 1.2 * (2 + 4) / 2, 0, 0]
+    assert read_model(tmp_path / "out")["w"].tolist() == pytest.approx(want, rel=1e-3)
+
+
 def test_a_large_model_finds_its_threshold_with_a_guess_and_without(tmp_path: Path, monkeypatch) -> None:
     """Above a size the threshold is guessed from a sample first; the result is the same."""
-    from gradmerge.engine import statistics
-
     shapes = {f"layer.{i}.weight": (200, 300) for i in range(5)}
     base = random_state(0, shapes, torch.bfloat16)
     states = [base, near(base, 1), near(base, 2)]

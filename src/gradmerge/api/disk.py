@@ -19,8 +19,8 @@ from torch import Tensor
 from .._version import __version__
 from ..checkpoints.sidecars import copy_sidecars, sidecars
 from ..curvature.files import STEM, metadata
-from ..engine import BLOCK, Inputs, Plan, Statistics, Unit, measure, run
-from ..engine.journal import Journal
+from ..engine import BLOCK, Inputs, Plan, Statistics, Unit, Watch, begin_search, measure, run
+from ..engine.journal import Finished, Journal
 from ..engine.memory import keep_freed_memory
 from ..engine.opening import open_plan
 from ..engine.workers import one_thread_each
@@ -207,7 +207,9 @@ class _Output:
             likelihood = next((c.likelihood for c in plan.inputs.curvatures if c.likelihood), "empirical")
             header = metadata(plan.examples, likelihood, staging.out.name)
             self.precision = TensorWriter(staging.folder / STEM, STEM, plan.precision_tensors, shard_size, header)
-        self._digests: dict[int, list[int]] = {}
+        self._finished = Finished()
+        self._timings = {"statistics": 0.0, "merge": 0.0}
+        self._bytes_read = 0
 
     def __enter__(self) -> _Output:
         return self
@@ -229,14 +231,68 @@ class _Output:
             self.precision.close()
 
     def merge(self, threads: int, device: str, allow_nonfinite: bool, progress: Progress) -> MergeResult:
+        """Run the plan. Where a sample tells the statistics, the merge begins with that guess and checks it as it goes."""
         plan = self.plan
         keep_freed_memory()
+        self._finished = finished = self._open()
+        resumed = len(finished.units)
+
+        def merge_rest(statistics: dict[str, Any], watch: Watch | None = None) -> None:
+            units = list(plan.units())
+            left = [unit for unit in units if unit.number not in finished.units]
+            if not left:
+                return
+            total = plan.total_read
+            done = total * (len(units) - len(left)) // len(units)
+            progress.begin("merging", total, done)
+            self._bytes_read += total - done
+            with self._timed("merge"):
+                run(
+                    plan,
+                    Statistics.from_json(statistics),
+                    self,
+                    units=left,
+                    threads=threads,
+                    device=device,
+                    allow_nonfinite=allow_nonfinite,
+                    precision_factor=float(plan.examples) if self.recipe.reduction == "mean" else 1.0,
+                    advance=progress.advance,
+                    watch=watch,
+                )
+
+        search = None
+        if finished.statistics is None and finished.guess is None:
+            with self._timed("statistics"), one_thread_each():
+                search = begin_search(plan)
+        if search is not None and search.guess is not None:
+            finished.guess = Statistics({"": search.guess}).to_json()
+            self.journal.guess(finished.guess)
+            try:
+                merge_rest(finished.guess, search.count)
+                search.end_pass()
+            except InputError:  # which a wrong guess may have caused, and the right statistics would not
+                search = None
+        if finished.statistics is None:
+            if plan.statistics_read and (search is None or search.thresholds is None):
+                progress.begin("measuring", plan.statistics_read)
+                self._bytes_read += plan.statistics_read
+            with self._timed("statistics"), one_thread_each():
+                statistics = measure(plan, threads, progress.advance, search).to_json()
+            finished.know(statistics)
+            resumed = min(resumed, len(finished.units))
+            self.journal.statistics(statistics)
+        assert finished.statistics is not None
+        merge_rest(finished.statistics)
+        return self._finish(resumed)
+
+    def _open(self) -> Finished:
+        """Open the files and the journal, and say what an earlier run has finished."""
         finished = self.journal.load() if self.resume else None
         if finished is not None:
             self._working = True
         elif self.resume:
             self.staging.clear()
-        small = sum(path.stat().st_size for path in sidecars(plan.inputs.template))
+        small = sum(path.stat().st_size for path in sidecars(self.plan.inputs.template))
         self.staging.require_space(
             self.writer.nbytes + (self.precision.nbytes if self.precision else 0) + small + 1_000_000
         )
@@ -248,38 +304,13 @@ class _Output:
             finished = None
         self.journal.open(fresh=finished is None)
         self._working = True
+        return finished or Finished()
 
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
         begun = time.perf_counter()
-        if finished is not None and finished.statistics is not None:
-            statistics = Statistics.from_json(finished.statistics)
-        else:
-            if plan.statistics_read:
-                progress.begin("measuring", plan.statistics_read)
-            with one_thread_each():
-                statistics = measure(plan, threads, progress.advance)
-            self.journal.statistics(statistics.to_json())
-        measured = time.perf_counter()
-
-        self._digests = finished.units if finished else {}
-        units = list(plan.units())
-        left = [unit for unit in units if unit.number not in self._digests]
-        done = len(units) - len(left)
-        total = plan.total_read
-        progress.begin("merging", total, done=total * done // max(1, len(units)))
-        factor = float(plan.examples) if self.recipe.reduction == "mean" else 1.0
-        run(
-            plan,
-            statistics,
-            self,
-            units=left,
-            threads=threads,
-            device=device,
-            allow_nonfinite=allow_nonfinite,
-            precision_factor=factor,
-            advance=progress.advance,
-        )
-        merged = time.perf_counter()
-        return self._finish({"statistics": measured - begun, "merge": merged - measured}, done)
+        yield
+        self._timings[what] += time.perf_counter() - begun
 
     # What `run` calls, from several threads at once.
 
@@ -293,9 +324,9 @@ class _Output:
     def done(self, unit: Unit, digests: dict[int, int]) -> None:
         record = [digests.get(id(source), -1) for source in self._sources]
         self.journal.unit(unit.number, record)
-        self._digests[unit.number] = record
+        self._finished.units[unit.number] = record
 
-    def _finish(self, timings: dict[str, float], resumed: int) -> MergeResult:
+    def _finish(self, resumed: int) -> MergeResult:
         plan, folder = self.plan, self.staging.folder
         self.writer.finish()
         if self.precision is not None:
@@ -306,7 +337,7 @@ class _Output:
             self.staging.out,
             len(plan.merged),
             len(plan.jobs) - len(plan.merged),
-            plan.total_read + plan.statistics_read,
+            self._bytes_read,
             plan.total_written,
             seconds,
             plan.notes,
@@ -316,8 +347,8 @@ class _Output:
             plan,
             self.fingerprint,
             self.writer.filenames,
-            self._digests,
-            timings | {"total": seconds},
+            self._finished.units,
+            self._timings | {"total": seconds},
             resumed,
         )
         (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", "utf-8")

@@ -20,11 +20,21 @@ class Finished:
     """What a journal says: the statistics, and the digests of each finished unit's inputs and output."""
 
     statistics: dict[str, Any] | None = None
+    guess: dict[str, Any] | None = None
+    """What the units were made with before the statistics were known."""
     units: dict[int, list[int]] = field(default_factory=dict)
+
+    def know(self, statistics: dict[str, Any]) -> None:
+        """Take the statistics, and do not count what was made with a wrong guess of them."""
+        if self.guess is not None and self.guess != statistics:
+            self.units.clear()
+        self.statistics, self.guess = statistics, None
 
 
 class Journal:
     """An append-only file: a header line, a line of statistics, then a line for each finished unit.
+
+    A guess of the statistics may come first; then the line of statistics follows where they are known.
 
     A line is written after the unit's bytes are, so that a unit in the journal is a unit on disk. After a crash of the
     whole machine that need not hold, so the header names the boot; a journal of another boot is not believed.
@@ -47,8 +57,10 @@ class Journal:
                 finished = Finished()
                 for line in lines[1:]:
                     record = json.loads(line)
-                    if isinstance(record, dict):
-                        finished.statistics = record["statistics"]
+                    if isinstance(record, dict) and "guess" in record:
+                        finished.guess = record["guess"]
+                    elif isinstance(record, dict):
+                        finished.know(record["statistics"])
                     else:
                         finished.units[record[0]] = record[1:]
                 return finished
@@ -71,6 +83,9 @@ class Journal:
             raise MachineError(f"{self.path}: {error.strerror}") from error
         if fresh:
             self._append(self._header)
+
+    def guess(self, value: dict[str, Any]) -> None:
+        self._append({"guess": value})
 
     def statistics(self, value: dict[str, Any]) -> None:
         self._append({"statistics": value})

@@ -18,6 +18,9 @@ from .reading import all_finite, is_transposed, not_finite, read_block, read_mat
 from .statistics import Advance, Statistics
 from .workers import one_thread_each, run_parallel
 
+Watch = Callable[[Tensor, list[Tensor]], None]
+"""Is shown every block of the base and of the tuned models, from several threads at once."""
+
 
 class Sink(Protocol):
     """Where blocks of the result go."""
@@ -38,14 +41,16 @@ def run(
     allow_nonfinite: bool = False,
     precision_factor: float = 1.0,
     advance: Advance = lambda nbytes: None,
+    watch: Watch | None = None,
 ) -> None:
-    """Merge every unit of the plan (or those given) and hand the blocks to the sink.
+    """Merge every unit of the plan (or those given) and hand the blocks to the sink. ``watch`` sees what is merged.
 
     The result of a unit depends on the plan alone, so that neither the number of threads nor the order matters.
     """
     keep_freed_memory()
     place = torch.device(device)
     following = _following(plan.jobs)
+    sizes = {job.name: plan.bytes_read(job) for job in plan.jobs}
     lock = threading.Lock()
 
     def worker() -> Callable[[Unit], None]:
@@ -63,16 +68,14 @@ def run(
                 if job.info.is_float and not allow_nonfinite and not all_finite(block):
                     raise not_finite(template.label, job.name)
                 sink.write(job.name, unit.start, block.to(torch_type(job.info)))  # an adapter's block may be wider
-                nbytes = block.nbytes
             else:
-                merged, precision = _merge(plan, unit, statistics, buffers, place, allow_nonfinite, digests)
+                merged, precision = _merge(plan, unit, statistics, buffers, place, allow_nonfinite, digests, watch)
                 sink.write(job.name, unit.start, merged)
                 if precision is not None:
                     sink.write_precision(job.name, unit.start, (precision * precision_factor).clamp_(min=0).float())
-                nbytes = plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel)
             sink.done(unit, digests)
             with lock:
-                advance(nbytes)
+                advance(sizes[job.name] * (unit.stop - unit.start) // max(1, job.info.numel))
 
         return work
 
@@ -101,6 +104,7 @@ def _merge(
     device: torch.device,
     allow_nonfinite: bool,
     digests: dict[int, int],
+    watch: Watch | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The merged block in the type that it is stored in, and H̄ of it if the plan writes that."""
     job = unit.job
@@ -109,6 +113,8 @@ def _merge(
         tensors = read_matrices(plan, job, buffers, digests)
     else:
         tensors = read_block(plan, job, unit.start, unit.stop, buffers, digests) | statistics.of(job.name)
+        if watch is not None:
+            watch(tensors["base"], tensors["tuned"])
     if not job.whole and device.type != "cpu":
         tensors = {name: _to(value, device) for name, value in tensors.items()}
     arguments = rule_arguments(job.rule, plan, tensors)

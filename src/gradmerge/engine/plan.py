@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def statistics_read(self) -> int:
-        """Bytes that are read beforehand, for thresholds or angles: one pass where values are sampled well, else two."""
+        """Bytes that are read for thresholds or angles alone: about one pass, or none where a sample tells the thresholds."""
         return sum(self.bytes_read(job) for job in self.merged) if self.needs & {"thresholds", "geometry"} else 0
 
     @property

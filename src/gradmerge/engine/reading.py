@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -91,5 +92,4 @@ def not_finite(label: str, name: str) -> InputError:
 
 def all_finite(values: Tensor) -> bool:
     """Whether no value is NaN or infinite. A sum is the fastest look: it is finite unless a value is not, or it overflows."""
-    total = values.sum()
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())
+    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())

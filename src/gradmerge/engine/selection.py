@@ -26,7 +26,7 @@ class Guess:
 
     value: float
     exact: bool
-    """Many values of the sample equal it, so that it is probably the very one."""
+    """Parts of the sample agree on it, so that it is probably the very one."""
 
 
 def magnitude_keys(values: Tensor) -> Tensor:
@@ -69,6 +69,7 @@ class Selection:
         self._start, self._stop = start, stop
         self._shift = max(0, (stop - start - 1).bit_length() - BIN_BITS) if shift is None else shift
         self._bins = -(-(stop - start) >> self._shift) or 1
+        self._first = key_value(start, self.dtype)
 
     def count(self, values: Tensor) -> np.ndarray:
         """How many values are below the window, in each of its bins, and above it. May overwrite the values."""
@@ -87,7 +88,7 @@ class Selection:
         """The same for a window of one key, by comparing with it."""
         # numpy's comparisons are several times as fast as PyTorch's.
         magnitudes = values.to(self.dtype).abs_().numpy()
-        value = key_value(self._start, self.dtype)
+        value = self._first
         # What is not at most the value is above it: so is NaN, as among the keys.
         below, at_most = np.count_nonzero(magnitudes < value), np.count_nonzero(magnitudes <= value)
         return np.array([below, at_most - below, len(magnitudes) - at_most])

@@ -23,8 +23,8 @@ CHUNK = 1 << 19
 #: Thresholds over more entries than this are first guessed from a sample of this many runs of this many entries.
 SAMPLE_FROM = 1 << 24
 SAMPLE_RUNS, SAMPLE_RUN = 512, 2048
-#: From this share on, a value of the sample is taken for the threshold itself.
-MANY = 0.005
+#: If so many parts of the sample have the same threshold, it is taken for that of the whole.
+SAMPLE_PARTS = 4
 
 Advance = Callable[[int], None]
 
@@ -51,20 +51,69 @@ class Statistics:
         return cls(value["thresholds"], {name: Geometry(*g) for name, g in value["geometry"].items()})
 
 
-def measure(plan: Plan, threads: int, advance: Advance) -> Statistics:
+class Search:
+    """The search for every tuned model's threshold: the k-th largest entry of |Δ| over some tensors.
+
+    It takes passes over all of the tensors. The first may be a merge with ``guess`` for thresholds: if that ends the search,
+    with the thresholds that were guessed, the merge is right.
+    """
+
+    def __init__(self, plan: Plan, jobs: list[Job]) -> None:
+        density, total = plan.inputs.options["density"], sum(job.info.numel for job in jobs)
+        k = max(1, math.floor(density * total))
+        dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
+        guesses: list[Guess | None] = [None] * len(plan.inputs.tuned)
+        if total > SAMPLE_FROM and dtype == torch.float32:
+            guesses = [*_guesses(plan, jobs, density)]
+        exact = [guess.value for guess in guesses if guess is not None and guess.exact]
+        self.guess = exact if len(exact) == len(guesses) else None
+        """Values that are probably the thresholds, if there are such values for all models."""
+        self._selections = [Selection(k, dtype, guess) for guess in guesses]
+        self._counts: list[Any] = [0] * len(guesses)
+        self._lock = threading.Lock()
+
+    def count(self, base: Tensor, tuned: list[Tensor]) -> None:
+        """Take a block into account; every block once in a pass, in any order and on any thread."""
+        for index, (selection, model) in enumerate(zip(self._selections, tuned, strict=True)):
+            if selection.value is None:
+                counts = selection.count(model - base)
+                with self._lock:
+                    self._counts[index] = self._counts[index] + counts
+
+    def end_pass(self) -> None:
+        for selection, counts in zip(self._selections, self._counts, strict=True):
+            if selection.value is None:
+                selection.narrow(counts)
+        self._counts = [0] * len(self._selections)
+
+    @property
+    def thresholds(self) -> list[float] | None:
+        """None until the last of them is found."""
+        values = [selection.value for selection in self._selections if selection.value is not None]
+        return values if len(values) == len(self._selections) else None
+
+
+def begin_search(plan: Plan) -> Search | None:
+    """The search for thresholds over the whole model, if the plan's rule needs those."""
+    if "thresholds" in plan.needs and plan.inputs.options["scope"] == "model":
+        return Search(plan, plan.merged)
+    return None
+
+
+def measure(plan: Plan, threads: int, advance: Advance, search: Search | None = None) -> Statistics:
     """Whatever the plan's rule needs to know beforehand; ``advance`` is told how many bytes have been read.
 
+    ``search`` is one for the thresholds of the whole model that has begun already.
     NaN and infinity pass through here, as the largest magnitudes; the merge itself finds and names them.
     """
     result = Statistics()
     if "thresholds" in plan.needs:
-        density = plan.inputs.options["density"]
         if plan.inputs.options["scope"] == "model":
-            result.thresholds[""] = _thresholds(plan, plan.merged, density, threads, advance)
+            result.thresholds[""] = _thresholds(plan, plan.merged, threads, advance, search)
         else:
 
             def one(job: Job) -> None:
-                result.thresholds[job.name] = _thresholds(plan, [job], density, 1, advance)
+                result.thresholds[job.name] = _thresholds(plan, [job], 1, advance)
 
             run_parallel(plan.merged, lambda: one, threads)
     if "geometry" in plan.needs:
@@ -83,45 +132,33 @@ def _chunks(jobs: list[Job]) -> Iterator[tuple[Job, int, int]]:
             yield job, start, min(start + CHUNK, job.info.numel)
 
 
-def _thresholds(plan: Plan, jobs: list[Job], density: float, threads: int, advance: Advance) -> list[float]:
+def _thresholds(
+    plan: Plan, jobs: list[Job], threads: int, advance: Advance, begun: Search | None = None
+) -> list[float]:
     """For every tuned model, the magnitude of the k-th largest entry of Δ over some tensors."""
-    total = sum(job.info.numel for job in jobs)
-    if total == 0:
+    if not any(job.info.numel for job in jobs):
         return [0.0] * len(plan.inputs.tuned)
-    k = max(1, math.floor(density * total))
-    dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
-    guesses: list[Guess | None] = [None] * len(plan.inputs.tuned)
-    if total > SAMPLE_FROM:
-        guesses = [*_guesses(plan, jobs, density)]
-    searches = [Selection(k, dtype, guess) for guess in guesses]
+    search = begun or Search(plan, jobs)
     first = True
-    lock = threading.Lock()
-    while any(search.value is None for search in searches):
-        totals: list[Any] = [0] * len(searches)
 
-        def worker(totals: list[Any] = totals, first: bool = first) -> Callable[[tuple[Job, int, int]], None]:
-            buffers = Buffers()
+    def worker() -> Callable[[tuple[Job, int, int]], None]:
+        buffers = Buffers()
 
-            def work(chunk: tuple[Job, int, int]) -> None:
-                job, start, stop = chunk
-                base, tuned = read_models(plan, job, start, stop, buffers)
-                assert base is not None
-                for index, (search, model) in enumerate(zip(searches, tuned, strict=True)):
-                    if search.value is None:
-                        counts = search.count(model - base)
-                        with lock:
-                            totals[index] = totals[index] + counts
-                if first:
-                    advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
+        def work(chunk: tuple[Job, int, int]) -> None:
+            job, start, stop = chunk
+            base, tuned = read_models(plan, job, start, stop, buffers)
+            assert base is not None
+            search.count(base, tuned)
+            if first:
+                advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
 
-            return work
+        return work
 
+    while search.thresholds is None:
         run_parallel(_chunks(jobs), worker, threads)
-        for search, total_counts in zip(searches, totals, strict=True):
-            if search.value is None:
-                search.narrow(total_counts)
+        search.end_pass()
         first = False
-    return [search.value for search in searches if search.value is not None]
+    return search.thresholds
 
 
 def _guesses(plan: Plan, jobs: list[Job], density: float) -> list[Guess]:
@@ -140,12 +177,17 @@ def _guesses(plan: Plan, jobs: list[Job], density: float) -> list[Guess]:
                 sample.append((model - base).abs().float())
             position += distance
         offset += job.info.numel
-    return [_guess(torch.cat(sample), density) for sample in samples]
+    return [_guess(runs, density) for runs in samples]
 
 
-def _guess(sample: Tensor, density: float) -> Guess:
-    value = sample.kthvalue(sample.numel() - max(1, math.floor(density * sample.numel())) + 1).values
-    return Guess(float(value), exact=float((sample == value).double().mean()) > MANY)
+def _guess(runs: list[Tensor], density: float) -> Guess:
+    def threshold(runs: list[Tensor]) -> float:
+        values = torch.cat(runs)
+        return float(values.kthvalue(len(values) - max(1, math.floor(density * len(values))) + 1).values)
+
+    parts = {threshold(runs[first::SAMPLE_PARTS]) for first in range(SAMPLE_PARTS)}
+    value = threshold(runs)
+    return Guess(value, exact=parts == {value})
 
 
 def _geometry(plan: Plan, job: Job) -> Geometry:

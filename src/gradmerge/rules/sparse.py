@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -18,12 +19,18 @@ Scope = Annotated[
 
 
 def trim(delta: Tensor, threshold: float) -> Tensor:
-    """Δ where |Δ| ≥ threshold, and 0 elsewhere."""
+    """Δ where |Δ| ≥ threshold, and 0 elsewhere. Overwrites Δ."""
     if threshold == 0:
         return delta
-    limit = torch.tensor(threshold, dtype=delta.dtype)
     # hardshrink keeps what is above its limit, so the limit is the number just below the threshold.
-    return torch.nn.functional.hardshrink(delta, float(limit.nextafter(torch.zeros_like(limit))))
+    return torch.hardshrink(delta, _just_below(threshold, delta.dtype), out=delta)
+
+
+@functools.lru_cache
+def _just_below(value: float, dtype: torch.dtype) -> float:
+    """The next number of a type towards 0."""
+    number = torch.tensor(value, dtype=dtype)
+    return float(number.nextafter(torch.zeros_like(number)))
 
 
 def _weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -48,9 +55,11 @@ def elect_and_average(deltas: Sequence[Tensor], weights: Sequence[float], base: 
     for delta in deltas:
         delta.mul_(elected).relu_()  # |τ| where the signs agree, and 0 elsewhere
     average = _weighted_sum(deltas, weights)
-    for delta in deltas:
+    for delta, weight in zip(deltas, weights, strict=True):
         delta.sign_()
-    count = _weighted_sum(deltas, weights)
+        if weight != 1:
+            delta.mul_(weight)
+    count = functools.reduce(Tensor.add_, deltas)
     smallest = min(weights)
     if smallest > 0:  # then the count is 0 or at least that, and the sum is 0 where it is 0
         average.div_(count.clamp_(min=smallest))
@@ -58,7 +67,7 @@ def elect_and_average(deltas: Sequence[Tensor], weights: Sequence[float], base: 
         average.div_(count).masked_fill_(count == 0, 0.0)
     if scale != 1:
         average *= scale
-    return torch.addcmul(base, average, elected)  # times ±1 or 0: rounded once, fused or not
+    return torch.addcmul(base, average, elected, out=average)  # times ±1 or 0: rounded once, fused or not
 
 
 @rule(
