@@ -8,9 +8,10 @@ a parameter that none fits is measured the slow way, one example at a time, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from .kernels import (
     outer_at_rows,
     unique_rows,
 )
-from .layers import RepeatedWay, Way, ways_for
+from .layers import RepeatedWay, Slot, Unsuited, Way, ways_for
 
 Objectives = Callable[[Any, int], list[Callable[[], Tensor]]]
 """(batch, index of its first example) → one function for each backward pass, which gives Σ_i of something of example i."""
@@ -37,6 +38,8 @@ Objectives = Callable[[Any, int], list[Callable[[], Tensor]]]
 #: How much a way may differ from autograd in the trial, relative to the sum of a parameter's squares: rounding, but no more.
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 2e-2}
 _ROUNDING_16_BIT = 0.5
+#: Entries of examples' gradients up to which a parameter waits for others, to be added together with them.
+_SMALL = 1 << 20
 
 
 @dataclass
@@ -44,14 +47,14 @@ class _Done:
     """How far a batch is: whole backward passes, and in the next one the parameters whose squares are already added."""
 
     passes: int = 0
-    parameters: set[nn.Parameter] = field(default_factory=set)
-    heads: set[nn.Parameter] = field(default_factory=set)
+    slots: set[Slot] = field(default_factory=set)
+    heads: set[Slot] = field(default_factory=set)
     """Tied heads whose own squares are added, but not yet the table's."""
 
     def __or__(self, later: _Done) -> _Done:
         if later.passes > self.passes:
             return later
-        return _Done(self.passes, self.parameters | later.parameters, self.heads | later.heads)
+        return _Done(self.passes, self.slots | later.slots, self.heads | later.heads)
 
 
 class Collector:
@@ -65,22 +68,24 @@ class Collector:
         outputs: Callable[[Any], Tensor],
     ) -> None:
         self.examples = 0
-        self.slow: set[nn.Parameter] = set()
-        """Parameters that no way fits."""
+        self.tokens: set[int] = set()
+        self.rows: dict[Any, set[int]] = {}
+        self.changed: Way | None = None
+        self.recomputes = any(
+            getattr(m, "gradient_checkpointing", False) is True and m.training for m in model.modules()
+        )
         self.anchor = torch.zeros((), device=next(iter(totals)).device, requires_grad=True)
-        self._totals, self._objectives, self._outputs = totals, objectives, outputs
+        self.slots = {parameter: Slot(parameter, total) for parameter, total in totals.items()}
+        self._objectives, self._outputs = objectives, outputs
         owners = {child: module for module in model.modules() for child in module.children()}
-        modules = [m for m in model.modules() if any(p in totals for p in m._parameters.values() if p is not None)]
-        self._choices = {module: ways_for(module, owners.get(module)) for module in modules}
-        self._kinds: dict[nn.Parameter, list[type]] = {}
+        self._choices = {m: ways_for(m, owners.get(m)) for m in model.modules() if self._own(m)}
         self._hooks = contextlib.ExitStack()
         self._proved = 0
         self._trial = self._active = False
         self._failed: list[Way] = []
+        self._unfit: list[Way] = []
         self._before, self._now = _Done(), _Done()
-        self._pending: dict[nn.Parameter, list[Term]] = {}
-        self._heads: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
-        self._ids: dict[nn.Parameter, dict[nn.Module, Tensor]] = {}
+        self._waiting: list[Slot] = []
 
     def __enter__(self) -> Collector:
         return self
@@ -88,14 +93,22 @@ class Collector:
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
 
+    @property
+    def slow(self) -> set[nn.Parameter]:
+        """Parameters that no way fits."""
+        return {parameter for parameter, slot in self.slots.items() if slot.slow}
+
     def add(self, batch: Any, first: int) -> None:
         """Add the squares of every example of a batch, whose first is number ``first`` of the data."""
         if self._proved < min(examples_in(batch), 2):
             self._choose_ways(batch_rows(batch, slice(0, 2)))
-        if len(self.slow) < len(self._totals):
-            self._add(batch, first, _Done())
-        if self.slow:
-            self._add_slowly(batch, first)
+        self._add(batch, first, _Done())
+
+    def _some_fast(self) -> bool:
+        return any(not slot.slow for slot in self.slots.values())
+
+    def _own(self, module: nn.Module) -> list[Slot]:
+        return [self.slots[p] for p in module._parameters.values() if p is not None and p in self.slots]
 
     # What the ways call
 
@@ -103,128 +116,155 @@ class Collector:
     def listening(self) -> bool:
         return self._active and torch.is_grad_enabled()
 
-    def wanted(self, parameter: nn.Parameter | None) -> bool:
-        return parameter is not None and parameter in self._totals and parameter not in self.slow
-
     def failed(self, way: Way) -> None:
         self._failed.append(way)
 
-    def see_ids(self, parameter: nn.Parameter, user: nn.Module, ids: Tensor) -> None:
-        self._ids.setdefault(parameter, {})[user] = ids
+    def unfit(self, way: Way) -> None:
+        self._unfit.append(way)
 
-    def take(self, parameter: nn.Parameter, term: Term) -> None:
-        if parameter in self._before.parameters:
+    def take(self, slot: Slot, term: Term) -> None:
+        if slot.slow or slot in self._before.slots:
             return
         if self._trial:
-            self._kinds.setdefault(parameter, []).append(type(term))
-        kinds = self._kinds.get(parameter, [])
-        if not self._trial and len(kinds) == 1 and not _is_small(term):
-            if parameter in self._now.parameters:
+            slot.kinds.append(type(term))
+        elif not slot.kinds:
+            raise Unsuited("the parameter was not used in the trial")
+        elif len(slot.kinds) == 1 and not _is_small(term):
+            if slot in self._now.slots:
                 raise RuntimeError(
                     "a parameter is used once for some batches and several times for others; "
                     "its curvature cannot be measured batch by batch"
                 )
-            add_squares(self._totals[parameter], [term])
-            self._now.parameters.add(parameter)
-        elif (
-            not self._trial
-            and isinstance(term, Outer)
-            and kinds.count(Outer) == 1
-            and kinds.count(Rows) == len(kinds) - 1
-        ):
-            self._take_head(parameter, term)
-        else:
-            self._pending.setdefault(parameter, []).append(term)
+            add_squares(slot.total, [term])
+            self._now.slots.add(slot)
+            return
+        elif isinstance(term, Outer) and slot.is_tied_table:
+            self._take_head(slot, term)
+            return
+        if not slot.terms:
+            self._waiting.append(slot)
+        slot.terms.append(term)
 
-    def _take_head(self, parameter: nn.Parameter, term: Outer) -> None:
+    def _take_head(self, slot: Slot, term: Outer) -> None:
         """A head tied to an embedding: (A + S)² = A² + S (2A + S), where S has few rows. A² and those rows of A now, S later.
 
         The head's gradient is as large as the logits; it need not be kept until the embedding's comes.
         """
-        rows = unique_rows(torch.cat(list(self._ids[parameter].values()), 1))
-        total = self._totals[parameter]
-        if parameter not in self._before.heads:
-            add_outer(total, term)
-        self._now.heads.add(parameter)
-        self._heads[parameter] = rows, outer_at_rows(term, rows, total.dtype)
+        rows = unique_rows(torch.cat(list(slot.ids.values()), 1))
+        if slot not in self._before.heads:
+            add_outer(slot.total, term)
+        self._now.heads.add(slot)
+        slot.head = rows, outer_at_rows(term, rows, slot.total.dtype)
 
     def _finish(self) -> None:
         """Add the squares of small parameters, and of those that are used several times, now that all uses have been seen."""
-        small = {
-            p: direct for p, terms in self._pending.items() if (direct := [t for t in terms if _is_small(t)]) == terms
-        }
-        for group in _by_type(small, self._totals):
-            add_many_direct([self._totals[p] for p in group], [small[p] for p in group])
-        for parameter, terms in self._pending.items():
-            total = self._totals[parameter]
-            if parameter in small:
+        if self._unfit and not self._trial:
+            self._leave_to_slow()
+        small = [slot for slot in self._waiting if all(_is_small(term) for term in slot.terms)]
+        for group in _by_type(small):
+            add_many_direct([slot.total for slot in group], [slot.terms for slot in group])  # type: ignore[misc]
+            self._now.slots.update(group)
+        for slot in self._waiting:
+            if slot in self._now.slots:
                 continue
-            if parameter in self._heads:
-                rows, head = self._heads[parameter]
-                table = merge_rows([term for term in terms if isinstance(term, Rows)], total.dtype).y
-                add_rows(total, rows, table * (2 * head + table))
+            if slot.head is not None:
+                rows, head = slot.head
+                table = merge_rows([term for term in slot.terms if isinstance(term, Rows)], slot.total.dtype).y
+                add_rows(slot.total, rows, table * (2 * head + table))
             else:
-                add_squares(total, terms)
-            self._now.parameters.add(parameter)
-        self._now.parameters |= small.keys()
+                add_squares(slot.total, slot.terms)
+            self._now.slots.add(slot)
         self._forget()
+
+    def _leave_to_slow(self) -> None:
+        """Modules that saw something else than in the batches before: what they gave is dropped."""
+        self._give_up({way.module for way in self._unfit})
+        unfit = {slot for way in self._unfit for slot in way.slots.values()}
+        if unfit & (self._now.slots | self._now.heads):
+            raise RuntimeError(
+                "a tied parameter is used in another way than in the batches before; use smaller batches"
+            )
+        self._waiting = [slot for slot in self._waiting if slot not in unfit]
+        for slot in unfit:
+            slot.terms = []
+        self._unfit.clear()
+
+    def _forget(self) -> None:
+        for slot in self._waiting:
+            slot.terms = []
+        self._waiting = []
+        for slot in self.slots.values():
+            slot.head = None
+
+    # One batch
 
     def _add(self, batch: Any, first: int, before: _Done) -> None:
         """What of a batch is not done before; in halves if memory runs out."""
-        examples = examples_in(batch)
         try:
-            self._add_at_once(batch, first, before)
+            if self._some_fast():
+                self._add_at_once(batch, first, before)
+        except Unsuited as error:  # what a module sees is not as it was for the batches before
+            self._give_up([error.way.module])
+            self._attach()
+            self._add(batch, first, before)
             return
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if examples == 1:
+            if examples_in(batch) == 1:
                 raise MachineError(
                     "out of memory with a single example. Use shorter examples (--max-length), --dtype bfloat16, or a larger device."
                 ) from None
+        else:
+            slow = [slot for slot in self.slots.values() if slot.slow and slot not in before.slots]
+            if slow:
+                self._add_slowly(slow, batch, first)
+            return
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        done, half = before | self._now, examples // 2
+        done, half = before | self._now, examples_in(batch) // 2
         self._add(batch_rows(batch, slice(0, half)), first, done)
-        self._add(batch_rows(batch, slice(half, examples)), first + half, done)
+        self._add(batch_rows(batch, slice(half, None)), first + half, done)
 
     def _add_at_once(self, batch: Any, first: int, before: _Done) -> None:
-        self.examples = examples_in(batch)
         self._before, self._now = before, _Done(before.passes)
-        with self._listening():
+        with self._listening(batch):
             objectives = self._objectives(batch, first)
             for number in range(before.passes, len(objectives)):
-                objectives[number]().backward(retain_graph=number + 1 < len(objectives))
+                objective = objectives[number]()
+                if objective.requires_grad:  # or else no parameter that has a way is used
+                    objective.backward(retain_graph=number + 1 < len(objectives))
                 self._finish()
-                self._before = self._now = _Done(number + 1)
+                self._before, self._now = _Done(number + 1), _Done(number + 1)
 
-    def _forget(self) -> None:
-        self._pending.clear()
-        self._heads.clear()
-
-    def _add_slowly(self, batch: Any, first: int) -> None:
-        parameters = list(self.slow)
+    def _add_slowly(self, slots: list[Slot], batch: Any, first: int) -> None:
+        parameters = [slot.parameter for slot in slots]
         with _differentiable(parameters):
             for row in range(examples_in(batch)):
                 objectives = self._objectives(batch_rows(batch, slice(row, row + 1)), first + row)
                 for number, objective in enumerate(objectives):
-                    gradients = torch.autograd.grad(
-                        objective(), parameters, retain_graph=number + 1 < len(objectives), allow_unused=True
-                    )
-                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                    gradients = _gradients(objective(), parameters, number + 1 < len(objectives))
+                    for slot, gradient in zip(slots, gradients, strict=True):
                         if gradient is not None:
-                            wide = gradient.to(self._totals[parameter].dtype)
-                            self._totals[parameter].addcmul_(wide, wide)
+                            wide = gradient.to(slot.total.dtype)
+                            slot.total.addcmul_(wide, wide)
 
     @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
+    def _listening(self, batch: Any) -> Iterator[None]:
         self._active = True
+        self.examples = examples_in(batch)
+        self.tokens = _tokens_in(batch)
+        self.rows.clear()
+        self.changed = None
+        self._failed.clear()
+        self._unfit.clear()
         try:
             yield
         finally:
             self._active = False
             self._forget()
-            self._ids.clear()
+            for slot in self.slots.values():
+                slot.ids.clear()
 
     def _attach(self) -> None:
         self._hooks.close()
@@ -238,42 +278,52 @@ class Collector:
     def _choose_ways(self, batch: Any) -> None:
         """Settle on a way for every module, by holding each against autograd on these examples."""
         expected = self._by_autograd(batch)
-        kept = {parameter: total.clone() for parameter, total in self._totals.items()} if self._proved else {}
-        self.slow |= {p for module, choices in self._choices.items() if not choices for p in self._own(module)}
-        while len(self.slow) < len(self._totals) and (wrong := self._try(batch, expected)):
+        kept = [(slot, slot.total.clone()) for slot in self.slots.values()] if self._proved else []
+        self._reset()
+        self._give_up([module for module, choices in self._choices.items() if not choices])
+        while self._some_fast() and (wrong := self._try(batch, expected)):
             for module in wrong:
                 self._choices[module] = self._choices[module][1:]
-                if not self._choices[module]:
-                    self.slow |= set(self._own(module))
+            self._give_up([module for module in wrong if not self._choices[module]])
         self._proved = examples_in(batch)
-        for parameter, total in kept.items():
-            self._totals[parameter].copy_(total)
+        for slot, total in kept:
+            slot.total.copy_(total)
 
-    def _own(self, module: nn.Module) -> list[nn.Parameter]:
-        return [p for p in module._parameters.values() if p is not None and p in self._totals]
+    def _reset(self) -> None:
+        for slot in self.slots.values():
+            slot.total.zero_()
 
-    def _try(self, batch: Any, expected: Mapping[nn.Parameter, list[Tensor]]) -> set[nn.Module]:
+    def _give_up(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            for slot in self._own(module):
+                slot.slow = True
+
+    def _try(self, batch: Any, expected: Mapping[Slot, list[Tensor]]) -> set[nn.Module]:
         """The modules whose way fails or gives something else than expected."""
-        self._failed.clear()
-        self._kinds.clear()
-        self.examples = examples_in(batch)
+        for slot in self.slots.values():
+            slot.kinds = []
         self._before, self._now = _Done(), _Done()
         self._trial = True
         self._attach()
         try:
-            with self._listening():
-                _mixed(self._outputs(batch)).backward()
+            with self._listening(batch):
+                objective = _mixed(self._outputs(batch))
+                if objective.requires_grad:
+                    objective.backward()
+                if self._unfit:
+                    return set().union(*(self._alike(way.module) for way in self._unfit))
                 self._finish()
         except Exception as error:
-            if not self._failed or is_out_of_memory(error):
+            # The model runs without ways: one of them is to blame.
+            way = self._failed[0] if self._failed else self.changed
+            if way is None or is_out_of_memory(error):
                 raise
-            return self._alike(self._failed[0].module)
+            return self._alike(way.module)
         else:
             return self._differing(expected)
         finally:
             self._trial = False
-            for total in self._totals.values():
-                total.zero_()
+            self._reset()
 
     def _alike(self, module: nn.Module) -> set[nn.Module]:
         """The module, and those that are surely no better: of the same class, where a class decides about the way."""
@@ -283,47 +333,47 @@ class Collector:
         left = len(self._choices[module])
         return {m for m, choices in self._choices.items() if type(m) is type(module) and len(choices) == left}
 
-    def _differing(self, expected: Mapping[nn.Parameter, list[Tensor]]) -> set[nn.Module]:
-        means = {p: float(sum(g.float().square().mean() for g in gradients)) for p, gradients in expected.items()}
+    def _differing(self, expected: Mapping[Slot, list[Tensor]]) -> set[nn.Module]:
+        means = {slot: float(sum(g.float().square().mean() for g in gradients)) for slot, gradients in expected.items()}
         largest = max(means.values(), default=0.0)
-        wrong: set[nn.Parameter] = set()
-        for parameter, gradients in expected.items():
-            if parameter in self.slow:
+        wrong: set[Slot] = set()
+        for slot, gradients in expected.items():
+            if slot.slow:
                 continue
-            total = self._totals[parameter]
-            squares = torch.zeros_like(total)
+            squares = torch.zeros_like(slot.total)
             for gradient in gradients:
-                squares += gradient.to(total.dtype).square()
-            error, size = float((total - squares).abs().mean()), means[parameter]
+                wide = gradient.to(squares.dtype)
+                squares.addcmul_(wide, wide)
+            error = float((slot.total - squares).abs().mean())
             # A gradient that is 0 but for rounding is held against the largest.
-            noise = (4 * torch.finfo(parameter.dtype).eps) ** 2 * largest
-            if not error <= _ROUNDING.get(parameter.dtype, _ROUNDING_16_BIT) * size + noise:
-                wrong.add(parameter)
+            dtype = slot.parameter.dtype
+            noise = (4 * torch.finfo(dtype).eps) ** 2 * largest
+            if not error <= _ROUNDING.get(dtype, _ROUNDING_16_BIT) * means[slot] + noise:
+                wrong.add(slot)
         return {module for module, choices in self._choices.items() if choices and wrong & set(self._own(module))}
 
-    def _by_autograd(self, batch: Any) -> dict[nn.Parameter, list[Tensor]]:
+    def _by_autograd(self, batch: Any) -> dict[Slot, list[Tensor]]:
         """Each example's gradient of the trial's objective, by parameter; none where it is not used."""
-        parameters = list(self._totals)
-        found: dict[nn.Parameter, list[Tensor]] = {parameter: [] for parameter in parameters}
+        parameters = list(self.slots)
+        found: dict[Slot, list[Tensor]] = {slot: [] for slot in self.slots.values()}
         with _differentiable(parameters):
             for row in range(examples_in(batch)):
                 value = _mixed(self._outputs(batch_rows(batch, slice(row, row + 1))), row)
-                for parameter, gradient in zip(
-                    parameters, torch.autograd.grad(value, parameters, allow_unused=True), strict=True
-                ):
+                gradients = _gradients(value, parameters)
+                for slot, gradient in zip(found, gradients, strict=True):
                     if gradient is not None:
-                        found[parameter].append(gradient)
+                        found[slot].append(gradient)
         return found
 
 
-def _is_small(term: Term) -> TypeGuard[Direct]:
-    return isinstance(term, Direct) and term.gradient.numel() <= 1 << 20
+def _is_small(term: Term) -> bool:
+    return isinstance(term, Direct) and term.gradient.numel() <= _SMALL
 
 
-def _by_type(parameters: Iterable[nn.Parameter], totals: Mapping[nn.Parameter, Tensor]) -> list[list[nn.Parameter]]:
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((totals[parameter].dtype, parameter.device), []).append(parameter)
+def _by_type(slots: Iterable[Slot]) -> list[list[Slot]]:
+    groups: dict[Any, list[Slot]] = {}
+    for slot in slots:
+        groups.setdefault((slot.total.dtype, slot.total.device), []).append(slot)
     return list(groups.values())
 
 
@@ -333,6 +383,21 @@ def _mixed(outputs: Tensor, row: int = 0) -> Tensor:
     places = torch.arange(row * count, row * count + outputs.numel(), device=outputs.device, dtype=torch.float64)
     weights = torch.sin(places * places % 1000.0 + 0.7 * places)
     return (outputs * weights.view_as(outputs).to(outputs.dtype)).sum()
+
+
+def _gradients(value: Tensor, parameters: list[nn.Parameter], retain: bool = False) -> Sequence[Tensor | None]:
+    """None where a parameter is not used."""
+    if not value.requires_grad:
+        return [None] * len(parameters)
+    return torch.autograd.grad(value, parameters, retain_graph=retain, allow_unused=True)
+
+
+def _tokens_in(batch: Any) -> set[int]:
+    """How many numbers, or vectors, the tensors of a batch have for each example."""
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    examples = examples_in(batch)
+    shapes = [value.shape for value in values if isinstance(value, Tensor) and value.dim() and len(value) == examples]
+    return {math.prod(shape[1:]) for shape in shapes} | {math.prod(shape[1:-1]) for shape in shapes}
 
 
 @contextlib.contextmanager

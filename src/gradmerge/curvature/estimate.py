@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError
 from ..words import listed, nearest
@@ -70,6 +72,7 @@ def estimate_curvature(
         _check_start(start, totals, likelihood)
 
     def so_far(copy: bool = True) -> Curvature:
+        measured.check_losses()
         sums = {name: total.clone() if copy else total for name, total in totals.items()}
         if start is not None:
             for name, total in sums.items():
@@ -85,12 +88,12 @@ def estimate_curvature(
     ):
         for batch in batches:
             batch = _moved(batch, place)
+            labels_of(batch)
             collector.add(batch, examples)
             examples += examples_in(batch)
             slow = _name_slow(collector, parameters, slow)
             if each_batch is not None:
                 each_batch(so_far)
-        measured.check_losses()
     if examples == begun:
         raise InputError("there are no examples to measure curvature on")
     return so_far(copy=False)
@@ -183,7 +186,13 @@ def _prepared(model: nn.Module) -> Iterator[None]:
 
 
 def _keep_checkpointing(module: nn.Module, stack: contextlib.ExitStack) -> None:
-    """Transformers recomputes activations in training mode only. The layer looks trained from outside; inside, dropout stays off."""
+    """Transformers recomputes activations in training mode only. The layer looks trained from outside; inside, dropout stays off.
+
+    The reentrant kind of checkpoint does not give gradients of single parameters, as the slow way needs them.
+    """
+    if hasattr(module, "_gradient_checkpointing_func"):
+        stack.callback(setattr, module, "_gradient_checkpointing_func", module._gradient_checkpointing_func)
+        module._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
     module.training = True
 
     def inside(*_: Any) -> None:
@@ -210,7 +219,8 @@ def _check_batch_norm(model: nn.Module) -> None:
 
 
 def _name_slow(collector: Collector, parameters: Mapping[str, nn.Parameter], told: set[str]) -> set[str]:
-    slow = {name for name, parameter in parameters.items() if parameter in collector.slow}
+    found = collector.slow
+    slow = {name for name, parameter in parameters.items() if parameter in found} if found else set()
     if slow - told:
         _log.warning(
             "measured the slow way, one example at a time, because no fast way gives the exact gradient:\n%s",

@@ -110,15 +110,16 @@ def merge_rows(terms: Sequence[Rows], dtype: torch.dtype) -> Rows:
     """One gradient for each different row of an example; places that are left over have gradient 0 and row 0."""
     ids, y = torch.cat([t.ids for t in terms], 1), torch.cat([t.y for t in terms], 1)
     ordered, order = ids.sort(1)
+    places = _places(ordered)
     y = y.gather(1, order[..., None].expand_as(y)).flatten(0, 1).to(dtype)
-    summed = torch.zeros_like(y).index_add_(0, _places(ordered), y)
-    return Rows(unique_rows(ids), summed.view(*ids.shape, -1))
+    summed = torch.zeros_like(y).index_add_(0, places, y)
+    return Rows(_at_places(ordered, places), summed.view(*ids.shape, -1))
 
 
 def unique_rows(ids: Tensor) -> Tensor:
     """Each example's different ids, in order; places that are left over hold 0."""
     ordered = ids.sort(1).values
-    return torch.zeros_like(ids).flatten().scatter_(0, _places(ordered), ordered.flatten()).view_as(ids)
+    return _at_places(ordered, _places(ordered))
 
 
 def _places(ordered: Tensor) -> Tensor:
@@ -126,6 +127,10 @@ def _places(ordered: Tensor) -> Tensor:
     place = torch.zeros_like(ordered)
     place[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
     return (place + torch.arange(len(ordered), device=ordered.device)[:, None] * ordered.shape[1]).flatten()
+
+
+def _at_places(ordered: Tensor, places: Tensor) -> Tensor:
+    return torch.zeros_like(ordered).flatten().scatter_(0, places, ordered.flatten()).view_as(ordered)
 
 
 def add_rows(total: Tensor, ids: Tensor, values: Tensor) -> None:

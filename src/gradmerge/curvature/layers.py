@@ -20,31 +20,60 @@ from torch import Tensor, nn
 from .kernels import Direct, Outer, Rows, Term
 
 
+class Slot:
+    """One parameter: its total, and what this batch has given for it so far."""
+
+    def __init__(self, parameter: nn.Parameter, total: Tensor) -> None:
+        self.parameter = parameter
+        self.total = total
+        self.slow = False
+        """No way fits it."""
+        self.kinds: list[type] = []
+        """The terms that one backward pass gives, as seen in the trial."""
+        self.terms: list[Term] = []
+        self.ids: dict[nn.Module, Tensor] = {}
+        """Rows of a table that this batch's examples use, by who asks for them, told in the forward pass."""
+        self.head: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_tied_table(self) -> bool:
+        """A table of rows that is a linear layer's matrix as well."""
+        return self.kinds.count(Outer) == 1 and self.kinds.count(Rows) == len(self.kinds) - 1 > 0
+
+
 class Collector(Protocol):
     """Who takes the terms, and knows how many examples the batch has."""
 
     examples: int
     anchor: Tensor
+    slots: dict[nn.Parameter, Slot]
+    recomputes: bool
+    """Activations are not kept but computed again in the backward pass."""
+    tokens: set[int]
+    """How many tokens, or places, an example has, wherever an axis of examples was seen in this forward pass."""
+    rows: dict[Any, set[int]]
+    """How many rows went into layers of each shape in this forward pass, where they have no axis of tokens."""
+    changed: Way | None
+    """The last way that has put something else in the place of a parameter."""
 
     @property
     def listening(self) -> bool:
         """Whether the forward pass that runs now is one to take gradients of."""
 
-    def take(self, parameter: nn.Parameter, term: Term) -> None:
+    def take(self, slot: Slot, term: Term) -> None:
         """Add a term to the gradients of this batch's examples."""
-
-    def wanted(self, parameter: nn.Parameter | None) -> bool:
-        """Whether the parameter's gradients are collected by a way."""
-
-    def see_ids(self, parameter: nn.Parameter, user: nn.Module, ids: Tensor) -> None:
-        """Rows of a table that this batch's examples use, told in the forward pass."""
 
     def failed(self, way: Way) -> None:
         """A way stands where an error came from."""
 
+    def unfit(self, way: Way) -> None:
+        """A way could not use what it saw in the backward pass, which goes on without it."""
+
 
 class Unsuited(Exception):
     """A layer's input does not have the shape that its way of taking gradients needs."""
+
+    way: Way
 
 
 class _Tap(torch.autograd.Function):
@@ -65,19 +94,14 @@ class _Tap(torch.autograd.Function):
         return (gradient, None, None, *(None for _ in seen))
 
 
-def by_example(value: Tensor, examples: int, keep: int) -> Tensor:
-    """(examples, everything between, *the last ``keep`` axes); leading rows that fold several of an example are unfolded."""
-    if value.dim() <= keep or value.shape[0] % examples:
-        raise Unsuited(f"an input of shape {list(value.shape)} has no axis of {examples} examples")
-    return value.reshape(examples, -1, *value.shape[value.dim() - keep :])
-
-
 class Way:
     """One way to take the gradients of a module's own parameters."""
 
     def __init__(self, collector: Collector, module: nn.Module) -> None:
         self.collector = collector
         self.module = module
+        own = [(name, collector.slots.get(p)) for name, p in module._parameters.items() if p is not None]
+        self.slots = {name: slot for name, slot in own if slot is not None and not slot.slow}
 
     def attach(self) -> Iterator[Any]:
         """Put the hooks in place, and give what removes them."""
@@ -86,31 +110,75 @@ class Way:
     def _behind(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         if not self.collector.listening:
             return output
+        with self._answerable():
+            if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
+                raise Unsuited("the module does not take a tensor and give one")
+        self._see(inputs[0])
         return self._tap(output, self.use, inputs[0])
+
+    def _see(self, value: Tensor) -> None:
+        if value.dim() == 2:
+            self.collector.rows.setdefault(self._shapes(), set()).add(value.shape[0])
+        if value.dim() > 1 and value.shape[0] == self.collector.examples:
+            self.collector.tokens.add(math.prod(value.shape[1:-1]))
+
+    def _shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(p.shape for p in self.module._parameters.values() if p is not None)
+
+    def _by_example(self, value: Tensor, keep: int) -> Tensor:
+        """(examples, everything between, *the last ``keep`` axes).
+
+        Leading rows that fold an example's tokens are unfolded. They must be all of its tokens: rows that were chosen, as
+        for an expert, need not be equally many of every example. Where they are as many as examples by chance, layers of
+        the same shape have others.
+        """
+        examples, rows = self.collector.examples, value.shape[0]
+        if rows == examples and value.dim() == keep + 2:
+            return value
+        if value.dim() <= keep or rows % examples:
+            raise Unsuited(f"an input of shape {list(value.shape)} has no axis of {examples} examples")
+        unfolded = value.reshape(examples, -1, *value.shape[value.dim() - keep :])
+        folded = rows != examples and unfolded.shape[1] not in self.collector.tokens
+        chosen = value.dim() == 2 and len(self.collector.rows.get(self._shapes(), ())) > 1
+        if examples > 1 and (folded or chosen):
+            raise Unsuited(f"an input of shape {list(value.shape)} is not known to hold {examples} examples one by one")
+        return unfolded
 
     def _tap(self, output: Tensor, use: Callable[..., None], *seen: Tensor) -> Tensor:
         """The output unchanged; ``use(gradient of it, *seen)`` is called in the backward pass."""
 
         def guarded(*values: Tensor) -> None:
-            with self._answerable():
+            try:
                 use(*values)
+            except Unsuited:
+                self.collector.unfit(self)
 
-        # The anchor makes the output part of the graph although no parameter asks for a gradient.
-        return _Tap.apply(output, self.collector.anchor, guarded, *(s.detach() for s in seen))  # type: ignore[no-any-return,no-untyped-call]
+        seen = tuple(value.detach() for value in seen)
+        if output.requires_grad and not self.collector.recomputes:
+            versions = [value._version for value in seen]
+
+            def hook(gradient: Tensor) -> None:
+                if [value._version for value in seen] != versions:
+                    raise RuntimeError("a layer's input was changed in place before the backward pass")
+                guarded(gradient, *seen)
+
+            output.register_hook(hook)
+            return output
+        # The anchor makes the output part of the graph although no parameter asks for a gradient. What is saved through
+        # autograd is computed again where activations are.
+        return _Tap.apply(output, self.collector.anchor, guarded, *seen)  # type: ignore[no-any-return,no-untyped-call]
 
     @contextlib.contextmanager
     def _answerable(self) -> Iterator[None]:
         try:
             yield
-        except Unsuited:
+        except Unsuited as error:
+            error.way = self
             self.collector.failed(self)
             raise
 
     def use(self, gradient: Tensor, *seen: Tensor) -> None:
         raise NotImplementedError
-
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self.module._parameters.items() if p is not None and self.collector.wanted(p)]
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._restore()
@@ -124,8 +192,8 @@ class Way:
 
     def _take_bias(self, gradient: Tensor) -> None:
         """``gradient`` is (examples, tokens, width)."""
-        bias = self.module._parameters.get("bias")
-        if bias is not None and self.collector.wanted(bias):
+        bias = self.slots.get("bias")
+        if bias is not None:
             self.collector.take(bias, Direct(gradient.sum(1, dtype=_sum_type(gradient))))
 
 
@@ -133,10 +201,11 @@ class LinearWay(Way):
     """y = x Wᵀ + b: g_i = Σ_t y'_it x_itᵀ. GPT-2's Conv1D holds Wᵀ."""
 
     def use(self, gradient: Tensor, *seen: Tensor) -> None:
-        examples = self.collector.examples
-        y, x = by_example(gradient, examples, 1), by_example(seen[0], examples, 1)
-        weight = self.module._parameters["weight"]
-        if weight is not None and self.collector.wanted(weight):
+        y, x = self._by_example(gradient, 1), self._by_example(seen[0], 1)
+        if y.shape[1] != x.shape[1]:
+            raise Unsuited(f"an input of shape {list(seen[0].shape)} gives an output of shape {list(gradient.shape)}")
+        weight = self.slots.get("weight")
+        if weight is not None:
             self.collector.take(weight, Outer(x, y) if is_conv1d(self.module) else Outer(y, x))
         self._take_bias(y)
 
@@ -158,8 +227,8 @@ class FunctionWay(Way):
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
         if self.collector.listening:
-            for name, parameter in self._named():
-                module.__dict__[name] = _Watched.of(parameter, self)
+            for name, slot in self.slots.items():
+                module.__dict__[name] = _Watched.of(slot, self)
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function that one of the parameters takes part in."""
@@ -171,9 +240,10 @@ class FunctionWay(Way):
             return function(
                 *plain, **{k: v.as_subclass(Tensor) if isinstance(v, _Watched) else v for k, v in kwargs.items()}
             )
-        parameter = second.parameter
+        slot = second.slot
         if function is F.linear:
-            return self._tap(function(*plain, **kwargs), functools.partial(self._use_matrix, parameter), plain[0])
+            self._see(plain[0])
+            return self._tap(function(*plain, **kwargs), functools.partial(self._use_matrix, slot), plain[0])
         padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
         ids = plain[0]
         if self.shared:
@@ -181,35 +251,32 @@ class FunctionWay(Way):
                 if ids.dim() > 1 and ids.shape[0] != 1:
                     raise Unsuited(f"rows of shape {list(ids.shape)} are not shared by all examples")
             ids = ids.reshape(1, -1).expand(self.collector.examples, -1)
+        self._see(ids[..., None])
         with self._answerable():
-            self.collector.see_ids(
-                parameter, self.module, by_example(ids[..., None], self.collector.examples, 1)[..., 0]
-            )
+            slot.ids[self.module] = self._by_example(ids[..., None], 1)[..., 0]
         rows = function(ids, *plain[1:], **kwargs)
-        return self._tap(rows, functools.partial(self._use_rows, parameter, padding), ids)
+        return self._tap(rows, functools.partial(self._use_rows, slot, padding), ids)
 
-    def _use_matrix(self, parameter: nn.Parameter, gradient: Tensor, x: Tensor) -> None:
-        examples = self.collector.examples
-        self.collector.take(parameter, Outer(by_example(gradient, examples, 1), by_example(x, examples, 1)))
+    def _use_matrix(self, slot: Slot, gradient: Tensor, x: Tensor) -> None:
+        self.collector.take(slot, Outer(self._by_example(gradient, 1), self._by_example(x, 1)))
 
-    def _use_rows(self, parameter: nn.Parameter, padding: int | None, gradient: Tensor, ids: Tensor) -> None:
-        examples = self.collector.examples
-        ids, y = by_example(ids[..., None], examples, 1)[..., 0], by_example(gradient, examples, 1)
+    def _use_rows(self, slot: Slot, padding: int | None, gradient: Tensor, ids: Tensor) -> None:
+        ids, y = self._by_example(ids[..., None], 1)[..., 0], self._by_example(gradient, 1)
         if padding is not None:
             y = y * (ids != padding)[..., None]
-        self.collector.take(parameter, Rows(ids, y))
+        self.collector.take(slot, Rows(ids, y))
 
 
 class _Watched(Tensor):
     """A parameter that tells which function it is used in."""
 
-    parameter: nn.Parameter
+    slot: Slot
     way: FunctionWay
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, way: FunctionWay) -> _Watched:
-        watched = parameter.detach().as_subclass(cls)
-        watched.parameter, watched.way = parameter, way
+    def of(cls, slot: Slot, way: FunctionWay) -> _Watched:
+        watched = slot.parameter.detach().as_subclass(cls)
+        watched.slot, watched.way = slot, way
         return watched
 
     @classmethod
@@ -227,15 +294,18 @@ class NormWay(Way):
     """y = x̂ ∘ w + b with normalised input x̂: g_i = Σ_t y'_it ∘ x̂_it, over everything but channels."""
 
     def use(self, gradient: Tensor, *seen: Tensor) -> None:
-        module, examples = self.module, self.collector.examples
+        module = self.module
         gradient, normal = self._channels_last(gradient), self._channels_last(_normalised(module, seen[0]))
         axes = len(module.weight.shape) if isinstance(module.weight, Tensor) else 1
-        y = by_example(gradient, examples, axes)
-        weight = module._parameters.get("weight")
-        if weight is not None and self.collector.wanted(weight):
-            product = y * by_example(normal, examples, axes)
+        y = self._by_example(gradient, axes)
+        weight = self.slots.get("weight")
+        if weight is not None:
+            product = y * self._by_example(normal, axes)
             self.collector.take(weight, Direct(product.sum(1, dtype=_sum_type(product))))
         self._take_bias(y)
+
+    def _see(self, value: Tensor) -> None:
+        super()._see(self._channels_last(value))
 
     def _channels_last(self, value: Tensor) -> Tensor:
         return value if isinstance(self.module, nn.LayerNorm | nn.RMSNorm) else value.movedim(1, -1)
@@ -244,14 +314,17 @@ class NormWay(Way):
 class ConvWay(Way):
     """A convolution is a linear layer of patches."""
 
+    def _see(self, value: Tensor) -> None:
+        super()._see(value.movedim(1, -1))
+
     def use(self, gradient: Tensor, *seen: Tensor) -> None:
         module: Any = self.module
         if len(gradient) != self.collector.examples:
             raise Unsuited(f"an input of shape {list(seen[0].shape)} has no axis of examples")
         y = gradient.flatten(2).transpose(1, 2)
         self._take_bias(y)
-        weight = module.weight
-        if not self.collector.wanted(weight):
+        weight = self.slots.get("weight")
+        if weight is None:
             return
         x = _patches(module, seen[0])
         if module.groups == 1:
@@ -260,7 +333,7 @@ class ConvWay(Way):
         groups = module.groups
         y = y.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
         x = x.unflatten(2, (groups, -1)).flatten(3).permute(0, 2, 1, 3)
-        self.collector.take(weight, Direct((y @ x).reshape(len(y), *weight.shape)))
+        self.collector.take(weight, Direct((y @ x).reshape(len(y), *weight.parameter.shape)))
 
 
 class RelativeBiasWay(Way):
@@ -292,9 +365,9 @@ class RelativeBiasWay(Way):
         return self._tap(repeated, self.use, self._ids)
 
     def use(self, gradient: Tensor, *seen: Tensor) -> None:
-        ((_, weight),) = self._named()
+        weight = self.slots["weight"]
         y = gradient.permute(0, 2, 3, 1).flatten(1, 2).to(_sum_type(gradient))
-        table = y.new_zeros(len(y), *weight.shape).index_add_(1, seen[0].flatten(), y)
+        table = y.new_zeros(len(y), *weight.parameter.shape).index_add_(1, seen[0].flatten(), y)
         self.collector.take(weight, Direct(table))
 
 
@@ -320,10 +393,13 @@ class RepeatedWay(Way):
         if not self.collector.listening:
             return
         like = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
-        for name, parameter in self._named():
+        if like is not None:
+            self._see(like)
+        self.collector.changed = self
+        for name, slot in self.slots.items():
             with self._answerable():
-                repeated = self._repeat(parameter.detach(), like)
-            module.__dict__[name] = self._tap(repeated, functools.partial(self._use, parameter))
+                repeated = self._repeat(slot.parameter.detach(), like)
+            module.__dict__[name] = self._tap(repeated, functools.partial(self._use, slot))
 
     def _repeat(self, value: Tensor, like: Tensor | None) -> Tensor:
         examples, shape = self.collector.examples, value.shape
@@ -340,8 +416,8 @@ class RepeatedWay(Way):
             return value.expand(examples, *shape)
         return value.expand(examples, 1, *shape)
 
-    def _use(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        self.collector.take(parameter, Direct(gradient.reshape(len(gradient), *parameter.shape)))
+    def _use(self, slot: Slot, gradient: Tensor) -> None:
+        self.collector.take(slot, Direct(gradient.reshape(len(gradient), *slot.parameter.shape)))
 
 
 class Undo:

@@ -7,7 +7,9 @@ That takes as many multiplications as the weight gradient of a training step, an
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+import contextlib
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -118,61 +120,61 @@ def _store(out, total, o, i, width, inputs, WHOLE: tl.constexpr, ADD: tl.constex
         tl.store(place, total, mask=inside)
 
 
+@dataclass(frozen=True)
+class _Launch:
+    """How a layer of one shape is worked on. Kept, since working it out takes as long as a small layer does."""
+
+    short: bool
+    tiles: int
+    parts: int
+    share: int
+    constants: dict[str, Any]
+
+
 def add_outer_fused(y: Tensor, x: Tensor, total: Tensor) -> None:
     """total (out, in) += Σ_i (Σ_t y_it x_itᵀ)², for 16-bit y (examples, tokens, out) and x (examples, tokens, in)."""
     y, x = _rows(y), _rows(x)
     (examples, tokens, width), inputs = y.shape, x.shape[2]
-    tiles = triton.cdiv(width, OUT) * triton.cdiv(inputs, IN)
-    parts = _parts(examples, tokens, width * inputs, tiles, _processors(y.device.index))
-    share = triton.cdiv(examples, parts)
-    parts = triton.cdiv(examples, share)
-    out = total if parts == 1 else torch.empty(parts, width, inputs, device=y.device, dtype=torch.float32)
-    tile: dict[str, Any] = {"BO": OUT, "BI": IN, "ADD": parts == 1}
-    strides = y.stride(0), y.stride(1), x.stride(0), x.stride(1)
-    with torch.cuda.device(y.device):
-        if tokens <= SHORT:
-            block = max(16, triton.next_power_of_2(tokens))
-            whole = tokens == block and width % OUT == 0 and inputs % IN == 0
-            _short[(tiles, parts)](
-                y, x, out, examples, tokens, width, inputs, *strides, share, BT=block, WHOLE=whole, num_warps=8, **tile
-            )
-        elif _can_describe(y) and _can_describe(x):
+    launch = _launch(examples, tokens, width, inputs, y.device.index)
+    out = total if launch.parts == 1 else torch.empty(launch.parts, width, inputs, device=y.device, dtype=torch.float32)
+    grid = (launch.tiles, launch.parts)
+    sizes = (examples, tokens, width, inputs)
+    with contextlib.nullcontext() if y.device.index == torch.cuda.current_device() else torch.cuda.device(y.device):
+        if not launch.short and _can_describe(y) and _can_describe(x):
             boxes = [
                 TensorDescriptor(v, list(v.shape), list(v.stride()), [1, TOKENS, side])
                 for v, side in ((y, OUT), (x, IN))
             ]
-            whole = width % OUT == 0 and inputs % IN == 0
-            _long_described[(tiles, parts)](
-                *boxes,
-                out,
-                examples,
-                tokens,
-                width,
-                inputs,
-                share,
-                BT=TOKENS,
-                WHOLE=whole,
-                GROUP=8,
-                num_warps=4,
-                **tile,
-            )
+            _long_described[grid](*boxes, out, *sizes, launch.share, GROUP=8, num_warps=4, **launch.constants)
         else:
-            whole = tokens % TOKENS == 0 and width % OUT == 0 and inputs % IN == 0
-            _long[(tiles, parts)](
-                y, x, out, examples, tokens, width, inputs, *strides, share, BT=TOKENS, WHOLE=whole, num_warps=8, **tile
-            )
-    if parts > 1:
+            kernel = _short if launch.short else _long
+            (a, b, _), (c, d, _) = y.stride(), x.stride()
+            kernel[grid](y, x, out, *sizes, a, b, c, d, launch.share, num_warps=8, **launch.constants)
+    if launch.parts > 1:
         total += out.sum(0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(examples: int, tokens: int, width: int, inputs: int, device: int) -> _Launch:
+    short = tokens <= SHORT
+    block = max(16, triton.next_power_of_2(tokens)) if short else TOKENS
+    tiles = triton.cdiv(width, OUT) * triton.cdiv(inputs, IN)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    parts = _parts(examples, tokens, width * inputs, tiles, processors)
+    share = triton.cdiv(examples, parts)
+    parts = triton.cdiv(examples, share)
+    whole = tokens % block == 0 and width % OUT == 0 and inputs % IN == 0
+    return _Launch(short, tiles, parts, share, {"BO": OUT, "BI": IN, "BT": block, "WHOLE": whole, "ADD": parts == 1})
 
 
 def _parts(examples: int, tokens: int, entries: int, tiles: int, processors: int) -> int:
     """Into how many parts the examples are split, each with a sum of its own: idle processors against additions to come."""
     multiply = 2 * examples * tokens * entries / 7e14
-    move = entries * 8 / 3e12
+    move, start = entries * 8 / 3e12, 5e-5
 
     def seconds(parts: int) -> float:
         rounds = -(-tiles * parts // processors) / parts / (tiles / processors)
-        return multiply * rounds + (move * (parts + 1) if parts > 1 else 0.0)
+        return multiply * rounds + (move * (parts + 1) + start if parts > 1 else 0.0)
 
     return min(range(1, min(examples, 32) + 1), key=seconds)
 
@@ -180,12 +182,12 @@ def _parts(examples: int, tokens: int, entries: int, tiles: int, processors: int
 def _can_describe(value: Tensor) -> bool:
     """Whether the copy engine takes it: rows that begin at multiples of 16 bytes, on a GPU that has one."""
     aligned = value.data_ptr() % 16 == 0 and all(s * value.element_size() % 16 == 0 for s in value.stride()[:2])
-    return TensorDescriptor is not None and aligned and torch.cuda.get_device_capability(value.device)[0] >= 9
+    return TensorDescriptor is not None and aligned and _has_copy_engine(value.device.index)
 
 
 @functools.cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _has_copy_engine(device: int) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _rows(value: Tensor) -> Tensor:
