@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from ..curvature.estimate import LIKELIHOODS, estimate_curvature
 from ..curvature.files import PRECISIONS
 from ..curvature.gram import Gram, estimate_gram
 from ..curvature.outputs import Tokens
+from ..curvature.stored_names import for_files
 from ..errors import GradmergeError, InputError
 from ..storage.staging import Staging
 from ..tasks import LoadedTask, load_model, load_task
@@ -108,11 +110,12 @@ def measure_curvature(
             start = saved.read(request) if resume else None
             result = _measure(loaded, likelihood, seed, batch_size, start, saved, request, progress)
             result.model = model
-        staging.clear()
+        saved.clear_rest()
         if isinstance(result, Curvature):
             result.write(staging.folder, precision, shard_size)
         else:
             result.write(staging.folder, shard_size)
+        saved.remove()
     except BaseException:
         staging.leave() if saved.exists() else staging.discard()
         raise
@@ -150,7 +153,7 @@ def _measure(
 ) -> Curvature:
     done = start.examples if start is not None else 0
     if start is not None and done == loaded.examples:
-        return start
+        return Curvature(start, done, likelihood, stored=for_files(loaded.model))
     if progress is not None:
         progress.begin("measuring", loaded.examples, done)
 
@@ -178,6 +181,7 @@ class _Saved:
     """What has been measured so far, in the folder that becomes the result."""
 
     def __init__(self, folder: Path, every: float) -> None:
+        self._folder = folder
         self._curvature, self._request = folder / "so-far", folder / "so-far.json"
         self._every = every
         self._last = time.monotonic()
@@ -195,6 +199,16 @@ class _Saved:
         temporary.write_text(json.dumps(request))
         os.replace(temporary, self._request)  # noqa: PTH105
         self._last = time.monotonic()
+
+    def clear_rest(self) -> None:
+        """Make room for the result; what is measured stays until that is written."""
+        for child in self._folder.iterdir():
+            if child not in (self._curvature, self._request):
+                shutil.rmtree(child) if child.is_dir() else child.unlink()
+
+    def remove(self) -> None:
+        self._request.unlink(missing_ok=True)
+        shutil.rmtree(self._curvature, ignore_errors=True)
 
     def read(self, request: dict[str, Any]) -> Curvature | None:
         if not self.exists():

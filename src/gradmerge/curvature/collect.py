@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import MachineError
+from ..errors import InputError, MachineError
+from .batches import batch_rows, examples_in
 from .kernels import (
     Direct,
     Outer,
@@ -30,7 +31,8 @@ from .kernels import (
     outer_at_rows,
     unique_rows,
 )
-from .layers import RepeatedWay, Slot, Unsuited, Way, ways_for
+from .layers import RepeatedWay, ways_for
+from .taps import Slot, Unsuited, Way
 
 Objectives = Callable[[Any, int], list[Callable[[], Tensor]]]
 """(batch, index of its first example) → one function for each backward pass, which gives Σ_i of something of example i."""
@@ -101,7 +103,8 @@ class Collector:
     def add(self, batch: Any, first: int) -> None:
         """Add the squares of every example of a batch, whose first is number ``first`` of the data."""
         if self._proved < min(examples_in(batch), 2):
-            self._choose_ways(batch_rows(batch, slice(0, 2)))
+            with _enough_memory("two examples, which the layers are tried out on"):
+                self._choose_ways(batch_rows(batch, slice(0, 2)))
         self._add(batch, first, _Done())
 
     def _some_fast(self) -> bool:
@@ -131,10 +134,7 @@ class Collector:
             raise Unsuited("the parameter was not used in the trial")
         elif len(slot.kinds) == 1 and not _is_small(term):
             if slot in self._now.slots:
-                raise RuntimeError(
-                    "a parameter is used once for some batches and several times for others; "
-                    "its curvature cannot be measured batch by batch"
-                )
+                raise _unsteady()
             add_squares(slot.total, [term])
             self._now.slots.add(slot)
             return
@@ -150,7 +150,9 @@ class Collector:
 
         The head's gradient is as large as the logits; it need not be kept until the embedding's comes.
         """
-        rows = unique_rows(torch.cat(list(slot.ids.values()), 1))
+        if slot.head is not None:
+            raise _unsteady()
+        rows = unique_rows(torch.cat(slot.ids, 1))
         if slot not in self._before.heads:
             add_outer(slot.total, term)
         self._now.heads.add(slot)
@@ -168,22 +170,27 @@ class Collector:
             if slot in self._now.slots:
                 continue
             if slot.head is not None:
-                rows, head = slot.head
-                table = merge_rows([term for term in slot.terms if isinstance(term, Rows)], slot.total.dtype).y
-                add_rows(slot.total, rows, table * (2 * head + table))
+                self._add_table(slot, *slot.head)
             else:
                 add_squares(slot.total, slot.terms)
             self._now.slots.add(slot)
         self._forget()
+
+    def _add_table(self, slot: Slot, rows: Tensor, head: Tensor) -> None:
+        if len(slot.terms) != len(slot.kinds) - 1:
+            raise _unsteady()
+        table = merge_rows([term for term in slot.terms if isinstance(term, Rows)], slot.total.dtype).y
+        # Rows that were asked for twice, as where activations are computed again, are the same ones with more left over.
+        count = min(rows.shape[1], table.shape[1])
+        rows, head, table = rows[:, :count], head[:, :count], table[:, :count]
+        add_rows(slot.total, rows, table * (2 * head + table))
 
     def _leave_to_slow(self) -> None:
         """Modules that saw something else than in the batches before: what they gave is dropped."""
         self._give_up({way.module for way in self._unfit})
         unfit = {slot for way in self._unfit for slot in way.slots.values()}
         if unfit & (self._now.slots | self._now.heads):
-            raise RuntimeError(
-                "a tied parameter is used in another way than in the batches before; use smaller batches"
-            )
+            raise InputError("a tied parameter is used in another way than in the batches before; use smaller batches")
         self._waiting = [slot for slot in self._waiting if slot not in unfit]
         for slot in unfit:
             slot.terms = []
@@ -212,13 +219,12 @@ class Collector:
             if not is_out_of_memory(error):
                 raise
             if examples_in(batch) == 1:
-                raise MachineError(
-                    "out of memory with a single example. Use shorter examples (--max-length), --dtype bfloat16, or a larger device."
-                ) from None
+                raise _no_memory("a single example") from None
         else:
             slow = [slot for slot in self.slots.values() if slot.slow and slot not in before.slots]
             if slow:
-                self._add_slowly(slow, batch, first)
+                with _enough_memory("a single example"):
+                    self._add_slowly(slow, batch, first)
             return
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -411,24 +417,27 @@ def _differentiable(parameters: list[nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def examples_in(batch: Any) -> int:
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    labels = batch.get("labels") if isinstance(batch, Mapping) else batch[-1]
-    if not isinstance(labels, Tensor):
-        labels = next(value for value in values if isinstance(value, Tensor))
-    return len(labels)
+def _unsteady() -> InputError:
+    return InputError(
+        "a parameter is used once for some batches and several times for others; "
+        "its curvature cannot be measured batch by batch"
+    )
 
 
-def batch_rows(batch: Any, rows: slice) -> Any:
-    """Some examples of a batch; what has no axis of examples stays as it is."""
-    examples = examples_in(batch)
+def _no_memory(examples: str) -> MachineError:
+    return MachineError(
+        f"out of memory with {examples}. Use shorter examples (--max-length), --dtype bfloat16, or a larger device."
+    )
 
-    def cut(value: Any) -> Any:
-        return value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == examples else value
 
-    if isinstance(batch, Mapping):
-        return {name: cut(value) for name, value in batch.items()}
-    return tuple(cut(value) for value in batch)
+@contextlib.contextmanager
+def _enough_memory(examples: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _no_memory(examples) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

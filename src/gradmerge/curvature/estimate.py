@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError
 from ..words import listed, nearest
-from .collect import Collector, examples_in
+from .batches import examples_in, moved
+from .collect import Collector
 from .curvature import Curvature
-from .outputs import OUTPUTS, Output, labels_of, logits_of, output_of
+from .outputs import OUTPUTS, Output, Tokens, check_classes, labels_of, logits_of, output_of
 from .stored_names import for_files
 
 LIKELIHOODS = ("empirical", "sampled", "exact")
@@ -87,8 +88,9 @@ def estimate_curvature(
         ) as collector,
     ):
         for batch in batches:
-            batch = _moved(batch, place)
-            labels_of(batch)
+            batch = moved(batch, place)
+            if not len(labels_of(batch)):
+                continue
             collector.add(batch, examples)
             examples += examples_in(batch)
             slow = _name_slow(collector, parameters, slow)
@@ -123,8 +125,10 @@ class _Measured:
         self.check_losses()
         labels = labels_of(batch)
         output = self._output or output_of(self._model, labels)
-        logits = self.logits(batch)
         try:
+            if isinstance(output, Tokens) and isinstance(batch, Mapping):
+                _check_vocabulary(self._model, labels)  # labels may be the decoder's inputs
+            logits = self.logits(batch)
             output.check(logits.shape, labels)
         except InputError as error:
             raise InputError(f"in the batch that begins with example {first}: {error}") from None
@@ -156,6 +160,12 @@ class _Measured:
                 f"example {first + row} (counted from 0): the loss is {float(losses[row])}. Look at this example, "
                 "at the model's weights, and whether --dtype is too narrow for the model."
             )
+
+
+def _check_vocabulary(model: nn.Module, labels: Tensor) -> None:
+    words = getattr(getattr(model, "config", None), "vocab_size", None)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and isinstance(words, int):
+        check_classes(labels, words, masked=True)
 
 
 @contextlib.contextmanager
@@ -192,7 +202,7 @@ def _keep_checkpointing(module: nn.Module, stack: contextlib.ExitStack) -> None:
     """
     if hasattr(module, "_gradient_checkpointing_func"):
         stack.callback(setattr, module, "_gradient_checkpointing_func", module._gradient_checkpointing_func)
-        module._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+        module._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
     module.training = True
 
     def inside(*_: Any) -> None:
@@ -227,15 +237,6 @@ def _name_slow(collector: Collector, parameters: Mapping[str, nn.Parameter], tol
             listed(sorted(slow - told)),
         )
     return slow
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    def move(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-    if isinstance(batch, Mapping):
-        return {name: move(value) for name, value in batch.items()}
-    return tuple(move(value) for value in batch)
 
 
 def _name_of(model: nn.Module) -> str:

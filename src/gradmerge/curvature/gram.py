@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .collect import examples_in
+from .batches import examples_in, moved
 from .curvature import new_folder, write_tensors
 from .files import metadata
 from .layers import is_conv1d
@@ -93,11 +93,12 @@ def estimate_gram(
         model.eval()
         for name, layer in layers.items():
             hook = _adder(name, matrices, masks)
-            stack.callback(layer.register_forward_pre_hook(hook).remove)
+            stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for batch in batches:
-            batch = {k: v.to(place) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            masks["encoder"] = batch.get("attention_mask")
-            masks["decoder"] = _decoder_mask(model, batch)
+            batch = moved(batch, place)
+            if isinstance(batch, Mapping):
+                masks["encoder"] = batch.get("attention_mask")
+                masks["decoder"] = _decoder_mask(model, batch)
             logits_of(model, batch)
             examples += examples_in(batch)
             if each_batch is not None:
@@ -117,11 +118,12 @@ def estimate_gram(
 def _adder(name: str, matrices: dict[str, Tensor], masks: Mapping[str, Tensor | None]) -> Callable[..., None]:
     side = "decoder" if _sees_decoder(name) else "encoder"
 
-    def add(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        x = inputs[0].detach()
+    def add(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        x = next(iter((*inputs, *named.values()))).detach()
         mask = masks.get(side)
-        if mask is not None and x.dim() == 3 and mask.shape == x.shape[:2]:
-            x = x[mask.bool()]
+        folded = x.dim() == 2 and mask is not None and mask.numel() == len(x)
+        if mask is not None and (mask.shape == x.shape[:-1] or folded):
+            x = x[mask.bool().reshape(x.shape[:-1])]
         x = x.reshape(-1, x.shape[-1])
         x = x if x.dtype == torch.float64 else x.float()
         if name not in matrices:
@@ -134,7 +136,7 @@ def _adder(name: str, matrices: dict[str, Tensor], masks: Mapping[str, Tensor | 
 def _sees_decoder(name: str) -> bool:
     """Whether a layer of an encoder-decoder model takes the decoder's tokens: all of it but keys and values of cross-attention."""
     crossing = any(word in name for word in ("EncDecAttention", "encoder_attn", "crossattention"))
-    keys = name.split(".")[-2] in ("k", "v", "k_proj", "v_proj", "key", "value")
+    keys = name.removesuffix(".weight").rpartition(".")[2] in ("k", "v", "k_proj", "v_proj", "key", "value")
     return ("decoder." in name or name.startswith("lm_head")) and not (crossing and keys)
 
 

@@ -147,6 +147,7 @@ def _add_mixed(total: Tensor, terms: Sequence[Term]) -> None:
     """Any mixture, by holding the gradient of a few examples."""
     examples = len(_first(terms[0]))
     some = max(1, (HELD_CUDA if total.is_cuda else HELD_CPU) // total.numel())
+    squares = torch.zeros_like(total)  # all or nothing is added, also where memory runs out half-way
     for first in range(0, examples, some):
         part = slice(first, min(first + some, examples))
         gradient = total.new_zeros(part.stop - part.start, *total.shape)
@@ -160,7 +161,8 @@ def _add_mixed(total: Tensor, terms: Sequence[Term]) -> None:
                 offset = torch.arange(len(gradient), device=total.device)[:, None] * total.shape[0]
                 ids = (term.ids[part] + offset).flatten()
                 gradient.flatten(0, 1).index_add_(0, ids, term.y[part].flatten(0, 1).to(total.dtype))
-        total += gradient.square_().sum(0)
+        squares += gradient.square_().sum(0)
+    total += squares
 
 
 def _first(term: Term) -> Tensor:

@@ -79,7 +79,7 @@ class Classes(Output):
             raise InputError(
                 f"labels of shape {list(labels.shape)} do not fit logits of shape {list(logits_shape)}: one class an example is needed"
             )
-        _check_classes(labels, logits_shape[-1], masked=False)
+        check_classes(labels, logits_shape[-1], masked=False)
 
 
 class Labels(Output):
@@ -176,7 +176,7 @@ class Tokens(Output):
             raise InputError(
                 f"labels of shape {list(labels.shape)} do not fit logits of shape {list(logits_shape)}: a label for each token is needed"
             )
-        _check_classes(labels, logits_shape[-1], masked=True)
+        check_classes(labels, logits_shape[-1], masked=True)
 
 
 OUTPUTS: Mapping[str, Output] = {o.name: o for o in (Classes(), Labels(), Squared(), Tokens(True), Tokens(False))}
@@ -273,12 +273,14 @@ def _draw(logits: Tensor, numbers: Tensor, rows: int = 4096) -> Tensor:
     drawn = []
     for part, number in zip(logits.detach().split(rows), numbers.split(rows), strict=True):
         cumulated = _wide(part).softmax(-1).cumsum(-1)
-        target = number.to(cumulated.dtype)[:, None] * cumulated[:, -1:]
+        whole = cumulated[:, -1:]
+        # Rounded to 1, a number would lie behind all classes, and the last be drawn, be it impossible.
+        target = torch.minimum(number.to(whole.dtype)[:, None] * whole, whole.nextafter(torch.zeros_like(whole)))
         drawn.append(torch.searchsorted(cumulated, target, right=True).clamp_(max=part.shape[-1] - 1)[:, 0])
     return torch.cat(drawn) if drawn else numbers.long()
 
 
-def _check_classes(labels: Tensor, classes: int, masked: bool) -> None:
+def check_classes(labels: Tensor, classes: int, masked: bool) -> None:
     if labels.is_floating_point():
         raise InputError("labels are classes (whole numbers), but the batch holds floating-point numbers")
     wrong = (labels < 0) | (labels >= classes)

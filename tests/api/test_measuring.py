@@ -1,0 +1,325 @@
+"""Measuring from disk to disk: what is written, and how a run that was stopped goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.api.measuring import Measurement, measure_curvature
+from gradmerge.tasks import load_task
+
+from ..curvature import slow
+from ..curvature.slow import assert_same
+from ..making import read_model
+from ..tasks.making import (
+    labelled,
+    sentences,
+    tiny_bert_checkpoint,
+    tiny_gpt2_checkpoint,
+    tiny_t5_checkpoint,
+    tiny_vit_checkpoint,
+    write_jsonl,
+)
+
+EXAMPLES = 10
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("measuring")
+    tiny_bert_checkpoint(folder / "bert", labels=3)
+    tiny_bert_checkpoint(folder / "other", labels=3, seed=1)
+    tiny_gpt2_checkpoint(folder / "gpt2")
+    tiny_t5_checkpoint(folder / "t5")
+    tiny_vit_checkpoint(folder / "vit")
+    texts = sentences(EXAMPLES)
+    write_jsonl(folder / "labels.jsonl", labelled(EXAMPLES, 3))
+    write_jsonl(folder / "more.jsonl", labelled(EXAMPLES, 3, seed=5))
+    write_jsonl(folder / "pairs.jsonl", [{"source": a, "target": b} for a, b in pairwise(texts)])
+    generator = np.random.default_rng(0)
+    for number in range(3):
+        (folder / "images" / str(number)).mkdir(parents=True)
+        for name in "ab":
+            pixels = generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / str(number) / f"{name}.png")
+    return folder
+
+
+DATA = {"bert": "labels.jsonl", "gpt2": "labels.jsonl", "t5": "pairs.jsonl", "vit": "images"}
+OUTPUT = {"bert": "classes", "gpt2": "next-token", "t5": "tokens", "vit": "classes"}
+
+
+def measure(place: Path, name: str, out: Path, **options: Any) -> Measurement:
+    return measure_curvature(
+        str(place / name), str(place / DATA.get(name, "labels.jsonl")), out, device="cpu", **options
+    )
+
+
+def by_hand(place: Path, name: str, likelihood: str = "empirical") -> dict[str, Tensor]:
+    """The slow loop over the data's rows, one by one, by the names of the checkpoint."""
+    loaded = load_task(str(place / name), str(place / DATA[name]), device="cpu", dtype="float64")
+    rows = [{key: value[0] for key, value in batch.items() if key != "attention_mask"} for batch in loaded.batches(1)]
+    found = getattr(slow, likelihood)(loaded.model, rows, OUTPUT[name])
+    stored = read_model(place / name)
+    weights = dict(loaded.model.named_parameters())
+    return {
+        next(n for n, w in stored.items() if w.shape == v.shape and torch.equal(w, weights[own].float())): v
+        for own, v in found.items()
+    }
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_what_is_written_is_the_slow_loop_under_the_names_of_the_checkpoint(
+    place: Path, name: str, tmp_path: Path
+) -> None:
+    done = measure(place, name, tmp_path / "c", batch_size=4)
+    got = gm.Curvature.load(tmp_path / "c")
+    assert got.keys() == read_model(place / name).keys()
+    assert_same(got, by_hand(place, name), 1e-4)
+    assert (done.examples, done.tensors) == (got.examples, len(got))
+    assert done.entries == sum(v.numel() for v in got.values())
+    assert (done.kind, done.device, done.resumed_from) == ("diagonal", "cpu", 0)
+    assert (got.likelihood, got.model) == ("empirical", str(place / name))
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_exact_is_written_too(place: Path, name: str, tmp_path: Path) -> None:
+    measure(place, name, tmp_path / "c", likelihood="exact", batch_size=3)
+    assert_same(gm.Curvature.load(tmp_path / "c"), by_hand(place, name, "exact"), 1e-4)
+
+
+def test_the_fisher_at_the_difference_is_measured_with_the_base_taken_away(place: Path, tmp_path: Path) -> None:
+    done = measure(place, "bert", tmp_path / "c", at_delta=str(place / "other"))
+    assert not done.notes
+    tuned, base = read_model(place / "bert"), read_model(place / "other")
+    loaded = load_task(str(place / "bert"), str(place / "labels.jsonl"), device="cpu", dtype="float64")
+    with torch.no_grad():
+        for name, value in loaded.model.named_parameters():
+            value.copy_(tuned[name].double() - base[name].double())
+    rows = [{k: v[0] for k, v in b.items() if k != "attention_mask"} for b in loaded.batches(1)]
+    assert_same(gm.Curvature.load(tmp_path / "c"), slow.empirical(loaded.model, rows, "classes"), 1e-4)
+
+
+def test_what_the_base_does_not_have_is_taken_as_it_is_and_told(place: Path, tmp_path: Path) -> None:
+    tiny_bert_checkpoint(tmp_path / "base", labels=5)
+    done = measure(place, "bert", tmp_path / "c", at_delta=str(tmp_path / "base"))
+    assert done.notes == ["not in the base, and taken as they are: classifier.weight, classifier.bias"]
+    tiny_gpt2_checkpoint(tmp_path / "gpt2")
+    with pytest.raises(gm.InputError, match="--at-delta"):
+        measure(place, "bert", tmp_path / "d", at_delta=str(tmp_path / "gpt2"))
+    with pytest.raises(gm.InputError, match="--at-delta"):
+        measure(place, "bert", tmp_path / "d", at_delta=str(tmp_path / "nothing"))
+    assert not (tmp_path / "d").exists()
+
+
+class Stopped(Exception):
+    pass
+
+
+class Clock:
+    """Progress that stops a run after some batches."""
+
+    def __init__(self, batches: int = 1 << 30) -> None:
+        self.left = batches
+        self.begun: list[tuple[str, int, int]] = []
+        self.done = 0
+
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        self.begun.append((what, total, done))
+
+    def advance(self, amount: int) -> None:
+        self.done += amount
+        self.left -= 1
+        if self.left < 0:
+            raise Stopped
+
+
+@pytest.mark.parametrize("likelihood", ["empirical", "sampled"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+def test_a_run_that_was_stopped_goes_on(place: Path, name: str, likelihood: str, tmp_path: Path) -> None:
+    measure(place, name, tmp_path / "whole", likelihood=likelihood, batch_size=2)
+    clock = Clock(2)
+    with pytest.raises(Stopped):
+        measure(place, name, tmp_path / "c", likelihood=likelihood, batch_size=2, save_every=0, progress=clock)
+    assert not (tmp_path / "c").exists()
+    clock = Clock()
+    done = measure(place, name, tmp_path / "c", likelihood=likelihood, batch_size=3, resume=True, progress=clock)
+    assert done.resumed_from == 4
+    whole = gm.Curvature.load(tmp_path / "whole")
+    assert done.examples == whole.examples
+    assert clock.begun == [("measuring", whole.examples, 4)]
+    assert clock.done == whole.examples - 4
+    assert_same(gm.Curvature.load(tmp_path / "c"), dict(whole), 1e-6)
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["curvature.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "whole"]
+
+
+def test_a_run_that_was_killed_goes_on_with_the_same_numbers(place: Path, tmp_path: Path) -> None:
+    measure(place, "bert", tmp_path / "whole", batch_size=2)
+    code = f"""
+import os, signal, torch
+torch.set_num_threads(1)
+from gradmerge.api.measuring import measure_curvature
+class Clock:
+    left = 3
+    def begin(self, *_): pass
+    def advance(self, _):
+        self.left -= 1
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+measure_curvature({str(place / "bert")!r}, {str(place / "labels.jsonl")!r}, {str(tmp_path / "c")!r}, device="cpu",
+                  batch_size=2, save_every=0, progress=Clock())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "c").exists()
+    again = measure(place, "bert", tmp_path / "c", batch_size=2, resume=True)
+    assert again.resumed_from == 4
+    assert_same(gm.Curvature.load(tmp_path / "c"), dict(gm.Curvature.load(tmp_path / "whole")), 1e-6)
+
+
+def stopped(place: Path, out: Path, batches: int = 2, **options: Any) -> None:
+    with pytest.raises(Stopped):
+        measure(place, "bert", out, batch_size=2, save_every=0, progress=Clock(batches), **options)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"likelihood": "sampled"}, {"seed": 1}, {"limit": 9}, {"max_length": 7}, {"at_delta": "other"}, {"dtype": "float64"}],
+)  # fmt: skip
+def test_another_request_does_not_go_on_with_what_was_measured(
+    place: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    stopped(place, tmp_path / "c")
+    if "at_delta" in changes:
+        changes = {"at_delta": str(place / "other")}
+    before = weight_of(tmp_path)
+    with pytest.raises(gm.InputError, match="another model, other data or other options"):
+        measure(place, "bert", tmp_path / "c", resume=True, **changes)
+    assert weight_of(tmp_path) == before
+
+
+def weight_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_another_model_or_data_does_not_go_on_with_what_was_measured(place: Path, tmp_path: Path) -> None:
+    stopped(place, tmp_path / "c")
+    with pytest.raises(gm.InputError, match="without --resume"):
+        measure(place, "other", tmp_path / "c", resume=True)
+    with pytest.raises(gm.InputError, match="without --resume"):
+        measure_curvature(str(place / "bert"), str(place / "more.jsonl"), tmp_path / "c", device="cpu", resume=True)
+    assert measure(place, "bert", tmp_path / "c", resume=True).resumed_from == 4
+
+
+def test_data_that_has_changed_is_other_data(place: Path, tmp_path: Path) -> None:
+    for name in ("bert", "labels.jsonl"):
+        source = place / name
+        shutil.copytree(source, tmp_path / name) if source.is_dir() else shutil.copy(source, tmp_path / name)
+    stopped(tmp_path, tmp_path / "c")
+    with (tmp_path / "labels.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "a film", "label": 0}) + "\n")
+    with pytest.raises(gm.InputError, match="other data"):
+        measure(tmp_path, "bert", tmp_path / "c", resume=True)
+
+
+def test_without_resume_a_run_begins_anew(place: Path, tmp_path: Path) -> None:
+    stopped(place, tmp_path / "c")
+    done = measure(place, "bert", tmp_path / "c")
+    assert done.resumed_from == 0
+    measure(place, "bert", tmp_path / "whole")
+    assert weight_of(tmp_path / "c") == weight_of(tmp_path / "whole")
+
+
+def test_a_run_that_was_stopped_after_its_last_batch_has_nothing_to_measure(place: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gm.Curvature, "write", _no_write(gm.Curvature.write))
+        with pytest.raises(Stopped):
+            measure(place, "vit", tmp_path / "c", batch_size=2, save_every=0)
+    done = measure(place, "vit", tmp_path / "c", resume=True)
+    assert (done.resumed_from, done.examples) == (6, 6)
+    measure(place, "vit", tmp_path / "whole", batch_size=2)
+    got, want = gm.Curvature.load(tmp_path / "c"), gm.Curvature.load(tmp_path / "whole")
+    assert got.keys() == read_model(place / "vit").keys(), "under the names of the checkpoint, as ever"
+    assert_same(got, dict(want), 1e-6)
+
+
+def _no_write(write: Any) -> Any:
+    def refuse(self: gm.Curvature, folder: Path, *args: Any) -> None:
+        if self.model:  # what is measured so far has no name
+            raise Stopped
+        write(self, folder, *args)
+
+    return refuse
+
+
+def test_what_was_saved_and_damaged_is_refused(place: Path, tmp_path: Path) -> None:
+    stopped(place, tmp_path / "c")
+    path = next(tmp_path.rglob("curvature.safetensors"))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(gm.InputError, match=r"c\.gradmerge-partial"):
+        measure(place, "bert", tmp_path / "c", resume=True)
+    assert measure(place, "bert", tmp_path / "c").resumed_from == 0
+
+
+def test_resume_without_an_earlier_run_begins(place: Path, tmp_path: Path) -> None:
+    assert measure(place, "bert", tmp_path / "c", resume=True).resumed_from == 0
+
+
+def test_an_error_before_anything_is_saved_leaves_nothing(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        measure(place, "bert", tmp_path / "c", batch_size=2, progress=Clock(2))
+    with pytest.raises(gm.InputError):
+        measure(place, "nothing", tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_that_is_no_number_is_told_although_what_is_measured_is_saved(place: Path, tmp_path: Path) -> None:
+    model = tiny_bert_checkpoint(tmp_path / "bert", labels=3)
+    weights = load_file(model / "model.safetensors")
+    weights["classifier.weight"][0, 0] = torch.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(gm.InputError, match=r"example 0 \(counted from 0\): the loss is nan"):
+        measure_curvature(
+            str(model), str(place / "labels.jsonl"), tmp_path / "c", device="cpu", batch_size=2, save_every=0
+        )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bert"]
+
+
+def test_options_that_do_not_go_together_are_refused(place: Path, tmp_path: Path) -> None:
+    for options, says in (
+        ({"kind": "gram", "precision": "log8"}, "float32 only"),
+        ({"kind": "gram", "at_delta": "x"}, "--at-delta"),
+        ({"likelihood": "true"}, "known are empirical, sampled, exact"),
+        ({"kind": "full"}, "known are diagonal, gram"),
+        ({"precision": "int8"}, "known are float32, bfloat16, log8"),
+        ({"batch_size": 0}, "--batch-size 0"),
+    ):
+        with pytest.raises(gm.InputError, match=says):
+            measure(place, "bert", tmp_path / "c", **options)
+    with pytest.raises(gm.InputError, match="sampled"):
+        measure(place, "gpt2", tmp_path / "c", likelihood="exact")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,432 @@
+"""`gradmerge curvature estimate` as a user runs it, and merging with what it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+from gradmerge.cli.output import PlainProgress
+
+from ..making import cli, read_model, weight_bytes, write_recipe
+from ..rules import slow as slow_rules
+from ..tasks.making import (
+    labelled,
+    sentences,
+    tiny_bert_checkpoint,
+    tiny_gpt2_checkpoint,
+    tiny_t5_checkpoint,
+    tiny_vit_checkpoint,
+    write_jsonl,
+)
+
+MAKERS: Mapping[str, Any] = {
+    "classify": tiny_bert_checkpoint,
+    "causal-lm": tiny_gpt2_checkpoint,
+    "seq2seq": tiny_t5_checkpoint,
+    "image": tiny_vit_checkpoint,
+}
+DATA = {"classify": "labels.jsonl", "causal-lm": "texts.txt", "seq2seq": "pairs.csv", "image": "images"}
+LIKELIHOOD = {"classify": "exact", "causal-lm": "sampled", "seq2seq": "empirical", "image": "exact"}
+#: The matrix of a linear layer of each model; GPT-2's is transposed.
+LAYER = {
+    "classify": "bert.encoder.layer.1.output.dense.weight",
+    "causal-lm": "transformer.h.1.mlp.c_fc.weight",
+    "seq2seq": "decoder.block.1.layer.1.EncDecAttention.k.weight",
+    "image": "vit.encoder.layer.1.attention.attention.query.weight",
+}
+
+
+def run(*arguments: str | Path | int, status: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == status, result.output
+    assert "Traceback" not in result.output and "internal" not in result.output
+    return result
+
+
+def estimate(*arguments: str | Path | int, status: int = 0) -> Any:
+    return run("curvature", "estimate", *arguments, "--device", "cpu", status=status)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For every task a base and two models in a folder of its name, and data."""
+    folder = tmp_path_factory.mktemp("estimate")
+    for task, make in MAKERS.items():
+        for seed, name in enumerate(("base", "a", "b")):
+            make(folder / task / name, seed=seed)
+    texts = sentences(7)
+    write_jsonl(folder / "labels.jsonl", labelled(7))
+    (folder / "texts.txt").write_text("\n".join(texts))
+    rows = [f"{a.replace(',', '')},{b.replace(',', '')}" for a, b in pairwise(texts)]
+    (folder / "pairs.csv").write_text("\n".join(["source,target", *rows]))
+    generator = np.random.default_rng(0)
+    for number in range(3):
+        (folder / "images" / str(number)).mkdir(parents=True)
+        for name in "ab":
+            pixels = generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / str(number) / f"{name}.png")
+    return folder
+
+
+def double(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.double() for name, value in state.items()}
+
+
+def assert_merged(out: Path, want: Mapping[str, Tensor]) -> None:
+    got = read_model(out)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        scale = max(1.0, float(value.abs().max()))
+        assert float((got[name].double() - value).abs().max()) <= 2e-6 * scale, name
+
+
+@pytest.mark.parametrize("task", MAKERS)
+def test_measured_curvature_merges_by_gradient_matching_and_fisher_averaging(
+    place: Path, task: str, tmp_path: Path
+) -> None:
+    folder = place / task
+    for name in ("base", "a", "b"):
+        text = estimate(
+            folder / name, "--data", place / DATA[task], "--likelihood", LIKELIHOOD[task], "-o", tmp_path / name
+        ).stdout
+        assert f"{tmp_path / name}: {LIKELIHOOD[task]} curvature of" in text
+        assert f"({task})" in text and "sum over" in text
+    base, *tuned = (double(read_model(folder / name)) for name in ("base", "a", "b"))
+    h0, *h = (double(gm.Curvature.load(tmp_path / name)) for name in ("base", "a", "b"))
+    weights = (0.6, 0.9)
+    models = [
+        {"model": str(folder / n), "curvature": str(tmp_path / n), "weight": w}
+        for n, w in zip("ab", weights, strict=True)
+    ]
+    recipe: dict[str, Any] = {
+        "method": "gradient-matching",
+        "base": {"model": str(folder / "base"), "curvature": str(tmp_path / "base")},
+        "models": models,
+        "damping": 1e-3,
+    }
+    run("merge", write_recipe(tmp_path / "r.yml", recipe), "-o", tmp_path / "matched")
+    want = {}
+    for name, theta in base.items():
+        prior = h0[name] + 1e-3
+        whole = prior + sum(w * one[name] for w, one in zip(weights, h, strict=True))
+        want[name] = theta + sum(
+            w * (prior + one[name]) / whole * (model[name] - theta)
+            for w, one, model in zip(weights, h, tuned, strict=True)
+        )
+    assert_merged(tmp_path / "matched", want)
+
+    recipe = {"method": "fisher-averaging", "models": models, "damping": 1e-3}
+    run("merge", write_recipe(tmp_path / "r.yml", recipe), "-o", tmp_path / "averaged")
+    want = {
+        name: sum(w * (f[name] + 1e-3) * model[name] for w, f, model in zip(weights, h, tuned, strict=True))
+        / sum(w * (f[name] + 1e-3) for w, f in zip(weights, h, strict=True))
+        for name in base
+    }
+    assert_merged(tmp_path / "averaged", want)
+
+
+@pytest.mark.parametrize("task", ["classify", "causal-lm"])
+def test_curvature_at_the_difference_merges_by_fa1(place: Path, task: str, tmp_path: Path) -> None:
+    folder, data = place / task, place / DATA[task]
+    estimate(folder / "base", "-d", data, "-o", tmp_path / "base")
+    for name in "ab":
+        estimate(folder / name, "-d", data, "--at-delta", folder / "base", "-o", tmp_path / name)
+    estimate(folder / "a", "-d", data, "-o", tmp_path / "plain")
+    recipe = {
+        "method": "fa1",
+        "base": {"model": str(folder / "base"), "curvature": str(tmp_path / "base")},
+        "models": [{"model": str(folder / n), "curvature": str(tmp_path / n), "weight": w} for n, w in (("a", 0.7), ("b", -0.4))],
+        "damping": 1e-4,
+    }  # fmt: skip
+    run("merge", write_recipe(tmp_path / "r.yml", recipe), "-o", tmp_path / "out")
+    base, a, b = (double(read_model(folder / name)) for name in ("base", "a", "b"))
+    f0, fa, fb, plain = (double(gm.Curvature.load(tmp_path / name)) for name in ("base", "a", "b", "plain"))
+    assert not torch.allclose(fa[LAYER[task]], plain[LAYER[task]])
+    want = {}
+    for name, theta in base.items():
+        above = (f0[name] + 1e-4) * theta + 0.7 * fa[name] * (a[name] - theta) - 0.4 * fb[name] * (b[name] - theta)
+        want[name] = above / (f0[name] + 1e-4 + 0.7 * fa[name] + 0.4 * fb[name])
+    assert_merged(tmp_path / "out", want)
+
+
+@pytest.mark.parametrize("task", MAKERS)
+def test_gram_matrices_merge_by_regmean(place: Path, task: str, tmp_path: Path) -> None:
+    folder = place / task
+    for name in "ab":
+        text = estimate(folder / name, "-d", place / DATA[task], "--kind", "gram", "-o", tmp_path / name).stdout
+        assert "Gram matrices of" in text
+    assert json.loads(run("curvature", "show", tmp_path / "a", "--json").stdout)["kind"] == "gram"
+    recipe = {
+        "method": "regmean",
+        "models": [{"model": str(folder / n), "curvature": str(tmp_path / n)} for n in "ab"],
+        "damping": 1e-2,
+    }
+    run("merge", write_recipe(tmp_path / "r.yml", recipe), "-o", tmp_path / "out")
+    models = [double(read_model(folder / n)) for n in "ab"]
+    grams = [load_file(tmp_path / n / "curvature.safetensors") for n in "ab"]
+    got = read_model(tmp_path / "out")
+    layer = LAYER[task]
+    turn = (lambda m: m.T) if task == "causal-lm" else (lambda m: m)
+    want = slow_rules.regmean(
+        [turn(m[layer]).numpy() for m in models], [g[layer].double().numpy() for g in grams], [1.0, 1.0], 1e-2
+    )
+    assert np.allclose(turn(got[layer]).double().numpy(), want, atol=1e-5)
+    for name in got.keys() - grams[0].keys():
+        assert torch.allclose(got[name].double(), (models[0][name] + models[1][name]) / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("task", MAKERS)
+def test_the_result_does_not_depend_on_the_batch_size(place: Path, task: str, tmp_path: Path) -> None:
+    for size in (1, 3, 8):
+        estimate(place / task / "a", "-d", place / DATA[task], "--batch-size", size, "-o", tmp_path / str(size))
+    want = gm.Curvature.load(tmp_path / "1")
+    for size in (3, 8):
+        got = gm.Curvature.load(tmp_path / str(size))
+        assert (got.examples, got.keys()) == (want.examples, want.keys())
+        for name, value in want.items():
+            layer = max(float(v.max()) for n, v in want.items() if n.rpartition(".")[0] == name.rpartition(".")[0])
+            assert float((got[name] - value).abs().max()) <= 1e-5 * max(float(value.max()), 1e-6 * layer), name
+
+
+def test_a_limit_takes_the_first_rows(place: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "few.jsonl", labelled(7)[:3])
+    estimate(place / "classify/a", "-d", place / "labels.jsonl", "--limit", 3, "-o", tmp_path / "limit")
+    estimate(place / "classify/a", "-d", tmp_path / "few.jsonl", "-o", tmp_path / "few")
+    assert gm.Curvature.load(tmp_path / "limit").examples == 3
+    assert weight_bytes(tmp_path / "limit") == weight_bytes(tmp_path / "few")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "log8"])
+def test_curvature_is_stored_as_narrow_as_asked(place: Path, precision: str, tmp_path: Path) -> None:
+    common = (place / "image/a", "-d", place / "images", "--precision")
+    estimate(*common, "float32", "-o", tmp_path / "wide")
+    estimate(*common, precision, "-o", tmp_path / "narrow")
+    assert json.loads(run("curvature", "show", tmp_path / "narrow", "--json").stdout)["precision"] == precision
+    wide, narrow = gm.Curvature.load(tmp_path / "wide"), gm.Curvature.load(tmp_path / "narrow")
+    for name, value in wide.items():
+        some = value > 0
+        step = 2**-8
+        if precision == "log8":
+            step = float(value[some].log().max() - value[some].log().min()) / 254 / 2 * 1.01 + 1e-4
+        assert float((narrow[name][some] / value[some]).log().abs().max()) <= step
+        assert torch.equal(narrow[name] == 0, value == 0)
+    size = [sum(p.stat().st_size for p in (tmp_path / n).iterdir()) for n in ("narrow", "wide")]
+    assert size[0] < size[1]
+
+
+def test_labels_that_are_drawn_depend_on_the_seed(place: Path, tmp_path: Path) -> None:
+    for name, seed in (("one", 1), ("same", 1), ("two", 2)):
+        estimate(place / "classify/a", "-d", place / "labels.jsonl", "--likelihood", "sampled", "--seed", seed,
+                 "-o", tmp_path / name)  # fmt: skip
+    assert weight_bytes(tmp_path / "one") == weight_bytes(tmp_path / "same") != weight_bytes(tmp_path / "two")
+
+
+def test_a_machine_reads_what_was_measured(place: Path, tmp_path: Path) -> None:
+    words = (place / "classify/a", "-d", place / "labels.jsonl", "--likelihood", "exact", "--precision", "log8")
+    result = estimate(*words, "--max-length", 6, "--json", "-o", tmp_path / "c")
+    facts = json.loads(result.stdout)
+    stored = read_model(place / "classify/a")
+    assert facts | {"seconds": 0, "notes": []} == {
+        "out": str(tmp_path / "c"), "kind": "diagonal", "task": "classify", "examples": 7, "tensors": len(stored),
+        "entries": sum(v.numel() for v in stored.values()), "seconds": 0, "device": "cpu", "resumed_from": 0, "notes": [],
+        "model": str(place / "classify/a"), "data": str(place / "labels.jsonl"), "likelihood": "exact", "precision": "log8",
+    }  # fmt: skip
+    assert "longer than 6 tokens" in facts["notes"][0]
+    assert result.stderr == ""
+    shown = json.loads(run("curvature", "show", tmp_path / "c", "--json").stdout)
+    assert (shown["examples"], shown["likelihood"], shown["parameters"]) == (7, "exact", facts["entries"])
+    assert shown["model"] == str(place / "classify/a")
+
+
+def test_progress_and_notes_go_to_stderr(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlainProgress, "every", 0.0)
+    words = (place / "classify/a", "-d", place / "labels.jsonl", "--batch-size", 2, "--max-length", 6)
+    shown = estimate(*words, "-o", tmp_path / "c")
+    assert "measuring: 57 % (4 of 7 examples" in shown.stderr
+    assert "note: " in shown.stderr and "longer than 6 tokens" in shown.stderr
+    assert shown.stdout.count("\n") == 1
+    gram = estimate(*words, "--kind", "gram", "-o", tmp_path / "g")
+    assert "measuring: 57 % (4 of 7 examples" in gram.stderr
+    quiet = estimate(*words, "--quiet", "-o", tmp_path / "q")
+    assert quiet.output == ""
+
+
+def test_a_process_of_its_own_says_one_line_and_nothing_of_transformers(place: Path, tmp_path: Path) -> None:
+    done = cli("curvature", "estimate", place / "image/a", "-d", place / "images", "-o", tmp_path / "c")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{tmp_path / 'c'}: empirical curvature of ")
+    assert done.stderr.count("\n") == done.stderr.count("note: "), done.stderr
+    assert not [p for p in tmp_path.iterdir() if p.name != "c"]
+
+
+def test_help_has_examples_and_all_options() -> None:
+    text = run("curvature", "estimate", "--help").output
+    assert "Examples: gradmerge curvature estimate" in text
+    for option in ("--likelihood", "--limit", "--kind", "--at-delta", "--resume", "--precision", "--json", "--debug"):
+        assert option in text
+
+
+def test_what_exists_is_left_alone_unless_forced(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "file").write_text("mine")
+    words = (place / "classify/a", "-d", place / "labels.jsonl", "-o", tmp_path / "c")
+    for more in ((), ("--resume",)):
+        refused = estimate(*words, *more, status=2)
+        assert "exists already" in refused.stderr and "--force" in refused.stderr
+        assert weight_bytes(tmp_path) == {"c/file": b"mine"}
+    estimate(*words, "--force")
+    assert list(weight_bytes(tmp_path)) == ["c/curvature.safetensors"]
+
+
+def test_a_failed_run_with_force_leaves_what_was_there(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "file").write_text("mine")
+    estimate(place / "classify/a", "-d", tmp_path / "none.jsonl", "-o", tmp_path / "c", "--force", status=2)
+    assert weight_bytes(tmp_path) == {"c/file": b"mine"}
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_curvature_inside_a_model_is_found_by_a_merge(place: Path, tmp_path: Path) -> None:
+    folders = [tiny_bert_checkpoint(tmp_path / name, seed=seed) for seed, name in enumerate(("base", "a"))]
+    for folder in folders:
+        estimate(folder, "-d", place / "labels.jsonl", "-o", folder / "curvature")
+    run("merge", "-m", "gradient-matching", "--base", folders[0], "--model", folders[1], "-o", tmp_path / "out")
+    merged = gm.merge_state_dicts(
+        read_model(folders[0]),
+        [read_model(folders[1])],
+        prior=gm.Curvature.load(folders[0]),
+        curvature=[gm.Curvature.load(folders[1])],
+    )
+    assert all(torch.equal(v, merged[n]) for n, v in read_model(tmp_path / "out").items())
+
+
+def test_resume_goes_on_and_refuses_what_is_different(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["-d", place / "labels.jsonl", "--batch-size", 2, "-o", tmp_path / "c"]
+    monkeypatch.setattr("gradmerge.api.measuring.measure_curvature.__kwdefaults__", {
+        **gm.measure_curvature.__kwdefaults__, "save_every": 0.0,
+    })  # fmt: skip
+    with monkeypatch.context() as patch:
+        calls = 0
+
+        def interrupt(self: PlainProgress, amount: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise KeyboardInterrupt
+
+        patch.setattr(PlainProgress, "advance", interrupt)
+        stopped = estimate(place / "classify/a", *words, status=1)
+        assert "--resume" in stopped.stderr
+    assert not (tmp_path / "c").exists()
+    refused = estimate(place / "classify/b", *words, "--resume", status=2)
+    assert "another model, other data or other options" in refused.stderr
+    refused = estimate(place / "classify/a", *words, "--resume", "--likelihood", "exact", status=2)
+    assert "without --resume" in refused.stderr
+    facts = json.loads(estimate(place / "classify/a", *words, "--resume", "--json").stdout)
+    assert (facts["resumed_from"], facts["examples"]) == (4, 7)
+    estimate(place / "classify/a", *words[:-1], tmp_path / "whole")
+    got, want = gm.Curvature.load(tmp_path / "c"), gm.Curvature.load(tmp_path / "whole")
+    assert all(float((got[n] - v).abs().max()) <= 1e-6 * float(v.max()) for n, v in want.items())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "whole"]
+
+
+WRONG: dict[str, tuple[list[str], list[str]]] = {
+    "no such model": (["nothing", "labels.jsonl"], ["nothing", "no such folder"]),
+    "no such data": (["classify/a", "nothing.jsonl"], ["nothing.jsonl", "no such file"]),
+    "no labels": (["classify/a", "unlabelled.jsonl"], ["needs labels", "columns text", "--columns"]),
+    "label out of range": (["classify/a", "range.jsonl"], ["range.jsonl", "row 2", "'label' is 7", "2 classes"]),
+    "empty data": (["classify/a", "empty.jsonl"], ["empty.jsonl", "no rows"]),
+    "wrong column": (["classify/a", "labels.jsonl", "--columns", "text=txt"], ["'txt'", "did you mean 'text'"]),
+    "unknown key": (["classify/a", "labels.jsonl", "--columns", "txt=text"], ["'txt'", "did you mean 'text'"]),
+    "no tokenizer": (["no-tokenizer", "labels.jsonl"], ["no-tokenizer", "--tokenizer"]),
+    "weights that are NaN": (["nan", "labels.jsonl"], ["example 0 (counted from 0)", "the loss is nan"]),
+    "no head": (["causal-lm/a", "labels.jsonl", "--task", "classify"], ["do not fit", "score.weight"]),
+    "task of another kind": (["classify/a", "labels.jsonl", "--task", "seq2seq"], ["task seq2seq"]),
+    "unknown task": (["classify/a", "labels.jsonl", "--task", "clasify"], ["--task clasify", "did you mean 'classify'"]),
+    "text for an image model": (["image/a", "labels.jsonl"], ["needs images", "columns text, label"]),
+    "no target": (["seq2seq/a", "unlabelled.jsonl"], ["needs a target"]),
+    "unknown likelihood": (
+        ["classify/a", "labels.jsonl", "--likelihood", "exakt"],
+        ["--likelihood exakt", "empirical, sampled, exact", "did you mean 'exact'"],
+    ),
+    "exact for sequences": (
+        ["causal-lm/a", "texts.txt", "--likelihood", "exact"],
+        ["vocabulary to the power of length", "--likelihood sampled"],
+    ),
+    "unknown kind": (["classify/a", "labels.jsonl", "--kind", "grams"], ["--kind grams", "did you mean 'gram'"]),
+    "unknown precision": (["classify/a", "labels.jsonl", "--precision", "log4"], ["--precision log4", "log8"]),
+    "narrow Gram": (["classify/a", "labels.jsonl", "--kind", "gram", "--precision", "log8"], ["float32 only"]),
+    "no base": (["classify/a", "labels.jsonl", "--at-delta", "nothing"], ["--at-delta", "nothing"]),
+    "base of another model": (["classify/a", "labels.jsonl", "--at-delta", "causal-lm/a"], ["--at-delta"]),
+    "no device": (["classify/a", "labels.jsonl", "--device", "cuda:77"], ["--device cuda:77"]),
+    "too long": (["classify/a", "labels.jsonl", "--max-length", "4000"], ["--max-length 4000", "40 tokens"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wrong(place: Path) -> Path:
+    """What is wrong, beside what is right."""
+    write_jsonl(place / "unlabelled.jsonl", [{"text": text} for text in sentences(4)])
+    write_jsonl(place / "range.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 7}])
+    (place / "empty.jsonl").write_text("")
+    for path in tiny_bert_checkpoint(place / "no-tokenizer").glob("*"):
+        if path.name.startswith(("tokenizer", "vocab")):
+            path.unlink()
+    file = tiny_bert_checkpoint(place / "nan") / "model.safetensors"
+    weights = load_file(file)
+    weights["bert.encoder.layer.0.output.dense.weight"][0, 0] = torch.nan
+    save_file(weights, file, {"format": "pt"})
+    return place
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_gets_one_message_that_names_it_and_leaves_nothing(
+    wrong: Path, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(wrong)
+    (model, data, *options), says = WRONG[case]
+    words = ["--device", "cpu"] if "--device" not in options else []
+    result = run("curvature", "estimate", model, "--data", data, *words, *options, "-o", tmp_path / "c", status=2)
+    assert result.stderr.startswith("error: ") and result.stderr.count("error:") == 1
+    assert result.stdout == ""
+    for text in says:
+        assert text in result.stderr, result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_is_json_too(place: Path, tmp_path: Path) -> None:
+    result = estimate(place / "classify/a", "-d", "nothing.csv", "-o", tmp_path / "c", "--json", status=2)
+    assert json.loads(result.stdout)["status"] == 2
+
+
+def test_a_full_device_is_the_machines_failure(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("gradmerge.curvature.estimate.logits_of", full)
+    result = estimate(place / "classify/a", "-d", place / "labels.jsonl", "-o", tmp_path / "c", status=1)
+    assert "out of memory with" in result.stderr and "--max-length" in result.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,486 @@
+"""Modules that no fast way was made for, and memory that runs out: the numbers are the same."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradmerge as gm
+from gradmerge.curvature import collect, kernels
+from gradmerge.curvature.estimate import estimate_curvature
+
+from ..checkpoints.families import randomise
+from . import slow
+from .families import EXACT, FAMILIES, ROUNDED, batch_of, batches_of
+from .slow import Example, assert_same
+
+WIDTH, TOKENS = 6, 4
+
+
+class Body(nn.Module):
+    """A head on the mean of what ``inner`` makes of the tokens."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.head = nn.Linear(WIDTH, 3)
+        self.build()
+        randomise(self.parameters(), 5, 0.3)
+        self.double().eval()
+
+    def build(self) -> None:
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def inner(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x).tanh().mean(1))
+
+
+class Einsum(Body):
+    def build(self) -> None:
+        self.matrix = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.einsum("btd,de->bte", x, self.matrix)
+
+
+class Power(Body):
+    def build(self) -> None:
+        self.matrix = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.einsum("btd,de->bte", x, torch.matrix_power(self.matrix, 3))
+
+
+class Outside(Body):
+    """The weight is used by its module, and by another."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.layer.weight).sin() + self.layer(x)
+
+
+class OutsideOnly(Body):
+    def inner(self, x: Tensor) -> Tensor:
+        return x @ self.layer.weight + self.layer.bias
+
+
+class NoBatch(Body):
+    """The layer sees the same for all examples; in a batch of four, as many rows as examples."""
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("places", torch.linspace(-1, 1, TOKENS * WIDTH).view(TOKENS, WIDTH))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x * self.layer(self.places)
+
+
+class TokensFirst(Body):
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Folded(Body):
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(x.reshape(-1, WIDTH)).view_as(x)
+
+
+class Shared(Body):
+    """One weight in two modules."""
+
+    def build(self) -> None:
+        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.other.weight = self.layer.weight
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.other(self.layer(x).tanh())
+
+
+class Twice(Body):
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).tanh())
+
+
+class Unused(Body):
+    def build(self) -> None:
+        super().build()
+        self.idle, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(3))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class OnlyIdleIsFast(Body):
+    def build(self) -> None:
+        self.head.requires_grad_(False)
+        self.idle, self.matrix = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.einsum("btd,de->bte", x, self.matrix)
+
+
+class ByKeyword(Body):
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(input=x)
+
+
+class PairOf(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+class Pair(Body):
+    def build(self) -> None:
+        self.layer = PairOf(WIDTH, WIDTH)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+class PoolingLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).cumsum(1)[:, -2:]
+
+
+class Pooling(Body):
+    def build(self) -> None:
+        self.layer = PoolingLinear(WIDTH, WIDTH)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class WeightNorm(Body):
+    def build(self) -> None:
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class OldWeightNorm(WeightNorm):
+    def build(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.layer = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+
+class Hooked(Body):
+    """A hook of the user's own changes what the layer gives."""
+
+    def build(self) -> None:
+        super().build()
+        self.layer.register_forward_hook(lambda _, __, output: output.sin())
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Attention(Body):
+    def build(self) -> None:
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Recurrent(Body):
+    def build(self) -> None:
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+class Experts(Body):
+    """Every token goes to one of three layers: which rows a layer sees depends on the data."""
+
+    def build(self) -> None:
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def inner(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, WIDTH)
+        best, chosen = self.router(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(flat[rows]) * best[rows, None])
+        return out.view_as(x)
+
+
+class Rare(Body):
+    """A layer that is used by whole examples, but only by some; the first two are none of them."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0, 0] > 0.5).nonzero()[:, 0]
+        return x.index_add(0, rows, self.layer(x[rows])) if len(rows) else x
+
+
+class OddRows(Body):
+    """A table that gives a row to every token of some examples, and of others to a few."""
+
+    def build(self) -> None:
+        self.table = nn.Embedding(5, WIDTH)
+
+    def inner(self, x: Tensor) -> Tensor:
+        ids = (x[..., 1].abs() * 3).long().clamp(max=4)
+        few = ((x[..., 2] > 0) | (x[:, :1, 0] < 0)).flatten().nonzero()[:, 0]
+        if len(few) == ids.numel():
+            return x + x * self.table(ids)
+        whole = x.reshape(-1, WIDTH)
+        return whole.index_add(0, few, self.table(ids.flatten()[few]) * whole[few]).view_as(x)
+
+
+class InPlace(Body):
+    """What layers give is changed in place behind them."""
+
+    def build(self) -> None:
+        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def inner(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        hidden += x
+        return F.relu_(self.other(hidden)) + 0.1
+
+
+#: A model, and the parameters of it that are measured the slow way.
+UNKNOWN: dict[type[Body], set[str] | None] = {
+    Einsum: {"matrix"},
+    Power: {"matrix"},
+    Outside: {"layer.weight", "layer.bias"},
+    OutsideOnly: {"layer.weight", "layer.bias"},
+    NoBatch: {"layer.weight", "layer.bias"},
+    TokensFirst: {"layer.weight", "layer.bias"},
+    Folded: set(),
+    Shared: set(),
+    Twice: set(),
+    Unused: set(),
+    OnlyIdleIsFast: {"matrix"},
+    ByKeyword: {"layer.weight", "layer.bias"},
+    Pair: {"layer.weight", "layer.bias"},
+    Pooling: {"layer.weight", "layer.bias"},
+    WeightNorm: {f"layer.parametrizations.weight.original{n}" for n in (0, 1)},
+    OldWeightNorm: {"layer.bias", "layer.weight_g", "layer.weight_v"},
+    Hooked: {"layer.weight", "layer.bias"},
+    Attention: {f"layer.self_attn.{n}" for n in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")},
+    Recurrent: {f"layer.{n}_l0" for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
+    Experts: {f"experts.{k}.{n}" for k in range(3) for n in ("weight", "bias")},
+    Rare: {"layer.weight", "layer.bias"},
+    OddRows: None,  # in a batch of one nothing is odd
+    InPlace: None,
+}  # fmt: skip
+
+
+def tokens_of(seed: int, count: int = 6) -> list[Example]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+    x[:2, 0, 0] = -1.0
+    x[2:4, 0, 0] = 1.0
+    return [{"0": one, "labels": torch.tensor(n % 3)} for n, one in enumerate(x)]
+
+
+@pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 1, 4), (3, 1, 2)])
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_an_unknown_use_of_a_parameter_is_exact_and_named(
+    kind: type[Body], sizes: Sequence[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, examples = kind(), tokens_of(0)
+    got = estimate_curvature(model, batches_of(examples, sizes))
+    assert_same(got, slow.empirical(model, examples, "classes"), EXACT)
+    named = {line.strip() for record in caplog.records for line in record.getMessage().split("\n")[1:]}
+    assert UNKNOWN[kind] in (None, named)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_that_are_chosen_by_the_data_never_pass_for_examples(seed: int) -> None:
+    """Two examples may give an expert equally many rows, and a batch a multiple of its size, by chance."""
+    model, examples = Experts(seed), tokens_of(seed)
+    for sizes in ((6,), (2, 4)):
+        got = estimate_curvature(model, batches_of(examples, sizes))
+        assert_same(got, slow.empirical(model, examples, "classes"), EXACT)
+
+
+def test_a_parameter_that_is_not_used_has_no_curvature() -> None:
+    got = estimate_curvature(Unused(), [batch_of(tokens_of(0))])
+    for name in ("idle.weight", "idle.bias", "scale"):
+        assert not got[name].any()
+
+
+def test_exact_counts_every_backward_pass_of_slow_parameters_too() -> None:
+    for kind in (Einsum, Experts, Rare, Shared):
+        model, examples = kind(), tokens_of(0)
+        got = estimate_curvature(model, batches_of(examples, (2, 4)), "exact")
+        assert_same(got, slow.exact(model, examples, "classes"), EXACT)
+
+
+class TiedTwice(nn.Module):
+    """One table, asked twice for rows, and the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.table.weight
+        randomise(self.parameters(), 5, 0.3)
+        self.double().eval()
+
+    def forward(self, ids: Tensor, more: Tensor) -> Tensor:
+        return self.head((self.table(ids).mean(1) * self.table(more).mean(1)).tanh())
+
+
+def test_a_tied_table_may_be_asked_twice(caplog: pytest.LogCaptureFixture) -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = TiedTwice()
+    examples = [
+        {
+            "0": torch.randint(0, 11, (4,), generator=generator),
+            "1": torch.randint(0, 11, (3,), generator=generator),
+            "labels": torch.tensor(n),
+        }
+        for n in range(5)
+    ]
+    want = slow.empirical(model, examples, "classes")
+    for sizes in ((5,), (1, 4), (2, 3)):
+        assert_same(estimate_curvature(model, batches_of(examples, sizes)), want, EXACT)
+    assert not caplog.records
+
+
+# Memory that runs out.
+
+
+class Memory:
+    """Fails where a test says, at the k-th call for more examples than fit."""
+
+    def __init__(self, fits: int, at: int) -> None:
+        self.fits, self.at = fits, at
+        self.calls = self.failures = 0
+
+    def guard(self, function: Callable[..., Any], examples_of: Callable[..., int]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if examples_of(*args) > self.fits:
+                self.calls += 1
+                if self.calls % self.at == 0:
+                    self.failures += 1
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+            return function(*args, **kwargs)
+
+        return guarded
+
+
+def _examples_of_terms(_: Tensor, terms: Any) -> int:
+    term = terms[0] if isinstance(terms, list) else terms
+    return len(term.gradient if hasattr(term, "gradient") else term.y)
+
+
+PLACES: dict[str, Callable[..., int]] = {
+    "add_outer": _examples_of_terms,
+    "add_squares": _examples_of_terms,
+    "add_many_direct": lambda _, terms: len(terms[0][0].gradient),
+    "add_rows": lambda _, ids, __: len(ids),
+    "outer_at_rows": lambda term, *_: len(term.y),
+    "merge_rows": lambda terms, _: len(terms[0].ids),
+}
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, place: str, fits: int, at: int) -> Memory:
+    memory = Memory(fits, at)
+    if place == "forward":
+        monkeypatch.setattr(
+            "gradmerge.curvature.estimate.logits_of",
+            memory.guard(gm.curvature.estimate.logits_of, lambda _, batch: collect.examples_in(batch)),
+        )
+    else:
+        guarded = memory.guard(getattr(kernels, place), PLACES[place])
+        for module in (collect, kernels):
+            monkeypatch.setattr(module, place, guarded)
+    return memory
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("place", ["forward", *PLACES])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama, tied", "t5", "albert"])
+def test_a_batch_that_does_not_fit_is_measured_in_halves(
+    name: str, place: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, examples, want = _whole(name, "empirical")
+    memory = limited(monkeypatch, place, fits=2, at=at)
+    got = estimate_curvature(model, [batch_of(examples), batch_of(examples)])
+    tied = name not in ("bert", "albert")
+    assert memory.failures or at > 1 or (place == "outer_at_rows" and not tied), "nothing was tested"
+    # Halves are added in another order, and a gradient that rounds otherwise is another one by 1e-7 where float32 is inside.
+    assert_same(got, {n: 2 * v for n, v in want.items()}, 1e-12 if FAMILIES[name].tolerance == EXACT else ROUNDED)
+
+
+@functools.cache
+def _whole(name: str, likelihood: str) -> tuple[Any, list[Example], dict[str, Tensor]]:
+    model, examples = FAMILIES[name].model(), FAMILIES[name].examples()
+    return model, examples, dict(estimate_curvature(model, [batch_of(examples)], likelihood))
+
+
+@pytest.mark.parametrize(("place", "at"), list(itertools.product(["forward", *PLACES], [1, 2, 3, 7])))
+def test_halves_of_one_of_many_backward_passes_are_added_once(
+    place: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("bert", "gpt2, classes"):
+        model, examples, want = _whole(name, "exact")
+        with monkeypatch.context() as patch:
+            limited(patch, place, fits=2, at=at)
+            assert_same(estimate_curvature(model, [batch_of(examples)], "exact"), want, 1e-12)
+
+
+@pytest.mark.parametrize("place", ["add_outer", "add_many_direct", "forward"])
+def test_slow_parameters_are_added_once_when_memory_runs_out(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (Einsum, Experts, Rare, Outside):
+        model, examples = kind(), tokens_of(0)
+        with monkeypatch.context() as patch:
+            memory = limited(patch, place, fits=2, at=1)
+            got = estimate_curvature(model, batches_of(examples, (1, 5)))
+            assert memory.failures or place == "add_outer"
+        assert_same(got, slow.empirical(model, examples, "classes"), 1e-12)
+
+
+def test_parameters_of_two_types_are_added_once_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), _ToDouble(), nn.Linear(4, 3).double())
+    batch = (torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
+    want = dict(estimate_curvature(model, [batch]))
+    for at in (1, 2, 3):
+        with monkeypatch.context() as patch:
+            limited(patch, "add_many_direct", fits=2, at=at)
+            assert_same(estimate_curvature(model, [batch]), want, 1e-6)
+
+
+class _ToDouble(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()
+
+
+@pytest.mark.parametrize("place", ["forward", "add_outer", "add_many_direct"])
+def test_one_example_that_does_not_fit_is_the_machines_failure(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, examples, _ = _whole("bert", "empirical")
+    for batches in ([batch_of(examples)], batches_of(examples, [1] * 5)):
+        with monkeypatch.context() as patch:
+            limited(patch, place, fits=0, at=1)
+            with pytest.raises(gm.MachineError, match=r"out of memory with .* example.*--max-length"):
+                estimate_curvature(model, batches)
+
+
+def test_a_processor_without_memory_counts_as_out_of_memory() -> None:
+    assert collect.is_out_of_memory(
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] … not enough memory: you tried …")
+    )
+    assert collect.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not collect.is_out_of_memory(RuntimeError("shapes differ"))

@@ -1,0 +1,493 @@
+"""Curvature from one backward pass a batch, against a loop over single examples."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import gradmerge as gm
+from gradmerge.curvature import outputs
+from gradmerge.curvature.estimate import estimate_curvature
+
+from . import slow
+from .families import EXACT, FAMILIES, FAST, ROUNDED, Net, batch_of, batches_of
+from .slow import Example, assert_same
+
+CLASSIFIERS = [name for name, family in FAMILIES.items() if family.output == "classes"]
+
+
+@functools.cache
+def made(name: str) -> tuple[Any, list[Example]]:
+    return FAMILIES[name].model(), FAMILIES[name].examples()
+
+
+@functools.cache
+def wanted(name: str, likelihood: str = "empirical") -> dict[str, Tensor]:
+    model, examples = made(name)
+    return getattr(slow, likelihood)(model, examples, FAMILIES[name].output)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_parameter_has_the_sum_of_the_squares_of_single_examples(name: str) -> None:
+    model, examples = made(name)
+    want = wanted(name)
+    family = FAMILIES[name]
+    for parameter, value in want.items():
+        vanishes = float(value.max()) < 1e-20 * max(float(v.max()) for v in want.values())
+        assert vanishes == any(part in parameter for part in family.zero), f"{parameter}: the test would see nothing"
+    for batches in (
+        [batch_of(examples)],
+        batches_of(examples, (1, 3, 1), **({"longer": 1} if "input_ids" in examples[0] else {})),
+    ):
+        got = estimate_curvature(model, batches)
+        assert (got.examples, got.likelihood) == (5, "empirical")
+        assert_same(got, want, family.tolerance)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama, tied", "t5", "vit", "mixtral"])
+def test_one_example_a_batch_gives_the_same(name: str) -> None:
+    model, examples = made(name)
+    assert_same(estimate_curvature(model, batches_of(examples, [1] * 5)), wanted(name), FAMILIES[name].tolerance)
+
+
+@pytest.mark.parametrize("name", ["opt", "qwen3", "llama, tied"])
+def test_padding_on_the_left_changes_nothing(name: str) -> None:
+    model, examples = made(name)
+    got = estimate_curvature(model, [batch_of(examples, left=True, longer=1)])
+    # Rotary positions are differences of places, but their sines are rounded to float32.
+    assert_same(got, wanted(name), FAMILIES[name].tolerance)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float32_is_the_same_to_its_rounding(name: str) -> None:
+    family = FAMILIES[name]
+    model = family.model(torch.float32)
+    got = estimate_curvature(model, [batch_of(family.examples(torch.float32))])
+    assert {value.dtype for value in got.values()} == {torch.float32}
+    assert_same(got, wanted(name), 1e-4)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_exact_is_the_expectation_over_all_classes(name: str) -> None:
+    model, examples = made(name)
+    got = estimate_curvature(model, batches_of(examples, (3, 2)), "exact")
+    assert got.likelihood == "exact"
+    assert_same(got, wanted(name, "exact"), FAMILIES[name].tolerance)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The labels that are drawn while a test runs, a batch each."""
+    found: list[Tensor] = []
+
+    def recording(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def recorded(*args: Any) -> Tensor:
+            found.append(draw(*args))
+            return found[-1]
+
+        return recorded
+
+    for kind in (outputs.Classes, outputs.Labels, outputs.Squared, outputs.Tokens):
+        monkeypatch.setattr(kind, "draw", recording(kind.draw))
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sampled_takes_the_labels_that_are_drawn(name: str, drawn: list[Tensor]) -> None:
+    model, examples = made(name)
+    family = FAMILIES[name]
+    got = estimate_curvature(model, [batch_of(examples)], "sampled", seed=3)
+    labels = [row[: len(e["labels"])] if e["labels"].dim() else row for row, e in zip(drawn[0], examples, strict=True)]
+    for answer, example in zip(labels, examples, strict=True):
+        data = example["labels"]
+        assert torch.equal((answer == slow.MASKED), (data == slow.MASKED)), "what does not count is not drawn"
+    assert_same(got, slow.empirical(model, examples, family.output, labels), family.tolerance)
+    again = estimate_curvature(model, batches_of(examples, (2, 3)), "sampled", seed=3)
+    assert_same(again, got, family.tolerance)
+
+
+def test_sampled_labels_do_not_depend_on_batches_or_padding_but_on_the_seed() -> None:
+    model, examples = made("llama, tied")
+    whole = estimate_curvature(model, [batch_of(examples)], "sampled", seed=7)
+    for batches in (
+        batches_of(examples, [1] * 5),
+        [batch_of(examples, longer=3)],
+        [batch_of(examples, left=True)],
+        batches_of(examples, (4, 1), left=True, longer=1),
+    ):
+        assert_same(estimate_curvature(model, batches, "sampled", seed=7), whole, ROUNDED)
+    other = estimate_curvature(model, [batch_of(examples)], "sampled", seed=8)
+    assert max(float((other[n] / v - 1).abs().nan_to_num(0).max()) for n, v in whole.items()) > 0.1
+
+
+def test_sampled_labels_belong_to_the_place_of_an_example_in_the_data() -> None:
+    model, examples = made("bert")
+    whole = estimate_curvature(model, [batch_of(examples)], "sampled")
+    start = estimate_curvature(model, [batch_of(examples[:2])], "sampled")
+    assert_same(estimate_curvature(model, [batch_of(examples[2:])], "sampled", start=start), whole, EXACT)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_nothing_is_measured_the_slow_way(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, examples = made(name)
+    for dtype in (torch.float64, torch.float32):
+        kind = model if dtype == torch.float64 else FAMILIES[name].model(dtype)
+        estimate_curvature(kind, [batch_of(FAMILIES[name].examples(dtype))])
+    assert not caplog.records
+    assert len(examples) == 5
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(FAST)))
+def test_what_is_measured_the_slow_way_is_named_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, examples = made(name)
+    estimate_curvature(model, batches_of(examples, (2, 3)))
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert record.levelno == logging.WARNING
+    assert "one example at a time" in message
+    slow_ones = [n for n, _ in model.named_parameters() if any(part in n for part in FAMILIES[name].slow)]
+    assert message.count("\n") == len(slow_ones) > 0
+    assert all(f"\n  {n}" in message for n in slow_ones)
+
+
+# What goes on from what.
+
+
+def test_two_halves_are_the_whole() -> None:
+    model, examples = made("gpt2")
+    whole = estimate_curvature(model, [batch_of(examples)])
+    first = estimate_curvature(model, [batch_of(examples[:2])])
+    kept = {name: value.clone() for name, value in first.items()}
+    rest = estimate_curvature(model, [batch_of(examples[2:])], start=first)
+    assert rest.examples == 5
+    assert_same(rest, whole, EXACT)
+    assert_same(first, kept, 0.0)
+    both = first + estimate_curvature(model, [batch_of(examples[2:])])
+    assert both.examples == 5
+    assert_same(both, whole, EXACT)
+
+
+def test_what_is_measured_so_far_is_told_after_every_batch() -> None:
+    model, examples = made("bert")
+    start = estimate_curvature(model, [batch_of(examples[:1])])
+    seen: list[gm.Curvature] = []
+    whole = estimate_curvature(
+        model, batches_of(examples[1:], (1, 2, 1)), start=start, each_batch=lambda so_far: seen.append(so_far())
+    )
+    assert [one.examples for one in seen] == [2, 4, 5]
+    for one in seen:
+        want = slow.empirical(model, examples[: one.examples], "classes")
+        assert_same(one, want, EXACT)
+    assert_same(seen[-1], whole, EXACT)
+
+
+def test_a_start_that_does_not_fit_is_refused() -> None:
+    model, examples = made("bert")
+    batch = batch_of(examples)
+    start = estimate_curvature(model, [batch])
+    with pytest.raises(gm.InputError, match="another likelihood"):
+        estimate_curvature(model, [batch], "exact", start=start)
+    other = made("gpt2, classes")[0]
+    with pytest.raises(gm.InputError, match="another model"):
+        estimate_curvature(other, [batch], start=start)
+
+
+# What is wrong with the data.
+
+
+def test_no_examples_are_an_error() -> None:
+    model, examples = made("bert")
+    with pytest.raises(gm.InputError, match="no examples"):
+        estimate_curvature(model, [])
+    start = estimate_curvature(model, [batch_of(examples)])
+    with pytest.raises(gm.InputError, match="no examples"):
+        estimate_curvature(model, [], start=start)
+    nothing = {name: value[:0] for name, value in batch_of(examples).items()}
+    with pytest.raises(gm.InputError, match="no examples"):
+        estimate_curvature(model, [nothing])
+    batches = [nothing, batch_of(examples[:3]), nothing, batch_of(examples[3:])]
+    assert_same(estimate_curvature(model, batches), wanted("bert"), EXACT)
+
+
+@pytest.mark.parametrize("likelihood", ["empirical", "sampled", "exact"])
+@pytest.mark.parametrize("sizes", [(4,), (1, 1, 1, 1), (2, 2)])
+def test_a_loss_that_is_no_number_names_the_example(likelihood: str, sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    x = torch.randn(4, 3)
+    x[2, 1] = torch.nan
+    labels = torch.tensor([0, 1, 2, 0])
+    batches = list(zip(x.split(sizes), labels.split(sizes), strict=True))
+    with pytest.raises(gm.InputError, match=r"example 2 \(counted from 0\): the loss is nan"):
+        estimate_curvature(model, batches, likelihood)
+
+
+def test_a_loss_that_is_no_number_is_named_before_anything_is_saved(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    x = torch.randn(4, 3)
+    x[3, 1] = torch.inf
+    batch = (x, torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(gm.InputError, match=r"example 3 \(counted from 0\)"):
+        estimate_curvature(model, [batch], each_batch=lambda so_far: so_far().save(tmp_path / "c"))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "label", "says"),
+    [
+        ("bert", (3,), 3, "row 1: label 3 is not one of the model's 3 classes"),
+        ("vit", (2,), -1, "row 0: label -1"),
+        ("gpt2", (3, 1), 23, "row 1: label 23 is not one of the model's 23 classes"),
+        ("gpt2", (2, 2), -1, "row 0: label -1"),
+    ],
+)
+def test_a_label_out_of_range_is_named(name: str, place: tuple[int, ...], label: int, says: str) -> None:
+    model, examples = made(name)
+    first, second = batches_of(examples, (2, 3))
+    second["labels"] = second["labels"].clone()
+    second["labels"][(place[0] - 2, *place[1:])] = label
+    with pytest.raises(gm.InputError, match="begins with example 2") as caught:
+        estimate_curvature(model, [first, second])
+    assert says in str(caught.value)
+
+
+def test_batches_that_do_not_fit_the_model_are_refused() -> None:
+    model, examples = made("bert")
+    batch = batch_of(examples)
+    with pytest.raises(gm.InputError, match="no 'labels'"):
+        estimate_curvature(model, [{k: v for k, v in batch.items() if k != "labels"}])
+    with pytest.raises(gm.InputError, match="do not fit logits"):
+        estimate_curvature(model, [batch | {"labels": batch["input_ids"]}])
+    with pytest.raises(gm.InputError, match="one row an example"):
+        estimate_curvature(model, [batch | {"labels": torch.tensor(1)}])
+    with pytest.raises(gm.InputError, match="whole numbers"):
+        estimate_curvature(model, [batch | {"labels": torch.rand(5)}], output="classes")
+
+
+def test_unknown_words_are_refused_with_the_nearest() -> None:
+    model, examples = made("bert")
+    with pytest.raises(gm.InputError, match="did you mean 'empirical'"):
+        estimate_curvature(model, [batch_of(examples)], "emprical")
+    with pytest.raises(gm.InputError, match="did you mean 'classes'"):
+        estimate_curvature(model, [batch_of(examples)], output="class")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "bert, masked"])
+def test_exact_is_refused_for_sequences_and_sampled_offered(name: str) -> None:
+    model, examples = made(name)
+    with pytest.raises(gm.InputError, match="sampled"):
+        estimate_curvature(model, [batch_of(examples)], "exact")
+
+
+# What is left of it in the model.
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Everything that measuring touches for a while."""
+    return {
+        "training": [module.training for module in model.modules()],
+        "attributes": [sorted(module.__dict__) for module in model.modules()],
+        "inplace": [getattr(module, "inplace", None) for module in model.modules()],
+        "hooks": [
+            [len(v) for k, v in module.__dict__.items() if k.endswith("_hooks") and isinstance(v, dict)]
+            for module in model.modules()
+        ],
+        "gradients": [(id(p.grad), None if p.grad is None else p.grad.tolist()) for p in model.parameters()],
+        "wanted": [p.requires_grad for p in model.parameters()],
+        "values": [p.tolist() for p in model.parameters()],
+        "parameters": [id(p) for p in model.parameters()],
+        "buffers": [b.tolist() for b in model.buffers()],
+    }
+
+
+def used(name: str) -> tuple[Any, Any]:
+    """A model as it is found amid its training: some modules in eval mode, some parameters frozen, gradients of all."""
+    family = FAMILIES[name]
+    model, examples = family.model(), family.examples()
+    model.train()
+    for number, (_, module) in enumerate(model.named_modules()):
+        if number % 3 == 1 or isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.training = False
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.randn_like(parameter)
+        if number % 4 == 1:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+    return model, batch_of(examples)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama, tied", "t5", "vit", "mixtral", FAST[-1]])
+@pytest.mark.parametrize("likelihood", ["empirical", "sampled"])
+def test_the_model_is_left_as_it_was_found(name: str, likelihood: str) -> None:
+    model, batch = used(name)
+    before = state_of(model)
+    got = estimate_curvature(model, [batch, batch], likelihood)
+    assert state_of(model) == before
+    assert got.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama, tied", "t5", "vit", FAST[-1]])
+@pytest.mark.parametrize("when", ["forward", "later forward", "backward", "batch", "after a batch"])
+def test_the_model_is_left_as_it_was_found_by_an_error_too(name: str, when: str) -> None:
+    model, batch = used(name)
+    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > (12 if when == "later forward" else 0):
+            raise Broken
+
+    handle = None
+    if when.endswith("forward"):
+        handle = last.register_forward_hook(fail)
+    if when == "backward":
+        handle = last.register_forward_hook(lambda _, __, output: output.register_hook(fail) and None)
+    before = state_of(model)
+
+    def batches() -> Iterator[Any]:
+        yield batch
+        if when == "batch":
+            raise Broken
+        for _ in range(12):
+            yield batch
+
+    with pytest.raises(Broken):
+        estimate_curvature(model, batches(), each_batch=fail if when == "after a batch" else None)
+    assert state_of(model) == before
+    if handle is not None:
+        handle.remove()
+
+
+def test_frozen_parameters_are_not_measured_and_change_nothing() -> None:
+    model, examples = FAMILIES["bert"].model(), FAMILIES["bert"].examples()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layer.1" in name or "word_embeddings" in name)
+    got = estimate_curvature(model, [batch_of(examples)])
+    assert_same(got, {n: v for n, v in wanted("bert").items() if "layer.1" in n or "word_embeddings" in n}, EXACT)
+    with pytest.raises(gm.InputError, match="nothing to measure"):
+        estimate_curvature(model.requires_grad_(False), [batch_of(examples)])
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "vit", FAST[-1]])
+def test_dropout_is_off_in_a_model_that_is_training(name: str) -> None:
+    family = FAMILIES[name]
+    model = family.model()
+    for module in model.modules():
+        module.training = not isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    assert_same(estimate_curvature(model, [batch_of(family.examples())]), wanted(name), family.tolerance)
+
+
+def test_gradients_are_taken_where_they_are_switched_off() -> None:
+    model, examples = made("bert")
+    with torch.no_grad():
+        got = estimate_curvature(model, [batch_of(examples)])
+        assert not torch.is_grad_enabled()
+    assert_same(got, wanted("bert"), EXACT)
+
+
+def test_batch_norm_that_mixes_examples_is_refused() -> None:
+    batch = (torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0]))
+    model = Net().train()
+    with pytest.raises(gm.InputError, match=r"batch_norm\n.*model\.eval\(\)"):
+        estimate_curvature(model, [batch])
+    assert model.training
+    without = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(192, track_running_stats=False), nn.Linear(192, 3)).eval()
+    with pytest.raises(gm.InputError, match="batch normalisation"):
+        estimate_curvature(without, [batch])
+
+
+# Activations that are computed again.
+
+
+def calls_for_a_batch(model: nn.Module, batch: Any, likelihood: str) -> tuple[gm.Curvature, int]:
+    """The curvature of two equal batches, and how often the first layer ran for the second of them."""
+    layer = next(m for m in model.modules() if any(b.__name__ == "GradientCheckpointingLayer" for b in type(m).__mro__))
+    inside = next(m for m in layer.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D")
+    calls, counts = 0, [0]
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    handle = inside.register_forward_pre_hook(count)
+    got = estimate_curvature(model, [batch, batch], likelihood, each_batch=lambda _: counts.append(calls))
+    handle.remove()
+    return got, counts[-1] - counts[-2]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("name", "likelihood"),
+    [
+        ("bert", "empirical"), ("bert", "exact"), ("gpt2", "empirical"), ("gpt2, classes", "exact"), ("vit", "empirical"),
+        ("llama, tied", "empirical"), ("t5", "empirical"), ("bart", "empirical"), ("mixtral", "empirical"),
+    ],
+)  # fmt: skip
+def test_gradient_checkpointing_gives_the_same_and_computes_layers_again(
+    name: str, likelihood: str, reentrant: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = FAMILIES[name]
+    model, batch = family.model(), batch_of(family.examples())
+    _, plain = calls_for_a_batch(model, batch, likelihood)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    before = state_of(model)
+    got, again = calls_for_a_batch(model, batch, likelihood)
+    assert state_of(model) == before
+    if not family.slow:
+        assert plain == 1
+        assert again == (3 if likelihood == "exact" else 2), "once forward, and once more in each backward pass"
+        assert not caplog.records
+    assert again >= 2 * plain
+    assert_same(got, {n: 2 * v for n, v in wanted(name, likelihood).items()}, family.tolerance)
+
+
+# What is saved.
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama, tied", "t5", "vit", "mixtral"])
+def test_an_estimate_is_saved_under_the_names_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    model, examples = made(name)
+    got = estimate_curvature(model, [batch_of(examples)])
+    got.save(tmp_path / "c")
+    model.save_pretrained(tmp_path / "m")
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    loaded = gm.Curvature.load(tmp_path / "c")
+    assert {n: v.shape for n, v in loaded.items()} == {n: v.shape for n, v in stored.items()}
+    assert (loaded.examples, loaded.likelihood) == (5, "empirical")
+    for parameter, value in model.named_parameters():
+        for file_name, weights in stored.items():
+            if weights.shape == value.shape and torch.equal(weights, value):
+                assert torch.allclose(loaded[file_name], got[parameter].float(), rtol=1e-6, atol=0)
+                break
+        else:
+            assert name == "mixtral" and "experts" in parameter, "fused otherwise in the file"
+    total = sum(float(v.sum()) for v in got.values())
+    assert sum(group.total for group in got.summary()) == pytest.approx(total)
+    assert sum(group.total for group in loaded.summary()) == pytest.approx(total)
+    assert sum(group.entries for group in got.summary()) == sum(p.numel() for p in model.parameters())
+
+
+def test_any_module_is_saved_under_its_own_names(tmp_path: Path) -> None:
+    model, examples = made(FAST[-1])
+    got = estimate_curvature(model, [batch_of(examples)])
+    got.save(tmp_path / "c")
+    assert gm.Curvature.load(tmp_path / "c").keys() == got.keys() == dict(model.named_parameters()).keys()

@@ -1,0 +1,153 @@
+"""XᵀX of linear layers' inputs, against a loop over the input vectors of single examples without padding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import gradmerge as gm
+from gradmerge.curvature.files import open_curvature
+from gradmerge.curvature.gram import estimate_gram
+
+from . import slow
+from .families import FAMILIES, batch_of, batches_of
+from .test_collect import ByKeyword, Folded, tokens_of
+
+MODELS = ["bert", "bert, masked", "albert", "gpt2", "llama", "llama, tied", "t5", "t5, untied and gated", "bart", "vit"]
+
+
+def linear_layers(model: nn.Module) -> dict[str, Any]:
+    """Every linear layer whose weight is no embedding."""
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+        and not any(module.weight is table for table in tables)
+    }
+
+
+def by_hand(name: str, tmp_path: Path) -> dict[str, Tensor]:
+    """XᵀX by the names of the checkpoint, which are found by the values of the weights."""
+    model, examples = FAMILIES[name].model(), FAMILIES[name].examples()
+    layers = linear_layers(model)
+    with torch.no_grad():
+        found = slow.grams(model, list(layers), lambda m: [slow.logits_of(m, example) for example in examples])
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    wanted = {}
+    for layer, matrix in found.items():
+        weight = layers[layer].weight
+        (file_name,) = [n for n, v in stored.items() if v.shape == weight.shape and torch.equal(v, weight)]
+        wanted[file_name] = matrix
+    return wanted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_is_left_out_and_batches_do_not_matter(name: str, tmp_path: Path) -> None:
+    want = by_hand(name, tmp_path)
+    model, examples = FAMILIES[name].model(), FAMILIES[name].examples()
+    padded = {"longer": 2} if "input_ids" in examples[0] else {}
+    for batches in ([batch_of(examples)], batches_of(examples, (2, 3), **padded), batches_of(examples, [1] * 5)):
+        got = estimate_gram(model, batches)
+        assert got.examples == 5
+        slow.assert_same(got, want, FAMILIES[name].tolerance)
+
+
+def test_the_two_sides_of_a_model_may_be_of_one_length() -> None:
+    """Which mask a layer has is not told by lengths."""
+    model = FAMILIES["t5"].model()
+    examples = FAMILIES["t5"].examples()
+    equal = [{"input_ids": e["input_ids"][:n], "labels": e["labels"][:m]} for e, n, m in
+             zip(examples, (4, 2, 3, 1, 4), (2, 2, 4, 4, 1), strict=True)]  # fmt: skip
+    batch = batch_of(equal)
+    assert batch["input_ids"].shape == batch["labels"].shape
+    got = estimate_gram(model, [batch])
+    with torch.no_grad():
+        want = slow.grams(model, list(linear_layers(model)), lambda m: [slow.logits_of(m, e) for e in equal])
+    slow.assert_same(got, {f"{n}.weight": v for n, v in want.items()}, FAMILIES["t5"].tolerance)
+
+
+def test_a_decoder_mask_that_is_given_counts() -> None:
+    model, examples = FAMILIES["t5"].model(), FAMILIES["t5"].examples()
+    batch = batch_of(examples)
+    mask = (batch["labels"] != slow.MASKED).long()
+    slow.assert_same(
+        estimate_gram(model, [batch | {"decoder_attention_mask": mask}]), estimate_gram(model, [batch]), 1e-12
+    )
+
+
+def test_any_module_and_rows_without_an_axis_of_tokens() -> None:
+    model, examples = Folded(), tokens_of(0)
+    found = slow.grams(model, ["layer", "head"], lambda m: [slow.logits_of(m, e) for e in examples])
+    want = {f"{name}.weight": value for name, value in found.items()}
+    for sizes in ((6,), (2, 4)):
+        slow.assert_same(estimate_gram(model, batches_of(examples, sizes)), want, 1e-12)
+    slow.assert_same(estimate_gram(ByKeyword(), [batch_of(examples)]), want, 1e-12)
+    alone, x = nn.Linear(3, 2).double(), torch.randn(5, 3, dtype=torch.float64)
+    assert torch.allclose(estimate_gram(alone, [(x, torch.zeros(5))])["weight"], x.T @ x)
+
+
+def test_padding_is_left_out_where_rows_have_no_axis_of_tokens() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return self.layer(self.table(input_ids).reshape(-1, 4)).view(*input_ids.shape, 3)
+
+    model = Model()
+    ids, mask = torch.tensor([[1, 2, 3], [4, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    got = estimate_gram(model, [{"input_ids": ids, "attention_mask": mask, "labels": ids}])
+    x = model.table.weight[1:5].detach()
+    assert torch.allclose(got["layer.weight"], x.T @ x)
+
+
+def test_the_model_is_left_as_it_was_found() -> None:
+    model, batch = FAMILIES["bert"].model(), batch_of(FAMILIES["bert"].examples())
+    model.train()
+    model.classifier.eval()
+    modes = [m.training for m in model.modules()]
+    want = estimate_gram(FAMILIES["bert"].model(), [batch])
+    slow.assert_same(estimate_gram(model, [batch]), want, 1e-12)  # without dropout
+    with pytest.raises(ZeroDivisionError):
+        estimate_gram(model, [batch], each_batch=lambda _: 1 / 0)  # type: ignore[arg-type,return-value]
+    assert [m.training for m in model.modules()] == modes
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    batch = (torch.zeros(2, 3), torch.zeros(2))
+    with pytest.raises(gm.InputError, match="no linear layer"):
+        estimate_gram(nn.LayerNorm(3), [batch])
+    with pytest.raises(gm.InputError, match="no examples"):
+        estimate_gram(nn.Linear(3, 2), [])
+
+
+def test_saving_keeps_values_examples_and_which_weights_are_transposed(tmp_path: Path) -> None:
+    model, examples = FAMILIES["gpt2"].model(torch.float32), FAMILIES["gpt2"].examples()
+    got = estimate_gram(model, [batch_of(examples)])
+    got.save(tmp_path / "g")
+    with open_curvature(str(tmp_path / "g")) as file:
+        assert (file.kind, file.examples) == ("gram", 5)
+        assert file.transposed == got.transposed == set(got), "every layer of GPT-2 but its tied head is a Conv1D"
+    with safe_open(tmp_path / "g" / "curvature.safetensors", "pt") as file:
+        assert {name: file.get_tensor(name).tolist() for name in file.keys()} == {n: v.tolist() for n, v in got.items()}  # noqa: SIM118
+    with pytest.raises(gm.InputError, match="gram matrices, not a diagonal"):
+        gm.Curvature.load(tmp_path / "g")
+    assert not estimate_gram(FAMILIES["bert"].model(), [batch_of(FAMILIES["bert"].examples())]).transposed
+
+
+def test_values_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    got = estimate_gram(model, [(torch.full((2, 3), torch.inf), torch.zeros(2))])
+    with pytest.raises(gm.InputError, match="not finite"):
+        got.save(tmp_path / "g")
+    assert not (tmp_path / "g").exists()

@@ -1,0 +1,182 @@
+"""Sums of squared gradients, against gradients of single examples that are written out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradmerge.curvature import kernels
+from gradmerge.curvature.kernels import (
+    Direct,
+    Outer,
+    Rows,
+    Term,
+    add_many_direct,
+    add_outer,
+    add_rows,
+    add_squares,
+    merge_rows,
+    outer_at_rows,
+    unique_rows,
+)
+
+from .slow import outer_squares
+
+SIZES = st.integers(1, 5)
+few = settings(max_examples=60, deadline=None)
+
+
+def numbers(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def make(kind: str, examples: int, tokens: int, out: int, width: int, generator: torch.Generator) -> Term:
+    if kind == "direct":
+        return Direct(numbers(generator, examples, out, width))
+    if kind == "outer":
+        return Outer(numbers(generator, examples, tokens, out), numbers(generator, examples, tokens, width))
+    # Few different rows, so that some come twice.
+    ids = torch.randint(0, out, (examples, tokens), generator=generator)
+    return Rows(ids, numbers(generator, examples, tokens, width))
+
+
+def dense(term: Term, example: int, out: int, width: int) -> Tensor:
+    """The gradient of one example, one token at a time."""
+    if isinstance(term, Direct):
+        return term.gradient[example].clone().view(out, width)
+    gradient = torch.zeros(out, width, dtype=torch.float64)
+    for token in range(term.y.shape[1]):
+        y = term.y[example, token]
+        if isinstance(term, Outer):
+            for row in range(out):
+                gradient[row] += y[row] * term.x[example, token]
+        else:
+            gradient[int(term.ids[example, token])] += y
+    return gradient
+
+
+def squares(terms: Sequence[Term], examples: int, out: int, width: int) -> Tensor:
+    total = torch.zeros(out, width, dtype=torch.float64)
+    for example in range(examples):
+        gradient = torch.zeros_like(total)
+        for term in terms:
+            gradient += dense(term, example, out, width)
+        total += gradient**2
+    return total
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Term], tuple[int, int, int], int]:
+    """Uses of one parameter, (examples, rows, columns), and how many entries are held at once."""
+    examples, out, width = draw(SIZES), draw(SIZES), draw(SIZES)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    kinds = draw(st.lists(st.sampled_from(["direct", "outer", "rows"]), min_size=1, max_size=4))
+    terms = [make(kind, examples, draw(SIZES), out, width, generator) for kind in kinds]
+    return terms, (examples, out, width), draw(st.sampled_from([1, 3, 7, 20, 1 << 20]))
+
+
+@few
+@given(cases())
+def test_uses_of_a_parameter_add_up_before_they_are_squared(
+    case: tuple[list[Term], tuple[int, int, int], int],
+) -> None:
+    terms, (examples, out, width), held = case
+    before = torch.rand(out, width, dtype=torch.float64)
+    total = before.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "HELD_CPU", held)
+        add_squares(total, terms)
+    assert torch.allclose(total - before, squares(terms, examples, out, width), atol=1e-12)
+
+
+@few
+@given(SIZES, SIZES, SIZES, SIZES, st.sampled_from([1, 4, 10, 1 << 20]), st.integers(0, 1000))
+def test_a_linear_layers_squares_do_not_depend_on_how_many_entries_are_held(
+    examples: int, tokens: int, out: int, width: int, held: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    y, x = numbers(generator, examples, tokens, out), numbers(generator, examples, tokens, width)
+    total = torch.zeros(out, width, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "HELD_CPU", held)
+        add_outer(total, Outer(y, x))
+    assert torch.allclose(total, outer_squares(y, x), atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_narrow_numbers_are_multiplied_and_summed_in_float32(dtype: torch.dtype, tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y, x = (numbers(generator, 3, tokens, width).to(dtype) for width in (4, 5))
+    total = torch.zeros(4, 5)
+    add_squares(total, [Outer(y, x)])
+    assert torch.allclose(total.double(), outer_squares(y, x), rtol=1e-5)
+
+
+def test_a_weight_may_have_more_axes_than_two() -> None:
+    generator = torch.Generator().manual_seed(0)
+    y, x = numbers(generator, 3, 6, 4), numbers(generator, 3, 6, 10)
+    total = torch.zeros(4, 5, 2, dtype=torch.float64)
+    add_squares(total, [Outer(y, x)])
+    assert torch.allclose(total.view(4, 10), outer_squares(y, x))
+    direct = numbers(generator, 3, 4, 5, 2)
+    add_squares(total.zero_(), [Outer(y, x), Direct(direct)])
+    want = sum((y[i].T @ x[i]).view(4, 5, 2).add(direct[i]) ** 2 for i in range(3))
+    assert torch.allclose(total, want)
+
+
+@few
+@given(st.lists(st.tuples(SIZES, st.integers(1, 3)), min_size=1, max_size=5), SIZES, st.integers(0, 1000))
+def test_small_parameters_are_added_together_as_one_by_one(
+    sizes: list[tuple[int, int]], examples: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    terms = [[Direct(numbers(generator, examples, size)) for _ in range(uses)] for size, uses in sizes]
+    totals = [torch.rand(size, generator=generator, dtype=torch.float64) for size, _ in sizes]
+    want = [
+        total + sum(sum(term.gradient[i] for term in some) ** 2 for i in range(examples))
+        for total, some in zip(totals, terms, strict=True)
+    ]
+    add_many_direct(totals, terms)
+    assert all(torch.allclose(got, expected) for got, expected in zip(totals, want, strict=True))
+
+
+@few
+@given(SIZES, st.integers(1, 8), st.integers(1, 6), st.integers(0, 1000))
+def test_different_rows_are_told_once_in_order_and_nothing_is_left_over_but_zeros(
+    examples: int, tokens: int, rows: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, rows, (examples, tokens), generator=generator)
+    got = unique_rows(ids)
+    merged = merge_rows([Rows(ids, torch.ones(examples, tokens, 2))], torch.float64)
+    assert torch.equal(merged.ids, got)
+    for example in range(examples):
+        different = sorted(set(ids[example].tolist()))
+        assert got[example].tolist() == different + [0] * (tokens - len(different))
+        counts = [ids[example].tolist().count(one) for one in different]
+        assert merged.y[example, :, 0].tolist() == counts + [0] * (tokens - len(different))
+
+
+@few
+@given(SIZES, SIZES, st.integers(1, 6), st.integers(1, 6), SIZES, st.integers(0, 1000))
+def test_a_tied_heads_squares_are_its_own_and_those_of_the_rows_it_shares(
+    examples: int, places: int, tokens: int, vocabulary: int, width: int, seed: int
+) -> None:
+    """(A + S)² = A² + S (2A + S), with rows of S only where the example has that token."""
+    generator = torch.Generator().manual_seed(seed)
+    head = make("outer", examples, places, vocabulary, width, generator)
+    table = [make("rows", examples, tokens, vocabulary, width, generator) for _ in range(2)]
+    total = torch.zeros(vocabulary, width, dtype=torch.float64)
+    assert isinstance(head, Outer)
+    add_outer(total, head)
+    uses = [term for term in table if isinstance(term, Rows)]
+    rows = unique_rows(torch.cat([term.ids for term in uses], 1))
+    a, s = outer_at_rows(head, rows, total.dtype), merge_rows(uses, total.dtype).y
+    add_rows(total, rows, s * (2 * a + s))
+    assert torch.allclose(total, squares([head, *table], examples, vocabulary, width), atol=1e-12)

@@ -1,0 +1,295 @@
+"""Losses, labels drawn from the model, and expectations over them, against what can be written down."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from torch import Tensor, nn
+
+import gradmerge as gm
+from gradmerge.curvature.estimate import estimate_curvature
+from gradmerge.curvature.outputs import MASKED, OUTPUTS, logits_of, output_of
+
+from . import slow
+
+INPUTS, OUTS = 4, 3
+
+
+def regression(seed: int = 0, outputs: int = OUTS) -> tuple[nn.Linear, Tensor]:
+    """A linear model and its inputs."""
+    torch.manual_seed(seed)
+    return nn.Linear(INPUTS, outputs).double(), torch.randn(6, INPUTS, dtype=torch.float64)
+
+
+LABELS: dict[str, Tensor] = {
+    "classes": torch.tensor([0, 1, 2, 0, 1, 2]),
+    "labels": torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 1]]),
+    "squared": torch.linspace(-1, 1, 18, dtype=torch.float64).view(6, 3),
+}
+
+
+@pytest.mark.parametrize("output", LABELS)
+@pytest.mark.parametrize("likelihood", ["empirical", "exact"])
+def test_every_output_is_the_slow_loop(output: str, likelihood: str) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(INPUTS, 5), nn.Tanh(), nn.Linear(5, OUTS)).double()
+    x, y = torch.randn(6, INPUTS, dtype=torch.float64), LABELS[output]
+    examples = [{"0": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    want = getattr(slow, likelihood)(model, examples, output)
+    for sizes in ((6,), (1, 5), (2, 2, 2)):
+        batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
+        slow.assert_same(estimate_curvature(model, batches, likelihood, output=output), want, 1e-12)
+
+
+def test_exact_is_the_fisher_of_softmax_regression() -> None:
+    model, x = regression()
+    p = (x @ model.weight.T + model.bias).softmax(-1)
+    got = estimate_curvature(model, [(x, LABELS["classes"])], "exact")
+    assert torch.allclose(got["weight"], (p * (1 - p)).T @ x**2, rtol=1e-12)
+    assert torch.allclose(got["bias"], (p * (1 - p)).sum(0), rtol=1e-12)
+
+
+def test_exact_is_the_fisher_of_independent_logistic_regressions() -> None:
+    model, x = regression()
+    p = (x @ model.weight.T + model.bias).sigmoid()
+    got = estimate_curvature(model, [(x, LABELS["labels"])], "exact", output="labels")
+    assert torch.allclose(got["weight"], (p * (1 - p)).T @ x**2, rtol=1e-12)
+
+
+def test_the_loss_of_several_labels_is_the_sum_of_theirs() -> None:
+    model, x = regression()
+    y = LABELS["labels"]
+    residual = (x @ model.weight.T + model.bias).sigmoid() - y
+    got = estimate_curvature(model, [(x, y)], output="labels")
+    assert torch.allclose(got["weight"], (residual**2).T @ x**2, rtol=1e-12)
+
+
+def test_linear_regression_has_twice_the_squares_of_its_inputs_and_four_times_its_residuals() -> None:
+    model, x = regression()
+    y = LABELS["squared"]
+    exact = estimate_curvature(model, [(x, y)], "exact")
+    squares = (x.T @ x).diagonal()
+    assert torch.allclose(exact["weight"], 2 * squares.expand(OUTS, INPUTS), rtol=1e-12)
+    assert torch.allclose(exact["bias"], torch.full((OUTS,), 12.0, dtype=torch.float64))
+    residual = x @ model.weight.T + model.bias - y
+    empirical = estimate_curvature(model, [(x, y)])
+    assert torch.allclose(empirical["weight"], 4 * (residual**2).T @ x**2, rtol=1e-12)
+
+
+def test_one_number_a_row_may_have_no_axis_of_its_own() -> None:
+    model, x = regression(outputs=1)
+    y = LABELS["squared"][:, 0]
+    for likelihood in ("empirical", "exact", "sampled"):
+        flat = estimate_curvature(model, [(x, y)], likelihood)
+        slow.assert_same(flat, estimate_curvature(model, [(x, y[:, None])], likelihood), 1e-12)
+
+
+def variance_of_squares(model: nn.Linear, x: Tensor, output: str) -> Tensor:
+    """Σ_i Var_y [g_i²] of the weight's entries, over the model's own answers."""
+    total = torch.zeros(OUTS, INPUTS, dtype=torch.float64)
+    for one in x:
+        if output == "squared":  # g = 2 ε x with ε of variance ½, and Var ε² = ½
+            total += 8 * one**4
+            continue
+        logits = slow.logits_of(model, {"0": one})
+        answers = slow.every_label(logits, output)
+        squares = [
+            (p, slow.gradients(model, slow.loss_of(logits, y, output))["weight"].detach() ** 2) for p, y in answers
+        ]
+        mean = torch.stack([p * s for p, s in squares]).sum(0)
+        total += torch.stack([p * (s - mean) ** 2 for p, s in squares]).sum(0)
+    return total
+
+
+@pytest.mark.parametrize("output", LABELS)
+def test_the_mean_of_many_draws_is_exact_within_its_error(output: str) -> None:
+    """Each of six examples stands in the data 4000 times, and every copy draws for itself."""
+    model, x = regression()
+    copies = 4000
+    many, labels = x.repeat(copies, 1), LABELS[output].repeat(copies, *[1] * (LABELS[output].dim() - 1))
+    got = estimate_curvature(model, [(many, labels)], "sampled", output=output, seed=1)["weight"] / copies
+    want = estimate_curvature(model, [(x, LABELS[output])], "exact", output=output)["weight"]
+    error = (variance_of_squares(model, x, output) / copies).sqrt()
+    assert bool(((got - want).abs() <= 5 * error).all())
+    assert bool((got != want).all())
+    assert bool((error < 0.05 * want).all()), "an error so large would show nothing"
+
+
+def given(*numbers: float) -> Any:
+    """Uniform numbers that a test has chosen, the same for every row."""
+    return lambda row, count: torch.tensor(numbers[:count], dtype=torch.float64)
+
+
+def test_a_class_is_drawn_where_its_probability_lies() -> None:
+    logits = torch.tensor([[0.2, 0.3, 0.5]]).log()
+    for number, want in ((0.0, 0), (0.19, 0), (0.21, 1), (0.49, 1), (0.51, 2), (0.9999999, 2)):
+        assert OUTPUTS["classes"].draw(logits, torch.tensor([0]), given(number)).tolist() == [want]
+
+
+def test_what_cannot_be_is_never_drawn() -> None:
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf]])
+    for number in (0.0, 0.5, 1 - 2**-53):
+        assert OUTPUTS["classes"].draw(logits, torch.tensor([0]), given(number)).tolist() == [1]
+
+
+def test_several_labels_are_drawn_each_for_itself() -> None:
+    logits = torch.tensor([[0.0, 0.0, 100.0, -100.0]])
+    got = OUTPUTS["labels"].draw(logits, torch.zeros(1, 4, dtype=torch.long), given(0.4, 0.6, 0.5, 0.5))
+    assert got.tolist() == [[1, 0, 1, 0]]
+
+
+def test_a_number_is_drawn_from_the_gaussian_around_the_output() -> None:
+    logits = torch.tensor([[3.0, -1.0, 0.0]])
+    got = OUTPUTS["squared"].draw(logits, torch.zeros(1, 3), given(0.5, 0.8413447460685429, 0.022750131948179195))
+    want = torch.tensor([[3.0, -1 + math.sqrt(0.5), -2 * math.sqrt(0.5)]], dtype=torch.float64)
+    assert torch.allclose(got.double(), want)
+
+
+def test_only_tokens_that_count_are_drawn_and_a_first_token_never_counts() -> None:
+    logits = torch.tensor([1.0, 0.0, 0.0]).log().expand(2, 4, 3)
+    labels = torch.tensor([[2, 1, MASKED, 2], [MASKED, MASKED, 1, 1]])
+    asked: list[tuple[int, int]] = []
+
+    def uniform(row: int, count: int) -> Tensor:
+        asked.append((row, count))
+        return torch.full((count,), 0.5, dtype=torch.float64)
+
+    assert OUTPUTS["next-token"].draw(logits, labels, uniform).tolist() == [[2, 0, MASKED, 0], [MASKED, MASKED, 0, 0]]
+    assert asked == [(0, 2), (1, 2)]
+    assert OUTPUTS["tokens"].draw(logits, labels, uniform).tolist() == [[0, 0, MASKED, 0], [MASKED, MASKED, 0, 0]]
+    assert asked[2:] == [(0, 3), (1, 2)]
+    spread = torch.randn(2, 4, 3)
+    changed = labels.clone()
+    changed[0, 0] = 1
+    losses = OUTPUTS["next-token"].losses
+    assert torch.equal(losses(spread, labels), losses(spread, changed))
+
+
+def test_an_example_whose_tokens_are_all_masked_has_loss_zero() -> None:
+    labels = torch.tensor([[1, 2], [MASKED, MASKED]])
+    for name in ("tokens", "next-token"):
+        assert OUTPUTS[name].losses(torch.randn(2, 2, 3), labels)[1] == 0
+        OUTPUTS[name].draw(torch.randn(2, 2, 3), labels, lambda row, count: torch.rand(count))
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [[0.3, -0.7, 1.1, 0.0]], [[0.0, 0.0]], [[5.0]], [[1000.0, 0.0, -1000.0]], [[-1000.0, 0.0, 1000.0]],
+        [[0.0, 800.0, 800.0]], [[-math.inf, 0.0, 0.0]], [[30.0, 0.0, -30.0]],
+    ],
+)  # fmt: skip
+def test_factors_of_classes_are_a_root_of_their_covariance(logits: list[list[float]]) -> None:
+    z = torch.tensor(logits, dtype=torch.float64)
+    p = z.softmax(-1)[0]
+    factors = list(OUTPUTS["classes"].factors(z))
+    assert len(factors) == len(p) - 1
+    total = sum((torch.outer(s[0], s[0]) for s in factors), torch.zeros(len(p), len(p), dtype=torch.float64))
+    assert torch.allclose(total, torch.diag(p) - torch.outer(p, p), atol=1e-15)
+
+
+def test_losses_of_half_precision_are_summed_in_float32() -> None:
+    logits = torch.randn(2, 3).bfloat16()
+    for name, labels in (
+        ("classes", torch.tensor([0, 1])),
+        ("labels", torch.ones(2, 3)),
+        ("squared", torch.ones(2, 3)),
+    ):
+        assert OUTPUTS[name].losses(logits, labels).dtype == torch.float32
+
+
+_BERT = t.BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+_GPT2 = t.GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)
+_T5 = t.T5Config(vocab_size=9, d_model=4, d_kv=4, d_ff=4, num_layers=1, num_heads=1)
+
+
+def _bert(**changes: Any) -> t.BertConfig:
+    return t.BertConfig(**{**_BERT.to_dict(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "labels", "want"),
+    [
+        (t.BertForSequenceClassification, _bert(num_labels=3), torch.tensor([0]), "classes"),
+        (t.BertForSequenceClassification, _bert(num_labels=3), torch.zeros(1, 3), "labels"),
+        (t.BertForSequenceClassification, _bert(num_labels=1), torch.zeros(1), "squared"),
+        (t.BertForSequenceClassification, _bert(num_labels=3, problem_type="regression"), torch.zeros(1, 3), "squared"),
+        (
+            t.BertForSequenceClassification,
+            _bert(num_labels=3, problem_type="multi_label_classification"),
+            torch.zeros(1, 3).long(),
+            "labels",
+        ),
+        (t.BertForTokenClassification, _bert(num_labels=3), torch.zeros(1, 5).long(), "tokens"),
+        (t.BertForMaskedLM, _BERT, torch.zeros(1, 5).long(), "tokens"),
+        (t.GPT2LMHeadModel, _GPT2, torch.zeros(1, 5).long(), "next-token"),
+        (t.T5ForConditionalGeneration, _T5, torch.zeros(1, 5).long(), "tokens"),
+    ],
+)
+def test_what_a_model_answers_is_read_off_it(kind: Any, config: Any, labels: Tensor, want: str) -> None:
+    with torch.device("meta"):
+        model = kind(config)
+    assert output_of(model, labels).name == want
+
+
+@pytest.mark.parametrize(
+    ("labels", "want"),
+    [(torch.zeros(2), "squared"), (torch.zeros(2).long(), "classes"), (torch.zeros(2, 3).long(), "tokens")],
+)
+def test_what_any_other_module_answers_is_read_off_the_labels(labels: Tensor, want: str) -> None:
+    assert output_of(nn.Linear(2, 2), labels).name == want
+
+
+@pytest.mark.parametrize(
+    ("output", "labels", "says"),
+    [
+        ("labels", torch.tensor([[0, 1, 2]] * 6), r"row 0: labels of a multi-label model are 0 or 1, not \[0, 1, 2\]"),
+        ("labels", torch.zeros(6), "a 0 or 1 for each label"),
+        ("squared", torch.full((6, 3), math.nan), "NaN or infinite"),
+        ("squared", torch.zeros(6), "one number for each output"),
+        ("classes", torch.zeros(6, 3).long(), "one class an example"),
+        ("tokens", torch.zeros(6).long(), "a label for each token"),
+        ("classes", torch.tensor([0, 1, 2, 3, 0, 0]), "row 3: label 3 is not one of the model's 3 classes"),
+    ],
+)
+def test_labels_that_do_not_fit_are_named(output: str, labels: Tensor, says: str) -> None:
+    model, x = regression()
+    with pytest.raises(gm.InputError, match=says):
+        estimate_curvature(model, [(x, labels)], output=output)
+
+
+def test_a_model_without_a_head_gives_no_logits() -> None:
+    model = t.BertModel(_BERT)
+    with pytest.raises(gm.InputError, match="BertModel gives no logits"):
+        logits_of(model, {"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([0])})
+
+
+def test_labels_depend_on_the_seed_and_the_example_only() -> None:
+    """The numbers of an example are a stretch of one stream, whatever else is drawn."""
+    model, x = regression()
+    classes: Any = type(OUTPUTS["classes"])
+
+    class Spy(classes):  # type: ignore[misc]
+        """Takes the labels of the data, and keeps the numbers that it might have drawn with."""
+
+        def __init__(self) -> None:
+            self.numbers: list[float] = []
+
+        def draw(self, logits: Tensor, labels: Tensor, uniform: Any) -> Tensor:
+            for row in range(len(logits)):
+                self.numbers += uniform(row, 5).tolist()
+            return labels
+
+    seen = []
+    for seed, sizes in ((3, (6,)), (3, (1, 2, 3)), (4, (6,))):
+        spy = Spy()
+        batches = list(zip(x.split(sizes), LABELS["classes"].split(sizes), strict=True))
+        estimate_curvature(model, batches, "sampled", output=spy, seed=seed)
+        seen.append(spy.numbers)
+    assert seen[0] == seen[1]
+    assert len(set(seen[0])) == 30
+    assert not set(seen[0]) & set(seen[2])
