@@ -5,10 +5,10 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 BENCH_DATA ?= bench-data
 BENCH_FLAGS ?=
 
-.PHONY: help install test lint format bench docs clean
+.PHONY: help install test lint format bench bench-curvature docs clean
 
 help:  ## Show this list.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 install: $(VENV)/.installed  ## Install gradmerge and its development tools into .venv/.
 
@@ -36,6 +36,9 @@ bench: install  ## Compare speed and memory with mergekit on models of 1.1 B par
 	.venv-mergekit/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt torch
 	.venv-mergekit/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt mergekit
 	$(BIN)/python -m benchmarks.merge --data $(BENCH_DATA) --mergekit .venv-mergekit/bin/mergekit-yaml $(BENCH_FLAGS)
+
+bench-curvature: install  ## Compare measuring curvature with a plain pass and a loop over examples (BENCH_FLAGS='--device cuda --model gpt2').
+	$(BIN)/python -m benchmarks.curvature $(BENCH_FLAGS)
 
 docs: install  ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

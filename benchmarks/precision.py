@@ -27,17 +27,7 @@ TASKS = ("imdb", "yelp", "rotten_tomatoes", "sst2", "amazon")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--encoder", required=True, help="pre-trained encoder: folder or Hub id")
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder with NAME/train.jsonl.gz and NAME/test.jsonl.gz"
-    )
-    parser.add_argument("--tasks", default=",".join(TASKS), help="names; the first is the base's")
-    parser.add_argument("--work", type=Path, default=Path("bench-data/precision"), help="where models go")
-    parser.add_argument("--limit", type=int, help="rows of each set at most, to try it")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    add_arguments(parser)
     args = parser.parse_args()
     begun = time.perf_counter()
     names = args.tasks.split(",")
@@ -62,6 +52,20 @@ def main() -> None:
     print_table(result)
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--encoder", required=True, help="pre-trained encoder: folder or Hub id")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with NAME/train.jsonl.gz and NAME/test.jsonl.gz"
+    )
+    parser.add_argument("--tasks", default=",".join(TASKS), help="names; the first is the base's")
+    parser.add_argument("--work", type=Path, default=Path("bench-data/precision"), help="where models go")
+    parser.add_argument("--limit", type=int, help="rows of each set at most, to try it")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
 
 
 def fine_tune_all(args: argparse.Namespace, names: list[str]) -> None:

@@ -20,6 +20,7 @@ from gradmerge.cli.app import app
 from gradmerge.errors import InputError
 from gradmerge.recipe import Base, Identity, Model, Output, Recipe, make_recipe, parse_yaml
 from gradmerge.rules import RULES, Rule
+from gradmerge.tasks import MEANINGS, columns
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -226,6 +227,129 @@ def device_results() -> str:
     )
 
 
+#: What a row of a curvature benchmark is called.
+WAYS = {
+    "plain": "plain forward and backward pass",
+    "ours": "**gradmerge**",
+    "loop": "loop, one example a pass",
+    "vmap": "torch.func.vmap",
+    "opacus": "Opacus",
+    "backpack": "BackPACK",
+}
+
+
+def curvature_results() -> str:
+    """Every `python -m benchmarks.curvature` that was kept: one table each."""
+    paths = sorted(RESULTS.glob("curvature-*.json"))
+    if not paths:
+        return "No results are kept in this version; `make bench-curvature` measures them on your machine."
+    return "\n\n".join(one_curvature_result(path) for path in paths)
+
+
+def one_curvature_result(path: Path) -> str:
+    report = json.loads(path.read_text("utf-8"))
+    machine, versions, settings = report["machine"], report["versions"], report["settings"]
+    where = machine["gpu"] or f"{machine['threads']} threads of an {machine['cpu']}"
+    peers = [f"{WAYS[name]} {versions[package]}" for name, package in PEERS.items() if versions.get(package)]
+    text = (
+        f"**{settings['model']}**, {settings['parameters'] / 1e6:,.1f} M parameters with random values in "
+        f"{settings['dtype']}, {settings['layers']} layers, batches of {settings['batch_size']} × {settings['tokens']} "
+        f"tokens, on {where}; {report['created'][:10]}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}{''.join(f', {peer}' for peer in peers)} (`benchmarks/results/{path.name}`):"
+    )
+    rows = [way_row(WAYS.get(name, name), result) for name, result in report["methods"].items()]
+    header = ("way", "s per batch", "× plain pass", "examples/s", "largest error", "remarks")
+    memory = report["memory"]
+    peak = ""
+    if memory:
+        sizes = [f"{memory[key] / 2**30:.2f} GiB" for key in ("plain_peak_bytes", "ours_peak_bytes")]
+        peak = (
+            f"\n\nPeak GPU memory, weights included: plain pass {sizes[0]}, gradmerge {sizes[1]}; the sums themselves are "
+            f"{memory['float32_parameter_bytes'] / 2**30:.2f} GiB of that."
+        )
+    return f"{text}\n\n{table(header, rows)}{peak}"
+
+
+#: Who else measures, and the package that it comes from.
+PEERS = {"opacus": "opacus", "backpack": "backpack-for-pytorch"}
+
+
+def way_row(name: str, result: dict[str, Any]) -> tuple[str, ...]:
+    def number(key: str, form: str) -> str:
+        return "" if result[key] is None else format(result[key], form)
+
+    remarks = [result["setting"]]
+    if result["missing_parameters"]:
+        remarks.append(f"{result['missing_parameters']} parameters missing: a time for less work")
+    if (wrong := (result["wrong_parameters"] or 0) - (result["missing_parameters"] or 0)) > 0:
+        remarks.append(f"{wrong} parameters wrong")
+    if result["examples_timed"]:
+        remarks.append(f"time of {result['examples_timed']} examples, scaled up")
+    if result["seconds_per_batch"] is None:
+        remarks.append(result["note"])
+    return (
+        name,
+        number("seconds_per_batch", ".3g"),
+        number("ratio_to_plain", ".2f"),
+        number("examples_per_second", ",.0f"),
+        "0" if result["error"] == 0 else number("error", ".1e"),
+        "; ".join(remark for remark in remarks if remark),
+    )
+
+
+def precision_results() -> str:
+    """Accuracy of merges with curvature in each precision, from the last `python -m benchmarks.precision` that was kept."""
+    report = json.loads((RESULTS / "precision.json").read_text("utf-8"))
+    settings, sizes = report["settings"], report["curvature_bytes_of_a_model"]
+    names = [*settings["tasks"], "mean"]
+    rows = []
+    for model, accuracy in report["accuracy"].items():
+        label = f"**merged, {model}**" if model in sizes else model
+        rows.append((label, *(f"{100 * accuracy[name]:.2f}" for name in names)))
+    bytes_of = [(precision, f"{size:,}", f"{size / sizes['float32']:.2f}") for precision, size in sizes.items()]
+    changes = {p: 100 * change for p, change in report["largest_change"].items() if p != "float32"}
+    worst = ", ".join(f"{p} {change:.2f} points" for p, change in changes.items())
+    machine = report["machine"]
+    return (
+        table(("accuracy, %", *(name.replace("_", " ") for name in names)), rows)
+        + "\n\n"
+        + table(("precision", "bytes of one model's curvature", "of float32"), bytes_of)
+        + f"\n\nLargest change of an accuracy against float32: {worst}. Measured on an {machine['device']} with torch "
+        f"{machine['torch']}, {settings['epochs']} epochs of fine-tuning, at most {settings['limit']:,} rows of each set, "
+        f"seed {settings['seed']} (`benchmarks/results/precision.json`)."
+    )
+
+
+# Data.
+
+
+def usual_columns() -> str:
+    """The names that a column is recognised by, from the lists that the program looks through."""
+
+    def names(words: Sequence[str]) -> str:
+        return ", ".join(f"`{word}`" for word in words)
+
+    rows = [
+        ("`classify`", "`text`", names(columns.TEXT) + "; or else the only column with text"),
+        ("", "`text`, `text2`", ", ".join(f"`{a}` + `{b}`" for a, b in columns.PAIRS)),
+        ("", "`label`", names(columns.LABEL)),
+        ("`causal-lm`", "`messages`", "`messages`"),
+        ("", "`text`", "`text`; if there is neither this nor a prompt with its completion, as for `classify`"),
+        ("", "`prompt`", names(columns.PROMPT)),
+        ("", "`completion`", names(columns.COMPLETION)),
+        ("`seq2seq`", "`source`", names(columns.SOURCE) + "; or else the only column with text"),
+        ("", "`target`", names(columns.TARGET)),
+        ("`image`", "`image`", names(columns.IMAGE)),
+        ("", "`label`", "`label`, `labels`, `fine_label`; or else as for `classify`"),
+    ]
+    return table(("task", "key", "names that are recognised, the first that is there"), rows)
+
+
+def metrics_reference() -> str:
+    """What each number of `gradmerge evaluate` is, in the program's own words."""
+    return table(("metric", "meaning"), [(f"`{name}`", meaning) for name, meaning in MEANINGS.items()])
+
+
 def bar_text(bar: dict[str, Any]) -> str:
     return f"{bar['name']} {bar['sense']} {bar['bar']:g}: {'met' if bar['passed'] else '**missed**'}"
 
@@ -236,4 +360,8 @@ GENERATED = {
     "cli": cli_reference,
     "benchmark": benchmark_results,
     "devices": device_results,
+    "curvature-benchmark": curvature_results,
+    "precision": precision_results,
+    "columns": usual_columns,
+    "metrics": metrics_reference,
 }

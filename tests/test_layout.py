@@ -18,7 +18,8 @@ MAY_IMPORT = {
     "recipe": {"rules"},
     "engine": {"rules", "storage", "curvature", "checkpoints", "recipe"},
     "tasks": {"rules", "storage", "curvature", "checkpoints"},
-    "report": {"rules", "storage", "curvature", "checkpoints", "recipe", "engine"},
+    "diagnose": {"rules", "storage", "curvature", "checkpoints", "recipe", "engine", "tasks"},
+    "report": {"rules", "storage", "curvature", "checkpoints", "recipe", "engine", "tasks", "diagnose"},
 }
 
 

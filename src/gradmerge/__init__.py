@@ -9,6 +9,8 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .api import MergeResult, evaluate, merge, merge_state_dicts
     from .api.measuring import measure_curvature
+    from .api.posterior import sample_posterior
+    from .api.previewing import preview, suggest_weights
     from .checkpoints import open_checkpoint
     from .curvature import Curvature
     from .curvature.estimate import estimate_curvature
@@ -31,6 +33,9 @@ _WHERE = {
     "estimate_gram": "curvature.gram",
     "import_curvature": "curvature.optimizers",
     "measure_curvature": "api.measuring",
+    "preview": "api.previewing",
+    "suggest_weights": "api.previewing",
+    "sample_posterior": "api.posterior",
     "GradmergeError": "errors",
     "InputError": "errors",
     "MachineError": "errors",
@@ -61,7 +66,10 @@ __all__ = [
     "merge",
     "merge_state_dicts",
     "open_checkpoint",
+    "preview",
     "removal_full",
+    "sample_posterior",
+    "suggest_weights",
 ]
 
 

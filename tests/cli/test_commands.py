@@ -128,12 +128,12 @@ def test_remove_takes_a_task_out(models: tuple[Path, ...], tmp_path: Path) -> No
     assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / "out").items())
 
 
-def test_remove_by_negation_and_with_one_strength_for_all(models: tuple[Path, ...], tmp_path: Path) -> None:
+def test_remove_by_negation_and_with_a_strength_for_all(models: tuple[Path, ...], tmp_path: Path) -> None:
     base, a, b = models
     run("remove", "--method", "task-arithmetic", "--base", base, "--model", a, "--model", f"{b}=2", "--strength", "0.5",
         "-o", tmp_path / "out")  # fmt: skip
     states = [read_model(m) for m in models]
-    want = gm.merge_state_dicts(states[0], states[1:], "task-arithmetic", weights=[-0.5, -2.0])
+    want = gm.merge_state_dicts(states[0], states[1:], "task-arithmetic", weights=[-0.5, -1.0])
     assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / "out").items())
 
 

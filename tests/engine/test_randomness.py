@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 
-from gradmerge.engine.randomness import keep_mask
+from gradmerge.engine import randomness
+from gradmerge.engine.randomness import keep_mask, standard_normal
 
 
 def test_a_mask_does_not_depend_on_where_blocks_are_cut() -> None:
@@ -31,3 +34,47 @@ def test_the_share_that_is_kept_is_the_density() -> None:
 def test_the_first_numbers_of_the_stream_stay_what_they_are() -> None:
     """A merge with the same seed must give the same model with every later version."""
     assert keep_mask(0, 0, "w", 0, 16, 0.5).int().tolist() == [1, 0, 1, 0, 1, 1, 0, 1, 1, 0, 1, 0, 1, 0, 1, 0]
+
+
+def test_normal_numbers_do_not_depend_on_where_blocks_are_cut() -> None:
+    whole = standard_normal(1, 0, "layer.weight", 0, 1001)
+    for cut in (1, 2, 333, 1000):
+        parts = [standard_normal(1, 0, "layer.weight", s, min(s + cut, 1001)) for s in range(0, 1001, cut)]
+        assert torch.equal(torch.cat(parts), whole)
+    assert standard_normal(1, 0, "layer.weight", 5, 5).numel() == 0
+
+
+def test_normal_numbers_have_the_moments_of_a_normal_distribution() -> None:
+    size = 1_000_000
+    values = standard_normal(3, 1, "w", 0, size).numpy()
+    for power, want, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs((values**power).mean() - want) < 5 * (variance / size) ** 0.5
+    assert abs((np.abs(values) < 1.959964).mean() - 0.95) < 5 * (0.95 * 0.05 / size) ** 0.5
+
+
+def test_normal_numbers_differ_by_seed_number_and_tensor_and_share_nothing_with_masks() -> None:
+    size = 2000
+    draws = [standard_normal(*key, 0, size) for key in [(0, 0, "a"), (1, 0, "a"), (0, 1, "a"), (0, 0, "b")]]
+    draws += [keep_mask(0, 0, "a", 0, size, 0.5).double() * 2 - 1]
+    together = np.corrcoef(torch.stack(draws).numpy())
+    assert np.abs(together - np.eye(5)).max() < 5 / size**0.5
+
+
+@pytest.mark.parametrize(("word", "sign"), [(0, -1), (2**64 - 1, 1)])
+def test_the_extreme_words_of_a_stream_give_finite_numbers(monkeypatch, word: int, sign: int) -> None:
+    class Extreme:
+        def advance(self, steps: int) -> None:
+            pass
+
+        def random_raw(self, size: int) -> np.ndarray:
+            return np.full(size, word, dtype=np.uint64)
+
+    monkeypatch.setattr(randomness, "_stream", lambda key: Extreme())
+    value = standard_normal(0, 0, "w", 0, 1).item()
+    assert 8 < sign * value < 9
+
+
+def test_the_first_normal_numbers_stay_what_they_are() -> None:
+    """A draw with the same seed must give the same model with every later version."""
+    got = standard_normal(0, 0, "w", 0, 4).tolist()
+    assert got == pytest.approx([-0.823574908758, 2.56767903693, 0.427205397648, 0.0396554532652], rel=1e-10)

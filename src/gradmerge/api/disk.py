@@ -23,6 +23,7 @@ from ..engine import BLOCK, Inputs, Plan, Statistics, Unit, Watch, begin_search,
 from ..engine.journal import Finished, Journal
 from ..engine.memory import keep_freed_memory
 from ..engine.opening import open_plan
+from ..engine.trust import trust_notes
 from ..engine.workers import one_thread_each
 from ..errors import InputError
 from ..recipe import Recipe, load_recipe, make_recipe
@@ -127,6 +128,7 @@ def merge(
                 plan.notes,
                 already_done=True,
             )
+        plan.notes += trust_notes(plan)
         staging = Staging(
             out,
             force=force,

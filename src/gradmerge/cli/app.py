@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
-from . import curvature, evaluate, inspect, merge, methods
+from . import curvature, diagnose, evaluate, inspect, merge, methods, preview
 
 app = typer.Typer(
     name="gradmerge",
@@ -43,6 +43,8 @@ app.command("remove", epilog=merge.REMOVE_EXAMPLE)(merge.remove)
 app.command("inspect", epilog=inspect.EXAMPLE)(inspect.inspect)
 app.command("evaluate", epilog=evaluate.EXAMPLE)(evaluate.evaluate)
 app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
+app.command("diagnose", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
+app.command("preview", epilog=preview.EXAMPLE)(preview.preview)
 app.add_typer(curvature.app, name="curvature")
 
 

@@ -129,10 +129,16 @@ def remove(
     base: Annotated[str, typer.Option("--base", metavar="MODEL", help="The model that something is taken out of.")],
     model: Annotated[
         list[str],
-        typer.Option("--model", metavar="MODEL[=STRENGTH]", help="The base tuned on what is to go; once for each."),
+        typer.Option(
+            "--model",
+            metavar="MODEL[=STRENGTH]",
+            help="The base tuned on what is to go, and how much of it to take out; once for each.",
+        ),
     ],
     out: Out = None,
-    strength: Annotated[float, typer.Option("--strength", help="Strength for every --model that names none.")] = 1.0,
+    strength: Annotated[
+        float, typer.Option("--strength", help="Multiplies the strength of every --model (1 where it names none).")
+    ] = 1.0,
     curvature: CurvatureOption = None,
     method: Annotated[
         str, typer.Option("--method", "-m", help="removal, or task-arithmetic for plain negation.")
@@ -151,7 +157,8 @@ def remove(
 ) -> None:
     """Take what tuned models have learned out of their base, without training.
 
-    Needs the curvature of the base on data that stays, and of each tuned model.
+    Needs the curvature of the base on data that stays, and of each tuned model. Strength 1 takes all out, 0 nothing. A note
+    says so where the step is too long to be trusted, and which damping would do.
     """
     with guarded(debug, json_):
         from ..errors import InputError
@@ -161,10 +168,9 @@ def remove(
 
         if method not in ("removal", "task-arithmetic"):
             raise InputError(f"--method {method}: remove knows removal and task-arithmetic")
-        given = from_options(method, base, model, curvature or [] if method == "removal" else [], strength)
-        if method == "task-arithmetic":
-            for entry in given["models"]:
-                entry["weight"] = -entry["weight"]
+        given = from_options(method, base, model, curvature or [] if method == "removal" else [])
+        for entry in given["models"]:
+            entry["weight"] *= strength if method == "removal" else -strength
         built = build_recipe(None, given, set_ or [], None)
         settings = {"threads": threads, "device": device, "force": force, "resume": resume, "allow_pickle": allow_pickle,
                     "allow_nonfinite": allow_nonfinite}  # fmt: skip
@@ -179,9 +185,11 @@ def _run(
 
     with heavy_imports():
         from .. import api
+        from ..engine.trust import trust_notes
 
     if dry_run:
         with api.planned(recipe, allow_pickle=settings["allow_pickle"]) as plan:
+            plan.notes += trust_notes(plan)
             _print_plan(recipe, plan, out, settings["threads"] or api.default_threads(), as_json)
         return
     if out is None:

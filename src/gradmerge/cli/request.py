@@ -30,13 +30,12 @@ def from_options(
     base: str | None,
     models: Sequence[str],
     curvature: Sequence[str],
-    default_weight: float = 1.0,
 ) -> dict[str, Any]:
     """A recipe as a mapping, from --method, --base, --model and --curvature."""
     tuned: list[dict[str, Any]] = []
     for text in models:
         path, weight = split_weight(text)
-        tuned.append({"model": path, "weight": default_weight if weight is None else weight})
+        tuned.append({"model": path, "weight": 1.0 if weight is None else weight})
     recipe: dict[str, Any] = {"method": method, "models": tuned}
     if base is not None:
         recipe["base"] = {"model": base}

@@ -65,7 +65,7 @@ class CurvatureInput:
             values = self.file.read(name, start, stop, lambda n: buffers.take(slot, n))
         else:
             assert self.memory is not None
-            values = self.memory[name].detach().reshape(-1)[start:stop].cpu()
+            values = self.memory[name].detach().reshape(-1)[start:stop].cpu().contiguous()
         self._check(values, name)
         digests[id(self)] = block_digest(values)
         values = values.to(dtype)

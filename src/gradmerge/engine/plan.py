@@ -177,7 +177,7 @@ def make_plan(
         *_rule_notes(rule, inputs),
     ]
     plan = Plan(rule, inputs, jobs, frozenset(needs), write_precision, notes)
-    _rehearse(plan)
+    rehearse(plan)
     return plan
 
 
@@ -254,7 +254,7 @@ def _gram_names(inputs: Inputs, names: Sequence[str]) -> tuple[set[str], list[st
     return found, problems
 
 
-def _rehearse(plan: Plan) -> None:
+def rehearse(plan: Plan) -> None:
     """Run the rule once on single numbers, so that a setting which cannot work fails before any file is read."""
     models = len(plan.inputs.tuned)
     one = torch.ones(1, 1)

@@ -1,4 +1,4 @@
-"""Random masks that depend on (seed, model, tensor, position) alone."""
+"""Random masks and numbers that depend on a seed, a number, a tensor's name and a position alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,27 @@ def keep_mask(seed: int, model: int, tensor: str, start: int, stop: int, density
     Element i compares the i-th 32-bit half of a PCG64DXSM stream with density · 2³². The stream's seed is a hash of
     seed, model and tensor; it can be entered at any place, so that blocks may be cut anywhere.
     """
-    digest = hashlib.sha256(f"{seed}/{model}/{tensor}".encode()).digest()
-    stream = np.random.PCG64DXSM(int.from_bytes(digest[:16], "little"))
+    stream = _stream(f"{seed}/{model}/{tensor}")
     stream.advance(start // 2)
     words = stream.random_raw(stop // 2 - start // 2 + 1).astype("<u8", copy=False).view("<u4")
     first = start % 2
     below = words[first : first + stop - start] < np.uint64(round(density * 2**32))
     return torch.from_numpy(below)
+
+
+def standard_normal(seed: int, sample: int, tensor: str, start: int, stop: int) -> Tensor:
+    """Numbers from N(0, 1), in float64, for the elements ``start`` to ``stop`` of a flattened tensor.
+
+    Element i is the normal quantile of the i-th word of a stream like that of the masks, so that blocks may be cut anywhere.
+    """
+    stream = _stream(f"normal/{seed}/{sample}/{tensor}")
+    stream.advance(start)
+    words = stream.random_raw(stop - start).astype("<u8", copy=False)
+    # 52 bits and a half: with 53 the largest would round to 1, whose quantile is infinite.
+    uniform = ((words >> np.uint64(12)) + 0.5) * 2.0**-52
+    quantiles: Tensor = torch.special.ndtri(torch.from_numpy(uniform))
+    return quantiles
+
+
+def _stream(key: str) -> np.random.PCG64DXSM:
+    return np.random.PCG64DXSM(int.from_bytes(hashlib.sha256(key.encode()).digest()[:16], "little"))

@@ -1,0 +1,158 @@
+"""Whether predicted loss ranks merges as true loss does, on fine-tuned encoders.
+
+    python -m benchmarks.ranking --encoder MODEL --data DIR --json benchmarks/results/ranking.json
+
+fine-tunes models and measures curvature as benchmarks.precision does, forms merges of four methods at several weights in memory,
+and compares for every task the predicted excess loss with the loss and the accuracy on test data, by Spearman's ρ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradmerge.diagnose.models import TaskData, materialise
+from gradmerge.diagnose.predict import open_to_look, predict
+from gradmerge.engine.candidates import Candidate
+from gradmerge.recipe import make_recipe
+from gradmerge.tasks import load_task
+
+from .precision import add_arguments, fine_tune_all, measure_all
+
+METHODS = ("gradient-matching", "task-arithmetic", "ties", "fisher-averaging", "average")
+WEIGHTS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    args = parser.parse_args()
+    begun = time.perf_counter()
+    names = args.tasks.split(",")
+    fine_tune_all(args, names)
+    measure_all(args, names)
+    rows = measure_merges(args, names)
+    result = {
+        "command": "python -m benchmarks.ranking",
+        "machine": {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu", "torch": torch.__version__},
+        "settings": {"encoder": Path(args.encoder).name, "tasks": names, "epochs": args.epochs, "limit": args.limit, "seed": args.seed},
+        "merges": len(rows),
+        "spearman": correlations(rows, names[1:]),
+        "best_weight": best_weights(rows, names[1:]),
+        "rows": rows,
+        "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+    print_result(result)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def measure_merges(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+    """Predicted excess loss, true loss and accuracy of every merge on every task."""
+    recipe = make_recipe(
+        {
+            "method": "gradient-matching",
+            "base": {"model": f"./{names[0]}", "curvature": f"./{names[0]}-curvature/float32"},
+            "models": [{"model": f"./{n}", "curvature": f"./{n}-curvature/float32"} for n in names[1:]],
+        },
+        folder=args.work.absolute(),
+    )
+    tasks = names[1:]
+    candidates = [merge(m, w, len(tasks)) for m in METHODS for w in WEIGHTS if _matters(m, w)]
+    plan = open_to_look(recipe)
+    try:
+        prediction = predict(plan, tasks, candidates)
+        data = {
+            name: TaskData(name, load_task(str(args.work / name), str(args.data / name / "test.jsonl.gz"), limit=args.limit,
+                                           max_length=256, device=args.device), 64)
+            for name in tasks
+        }  # fmt: skip
+        rows = []
+        for candidate in candidates:
+            (state,) = materialise(plan, [candidate])
+            row: dict[str, Any] = {
+                "merge": candidate.name,
+                "method": candidate.method,
+                "weight": (candidate.weights or [1.0])[0],
+            }
+            for name, task in data.items():
+                metrics = task.evaluate(task.model_with(state))
+                row[name] = {
+                    "predicted": prediction.excess(candidate.name, name),
+                    "loss": metrics["loss_per_example"],
+                    "accuracy": metrics["accuracy"],
+                }
+            row["predicted_worst"] = prediction.worst(candidate.name)
+            row["predicted_sum"] = sum(prediction.excess(candidate.name, t) for t in prediction.tasks)
+            rows.append(row)
+            print(candidate.name, {n: round(row[n]["accuracy"], 4) for n in tasks}, flush=True)
+        return rows
+    finally:
+        plan.inputs.close()
+
+
+def merge(method: str, weight: float, tasks: int) -> Candidate:
+    """A method at a weight for all tasks. Equal weights cancel in TIES, whose scale takes their place."""
+    name = f"{method} at {weight:g}"
+    if method == "ties":
+        return Candidate(name, method, [1.0] * tasks, {"scale": weight})
+    return Candidate(name, method, [1.0 if method == "average" else weight] * tasks)
+
+
+def _matters(method: str, weight: float) -> bool:
+    """Averages do not depend on a weight that all tasks share: one merge is enough."""
+    return method not in ("fisher-averaging", "average") or weight == 1.0
+
+
+def correlations(rows: list[dict[str, Any]], tasks: list[str]) -> dict[str, dict[str, float]]:
+    """Spearman's ρ over the merges: of prediction and loss, and of prediction and error, task by task and in the mean."""
+    found = {
+        task: {
+            "loss": spearman([r[task]["predicted"] for r in rows], [r[task]["loss"] for r in rows]),
+            "error": spearman([r[task]["predicted"] for r in rows], [1 - r[task]["accuracy"] for r in rows]),
+        }
+        for task in tasks
+    }
+    found["mean"] = {kind: sum(found[t][kind] for t in tasks) / len(tasks) for kind in ("loss", "error")}
+    return found
+
+
+def best_weights(rows: list[dict[str, Any]], tasks: list[str]) -> dict[str, dict[str, float]]:
+    """By method: the weight with the best mean accuracy, and those that the predictions pick."""
+    found = {}
+    for method in METHODS:
+        own = [row for row in rows if row["method"] == method]
+        found[method] = {
+            "by accuracy": max(own, key=lambda r: sum(r[t]["accuracy"] for t in tasks))["weight"],
+            "by worst predicted": min(own, key=lambda r: r["predicted_worst"])["weight"],
+            "by summed prediction": min(own, key=lambda r: r["predicted_sum"])["weight"],
+        }
+    return found
+
+
+def spearman(x: list[float], y: list[float]) -> float:
+    a, b = ranks(x), ranks(y)
+    return float(torch.corrcoef(torch.stack([a, b]))[0, 1])
+
+
+def ranks(values: list[float]) -> torch.Tensor:
+    """Ranks from 1, the mean of places for equal values."""
+    data = torch.tensor(values, dtype=torch.float64)
+    return ((data[:, None] > data[None, :]).double() + 0.5 * (data[:, None] == data[None, :]).double()).sum(1) + 0.5
+
+
+def print_result(result: dict[str, Any]) -> None:
+    print(f"Spearman's ρ over {result['merges']} merges:")
+    for task, values in result["spearman"].items():
+        print(f"  {task:<18} predicted and true loss {values['loss']:+.2f}, predicted and error {values['error']:+.2f}")
+    for method, weights in result["best_weight"].items():
+        print(f"  best weight of {method:<18} " + ", ".join(f"{how} {weight:g}" for how, weight in weights.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Diagnosing a recipe, and writing what was found."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .._version import __version__
+from ..diagnose.diagnosis import Diagnosis, diagnose
+from ..recipe import Recipe
+from ..report.diagnosis_page import costliest, diagnosis_page, rank, reference_of, relative
+from ..report.page import write_report
+from ..storage.staging import Staging
+from .disk import NoProgress, Progress, as_recipe, default_threads
+
+
+def write_diagnosis(
+    recipe: str | Path | Recipe | Mapping[str, Any],
+    out: str | Path,
+    *,
+    merged: str | None = None,
+    target: str | None = None,
+    data: Mapping[str, str] | None = None,
+    loading: Mapping[str, Any] | None = None,
+    batch_size: int = 8,
+    threads: int | None = None,
+    allow_pickle: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Diagnose a recipe's merge and write `report.html`, its figures and tables, and `diagnosis.json` into a new folder.
+
+    The options are those of `gradmerge diagnose`.
+    """
+    recipe = as_recipe(recipe)
+    staging = Staging(Path(out), force=force)
+    progress = progress or NoProgress()
+    try:
+        found = diagnose(
+            recipe,
+            merged=merged,
+            target=target,
+            data=data,
+            loading=loading,
+            batch_size=batch_size,
+            threads=threads or default_threads(),
+            allow_pickle=allow_pickle,
+            begin=progress.begin,
+            advance=progress.advance,
+        )
+        text = recipe_text(recipe)
+        page = diagnosis_page(found, provenance(recipe, data or {}), text, [shlex.join(["gradmerge", *sys.argv[1:]])])
+        write_report(staging.folder, page)
+        (staging.folder / "recipe.yml").write_text(text, "utf-8")
+        (staging.folder / "diagnosis.json").write_text(
+            json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n", "utf-8"
+        )
+    except BaseException:
+        staging.discard()
+        raise
+    staging.finish()
+    return found
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The full recipe, defaults filled in."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def provenance(recipe: Recipe, data: Mapping[str, str]) -> dict[str, str]:
+    """Where a report comes from."""
+    facts = {
+        "made by": f"gradmerge {__version__}",
+        "made at": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "recipe": recipe.file.name if recipe.file is not None else "given on the command line",
+        "method": recipe.method,
+        "reduction": recipe.reduction,
+        "damping": f"{recipe.damping:g}",
+    }
+    return facts | {f"data of {name}": source for name, source in data.items()}
+
+
+def as_json(found: Diagnosis) -> dict[str, Any]:
+    """Everything that was found, for machines. Predictions are quadratic forms in the curvature, not losses in nats."""
+    prediction = found.prediction
+    tasks = prediction.tasks
+    return {
+        "merge": found.own,
+        "tasks": tasks,
+        "candidates": found.candidates,
+        "reference": reference_of(found),
+        "predicted": {
+            candidate: {
+                task: {
+                    "relative_loss": relative(found, candidate, task),
+                    "rank": rank(found, candidate, task),
+                    "quadratic_form": prediction.excess(candidate, task),
+                    "mismatch_norm": prediction.mismatch(candidate, task),
+                    "by_layer": {group: prediction.excess(candidate, task, group) for group in prediction.groups},
+                }
+                for task in tasks
+            }
+            for candidate in found.candidates
+        },
+        "costliest_layers": [{"layer": name, "share": share} for name, share in costliest(found)],
+        "interference": [
+            {"task": one, "other": other, "layer": group, "overlap": value.overlap, "opposed_share": value.share}
+            for (one, other, group), value in prediction.interference.items()
+        ],
+        "measured": found.metrics,
+        "examples": found.examples,
+        "residuals": {name: asdict(residual) for name, residual in found.residuals.items()},
+        "true_mismatch": [
+            {"merge": candidate, "task": task, "norm": value} for (candidate, task), value in found.mismatch.items()
+        ],
+        "notes": found.notes,
+    }

@@ -1,0 +1,332 @@
+"""Previews of many merges, the search for weights, and writing what was found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import yaml
+
+from ..diagnose.looking import Measurer, Predictor
+from ..diagnose.predict import task_names
+from ..diagnose.preview import Looker, Preview, Row, compare
+from ..diagnose.settings import Weights, check_methods, grid, parse_weights, recipe_with, sample
+from ..diagnose.suggest import OBJECTIVES, Suggestion, search_ranges, suggest
+from ..errors import InputError
+from ..recipe import Base, Identity, Model, Recipe
+from ..report.card import recipe_as_written
+from ..report.page import write_report
+from ..report.preview_page import preview_page, settings_table
+from ..storage.staging import Staging
+from ..storage.tensorfile import local_path
+from .diagnosing import provenance, recipe_text
+from .disk import MergeResult, NoProgress, Progress, as_recipe, default_threads, merge
+
+
+class Loading(TypedDict, total=False):
+    """How data and model are read; the options of `gradmerge evaluate`."""
+
+    task: str
+    columns: Mapping[str, str] | None
+    limit: int | None
+    max_length: int | None
+    device: str
+    dtype: str
+    attn: str | None
+    tokenizer: str | None
+
+
+def preview(
+    recipe: str | Path | Recipe | Mapping[str, Any],
+    out: str | Path | None = None,
+    *,
+    weights: Weights | None = None,
+    methods: Sequence[str] | str | None = None,
+    data: Mapping[str, str] | None = None,
+    samples: int | None = None,
+    seed: int = 0,
+    objective: str = "worst",
+    batch_size: int = 8,
+    threads: int | None = None,
+    allow_pickle: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+    command: str = "",
+    **loading: Unpack[Loading],
+) -> Preview:
+    """Look at a recipe's merge under many weights and rules, without writing any model.
+
+    ``weights`` is `0:1:0.1` (both ends, one weight for all tasks), `["yelp=0:1:0.25", "sst2=0.5"]`, or task → range; with ``samples``
+    so many random points of the ranges are taken. With ``data`` (task, or `base`, → source) every merge is formed in memory and
+    evaluated, and the best has the best average metric; without, losses are predicted from curvature, and the best has the smallest
+    predicted loss of its worst task (``objective`` "worst") or of all ("sum"). With ``out`` a report is written to that new folder.
+    """
+    recipe = as_recipe(recipe)
+    tasks = task_names(recipe)
+    chosen = check_methods(methods, recipe)
+    ranges = parse_weights(weights, tasks, recipe)
+    if objective not in OBJECTIVES:
+        raise InputError(f"--objective {objective}: known are {', '.join(OBJECTIVES)}")
+    settings = grid(chosen, ranges) if samples is None else sample(chosen, ranges, samples, seed)
+    progress = progress or NoProgress()
+    with _folder(recipe, out, data or {}, force) as staging:
+        with _looker(recipe, chosen, data, loading, batch_size, threads, allow_pickle) as looker:
+            found = compare(
+                recipe,
+                looker,
+                settings,
+                ranges.axis,
+                objective=objective,
+                begin=lambda merges: progress.begin("previewing", merges),
+                advance=progress.advance,
+            )
+        if staging is not None:
+            _write(staging, found, None, data or {}, command)
+    return found
+
+
+def suggest_weights(
+    recipe: str | Path | Recipe | Mapping[str, Any],
+    out: str | Path | None = None,
+    *,
+    data: Mapping[str, str] | None = None,
+    objective: str = "worst",
+    shared: bool = False,
+    samples: int = 64,
+    seed: int = 0,
+    weights: Weights | None = None,
+    methods: Sequence[str] | str | None = None,
+    batch_size: int = 8,
+    threads: int | None = None,
+    allow_pickle: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+    command: str = "",
+    **loading: Unpack[Loading],
+) -> Suggestion:
+    """Search the weights with which the worst task (``objective`` "worst") or the sum over tasks ("sum") loses least.
+
+    Every task has a weight of its own in [0, 1.5], or in the ranges of ``weights``; with ``shared`` all have the same. Without data what
+    is lost is predicted from curvature, on the base's data too. With a few labelled rows of each task it is measured, as a share:
+    (loss − loss of the tuned model) / (loss of the base − loss of the tuned model), mean losses per example. The same ``seed`` gives the
+    same weights.
+    """
+    recipe = as_recipe(recipe)
+    tasks = task_names(recipe)
+    chosen = check_methods(methods, recipe)
+    given = parse_weights(weights, tasks, recipe) if weights is not None else None
+    ranges = search_ranges(given, tasks, recipe, shared)
+    counted = _Counted(progress or NoProgress())
+    with _folder(recipe, out, data or {}, force) as staging:
+        with _looker(recipe, chosen, data, loading, batch_size, threads, allow_pickle) as looker:
+            found = suggest(
+                recipe,
+                looker,
+                chosen,
+                ranges,
+                objective=objective,
+                samples=samples,
+                seed=seed,
+                begin=counted.begin,
+                advance=counted.advance,
+            )
+        counted.finish()
+        if staging is not None:
+            _write(staging, found.evaluated, found, data or {}, command)
+    return found
+
+
+def merge_best(found: Preview, out: str | Path, **settings: Any) -> MergeResult:
+    """Merge the best setting to disk; ``settings`` are those of :func:`gradmerge.merge`."""
+    return merge(best_recipe(found), out, **settings)
+
+
+def best_recipe(found: Preview) -> Recipe:
+    """The recipe with the rule and weights of the best setting."""
+    best = found.best()
+    if best is None:
+        raise InputError(
+            "no setting is the best one, so that none can be merged; a removal's strength is yours to choose"
+        )
+    return recipe_with(found.recipe, best.setting.method, best.setting.weights)
+
+
+class _Counted:
+    """Progress whose total is an estimate: some points of a search turn out to be known already."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._left = 0
+
+    def begin(self, merges: int) -> None:
+        self._left = merges
+        self._progress.begin("searching", merges)
+
+    def advance(self, merges: int) -> None:
+        self._left -= merges
+        self._progress.advance(merges)
+
+    def finish(self) -> None:
+        if self._left > 0:
+            self._progress.advance(self._left)
+
+
+@contextlib.contextmanager
+def _looker(
+    recipe: Recipe,
+    methods: Sequence[str],
+    data: Mapping[str, str] | None,
+    loading: Mapping[str, Any],
+    batch_size: int,
+    threads: int | None,
+    allow_pickle: bool,
+) -> Iterator[Looker]:
+    wrong = sorted(set(loading) - set(Loading.__annotations__))
+    if wrong:
+        raise TypeError(f"unexpected argument {wrong[0]!r}")
+    threads = threads or default_threads()
+    looker: Looker
+    if data:
+        looker = Measurer(
+            recipe, methods, data, loading, batch_size=batch_size, threads=threads, allow_pickle=allow_pickle
+        )
+    else:
+        looker = Predictor(recipe, methods, threads=threads, allow_pickle=allow_pickle)
+    try:
+        yield looker
+    finally:
+        looker.plan.inputs.close()
+
+
+@contextlib.contextmanager
+def _folder(recipe: Recipe, out: str | Path | None, data: Mapping[str, str], force: bool) -> Iterator[Staging | None]:
+    """A folder for the report that appears if all goes well."""
+    if out is None:
+        yield None
+        return
+    needed = [*(path for path in map(Path, data.values()) if path.exists()), *([recipe.file] if recipe.file else [])]
+    for text in _references(recipe):
+        path = local_path(text, recipe.folder)
+        needed += [path] if path.exists() else []
+    staging = Staging(Path(out), force=force, inputs=needed)
+    try:
+        yield staging
+    except BaseException:
+        staging.discard()
+        raise
+    staging.finish()
+
+
+def _references(recipe: Recipe) -> list[str]:
+    """Models and curvature that the recipe names."""
+    penalty = recipe.base.penalty if recipe.base is not None else None
+    every = [text for part in _parts(recipe) for text in (part.model, part.curvature)]
+    return [text for text in (*every, penalty) if isinstance(text, str)]
+
+
+def _parts(recipe: Recipe) -> list[Base | Model]:
+    return [*([recipe.base] if recipe.base is not None else []), *recipe.models]
+
+
+def _write(
+    staging: Staging, found: Preview, suggestion: Suggestion | None, data: Mapping[str, str], command: str
+) -> None:
+    folder = staging.folder
+    page = preview_page(
+        found, suggestion, recipe_text(found.recipe), provenance(found.recipe, data), [command] if command else []
+    )
+    write_report(folder, page)
+    (folder / "preview.csv").write_text(settings_table(found).csv(), "utf-8")
+    text = json.dumps(as_json(found, suggestion), indent=2, ensure_ascii=False)
+    (folder / "preview.json").write_text(text + "\n", "utf-8")
+    best = found.best()
+    if best is not None:
+        header = f"# The best setting of the preview: {best.setting.name}\n# gradmerge merge recipe.yml -o merged\n"
+        written = yaml.safe_dump(_moved(best_recipe(found), staging.out), sort_keys=False, allow_unicode=True)
+        (folder / "recipe.yml").write_text(header + written, "utf-8")
+
+
+def _moved(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """The recipe as it reads from another folder: paths that are relative start from there."""
+
+    def moved(reference: str) -> str:
+        path = local_path(reference, recipe.folder)
+        if Path(reference).expanduser().is_absolute() or not path.exists():
+            return reference
+        relative = os.path.relpath(path.resolve(), folder.resolve())
+        return relative if relative.startswith(".") else f"./{relative}"
+
+    copy = recipe.model_copy(deep=True)
+    for part in _parts(copy):
+        part.model = moved(part.model)
+        if part.curvature is not None and not isinstance(part.curvature, Identity):
+            part.curvature = moved(part.curvature)
+    if copy.base is not None and isinstance(copy.base.penalty, str):
+        copy.base.penalty = moved(copy.base.penalty)
+    return recipe_as_written(copy)
+
+
+def as_json(found: Preview, suggestion: Suggestion | None = None) -> dict[str, Any]:
+    """Everything that was found, for machines. Predictions are ranks and multiples of the reference's, not losses."""
+    result: dict[str, Any] = {
+        "measured": found.measured,
+        "compared_by": found.criterion.name,
+        "higher_is_better": found.criterion.higher,
+        "tasks": found.tasks,
+        "models": found.models,
+        "reference": _row(found, found.reference),
+        "best": {method: _best(found, method) for method in found.methods},
+        "winner": _best(found, None),
+        "settings": [_row(found, row) for row in found.rows],
+    }
+    if found.measured:
+        result["metrics"] = {task: found.metric(task) for task in found.tasks}
+        result["alone"] = found.alone
+        result["examples"] = found.examples
+    if suggestion is not None:
+        result["suggestion"] = {
+            "method": suggestion.method,
+            "weights": suggestion.weights,
+            "objective": suggestion.objective,
+            "lost_share" if suggestion.measured else "times_reference": suggestion.costs,
+        }
+    result["notes"] = found.notes
+    clean: dict[str, Any] = _finite(result)
+    return clean
+
+
+def _row(found: Preview, row: Row) -> dict[str, Any]:
+    shown: dict[str, Any] = {"method": row.setting.method, "weights": found.weights(row), "rank": row.rank}
+    if found.measured:
+        return {**shown, "score": row.score, "metrics": row.metrics}
+    return {
+        **shown,
+        "times_reference": found.relative_score(row),
+        "tasks": {t: {"times_reference": found.relative(row, t), "rank": row.ranks.get(t)} for t in found.tasks},
+    }
+
+
+def _best(found: Preview, method: str | None) -> dict[str, Any] | None:
+    best = found.best(method)
+    if best is None:
+        return None
+    close = found.as_good(best)
+    tried = {
+        task: [row.setting.weights[i] for row in close] for i, task in enumerate(found.models) if best.setting.weights
+    }
+    flat = {task: [min(weights), max(weights)] for task, weights in tried.items()}
+    return {**_row(found, best), "within_1_percent": {"settings": len(close), "weights": flat}}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for infinity and NaN."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,182 @@
+"""`gradmerge preview`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .options import Attn, BatchSize, Columns, Device, Dtype, Limit, MaxLength, Task, Tokenizer
+from .output import AllowPickle, Debug, Json, Quiet, guarded, heavy_imports, note, print_json, print_table, progress
+
+EXAMPLE = (
+    "Examples: gradmerge preview recipe.yml --weights 0:1:0.1 --methods gradient-matching,task-arithmetic -o preview   ·   "
+    "gradmerge preview recipe.yml --data yelp=yelp.jsonl --data sst2=sst2.jsonl --limit 200 --save-best merged -o preview   ·   "
+    "gradmerge preview recipe.yml --suggest -o preview"
+)
+
+
+def preview(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="REPORT_DIR", help="Folder for the report; it must not exist.")
+    ],
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--weights",
+            "-w",
+            metavar="[NAME=]RANGE",
+            help="START:STOP:STEP with both ends, a list 0,0.3,1, or one number: a weight that all tasks share, or NAME=RANGE for one "
+            "task. Repeatable; all combinations are tried. Default: 0:1:0.1, or 0:1.5 for each task with --suggest.",
+            show_default=False,
+        ),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            "--methods", "-m", metavar="A,B", help="Rules to compare. Default: the recipe's.", show_default=False
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples",
+            metavar="N",
+            min=1,
+            help="Take N random points of the ranges instead of a grid; with --suggest, of the first round (64).",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the random points.")] = 0,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Search for the best weights, each task having one of its own.")
+    ] = False,
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            "--objective",
+            metavar="O",
+            help="What is to be small: the loss of the worst task (worst), or of all (sum). For --suggest and for predictions.",
+            show_default="worst",
+        ),
+    ] = None,
+    shared: Annotated[bool, typer.Option("--shared", help="With --suggest: one weight for all tasks.")] = False,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            "-d",
+            metavar="NAME=SRC",
+            help="Labelled data of a task (its model's folder name, or base): settings are then measured. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    task: Task = "auto",
+    columns: Columns = None,
+    limit: Limit = None,
+    batch_size: BatchSize = 8,
+    max_length: MaxLength = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    attn: Attn = None,
+    tokenizer: Tokenizer = None,
+    save_best: Annotated[
+        Path | None,
+        typer.Option(
+            "--save-best", metavar="OUT", help="Merge the best setting into this new folder.", show_default=False
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", metavar="N", min=1, max=256, help="Threads; by default one a core, at most 4."),
+    ] = None,
+    allow_pickle: AllowPickle = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace REPORT_DIR, and OUT, if they exist.")] = False,
+    json_: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Compare many weights and rules before merging; no model is written.
+
+    Without data, losses are predicted from the curvature of the models, and only ranks are shown; with a few labelled rows of
+    each task every setting is merged in memory and measured.
+    """
+    with guarded(debug, json_):
+        from ..errors import InputError
+
+        with heavy_imports():
+            from .. import api
+            from ..api.previewing import as_json, merge_best, suggest_weights
+            from ..api.previewing import preview as run
+            from ..report.preview_page import best_table, verdict
+            from ..tasks import parse_columns
+            from .diagnose import named
+
+        if shared and not suggest:
+            raise InputError("--shared goes with --suggest; for a grid, --weights 0:1:0.1 is shared by all tasks")
+        if objective is not None and data and not suggest:
+            raise InputError(
+                "--objective is for --suggest and for predictions; with --data the average metric decides which setting is best"
+            )
+        if save_best is not None:
+            _check_free(save_best, out, force)
+        options: dict[str, Any] = {
+            "weights": weights, "methods": methods, "data": named(data or []), "seed": seed, "objective": objective or "worst",
+            "task": task, "columns": parse_columns(columns), "limit": limit, "max_length": max_length, "device": device,
+            "dtype": dtype, "attn": attn, "tokenizer": tokenizer, "batch_size": batch_size, "threads": threads,
+            "allow_pickle": allow_pickle, "force": force, "command": shlex.join(["gradmerge", *sys.argv[1:]]),
+        }  # fmt: skip
+        suggestion = None
+        with progress(quiet or json_, "merges") as shown:
+            if suggest:
+                suggestion = suggest_weights(
+                    recipe, out, shared=shared, samples=samples or 64, progress=shown, **options
+                )
+                found = suggestion.evaluated
+            else:
+                found = run(recipe, out, samples=samples, progress=shown, **options)
+        saved: api.MergeResult | None = None
+        if save_best is not None:
+            with progress(quiet or json_) as shown:
+                saved = merge_best(
+                    found, save_best, threads=threads, force=force, allow_pickle=allow_pickle, progress=shown
+                )
+        if json_:
+            more = {"report": str(out / "report.html")} | ({"saved": str(save_best)} if saved is not None else {})
+            print_json({**as_json(found, suggestion), **more})
+            return
+        for text in found.notes:
+            note(text, quiet)
+        table = best_table(found)
+        rows = [[_shown(cell) for cell in row] for row in table.rows]
+        print_table(list(table.columns), rows, right=range(2, len(table.columns) - 1))
+        if quiet:
+            return
+        typer.echo("\n" + "\n".join(text.replace("**", "").replace("`", "") for text in verdict(found, suggestion)))
+        typer.echo(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
+        if saved is not None:
+            typer.echo(f"{save_best} holds the best setting; {out / 'recipe.yml'} is its recipe.")
+
+
+def _check_free(save_best: Path, out: Path, force: bool) -> None:
+    """Say so before the work if the best setting will have no place."""
+    from ..errors import InputError
+
+    if save_best.absolute() == out.absolute():
+        raise InputError(f"--save-best {save_best}: is the folder of the report; name another one")
+    if save_best.suffix == ".safetensors":
+        raise InputError(f"--save-best {save_best}: the result is a folder; give a name without .safetensors")
+    if save_best.exists() and not force:
+        raise InputError(
+            f"--save-best {save_best}: exists already. Choose another place, or pass --force to replace it."
+        )
+
+
+def _shown(cell: Any) -> str:
+    if cell is None:
+        return "–"
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)

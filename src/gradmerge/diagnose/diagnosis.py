@@ -1,0 +1,240 @@
+"""What a recipe's merge costs: predicted from curvature, measured on data, and held against a target model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.model import Checkpoint
+from ..checkpoints.opening import open_checkpoint
+from ..curvature.summary import group_of
+from ..engine.candidates import Block, Candidate, look_at
+from ..engine.plan import Plan
+from ..engine.statistics import Advance
+from ..errors import InputError
+from ..recipe import Recipe
+from ..rules import RULES
+from ..tasks import load_task
+from .models import State, TaskData, match_data, materialise, state_of
+from .predict import BASE, Prediction, open_to_look, predict, task_names
+
+#: What a merge is compared with, besides itself.
+OTHERS = ("task-arithmetic", "average", "fisher-averaging", "gradient-matching")
+
+
+@dataclass
+class Residual:
+    """How far a merge is from the model trained on everything, seen from the data's gradients."""
+
+    residual: float
+    """‖H_0(θ̂ − θ_0) + Σ α_t ∇ℓ_t(θ̂)‖: zero at the jointly trained model."""
+    gradient: float
+    """‖Σ α_t ∇ℓ_t(θ̂)‖, to compare it with."""
+    distance: float
+    """‖H̄⁻¹ r‖: the predicted distance to the jointly trained model."""
+    moved: float
+    """‖θ̂ − θ_0‖, to compare that with."""
+    by_group: dict[str, float] = field(default_factory=dict)
+    """‖H̄⁻¹ r‖ of each layer group."""
+
+
+@dataclass
+class Diagnosis:
+    """Everything that was found out about a recipe's merge."""
+
+    recipe: Recipe
+    own: str
+    """The candidate that the recipe, or the merged model given, stands for."""
+    prediction: Prediction
+    metrics: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """model → task → metrics; models are the candidates, `base` and `tuned`."""
+    residuals: dict[str, Residual] = field(default_factory=dict)
+    """By candidate, where every task has data."""
+    mismatch: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(candidate, task) → ‖∇ℓ_t(θ) − ∇ℓ_t(target)‖, of the mean loss over the data."""
+    examples: dict[str, int] = field(default_factory=dict)
+    """Examples of each task's data that were looked at."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def candidates(self) -> list[str]:
+        return self.prediction.candidates
+
+
+def diagnose(
+    recipe: Recipe,
+    *,
+    merged: str | None = None,
+    target: str | None = None,
+    data: Mapping[str, str] | None = None,
+    loading: Mapping[str, Any] | None = None,
+    batch_size: int = 8,
+    threads: int = 1,
+    allow_pickle: bool = False,
+    begin: Callable[[str, int], None] = lambda what, total: None,
+    advance: Advance = lambda nbytes: None,
+) -> Diagnosis:
+    """Diagnose a recipe's merge.
+
+    ``merged`` is a model that was merged already, to look at instead of what the recipe would give; ``target`` one that was
+    trained on everything. ``data`` maps names of tasks (or `base`) to data; ``loading`` holds options of
+    :func:`gradmerge.tasks.load_task`.
+    """
+    tasks = task_names(recipe)
+    given = match_data(data or {}, [*tasks, BASE])
+    if target is not None and not given:
+        raise InputError("--target: the true mismatch is measured on data; give some with --data NAME=SRC")
+    plan = open_to_look(recipe, allow_pickle=allow_pickle)
+    opened: list[Checkpoint] = []
+
+    def checkpoint(reference: str) -> Checkpoint:
+        opened.append(open_checkpoint(reference, adapter_base=plan.inputs.base, allow_pickle=allow_pickle))
+        return opened[-1]
+
+    try:
+        begin("looking", plan.total_read)
+        candidates, own, notes = _candidates(recipe, plan, checkpoint(merged) if merged is not None else None)
+        found = Diagnosis(
+            recipe, own, predict(plan, tasks, candidates, threads=threads, advance=advance), notes=plan.notes + notes
+        )
+        if given:
+            loaded = _load(recipe, tasks, given, loading or {}, batch_size)
+            goal = state_of(checkpoint(target)) if target is not None else None
+            _measure(found, plan, candidates, loaded, goal, threads)
+        return found
+    finally:
+        for each in opened:
+            each.close()
+        plan.inputs.close()
+
+
+def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[list[Candidate], str, list[str]]:
+    """The recipe's merge first, then what it is compared with."""
+    notes: list[str] = []
+    found: list[Candidate] = []
+    if merged is not None:
+        found.append(Candidate(merged.label, model=merged))
+    elif recipe.rule.otherwise is not None:
+        raise InputError(
+            f"{recipe.method} works on whole matrices: merge it first, and give the result as --merged DIR"
+        )
+    else:
+        weights = None if "weights" in recipe.rule.inputs else [1.0] * len(recipe.models)
+        found.append(Candidate(recipe.method, recipe.method, weights, recipe.options))
+    if recipe.method == "removal":
+        negated = [-weight for weight in recipe.weights]
+        found.append(Candidate("task-arithmetic (negated)", "task-arithmetic", negated))
+        return found, found[0].name, notes
+    for method in OTHERS:
+        if method in {c.name for c in found}:
+            continue
+        if "prior" in RULES[method].inputs and "prior" not in RULES[method].when and plan.inputs.prior is None:
+            notes.append(f"{method} is not compared: it needs the base's curvature")
+            continue
+        found.append(
+            Candidate(method, method, None if "weights" in RULES[method].inputs else [1.0] * len(recipe.models))
+        )
+    return found, found[0].name, notes
+
+
+def _load(
+    recipe: Recipe, tasks: Sequence[str], given: Mapping[str, str], loading: Mapping[str, Any], batch_size: int
+) -> dict[str, TaskData]:
+    assert recipe.base is not None
+    references = {name: model.model for name, model in zip(tasks, recipe.models, strict=True)} | {
+        BASE: recipe.base.model
+    }
+    result = {}
+    for name, source in given.items():
+        path = recipe.folder / references[name]
+        reference = str(path) if path.exists() else references[name]
+        result[name] = TaskData(name, load_task(reference, source, **loading), batch_size)
+    return result
+
+
+def _measure(
+    found: Diagnosis,
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    loaded: Mapping[str, TaskData],
+    goal: State | None,
+    threads: int,
+) -> None:
+    """Fill in what data says."""
+    tasks = found.prediction.tasks
+    found.examples = {name: data.loaded.examples for name, data in loaded.items()}
+    assert plan.inputs.base is not None
+    states = {c.name: s for c, s in zip(candidates, materialise(plan, candidates, threads), strict=True)}
+    gradients: dict[str, dict[str, State]] = {name: {} for name in states}
+    for name, data in loaded.items():
+        tuned = plan.inputs.base if name == BASE else plan.inputs.tuned[tasks.index(name)]
+        models = {BASE: state_of(plan.inputs.base), "tuned": state_of(tuned), **states}
+        if goal is not None:
+            models["target"] = goal
+        at_goal = data.gradient(data.model_with(goal)) if goal is not None else None
+        for model, state in models.items():
+            module = data.model_with(state)
+            found.metrics.setdefault(model, {})[name] = data.evaluate(module)
+            if model not in gradients:
+                continue
+            gradient = data.gradient(module)
+            gradients[model][name] = gradient
+            if at_goal is not None:
+                found.mismatch[model, name] = _distance(gradient, at_goal) / data.loaded.examples
+    if not {task for task in tasks if task != BASE} <= set(loaded):
+        found.notes.append("the residual needs data of every task, and is left out")
+        return
+    if plan.inputs.prior is None:
+        found.notes.append("the residual needs the base's curvature, and is left out")
+        return
+    for candidate in candidates:
+        found.residuals[candidate.name] = _residual(found, plan, candidate, gradients[candidate.name], threads)
+
+
+def _distance(one: State, other: State) -> float:
+    total = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
+    return float(total**0.5)
+
+
+def _residual(
+    found: Diagnosis, plan: Plan, candidate: Candidate, gradients: Mapping[str, State], threads: int
+) -> Residual:
+    """r = H_0(θ̂ − θ_0) + Σ α_t ∇ℓ_t(θ̂), with gradients scaled to the examples that the curvature was measured on."""
+    inputs = plan.inputs
+    tasks = [task for task in found.prediction.tasks if task != BASE]
+    whole = found.recipe.reduction == "sum"
+    scales = [
+        curvature.examples * curvature.factor / found.examples[task]
+        if curvature.examples
+        else (1.0 if whole else 1.0 / found.examples[task])
+        for task, curvature in zip(tasks, inputs.curvature, strict=True)
+    ]
+    sums: dict[str, Tensor] = {}
+    lock = threading.Lock()
+
+    def visit(block: Block) -> None:
+        assert block.prior is not None
+        prior = block.prior.double() + inputs.damping
+        step = block.merged[0].double() - block.base.double()
+        pull = torch.zeros_like(step)
+        precision = prior.expand_as(step).clone()
+        for task, weight, scale, h in zip(tasks, inputs.weights, scales, block.curvature, strict=True):
+            gradient = gradients[task].get(block.job.name)
+            if gradient is not None:
+                pull += weight * scale * gradient.reshape(-1)[block.start : block.stop].double()
+            precision += weight * h.double()
+        residual = prior * step + pull
+        away = torch.where(precision > 0, residual / precision, torch.zeros_like(residual))
+        found_here = torch.stack([v.square().sum() for v in (residual, pull, away, step)])
+        with lock:
+            group = group_of(block.job.name)
+            sums[group] = sums.get(group, torch.zeros(4, dtype=torch.float64)) + found_here
+
+    look_at(plan, [candidate], visit, threads=threads)
+    residual, pull, away, step = torch.stack(list(sums.values())).sum(0).sqrt().tolist()
+    return Residual(residual, pull, away, step, {group: float(values[2].sqrt()) for group, values in sums.items()})

@@ -1,0 +1,114 @@
+"""Merges as models in memory, their metrics and their gradients on data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.model import Buffers, Checkpoint
+from ..curvature.outputs import labels_of, logits_of, output_of
+from ..curvature.stored_names import stored_tensors
+from ..engine.candidates import Block, Candidate, Measured, look_at
+from ..engine.plan import Plan, torch_type
+from ..errors import InputError
+from ..tasks import LoadedTask, evaluate_model
+from ..tasks.models import quiet_transformers
+from ..words import nearest
+
+State = dict[str, Tensor]
+
+
+def materialise(
+    plan: Plan, candidates: Sequence[Candidate], threads: int = 1, measured: Measured | None = None
+) -> list[State]:
+    """The weights of every candidate, by the names and in the types of a merge on disk."""
+    states: list[State] = [{} for _ in candidates]
+    for job in plan.jobs:
+        if job.rule is None:
+            copied = _whole(plan.inputs.template, job.name)
+            for state in states:
+                state[job.name] = copied
+        else:
+            for state in states:
+                state[job.name] = torch.empty(job.info.shape, dtype=torch_type(job.info))
+
+    def visit(block: Block) -> None:
+        for state, merged in zip(states, block.merged, strict=True):
+            state[block.job.name].view(-1)[block.start : block.stop] = merged
+
+    look_at(plan, candidates, visit, threads=threads, measured=measured)
+    return states
+
+
+def state_of(checkpoint: Checkpoint) -> State:
+    """All weights of a checkpoint."""
+    return {name: _whole(checkpoint, name) for name in checkpoint.tensors}
+
+
+def _whole(checkpoint: Checkpoint, name: str) -> Tensor:
+    info = checkpoint.tensors[name]
+    values = checkpoint.read(name, 0, info.numel, Buffers(), "whole").clone()
+    return values.to(torch_type(info)).reshape(info.shape)
+
+
+@dataclass
+class TaskData:
+    """Data of one task, and a model that can take any weights."""
+
+    name: str
+    loaded: LoadedTask
+    batch_size: int = 8
+
+    def model_with(self, state: Mapping[str, Tensor]) -> nn.Module:
+        """The task's model with weights by the names of its files."""
+        model: Any = self.loaded.model
+        dtype = next(model.parameters()).dtype
+        with quiet_transformers():
+            made, info = type(model).from_pretrained(
+                None, config=model.config, state_dict=dict(state), dtype=dtype, output_loading_info=True
+            )
+        lacking = sorted(
+            {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
+            & {n for n, _ in made.named_parameters()}
+        )
+        if lacking:
+            raise InputError(
+                f"{self.name}: the merged weights do not fit its model: {lacking[0]} is missing or has another shape"
+            )
+        module: nn.Module = made.to(self.loaded.device).eval()
+        return module
+
+    def evaluate(self, model: nn.Module) -> dict[str, Any]:
+        """The task's metrics for a model."""
+        return evaluate_model(model, self.loaded.batches(self.batch_size), self.loaded.output)
+
+    def gradient(self, model: nn.Module) -> State:
+        """∇Σ_i ℓ_i over the data, by the names of files, in float32 (float64 where the model is)."""
+        parameters = dict(model.named_parameters())
+        totals = {
+            n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()
+        }
+        for batch in self.loaded.batches(self.batch_size):
+            moved = {k: v.to(self.loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            output = self.loaded.output or output_of(model, labels_of(moved))
+            loss = output.losses(logits_of(model, moved), labels_of(moved)).sum()
+            for (name, _), gradient in zip(
+                parameters.items(), torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True
+            ):
+                if gradient is not None:
+                    totals[name] += gradient
+        return {name: value.cpu() for name, value in stored_tensors(model, totals).items()}
+
+
+def match_data(given: Mapping[str, str], tasks: Sequence[str]) -> dict[str, str]:
+    """Check that every name of `--data NAME=SRC` is a task."""
+    for name in given:
+        if name not in tasks:
+            raise InputError(
+                f"--data {name}=…: no task of the recipe has this name{nearest(name, tasks)}\n  Tasks are {', '.join(tasks)}."
+            )
+    return dict(given)

@@ -1,0 +1,221 @@
+"""What curvature alone says about merges, without data.
+
+For task t with curvature H_t at θ_t, and any θ:
+
+- predicted excess loss ½ Σ_j H_tj (θ_j − θ_tj)²,
+- predicted gradient mismatch ‖H_t (θ − θ_t)‖, the norm of the first-order change of ∇ℓ_t.
+
+Both are sums over entries, kept by layer group. A diagonal sees little of the loss along the path, so that these numbers
+rank merges and layers; they are no losses in nats.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..curvature.files import default_curvature
+from ..curvature.summary import group_of
+from ..engine.candidates import Block, Candidate, Measured, look_at
+from ..engine.opening import open_plan
+from ..engine.plan import Plan
+from ..engine.statistics import Advance
+from ..errors import InputError
+from ..recipe import Recipe
+from ..storage.tensorfile import local_path
+from ..words import natural
+
+BASE = "base"
+
+
+@dataclass
+class Cost:
+    """What a merge costs one task in one layer group."""
+
+    excess: float = 0.0
+    """½ Σ H (θ̂ − θ_t)²"""
+    mismatch: float = 0.0
+    """Σ (H (θ̂ − θ_t))²: the square of the norm, so that groups add up."""
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.excess + other.excess, self.mismatch + other.mismatch)
+
+
+@dataclass
+class Interference:
+    """How much two tasks want the same entries, and how much of that in opposite directions."""
+
+    overlap: float = 0.0
+    """Σ √(H_s H_t) |Δ_s Δ_t|"""
+    opposed: float = 0.0
+    """The same over entries that the two move in opposite directions."""
+
+    def __add__(self, other: Interference) -> Interference:
+        return Interference(self.overlap + other.overlap, self.opposed + other.opposed)
+
+    @property
+    def share(self) -> float:
+        """Share of the overlap that is opposed, 0 to 1; ½ is what chance gives."""
+        return self.opposed / self.overlap if self.overlap else 0.0
+
+
+@dataclass
+class Prediction:
+    """Predicted cost of every candidate for every task, by layer group."""
+
+    candidates: list[str]
+    tasks: list[str]
+    """The tuned models, and the base where its curvature is known."""
+    costs: dict[tuple[str, str, str], Cost] = field(default_factory=dict)
+    """(candidate, task, group) → cost."""
+    interference: dict[tuple[str, str, str], Interference] = field(default_factory=dict)
+    """(task, other task, group), each pair once."""
+    moved: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(task, group) → Σ H_t Δ_t²: how far fine-tuning went, in the task's own curvature."""
+
+    @property
+    def groups(self) -> list[str]:
+        return sorted({group for _, group in self.moved}, key=natural)
+
+    def cost(self, candidate: str, task: str, group: str | None = None) -> Cost:
+        """Over all groups, or of one."""
+        found = [c for (a, t, g), c in self.costs.items() if a == candidate and t == task and group in (None, g)]
+        return sum(found, Cost())
+
+    def excess(self, candidate: str, task: str, group: str | None = None) -> float:
+        return self.cost(candidate, task, group).excess
+
+    def mismatch(self, candidate: str, task: str, group: str | None = None) -> float:
+        return math.sqrt(self.cost(candidate, task, group).mismatch)
+
+    def worst(self, candidate: str) -> float:
+        """The largest predicted excess loss of a task."""
+        return max(self.excess(candidate, task) for task in self.tasks)
+
+    def between(self, one: str, other: str) -> Interference:
+        pairs = {(one, other), (other, one)}
+        return sum((v for (a, b, _), v in self.interference.items() if (a, b) in pairs), Interference())
+
+
+def open_to_look(recipe: Recipe, *, allow_pickle: bool = False) -> Plan:
+    """A plan that reads the curvature of every tuned model, and the base's where there is one, whatever rule the recipe is for."""
+    if recipe.base is None:
+        raise InputError(
+            "the recipe names no base; what fine-tuning changed, and so what a merge costs, is not known without it"
+        )
+    known = recipe.base.curvature is not None or _has_curvature_inside(recipe)
+    method = "gradient-matching" if known else "fisher-averaging"
+    if recipe.base.penalty is not None:
+        method = "removal"
+    reading = recipe.model_copy(update={"method": method, "options": {}})
+    try:
+        plan = open_plan(reading, allow_pickle=allow_pickle)
+    except InputError as error:
+        text = str(error).replace(f"{reading.method} needs", "looking at a merge needs")
+        raise InputError(text) from error
+    plan.needs |= {"base"}
+    plan.notes = [note for note in plan.notes if "does not use" not in note]
+    if not known:
+        plan.notes.append("the base has no curvature: what the merge costs on the base's own data is not known")
+    return plan
+
+
+def _has_curvature_inside(recipe: Recipe) -> bool:
+    assert recipe.base is not None
+    folder = local_path(recipe.base.model, recipe.folder)
+    return folder.is_dir() and default_curvature(folder) is not None
+
+
+def task_names(recipe: Recipe) -> list[str]:
+    """A short name for each tuned model: the last part of its path, or all of it where that is not unique."""
+    paths = [model.model for model in recipe.models]
+    short = [Path(path.partition("@")[0]).name or path for path in paths]
+    return [path if short.count(name) > 1 or name == BASE else name for path, name in zip(paths, short, strict=True)]
+
+
+def predict(
+    plan: Plan,
+    tasks: Sequence[str],
+    candidates: Sequence[Candidate],
+    *,
+    threads: int = 1,
+    advance: Advance = lambda nbytes: None,
+    measured: Measured | None = None,
+) -> Prediction:
+    """Look at the candidates through the curvature of the tasks. ``plan`` reads the curvature of every model."""
+    names = [*tasks, *([BASE] if plan.inputs.prior is not None else [])]
+    result = Prediction([c.name for c in candidates], names)
+    # Sums are added up in the order of the blocks, so that they do not depend on which thread is first.
+    units = (unit for unit in plan.units() if unit.job.rule is not None)
+    places = {(unit.job.name, unit.start): place for place, unit in enumerate(units)}
+    waiting: dict[int, _Sums] = {}
+    following = 0
+    lock = threading.Lock()
+
+    def visit(block: Block) -> None:
+        nonlocal following
+        found = _Sums(block, names, [c.name for c in candidates])
+        with lock:
+            waiting[places[block.job.name, block.start]] = found
+            while following in waiting:
+                waiting.pop(following).add_to(result)
+                following += 1
+
+    look_at(plan, candidates, visit, threads=threads, advance=advance, measured=measured)
+    return result
+
+
+class _Sums:
+    """The sums of one block."""
+
+    def __init__(self, block: Block, tasks: Sequence[str], candidates: Sequence[str]) -> None:
+        self.group = group_of(block.job.name)
+        curvature = [*block.curvature, *([block.prior] if block.prior is not None else [])]
+        places = [*block.tuned, block.base]
+        self.costs: dict[tuple[str, str], Cost] = {}
+        for candidate, merged in zip(candidates, block.merged, strict=True):
+            for task, h, place in zip(tasks, curvature, places, strict=False):
+                off = merged - place
+                pull = off * h
+                self.costs[candidate, task] = Cost(0.5 * _dot(pull, off), _dot(pull, pull))
+        self.moved: dict[str, float] = {}
+        self.pairs: dict[tuple[str, str], Interference] = {}
+        scaled = []
+        for task, h, place in zip(tasks, block.curvature, block.tuned, strict=False):
+            strength = (place - block.base).mul_(h.sqrt())
+            scaled.append(strength)
+            self.moved[task] = _dot(strength, strength)
+        for i, one in enumerate(scaled):
+            for j in range(i):
+                product = one * scaled[j]
+                overlap = float(product.abs().sum(dtype=torch.float64))
+                signed = float(product.sum(dtype=torch.float64))
+                self.pairs[tasks[j], tasks[i]] = Interference(overlap, max(0.0, (overlap - signed) / 2))
+        if BASE in tasks:
+            self.moved[BASE] = 0.0
+
+    def add_to(self, result: Prediction) -> None:
+        for (candidate, task), cost in self.costs.items():
+            key = candidate, task, self.group
+            result.costs[key] = result.costs.get(key, Cost()) + cost
+        for (one, other), shared in self.pairs.items():
+            pair = one, other, self.group
+            result.interference[pair] = result.interference.get(pair, Interference()) + shared
+        for task, moved in self.moved.items():
+            place = task, self.group
+            result.moved[place] = result.moved.get(place, 0.0) + moved
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    if a.dim() == 1 and a.shape == b.shape:
+        value = float(torch.dot(a, b))
+        # Below this, products may have been too small for float32.
+        if value > 1e-30 or not bool(a.any()):
+            return value
+    return float((a.double() * b).sum())

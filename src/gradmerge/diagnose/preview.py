@@ -1,0 +1,257 @@
+"""Many merges of the same models side by side: what each would cost, from curvature alone or measured on data.
+
+- From curvature: predicted excess loss of every task, per example that its curvature was measured on. It ranks merges; it is no loss
+  in nats, and nothing here shows it as one.
+- On data: every merge is formed in memory and evaluated; nothing is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..engine.plan import Plan
+from ..recipe import Recipe
+from .predict import task_names
+from .scores import Criterion, Ranking, headline, higher_is_better, loss_of, mean_ranks, steady
+from .settings import Setting, takes_weights
+
+Advance = Callable[[int], None]
+"""Called with the number of merges that are done."""
+
+
+@dataclass
+class Row:
+    """One setting, and what was found out about it."""
+
+    setting: Setting
+    values: dict[str, float | None]
+    """Task → the metric that is shown first, or the predicted excess loss per example."""
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Task → all metrics, where data was given."""
+    costs: dict[str, float] = field(default_factory=dict)
+    """Task → what a search makes small: predicted excess loss, or the share that is lost of what fine-tuning had gained."""
+    score: float | None = None
+    """What settings are compared by; see the preview's criterion."""
+    rank: int | None = None
+    """1 for the best of all settings."""
+    ranks: dict[str, int | None] = field(default_factory=dict)
+    """Task → the same, for that task alone."""
+
+
+@dataclass
+class Preview:
+    """The settings of a preview and their results."""
+
+    recipe: Recipe
+    tasks: list[str]
+    """Those that were looked at: all and the base, or those with data."""
+    models: list[str]
+    """Names of the tuned models, in the order of the recipe; a setting has one weight for each."""
+    measured: bool
+    """On data; else predicted from curvature."""
+    criterion: Criterion
+    rows: list[Row]
+    reference: Row
+    """What predictions are shown relative to: the recipe's own rule at its own weights, if it is among those previewed."""
+    axis: str
+    """What varies along a setting's position."""
+    alone: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """Model (`base`, or a tuned one) → task → metrics, where data was given."""
+    examples: dict[str, int] = field(default_factory=dict)
+    """Task → number of rows of its data."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(row.setting.method for row in self.rows))
+
+    def metric(self, task: str) -> str:
+        """Name of the metric of a task that is shown first."""
+        return headline(next(row.metrics[task] for row in (self.reference, *self.rows) if row.metrics.get(task)))
+
+    def relative(self, row: Row, task: str) -> float | None:
+        """Predicted excess loss of a task as a multiple of the reference merge's, or of the largest where that is 0."""
+        whole = self.reference.values.get(task) or _largest(other.values.get(task) for other in self.rows)
+        return _ratio(row.values.get(task), whole)
+
+    def relative_score(self, row: Row) -> float | None:
+        """The predicted loss that settings are compared by, as a multiple of the reference merge's, or of the largest."""
+        return _ratio(row.score, self.reference.score or _largest(other.score for other in self.rows))
+
+    def weights(self, row: Row) -> dict[str, float]:
+        return dict(zip(self.models, row.setting.weights, strict=True)) if row.setting.weights else {}
+
+    def best(self, method: str | None = None) -> Row | None:
+        """The best setting of a rule, or of all. None for removal: what goes and what stays pull against each other."""
+        known = [
+            row
+            for row in self.rows
+            if row.score is not None and row.setting.method != "removal" and method in (None, row.setting.method)
+        ]
+        return min(known, key=lambda row: (self._below(row.score), steady(_mean_loss(row))), default=None)
+
+    def as_good(self, best: Row) -> list[Row]:
+        """The settings of the same rule that are within 1 % of the best one."""
+        return [
+            row
+            for row in self.rows
+            if row.setting.method == best.setting.method
+            and self.criterion.close(row.score, best.score, row.values, best.values)
+        ]
+
+    def rank_all(self) -> None:
+        """Fill in the ranks of all settings."""
+        overall = Ranking([row.score for row in self.rows], self.criterion.higher)
+        for row in self.rows:
+            row.rank = overall.place(row.score)
+        for task in self.tasks:
+            one = Ranking([row.values.get(task) for row in self.rows], self.higher(task))
+            for row in self.rows:
+                row.ranks[task] = one.place(row.values.get(task))
+
+    def higher(self, task: str) -> bool:
+        """Whether a higher value of a task is better."""
+        return self.measured and higher_is_better(self.metric(task))
+
+    def _below(self, score: float | None) -> float:
+        assert score is not None
+        return -steady(score) if self.criterion.higher else steady(score)
+
+
+def _largest(values: Iterable[float | None]) -> float:
+    return max((value for value in values if value is not None), default=0.0)
+
+
+def _ratio(value: float | None, whole: float) -> float | None:
+    return value / whole if value is not None and whole else None
+
+
+def _mean_loss(row: Row) -> float:
+    """Where accuracies are the same, the smaller loss decides."""
+    losses = [loss_of(metrics) for metrics in row.metrics.values()]
+    return sum(losses) / len(losses) if losses else 0.0
+
+
+class Looker(Protocol):
+    """What finds out about settings: from curvature, or on data."""
+
+    plan: Plan
+    tasks: list[str]
+    measured: bool
+    alone: dict[str, dict[str, dict[str, Any]]]
+    examples: dict[str, int]
+
+    def look(self, settings: Sequence[Setting], advance: Advance) -> list[Row]:
+        """What becomes of every setting, in their order; those that cannot be formed are left out."""
+        ...
+
+    def notes(self) -> list[str]: ...
+
+
+def reference_setting(recipe: Recipe, methods: Sequence[str]) -> Setting:
+    """The recipe's own merge; where its rule is not previewed, the first that is, at the recipe's weights."""
+    method = recipe.method if recipe.method in methods else methods[0]
+    return Setting(method, tuple(recipe.weights) if takes_weights(method) else ())
+
+
+def compare(
+    recipe: Recipe,
+    looker: Looker,
+    settings: Sequence[Setting],
+    axis: str,
+    *,
+    objective: str = "worst",
+    begin: Advance = lambda merges: None,
+    advance: Advance = lambda merges: None,
+) -> Preview:
+    """Look at all settings, and at the reference, and compare them.
+
+    On data, by the average of the tasks' metrics, or by the mean of their ranks where metrics differ; from curvature, by the worst task
+    (``objective`` "worst") or the sum over tasks ("sum").
+    """
+    reference = reference_setting(recipe, [setting.method for setting in settings])
+    asked = list(settings)
+    if not any(setting.same(reference) for setting in settings):
+        asked.append(reference)
+    begin(len(asked))
+    rows = looker.look(asked, advance)
+    own = next((row for row in rows if row.setting.same(reference)), rows[0])
+    shown = [row for row in rows if row is not own] if len(asked) > len(settings) else rows
+    return make_preview(recipe, looker, shown or [own], own, axis, score_all([*rows], looker.measured, objective))
+
+
+def make_preview(
+    recipe: Recipe, looker: Looker, rows: list[Row], reference: Row, axis: str, criterion: Criterion
+) -> Preview:
+    """Rows that have their scores, ranked."""
+    found = Preview(
+        recipe, looker.tasks, task_names(recipe), looker.measured, criterion, rows, reference, axis,
+        looker.alone, looker.examples,
+    )  # fmt: skip
+    found.rank_all()
+    found.notes = [*looker.notes(), *_indifferent(found)]
+    free = [task for task in found.tasks if not found.measured and not reference.values.get(task)]
+    if free:
+        found.notes.append(
+            f"{reference.setting.name} is predicted to cost {', '.join(free)} nothing: multiples are of the largest predicted loss there"
+        )
+    return found
+
+
+def score_all(rows: Sequence[Row], measured: bool, objective: str) -> Criterion:
+    """Give every row its score, and say what it is."""
+    if not measured:
+        for row in rows:
+            total = worst_or_sum(row.costs, objective)
+            row.score = total if math.isfinite(total) else None
+        return predicted_criterion(objective)
+    names = {headline(metrics) for row in rows for metrics in row.metrics.values() if metrics}
+    if len(names) <= 1:
+        name = next(iter(names), "loss_per_example")
+        for row in rows:
+            known = [value for value in row.values.values() if value is not None]
+            row.score = sum(known) / len(known) if len(known) == len(row.values) else None
+        several = len(rows[0].values) > 1
+        return Criterion(f"average {name}" if several else name, higher_is_better(name))
+    for row, score in zip(rows, mean_ranks(rows), strict=True):
+        row.score = score
+    return Criterion("mean rank over tasks", False, by_rank=True)
+
+
+def predicted_criterion(objective: str) -> Criterion:
+    return Criterion("predicted loss of the worst task" if objective == "worst" else "sum of predicted losses", False)
+
+
+def worst_or_sum(costs: Mapping[str, float], objective: str) -> float:
+    values = list(costs.values())
+    if not all(math.isfinite(value) for value in values):
+        return math.inf
+    return max(values) if objective == "worst" else sum(values)
+
+
+def _indifferent(found: Preview) -> list[str]:
+    """Rules that divide by the sum of their weights, which a weight shared by all tasks leaves alone."""
+    notes = []
+    for method in found.methods:
+        rows = [
+            row
+            for row in found.rows
+            if row.setting.method == method and len(set(row.setting.weights)) == 1 and row.setting.weights[0] > 0
+        ]
+        losses = [
+            [loss_of(metrics) for metrics in row.metrics.values()] if found.measured else list(row.costs.values())
+            for row in rows
+        ]
+        if len(found.models) > 1 and len(rows) > 2 and all(_alike(one, losses[0]) for one in losses):
+            notes.append(
+                f"{method}: a weight that all tasks share makes no difference to it, only their ratios do; give tasks ranges of their "
+                f"own, such as --weights {found.models[0]}=0:1:0.25"
+            )
+    return notes
+
+
+def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(one, other, strict=True))

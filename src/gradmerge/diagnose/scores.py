@@ -1,0 +1,106 @@
+"""How settings are compared: one metric a task, averages where they mean something, ranks where not."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .preview import Row
+
+#: The metric of a task that is shown first: the first of these that its metrics have. A perplexity averages badly over tasks, its
+#: logarithm does not.
+HEADLINES = ("accuracy", "micro_f1", "r2", "loss_per_token", "mse", "loss_per_example")
+_LOWER = ("loss_per_token", "mse", "loss_per_example", "perplexity")
+#: Settings as close to the best as this are as good.
+CLOSE = 0.01
+
+
+def headline(metrics: Mapping[str, Any]) -> str:
+    """Accuracy (classes, images), micro F1 (several labels), R² (regression; the squared error if all labels are the same), or loss per
+    token in nats."""
+    return next(name for name in HEADLINES if name in metrics and (name != "r2" or metrics[name] is not None))
+
+
+def higher_is_better(name: str) -> bool:
+    return name not in _LOWER
+
+
+def loss_of(metrics: Mapping[str, Any]) -> float:
+    """Mean loss of an example, nats; the mean squared error of a regression. Infinite where there is none."""
+    found = metrics.get("loss_per_example", metrics.get("mse"))
+    return math.inf if found is None else float(found)
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What settings are compared by."""
+
+    name: str
+    higher: bool
+    """Higher is better."""
+    by_rank: bool = False
+    """The score is a mean of ranks, in which a distance means nothing."""
+    shares: bool = False
+    """The score is a share, in which 1 % is 0.01."""
+
+    def close(
+        self,
+        score: float | None,
+        best: float | None,
+        values: Mapping[str, float | None],
+        best_values: Mapping[str, float | None],
+    ) -> bool:
+        """Whether a setting is within 1 % of the best: in its score, or in every task's metric where scores are ranks."""
+        if score is None or best is None:
+            return False
+        if self.by_rank:
+            return all(_near(values[task], value) for task, value in best_values.items())
+        return abs(score - best) <= CLOSE if self.shares else _near(score, best)
+
+
+def _near(value: float | None, other: float | None) -> bool:
+    if value is None or other is None:
+        return value is other
+    return abs(value - other) <= CLOSE * abs(other) + 1e-12
+
+
+def steady(value: float) -> float:
+    """A number without the digits that rounding errors decide, so that equal merges are equal."""
+    return float(f"{value:.7g}")
+
+
+class Ranking:
+    """Places of values among others of their kind; what is missing has none."""
+
+    def __init__(self, values: Sequence[float | None], higher: bool) -> None:
+        self._sign = -1.0 if higher else 1.0
+        self._sorted = sorted(self._sign * steady(value) for value in values if value is not None)
+
+    def place(self, value: float | None) -> int | None:
+        """1 for the best; what is equal has the same place."""
+        return None if value is None else 1 + bisect.bisect_left(self._sorted, self._sign * steady(value))
+
+    def middle(self, value: float) -> float:
+        """The same, but what is equal shares the mean of its places."""
+        low, high = (
+            find(self._sorted, self._sign * steady(value)) for find in (bisect.bisect_left, bisect.bisect_right)
+        )
+        return (low + 1 + high) / 2
+
+
+def mean_ranks(rows: Sequence[Row]) -> list[float | None]:
+    """The mean over tasks of each row's rank, equal values sharing the mean of theirs; None where a task has no value."""
+    rankings = {}
+    for task in rows[0].values if rows else ():
+        known = next((row.metrics[task] for row in rows if row.metrics.get(task)), None)
+        higher = known is not None and higher_is_better(headline(known))
+        rankings[task] = Ranking([row.values.get(task) for row in rows], higher)
+    means: list[float | None] = []
+    for row in rows:
+        places = [rankings[task].middle(value) for task, value in row.values.items() if value is not None]
+        means.append(sum(places) / len(places) if places and len(places) == len(row.values) else None)
+    return means

@@ -1,0 +1,243 @@
+"""Weights that a search finds: those with the smallest loss of the worst task, or the smallest sum.
+
+A first round looks at points that fill the ranges and at the diagonal, where all weights are the same; each further round at points
+around the best one, and at the best points of quadratics through what is known. All points of a round are looked at together, which
+without data is one pass over the files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.quasirandom import SobolEngine
+
+from ..errors import InputError
+from ..recipe import Recipe
+from .preview import (
+    Advance,
+    Looker,
+    Preview,
+    Row,
+    make_preview,
+    predicted_criterion,
+    reference_setting,
+    worst_or_sum,
+)
+from .scores import Criterion
+from .settings import HIGH, LOW, Range, Ranges, Setting, rounded, settings_of, takes_weights
+
+OBJECTIVES = ("worst", "sum")
+#: How far a round goes from the best point, as a share of the ranges.
+RADII = (0.2, 0.05, 0.0125)
+#: Weights of the diagonal in the first round, at most.
+DIAGONAL = 16
+#: Best points of the quadratics that each further round looks at.
+GUESSES = 4
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Weights to merge with, and what was looked at to find them."""
+
+    method: str
+    weights: dict[str, float]
+    """Task → weight; empty for a rule that takes none."""
+    objective: str
+    """What is smallest there: the loss of the `worst` task, or the `sum`."""
+    measured: bool
+    """On data; else predicted from curvature."""
+    costs: dict[str, float | None]
+    """Task → predicted loss as a multiple of the recipe's own merge; or measured, the share that is lost of what fine-tuning had gained."""
+    evaluated: Preview
+    """Every setting that was looked at."""
+
+
+def search_ranges(ranges: Ranges | None, tasks: Sequence[str], recipe: Recipe, shared: bool) -> Ranges:
+    """Where to search: the ranges given, and 0 to 1.5 for tasks without; one weight for all tasks if ``shared``."""
+    anywhere = Range(LOW, HIGH)
+    given = ranges or Ranges(tuple(tasks), tuple(recipe.weights))
+    if shared:
+        return replace(given, shared=given.shared or anywhere)
+    own = {task: given.own.get(task, given.shared or anywhere) for task in tasks}
+    return replace(given, shared=None, own=own)
+
+
+def suggest(
+    recipe: Recipe,
+    looker: Looker,
+    methods: Sequence[str],
+    ranges: Ranges,
+    *,
+    objective: str = "worst",
+    samples: int = 64,
+    seed: int = 0,
+    begin: Advance = lambda merges: None,
+    advance: Advance = lambda merges: None,
+) -> Suggestion:
+    """Search weights of every rule, and take the best. The same seed gives the same weights."""
+    if objective not in OBJECTIVES:
+        raise InputError(f"--objective {objective}: known are {', '.join(OBJECTIVES)}")
+    if samples < 1 or samples > 2000:
+        raise InputError(f"--samples {samples}: between 1 and 2,000 points can be tried in a round")
+    if "removal" in methods:
+        raise InputError(
+            "removal: its tasks are meant to become worse, so that no weights are best for them; preview a range of strengths"
+        )
+    if looker.measured and recipe.base is None:
+        raise InputError(
+            "the recipe names no base; how much of what fine-tuning gained is lost is not known without it"
+        )
+    searches = [_Search(method, ranges, samples, seed, objective) for method in methods]
+    reference = reference_setting(recipe, methods)
+    begin(sum(search.expected for search in searches) + 1)
+    first = [setting for search in searches for setting in search.first()]
+    rows = looker.look([reference, *(setting for setting in first if not setting.same(reference))], advance)
+    for round_, radius in enumerate(RADII):
+        asked = [setting for search in searches for setting in search.further(rows, round_, radius)]
+        if asked:
+            rows += looker.look(asked, advance)
+    for row in rows:
+        score = worst_or_sum(row.costs, objective)
+        row.score = score if math.isfinite(score) else None
+        row.setting = replace(
+            row.setting, position=ranges.position(row.setting.weights) if row.setting.weights else None
+        )
+    own = next((row for row in rows if row.setting.same(reference)), rows[0])
+    if len(rows) > 1 and reference.weights and not ranges.holds(reference.weights):
+        rows = [row for row in rows if row is not own]
+    found = make_preview(recipe, looker, rows, own, ranges.axis, _criterion(looker.measured, objective))
+    best = found.best()
+    if best is None:
+        raise InputError("no setting gives a finite loss; are the models or their curvature damaged?")
+    costs: Mapping[str, float | None] = (
+        dict(best.costs) if looker.measured else {task: found.relative(best, task) for task in found.tasks}
+    )
+    return Suggestion(best.setting.method, found.weights(best), objective, looker.measured, dict(costs), found)
+
+
+def _criterion(measured: bool, objective: str) -> Criterion:
+    if not measured:
+        return predicted_criterion(objective)
+    share = "share lost of what fine-tuning gained"
+    return Criterion(f"{share}, worst task" if objective == "worst" else f"{share}, summed", False, shares=True)
+
+
+class _Search:
+    """The search for the weights of one rule."""
+
+    def __init__(self, method: str, ranges: Ranges, samples: int, seed: int, objective: str) -> None:
+        self.method, self.ranges, self.samples, self.objective = method, ranges, samples, objective
+        self._dimensions = [one for _, one in ranges.dimensions()]
+        self._free = [i for i, one in enumerate(self._dimensions) if one.high > one.low]
+        self._points = SobolEngine(max(1, len(self._free)), scramble=True, seed=seed)
+        self._seen: set[tuple[float, ...]] = set()
+
+    @property
+    def expected(self) -> int:
+        if not takes_weights(self.method):
+            return 1
+        further = len(RADII) * (max(1, self.samples // 2) + GUESSES)
+        return self.samples + min(DIAGONAL, self.samples) + further if self._free else 1
+
+    def first(self) -> list[Setting]:
+        """Points that fill the ranges, and the diagonal."""
+        if not takes_weights(self.method) or not self._free:
+            return settings_of(self.method, self.ranges, [self._weights(self._lows)])
+        steps = torch.linspace(0, 1, min(DIAGONAL, self.samples), dtype=torch.float64)
+        diagonal = steps[:, None].expand(-1, len(self._free))
+        if len({(self._dimensions[i].low, self._dimensions[i].high) for i in self._free}) > 1:
+            low = max(self._dimensions[i].low for i in self._free)
+            high = min(self._dimensions[i].high for i in self._free)
+            widths = self._highs - self._lows
+            same = low + steps[:, None] * (high - low)
+            diagonal = (same - self._lows[self._free]) / widths[self._free] if high > low else diagonal
+        return self._settings(torch.cat([self._points.draw(self.samples, dtype=torch.float64), diagonal]))
+
+    def further(self, rows: Sequence[Row], round_: int, radius: float) -> list[Setting]:
+        """Points around the best so far, and the best points of quadratics through what is known."""
+        own = [
+            row
+            for row in rows
+            if row.setting.method == self.method
+            and math.isfinite(self._score(row))
+            and self.ranges.holds(row.setting.weights)
+        ]
+        if not takes_weights(self.method) or not self._free or not own:
+            return []
+        best = self._unit(min(own, key=self._score))
+        spread = self._points.draw(max(1, self.samples // 2), dtype=torch.float64)
+        around = (best + (2 * spread - 1) * radius).clamp(0, 1)
+        guesses = self._guesses(own, best, radius, 1.0 if round_ == 0 else 2 * radius)
+        return self._settings(torch.cat([guesses, around]))
+
+    def _guesses(self, rows: Sequence[Row], best: Tensor, near: float, reach: float) -> Tensor:
+        """Where quadratics, one a task, fitted with more regard to points near the best, have their worst or their sum smallest."""
+        none = best.new_empty(0, len(self._free))
+        places = torch.stack([self._unit(row) for row in rows])
+        features = _features(places)
+        if len(rows) < features.shape[1] + 2:
+            return none
+        costs = torch.tensor([list(row.costs.values()) for row in rows], dtype=torch.float64)
+        closeness = 1 / (near**2 + (places - best).square().mean(1, keepdim=True))
+        fitted = torch.linalg.lstsq(features * closeness, costs * closeness).solution
+
+        def score(points: Tensor) -> Tensor:
+            predicted = _features(points) @ fitted
+            found: Tensor = predicted.amax(1) if self.objective == "worst" else predicted.sum(1)
+            return found
+
+        centre, width = best[None], reach
+        for _ in range(6):
+            spread = self._points.draw(2048, dtype=torch.float64)
+            points = torch.cat([centre, (centre[:1] + (2 * spread - 1) * width).clamp(0, 1)])
+            centre = points[score(points).argsort()[:GUESSES]]
+            width /= 3
+        return centre
+
+    def _score(self, row: Row) -> float:
+        return worst_or_sum(row.costs, self.objective)
+
+    @property
+    def _lows(self) -> Tensor:
+        return torch.tensor([one.low for one in self._dimensions], dtype=torch.float64)
+
+    @property
+    def _highs(self) -> Tensor:
+        return torch.tensor([one.high for one in self._dimensions], dtype=torch.float64)
+
+    def _unit(self, row: Row) -> Tensor:
+        """The free weights of a row, 0 at the low end of their range and 1 at the high one."""
+        places = [places for places, _ in self.ranges.dimensions()]
+        weights = torch.tensor([row.setting.weights[places[i][0]] for i in self._free], dtype=torch.float64)
+        return ((weights - self._lows[self._free]) / (self._highs - self._lows)[self._free]).clamp(0, 1)
+
+    def _settings(self, units: Tensor) -> list[Setting]:
+        """Settings that were not asked for yet."""
+        points = []
+        for unit in units:
+            values = self._lows.clone()
+            values[self._free] += unit * (self._highs - self._lows)[self._free]
+            weights = self._weights(values)
+            if weights not in self._seen:
+                self._seen.add(weights)
+                points.append(weights)
+        return settings_of(self.method, self.ranges, points)
+
+    def _weights(self, values: Tensor) -> tuple[float, ...]:
+        point = [
+            one.nearest(rounded(value, one.high - one.low))
+            for one, value in zip(self._dimensions, values.tolist(), strict=True)
+        ]
+        return self.ranges.weights(point)
+
+
+def _features(points: Tensor) -> Tensor:
+    """1, x_i and x_i x_j for every point."""
+    count = points.shape[1]
+    pairs = torch.combinations(torch.arange(count), with_replacement=True)
+    products = points[:, pairs[:, 0]] * points[:, pairs[:, 1]]
+    return torch.cat([torch.ones_like(points[:, :1]), points, products], 1)

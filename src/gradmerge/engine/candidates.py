@@ -1,0 +1,176 @@
+"""Several merges of the same models, seen block by block together: nothing is written, every input is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoints.model import Buffers, Checkpoint
+from ..errors import InputError
+from ..recipe import check_options
+from ..rules import RULES
+from .memory import keep_freed_memory
+from .plan import Job, Plan, Unit, rehearse, rule_arguments
+from .randomness import keep_mask
+from .reading import read_block
+from .statistics import Advance, Statistics, measure
+from .workers import one_thread_each, run_parallel
+
+
+@dataclass
+class Candidate:
+    """One merge to look at: a rule with its weights and options, or a model that is there already."""
+
+    name: str
+    method: str = ""
+    weights: Sequence[float] | None = None
+    """None: those of the plan."""
+    options: Mapping[str, Any] | None = None
+    """The rule's own; None: its defaults."""
+    model: Checkpoint | None = None
+    """A merged model, instead of a rule."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The same stretch of one tensor in everything that was read, and in every candidate."""
+
+    job: Job
+    start: int
+    stop: int
+    base: Tensor
+    tuned: Sequence[Tensor]
+    prior: Tensor | None
+    curvature: Sequence[Tensor]
+    merged: Sequence[Tensor]
+    """One for each candidate, in float32 (float64 where inputs are)."""
+
+
+Visit = Callable[[Block], None]
+Measured = dict[tuple[Any, ...], Statistics]
+"""Thresholds and angles by what they were asked for: they do not depend on weights, and many candidates share them."""
+
+
+def look_at(
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    visit: Visit,
+    *,
+    threads: int = 1,
+    advance: Advance = lambda nbytes: None,
+    measured: Measured | None = None,
+) -> None:
+    """Form every block of every candidate and hand it over, from several threads, in any order.
+
+    ``plan`` says what is read: it is that of a rule which takes the curvature of all models. ``measured`` keeps thresholds and
+    angles for further looks at the same plan.
+    """
+    keep_freed_memory()
+    known: Measured = {} if measured is None else measured
+    runners = [_Runner(plan, candidate, threads, known) for candidate in candidates]
+
+    def worker() -> Callable[[Unit], None]:
+        buffers = Buffers()
+
+        def work(unit: Unit) -> None:
+            job = unit.job
+            if job.rule is None:
+                return
+            tensors = read_block(plan, job, unit.start, unit.stop, buffers, {})
+            masks: dict[tuple[int, float], list[Tensor]] = {}
+            merged = [runner.block(unit, tensors, masks, buffers) for runner in runners]
+            visit(
+                Block(
+                    job,
+                    unit.start,
+                    unit.stop,
+                    tensors["base"],
+                    tensors["tuned"],
+                    tensors.get("prior"),
+                    tensors.get("curvature") or [],
+                    merged,
+                )
+            )
+            advance(plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel))
+
+        return work
+
+    with one_thread_each():
+        run_parallel(plan.units(), worker, threads)
+
+
+def plan_of(plan: Plan, candidate: Candidate) -> Plan:
+    """The plan of a candidate that is a rule, on the inputs of ``plan``; raises if the rule cannot work with its weights."""
+    rule = RULES[candidate.method]
+    if rule.otherwise is not None:
+        raise InputError(
+            f"{rule.name} works on whole matrices and cannot be looked at block by block. Merge it first, and give the result "
+            "as --merged."
+        )
+    options = check_options(rule, candidate.options or {})
+    weights = plan.inputs.weights if candidate.weights is None else list(candidate.weights)
+    inputs = replace(plan.inputs, weights=weights, options=options)
+    if len(weights) != len(inputs.tuned):
+        raise InputError(f"{candidate.name}: {len(weights)} weights for {len(inputs.tuned)} models")
+    if rule.only_one_model and len(inputs.tuned) != 1:
+        raise InputError(f"{rule.name} takes the base and one model, not {len(inputs.tuned)}")
+    if "prior" in rule.needs(options) and inputs.prior is None:
+        raise InputError(f"{rule.name} needs the curvature of the base, which has none here")
+    needs = frozenset(rule.needs(options)) - (rule.optional & {"penalty"} if inputs.penalty is None else set())
+    jobs = [job if job.rule is None else replace(job, rule=rule) for job in plan.jobs]
+    own = Plan(rule, inputs, jobs, needs | {"base"})
+    rehearse(own)
+    return own
+
+
+class _Runner:
+    """One candidate, ready to form blocks."""
+
+    def __init__(self, plan: Plan, candidate: Candidate, threads: int, measured: Measured) -> None:
+        self._candidate = candidate
+        if candidate.model is not None:
+            self._check_model(plan, candidate.model)
+            return
+        self._plan = plan_of(plan, candidate)
+        wanted = self._plan.needs & {"thresholds", "geometry"}
+        options = self._plan.inputs.options
+        key = (*sorted(wanted), options.get("density"), options.get("scope"))
+        if key not in measured:
+            with one_thread_each():
+                measured[key] = measure(self._plan, threads, lambda nbytes: None) if wanted else Statistics()
+        self._statistics = measured[key]
+
+    def _check_model(self, plan: Plan, model: Checkpoint) -> None:
+        wrong = [
+            job.name
+            for job in plan.merged
+            if job.name not in model.tensors or model.tensors[job.name].shape != job.info.shape
+        ]
+        if wrong:
+            raise InputError(f"{model.label}: is no merge of these models: {wrong[0]} is missing or has another shape")
+
+    def block(
+        self,
+        unit: Unit,
+        tensors: Mapping[str, Any],
+        masks: dict[tuple[int, float], list[Tensor]],
+        buffers: Buffers,
+    ) -> Tensor:
+        candidate, job = self._candidate, unit.job
+        if candidate.model is not None:
+            block = candidate.model.read(job.name, unit.start, unit.stop, buffers, f"candidate {candidate.name}")
+            return block.to(job.compute)
+        plan = self._plan
+        own: dict[str, Any] = {**tensors, **self._statistics.of(job.name)}
+        if "kept" in plan.needs:
+            seed, density = plan.inputs.options["seed"], plan.inputs.options["density"]
+            if (seed, density) not in masks:
+                masks[seed, density] = [
+                    keep_mask(seed, i, job.name, unit.start, unit.stop, density) for i in range(len(plan.inputs.tuned))
+                ]
+            own["kept"] = masks[seed, density]
+        merged: Tensor = plan.rule(**rule_arguments(plan.rule, plan, own))
+        return merged if merged.dim() else merged.expand(unit.stop - unit.start)

@@ -1,0 +1,166 @@
+"""Whether the step of a removal can be trusted, judged on a sample before the merge.
+
+The curvature of a removal is measured at the base and at the tuned models. How far apart those are says how far the quadratic
+model of the loss has been seen to hold; a step that goes much farther leaves what is known. Where the base's curvature is almost 0 and a tuned
+model's is not, (H_0 + H_t) / H̄_rest is huge, and a few such entries can ruin the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoints.model import Buffers
+from ..curvature.summary import group_of
+from ..words import count
+from .plan import Job, Plan, rule_arguments
+from .reading import read_block
+from .workers import one_thread_each
+
+#: A step this many times as long as fine-tuning's is not trusted: twice leaves room for a preconditioner that does its
+#: work, while negation at strength 1 has 1.
+WHOLE = 2.0
+#: One layer may differ more from the others, as long as the whole does not follow it.
+GROUP = 10.0
+#: A group counts if it holds this share of the squared step: with less, its part of the step is below a tenth of the whole's length.
+NOTICEABLE = 0.01
+#: Dampings that are tried for a better one.
+DAMPINGS = tuple(float(f"1e{power}") for power in range(-10, 3))
+#: A model of up to so many entries is looked at whole.
+SMALL = 1 << 20
+#: Of a larger one as many, or this share up to so many, in runs of so many, and at least one run of every tensor.
+SHARE = 1 / 64
+MOST = 1 << 22
+RUN = 1 << 13
+
+
+@dataclass
+class Step:
+    """How far a removal goes, and how far fine-tuning went: sums of squares over entries."""
+
+    step: float = 0.0
+    """Σ (θ̂ − θ_0)²"""
+    tuning: float = 0.0
+    """Σ (Σ_t |Δ_t|)²"""
+
+    def add(self, other: Step, times: float = 1.0) -> None:
+        self.step += other.step * times
+        self.tuning += other.tuning * times
+
+    @property
+    def amplification(self) -> float:
+        """‖θ̂ − θ_0‖ / ‖Σ |Δ_t|‖; 0 where nothing moves."""
+        return math.sqrt(self.step / self.tuning) if self.tuning else 0.0
+
+
+@dataclass
+class Judgement:
+    """The steps of a removal with one damping, by layer group."""
+
+    damping: float
+    groups: dict[str, Step] = field(default_factory=dict)
+    looked_at: int = 0
+    """Entries in the sample."""
+
+    @property
+    def whole(self) -> Step:
+        total = Step()
+        for step in self.groups.values():
+            total.add(step)
+        return total
+
+    @property
+    def worst(self) -> str:
+        """The group with the largest amplification among those that hold a noticeable share of the step."""
+        least = NOTICEABLE * self.whole.step
+        seen = {name: step.amplification for name, step in self.groups.items() if step.step >= least}
+        return max(seen, key=lambda name: seen[name])
+
+    @property
+    def excess(self) -> float:
+        """How many times the step is longer than what is trusted, in all or in a group: fine up to 1."""
+        if not self.groups or not math.isfinite(self.whole.step):
+            return 0.0  # values that are not finite are found and named by the merge
+        return max(self.whole.amplification / WHOLE, self.groups[self.worst].amplification / GROUP)
+
+
+def trust_notes(plan: Plan) -> list[str]:
+    """A note if the plan is a removal whose step is too long to be trusted; it reads a small part of the inputs."""
+    if plan.rule.name != "removal":
+        return []
+    (judged,) = judge(plan, [plan.inputs.damping])
+    if judged.excess <= 1:
+        return []
+    total = sum(job.info.numel for job in plan.merged)
+    part = "all" if judged.looked_at >= total else f"{count(judged.looked_at)} of {count(total)}"
+    worst = judged.groups[judged.worst].amplification
+    return [
+        f"this removal cannot be trusted. It moves the model {judged.whole.amplification:.3g} times as far as fine-tuning did, and "
+        f"{judged.worst} {worst:.3g} times as far (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on {part} entries); the quadratic model behind it is "
+        f"not trusted beyond {WHOLE:g} times, or {GROUP:g} times in a layer. {_advice(plan, judged)}"
+    ]
+
+
+def _advice(plan: Plan, judged: Judgement) -> str:
+    larger = [damping for damping in DAMPINGS if damping > judged.damping]
+    enough = next((tried.damping for tried in judge(plan, larger) if tried.excess <= 1), None) if larger else None
+    rest = "measure the base's curvature on more data, so that fewer of its entries are almost 0."
+    # The step is linear in the strength, unless that also decides what is left of the base's curvature.
+    if judged.excess <= 20 and not plan.inputs.options.get("base_saw_removed"):
+        rest = f"lower the strength to {1 / judged.excess:.2g} of what it is, or {rest}"
+    if enough is None:
+        return f"No damping up to {DAMPINGS[-1]:g} is enough: {rest}"
+    return f"Raise the damping from {judged.damping:g} to {enough:g}, the least power of ten that is enough; or {rest}"
+
+
+def judge(plan: Plan, dampings: Sequence[float]) -> list[Judgement]:
+    """The steps of a removal with each damping, from the same sample; a part of a tensor stands for all of it."""
+    judgements = [Judgement(damping) for damping in dampings]
+    buffers = Buffers()
+    total = sum(job.info.numel for job in plan.merged)
+    share = min(max(SMALL, total * SHARE), MOST, total) / max(1, total)
+    with one_thread_each():
+        for job in plan.merged:
+            runs = list(_runs(job.info.numel, share))
+            looked_at = sum(stop - start for start, stop in runs)
+            if not looked_at:
+                continue
+            sums = [Step() for _ in judgements]
+            for start, stop in runs:
+                for step, found in zip(sums, _steps(plan, job, start, stop, buffers, dampings), strict=True):
+                    step.add(found)
+            for judgement, step in zip(judgements, sums, strict=True):
+                group = judgement.groups.setdefault(group_of(job.name), Step())
+                group.add(step, job.info.numel / looked_at)
+                judgement.looked_at += looked_at
+    return judgements
+
+
+def _runs(numel: int, share: float) -> Iterator[tuple[int, int]]:
+    """Where to look in a tensor: runs of entries at even distances, each in the middle of what it stands for."""
+    if share == 1:
+        yield 0, numel
+        return
+    number, length = max(1, math.floor(numel * share / RUN)), min(RUN, numel)
+    for index in range(number):
+        start = (2 * index + 1) * numel // (2 * number) - length // 2
+        yield start, start + length
+
+
+def _steps(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, dampings: Sequence[float]) -> Iterator[Step]:
+    """In float64, so that a step which overflows what the merge computes in is still a number."""
+    tensors = read_block(plan, job, start, stop, buffers, {})
+    wide: dict[str, Any] = {
+        name: value.double() if isinstance(value, Tensor) else [v.double() for v in value] if value else value
+        for name, value in tensors.items()
+    }
+    base, tuned = wide["base"], wide["tuned"]
+    moved = sum((model - base).abs_() for model in tuned)
+    tuning = float(moved.square().sum())
+    for damping in dampings:
+        arguments = rule_arguments(plan.rule, plan, wide) | {"damping": damping}
+        yield Step(float((plan.rule(**arguments) - base).square_().sum()), tuning)

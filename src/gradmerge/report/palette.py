@@ -1,0 +1,120 @@
+"""The colours of a report, on paper and in the dark, and the marks that say the same without colour."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.resources import files
+
+#: Colours of series differ in lightness too, and stand out from `paper` by 3:1 or more.
+LIGHT = {
+    "page": "#f5f6f8",
+    "paper": "#ffffff",
+    "ink": "#1b2530",
+    "soft": "#566270",
+    "line": "#e1e5ea",
+    "hole": "#eceff2",
+    "accent": "#0a5fa5",
+    "wash": "#eaf2fa",
+    "c0": "#00579c",
+    "c1": "#d9640a",
+    "c2": "#07936a",
+    "c3": "#8f1f6e",
+    "c4": "#5c4500",
+    "c5": "#71869a",
+}
+DARK = {
+    "page": "#0e1216",
+    "paper": "#161c22",
+    "ink": "#e8edf2",
+    "soft": "#a0adb9",
+    "line": "#2b353f",
+    "hole": "#232c35",
+    "accent": "#76b9f5",
+    "wash": "#15273a",
+    "c0": "#62b0f2",
+    "c1": "#f5825a",
+    "c2": "#2fe0a0",
+    "c3": "#f65cb6",
+    "c4": "#f4e067",
+    "c5": "#c8ccd0",
+}
+COLOURS = 6
+DASHES = ("", "7 3", "2 3", "9 3 2 3")
+#: Around a centre; each closed, so that one fill serves them all.
+MARKERS = (
+    "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
+    "m-3.5-3.5h7v7h-7z",
+    "m0-4.6l4.4 7.8h-8.8z",
+    "m0-4.9l4.4 4.9l-4.4 4.9l-4.4-4.9z",
+    "m0 4.6l4.4-7.8h-8.8z",
+    "m-1.5-4.6h3v3.1h3.1v3h-3.1v3.1h-3v-3.1h-3.1v-3h3.1z",
+    "m0-2.1l2.4-2.4l2.1 2.1l-2.4 2.4l2.4 2.4l-2.1 2.1l-2.4-2.4l-2.4 2.4l-2.1-2.1l2.4-2.4l-2.4-2.4l2.1-2.1z",
+)
+STAR = "m0-10l2.4 6.8h7.1l-5.7 4.3l2.1 6.9l-5.9-4.2l-5.9 4.2l2.1-6.9l-5.7-4.3h7.1z"
+#: Lines over the colour of a bar, in a square of 6.
+HATCHES = ("", "M-1 7L7-1M-1 1L1-1M5 7L7 5", "M0 3h6", "M-1-1L7 7M-1 5L1 7M5-1L7 1", "M3 0v6", "M0 3h6M3 0v6")
+_VIRIDIS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
+
+
+def series_class(index: int) -> str:
+    return f"c{index % COLOURS}"
+
+
+def dash(index: int) -> str:
+    return DASHES[index % len(DASHES)]
+
+
+def marker(index: int) -> str:
+    return MARKERS[index % len(MARKERS)]
+
+
+def hatch(index: int) -> str:
+    """Series that share a colour have different hatches."""
+    return HATCHES[(index + index // COLOURS) % len(HATCHES)]
+
+
+def shade(share: float) -> str:
+    """A colour from dark blue (0) to yellow (1), even in lightness and safe for the colour-blind."""
+    # The darkest twelfth is left out: it would vanish in the dark.
+    place = (1 / 12 + share * 11 / 12) * (len(_VIRIDIS) - 1)
+    index = min(int(place), len(_VIRIDIS) - 2)
+    left, right = _rgb(_VIRIDIS[index]), _rgb(_VIRIDIS[index + 1])
+    mixed = (round(a + (b - a) * (place - index)) for a, b in zip(left, right, strict=True))
+    return "#" + "".join(f"{c:02x}" for c in mixed)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG defines it, 0 to 1."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in _rgb(colour))]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio as WCAG defines it, 1 to 21."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def variables() -> str:
+    """The colours as CSS variables. A printed page is light."""
+
+    def listed(colours: dict[str, str]) -> str:
+        return ":root{" + "".join(f"--{name}:{value};" for name, value in colours.items()) + "}"
+
+    return f"{listed(LIGHT)}\n@media screen and (prefers-color-scheme:dark){{{listed(DARK)}}}\n"
+
+
+@cache
+def resource(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def light_style() -> str:
+    """The style of a chart in a file of its own, without variables: not every program knows them."""
+    return re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found[1]], resource("chart.css"))
+
+
+def _rgb(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

@@ -1,0 +1,199 @@
+"""`gradmerge diagnose` as a user runs it: predictions against slow sums, data against evaluate, and one message for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertForSequenceClassification
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+from tests.making import read_model, write_recipe
+from tests.tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
+
+DAMPING = 1e-3
+
+
+def invoke(*arguments: str | Path) -> click.testing.Result:
+    return CliRunner().invoke(app, ["diagnose", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and two models with curvature, data, a recipe and a report of all of it."""
+    folder = tmp_path_factory.mktemp("diagnose")
+    for seed, name in enumerate(("first", "one", "two", "joint")):
+        tiny_bert_checkpoint(folder / name, seed=seed)
+        write_jsonl(folder / f"{name}.jsonl", labelled(10, seed=seed))
+        gm.measure_curvature(str(folder / name), str(folder / f"{name}.jsonl"), folder / f"{name}-c", device="cpu")
+    write_recipe(folder / "recipe.yml", recipe())
+    done = invoke(
+        folder / "recipe.yml", "-o", folder / "report", "--data", f"one={folder / 'one.jsonl'}",
+        "--data", f"two={folder / 'two.jsonl'}", "--target", folder / "joint", "--device", "cpu",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def recipe(**changes: Any) -> dict[str, Any]:
+    return {
+        "method": "gradient-matching",
+        "base": {"model": "./first", "curvature": "./first-c"},
+        "models": [
+            {"model": "./one", "curvature": "./one-c", "weight": 0.8},
+            {"model": "./two", "curvature": "./two-c", "weight": 0.5},
+        ],
+        "damping": DAMPING,
+    } | changes
+
+
+def found(place: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((place / "report" / "diagnosis.json").read_text())
+    return result
+
+
+def double(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.double() for name, value in state.items()}
+
+
+@pytest.fixture(scope="module")
+def merged(place: Path) -> dict[str, Tensor]:
+    gm.merge(place / "recipe.yml", place / "merged")
+    return double(read_model(place / "merged"))
+
+
+def test_predictions_are_the_quadratic_forms_of_the_curvature(place: Path, merged: dict[str, Tensor]) -> None:
+    for task in ("one", "two"):
+        theirs, curvature = double(read_model(place / task)), gm.Curvature.load(place / f"{task}-c")
+        want = sum(0.5 * float((curvature[n].double() * (merged[n] - theirs[n]) ** 2).sum()) for n in curvature)
+        pull = sum(float(((curvature[n].double() * (merged[n] - theirs[n])) ** 2).sum()) for n in curvature) ** 0.5
+        got = found(place)["predicted"]["gradient-matching"][task]
+        assert got["quadratic_form"] == pytest.approx(want, rel=1e-4)
+        assert got["mismatch_norm"] == pytest.approx(pull, rel=1e-4)
+        assert sum(got["by_layer"].values()) == pytest.approx(want, rel=1e-4)
+
+
+def test_predictions_are_shown_relative_to_task_arithmetic(place: Path) -> None:
+    predicted = found(place)["predicted"]
+    assert set(predicted) == {"gradient-matching", "task-arithmetic", "average", "fisher-averaging"}
+    for task in ("one", "two", "base"):
+        forms = {name: predicted[name][task]["quadratic_form"] for name in predicted}
+        for name, form in forms.items():
+            assert predicted[name][task]["relative_loss"] == pytest.approx(form / forms["task-arithmetic"])
+            assert predicted[name][task]["rank"] == 1 + sum(other < form for other in forms.values())
+
+
+def test_measured_numbers_are_those_of_evaluate(place: Path, merged: dict[str, Tensor]) -> None:
+    measured = found(place)["measured"]
+    for task in ("one", "two"):
+        for name, model in (("gradient-matching", "merged"), ("base", "first"), ("tuned", task), ("target", "joint")):
+            want = gm.evaluate(str(place / model), str(place / f"{task}.jsonl"), device="cpu")
+            assert measured[name][task]["accuracy"] == want["accuracy"]
+            assert measured[name][task]["loss_per_example"] == pytest.approx(want["loss_per_example"], rel=1e-5)
+
+
+def gradient(folder: Path, rows: Path) -> dict[str, Tensor]:
+    """∇Σ ℓ_i by hand, one example at a time, in float64."""
+    from transformers import AutoTokenizer
+
+    model = BertForSequenceClassification.from_pretrained(folder).double().eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for line in rows.read_text().splitlines():
+        row = json.loads(line)
+        loss = model(**tokenizer(row["text"], return_tensors="pt"), labels=torch.tensor([row["label"]])).loss
+        for (name, _), g in zip(
+            model.named_parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
+            total[name] += g
+    return total
+
+
+def test_the_residual_and_the_true_mismatch_are_what_their_formulas_say(place: Path, merged: dict[str, Tensor]) -> None:
+    base, prior = double(read_model(place / "first")), gm.Curvature.load(place / "first-c")
+    h = {task: gm.Curvature.load(place / f"{task}-c") for task in ("one", "two")}
+    weights = {"one": 0.8, "two": 0.5}
+    here = {task: gradient(place / "merged", place / f"{task}.jsonl") for task in weights}
+    residual = away = 0.0
+    for n in prior:
+        h0 = prior[n].double() + DAMPING
+        r = h0 * (merged[n] - base[n]) + sum(w * here[t][n] for t, w in weights.items())
+        residual += float((r**2).sum())
+        away += float(((r / (h0 + sum(w * h[t][n].double() for t, w in weights.items()))) ** 2).sum())
+    got = found(place)["residuals"]["gradient-matching"]
+    assert got["residual"] == pytest.approx(residual**0.5, rel=1e-3)
+    assert got["distance"] == pytest.approx(away**0.5, rel=1e-3)
+    for task in weights:
+        there = gradient(place / "joint", place / f"{task}.jsonl")
+        want = sum(float(((here[task][n] - there[n]) ** 2).sum()) for n in there) ** 0.5 / 10
+        norms = {(m["merge"], m["task"]): m["norm"] for m in found(place)["true_mismatch"]}
+        assert norms["gradient-matching", task] == pytest.approx(want, rel=1e-3)
+
+
+def test_the_folder_holds_a_report_with_its_figures_and_tables(place: Path) -> None:
+    names = {path.name for path in (place / "report").iterdir()}
+    assert {
+        "report.html",
+        "recipe.yml",
+        "diagnosis.json",
+        "layers.svg",
+        "layers.csv",
+        "predicted-loss.svg",
+        "mismatch.csv",
+    } <= names
+    text = (place / "report" / "report.html").read_text()
+    assert "://" not in text.replace("http://www.w3.org", "")
+    assert "gradient-matching merges 2 models (one, two)" in text
+
+
+def test_a_merged_model_is_looked_at_like_the_recipe_that_made_it(place: Path, merged: dict[str, Tensor]) -> None:
+    done = invoke(place / "recipe.yml", "--merged", place / "merged", "-o", place / "of-merged", "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    predicted = facts["predicted"]
+    for task in ("one", "two", "base"):
+        want = predicted["gradient-matching"][task]["quadratic_form"]
+        assert predicted[facts["merge"]][task]["quadratic_form"] == pytest.approx(want, rel=1e-3)
+
+
+def test_removal_is_compared_with_negation(place: Path) -> None:
+    write_recipe(place / "removal.yml", recipe(method="removal", damping=1.0))
+    done = invoke(place / "removal.yml", "-o", place / "of-removal", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["candidates"] == ["removal", "task-arithmetic (negated)"]
+
+
+def refused(*arguments: str | Path) -> str:
+    done = invoke(*arguments)
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    return done.output
+
+
+def test_what_is_wrong_gets_one_message(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report"
+
+    def written(**changes: Any) -> Path:
+        return write_recipe(place / "wrong.yml", recipe(**changes))
+
+    without = [{"model": "./one"}, {"model": "./two"}]
+    assert "curvature" in refused(written(models=without), "-o", out)
+    assert "no base" in refused(written(method="average", base=None, models=["./one", "./two"], damping=0.0), "-o", out)
+    tiny_bert_checkpoint(place / "wide", hidden_size=24)
+    assert "wide" in refused(written(models=[{"model": "./wide", "curvature": "./one-c"}]), "-o", out)
+    gm.Curvature({n: v.new_ones(3) for n, v in gm.Curvature.load(place / "one-c").items()}, 1).save(place / "small-c")
+    small = [{"model": "./one", "curvature": "./small-c"}]
+    assert "shapes do not fit" in refused(written(models=small), "-o", out)
+    said = refused(place / "recipe.yml", "--data", "onne=x.jsonl", "-o", out)
+    assert "did you mean 'one'" in said and "one, two, base" in said
+    assert "--data" in refused(place / "recipe.yml", "--data", "one", "-o", out)
+    assert "--data" in refused(place / "recipe.yml", "--target", place / "joint", "-o", out)
+    assert "exists already" in refused(place / "recipe.yml", "-o", place / "report")
+    assert not out.exists() and not out.with_name("report.gradmerge-partial").exists()

@@ -1,0 +1,183 @@
+"""`gradmerge preview` as a user runs it: tables, a report that appears whole, the best setting merged, and one message for what is wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import click.testing
+import pytest
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+from tests.diagnose.conftest import write_texts
+from tests.making import random_curvature, read_model, three_models, weight_bytes, write_model, write_recipe
+
+
+def invoke(*arguments: str | Path) -> click.testing.Result:
+    return CliRunner().invoke(app, ["preview", *map(str, arguments)])
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A recipe with curvature of a base and two models; its paths are relative."""
+    folders, states = three_models(tmp_path)
+    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
+        random_curvature(seed + 5, state).save(folder / "curvature")
+    recipe = {
+        "method": "gradient-matching",
+        "base": "./base",
+        "models": [{"model": "./a", "weight": 1.0}, {"model": "./b", "weight": 0.5}],
+        "exclude": ["classifier.*"],
+    }
+    write_recipe(tmp_path / "recipe.yml", recipe)
+    return tmp_path
+
+
+def test_predictions_are_ranks_and_multiples_of_the_reference(place: Path) -> None:
+    out = place / "report"
+    result = invoke(place / "recipe.yml", "-w", "0:1:0.25", "-m", "gradient-matching,average", "-o", out)
+    assert result.exit_code == 0, result.output
+    for words in ("× reference", "within 1 % of it", "takes none", "Spearman", "smallest predicted loss of the worst task",
+                  "the recipe's own merge (gradient-matching 1, 0.5)", "report.html"):  # fmt: skip
+        assert words in result.stdout, result.stdout
+    assert "nats" not in result.stdout
+    found = gm.preview(place / "recipe.yml", weights="0:1:0.25", methods="gradient-matching,average")
+    rows = list(csv.DictReader((out / "preview.csv").open()))
+    assert [row["method"] for row in rows] == ["gradient-matching"] * 5 + ["average"]
+    assert [row["weight a"] for row in rows] == ["0.0", "0.25", "0.5", "0.75", "1.0", ""]
+    for row, want in zip(rows, found.rows, strict=True):
+        assert row["rank"] == str(want.rank)
+        for task in ("a", "b", "base"):
+            assert float(row[f"{task} times reference"]) == pytest.approx(found.relative(want, task), rel=1e-6)
+            assert row[f"{task} rank"] == str(want.ranks[task])
+    facts = json.loads((out / "preview.json").read_text())
+    best = found.best()
+    assert best is not None and facts["winner"]["weights"] == found.weights(best) and not facts["measured"]
+    assert facts["reference"]["times_reference"] == 1 and len(facts["settings"]) == 6
+    assert facts["winner"]["within_1_percent"]["settings"] >= 1
+    names = {path.name for path in out.iterdir()}
+    assert {
+        "report.html",
+        "recipe.yml",
+        "score.svg",
+        "score.csv",
+        "task-a.svg",
+        "pareto-a-b.svg",
+        "pareto.svg",
+    } <= names
+    page = (out / "report.html").read_text()
+    assert "Spearman" in page and "Pareto" in page and str(place) not in page.replace("/report", "")
+
+
+def test_the_best_setting_is_merged_and_its_recipe_kept(place: Path) -> None:
+    out, merged = place / "report", place / "deep" / "merged"
+    result = invoke(place / "recipe.yml", "-w", "a=0,0.3,1", "-o", out, "--save-best", merged, "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["saved"] == str(merged) and facts["report"] == str(out / "report.html")
+    raw = gm.load_recipe(place / "recipe.yml").model_dump(exclude_unset=True)
+    for model, weight in zip(raw["models"], facts["winner"]["weights"].values(), strict=True):
+        model["weight"] = weight
+    write_recipe(place / "by-hand.yml", raw)
+    (place / "again").mkdir()
+    gm.merge(place / "by-hand.yml", place / "again" / "merged")
+    assert weight_bytes(merged) == weight_bytes(place / "again" / "merged")
+    gm.merge(out / "recipe.yml", place / "third")
+    assert (place / "third/model.safetensors").read_bytes() == (merged / "model.safetensors").read_bytes()
+    assert "../a" in (out / "recipe.yml").read_text()
+
+
+def test_measured_settings_show_their_metric(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    out = tmp_path / "report"
+    result = invoke(
+        tmp_path / "recipe.yml", "--weights", "0,0.4", "--data", f"a={tmp_path / 'a.jsonl'}", "-d", f"b={tmp_path / 'b.jsonl'}",
+        "--limit", 6, "--device", "cpu", "-o", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "average accuracy" in result.stdout and "Spearman" not in result.stdout
+    facts = json.loads((out / "preview.json").read_text())
+    assert facts["measured"] and facts["metrics"] == {"a": "accuracy", "b": "accuracy"} and facts["examples"]["a"] == 6
+    base = gm.evaluate(str(tmp_path / "base"), str(tmp_path / "a.jsonl"), limit=6, device="cpu")
+    assert facts["settings"][0]["metrics"]["a"]["loss_per_example"] == pytest.approx(base["loss_per_example"], abs=1e-6)
+    assert facts["alone"]["base"]["a"]["accuracy"] == base["accuracy"]
+    row = next(csv.DictReader((out / "preview.csv").open()))
+    assert float(row["a accuracy"]) == base["accuracy"] and row["weight b"] == "0.0"
+    assert "The models alone" in (out / "report.html").read_text()
+
+
+def test_suggested_weights_are_printed_and_kept_in_the_recipe(place: Path) -> None:
+    out = place / "report"
+    result = invoke(place / "recipe.yml", "--suggest", "--samples", 8, "--seed", 3, "-o", out)
+    assert result.exit_code == 0, result.output
+    want = gm.suggest_weights(place / "recipe.yml", samples=8, seed=3)
+    assert f"Suggested weights: a {want.weights['a']:g}, b {want.weights['b']:g}." in result.stdout
+    assert gm.load_recipe(out / "recipe.yml").weights == list(want.weights.values())
+    facts = json.loads((out / "preview.json").read_text())
+    assert facts["suggestion"]["weights"] == want.weights and facts["suggestion"]["objective"] == "worst"
+    assert facts["suggestion"]["times_reference"] == pytest.approx(want.costs)
+
+
+def test_quiet_prints_the_table_alone_and_force_replaces_a_report(place: Path) -> None:
+    for _ in range(2):
+        result = invoke(place / "recipe.yml", "-w", "0:1:0.5", "-o", place / "report", "-q", "--force")
+        assert result.exit_code == 0 and len(result.stdout.splitlines()) == 2 and not result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["-w", "0:1:0"], "the step is 0"),
+        (["-w", "0:1:x"], "'x' is not a number"),
+        (["-w", "0:1"], "a grid needs a step"),
+        (["-w", "c=0:1:0.1"], "no task of the recipe is called 'c'"),
+        (["-w", "a=0:1:0.01", "-w", "b=0:1:0.01"], "--samples"),
+        (["-w", "0.1", "-w", "0.2"], "there is a range for all tasks already"),
+        (["-m", "regmean"], "regmean works on whole matrices"),
+        (["-m", "slerp"], "slerp takes the base and one model"),
+        (["-m", "tis"], "did you mean 'ties'"),
+        (["-d", "yelp=rows.jsonl"], "no task of the recipe has this name"),
+        (["-d", "rows.jsonl"], "give the task's name and its data"),
+        (["-d", "a=rows.jsonl"], "--data a=rows.jsonl"),
+        (["-d", "a=rows.jsonl", "--objective", "sum"], "the average metric decides"),
+        (["--objective", "best"], "known are worst, sum"),
+        (["--shared"], "--shared goes with --suggest"),
+        (["--suggest", "-m", "removal"], "meant to become worse"),
+        (["--save-best", "{place}/a"], "exists already"),
+        (["--save-best", "{place}/report"], "is the folder of the report"),
+    ],
+)
+def test_wrong_requests_get_one_message_and_leave_nothing(place: Path, arguments: list[str], says: str) -> None:
+    before = sorted(place.rglob("*"))
+    result = invoke(
+        place / "recipe.yml", *(word.replace("{place}", str(place)) for word in arguments), "-o", place / "report"
+    )
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr and result.stderr.count("error:") == 1 and result.stdout == ""
+    assert "Traceback" not in result.stderr and sorted(place.rglob("*")) == before
+
+
+def test_models_that_differ_missing_curvature_and_a_report_that_exists_are_refused(place: Path) -> None:
+    (place / "report").mkdir()
+    result = invoke(place / "recipe.yml", "-o", place / "report")
+    assert result.exit_code == 2 and "exists already" in result.stderr
+    (place / "report").rmdir()
+    shutil.rmtree(place / "a" / "curvature")
+    result = invoke(place / "recipe.yml", "-o", place / "report")
+    assert result.exit_code == 2 and "needs the curvature of" in result.stderr and not (place / "report").exists()
+    state = read_model(place / "b")
+    state["layers.0.linear.bias"] = state["layers.0.linear.bias"][:3]
+    shutil.rmtree(place / "b")
+    write_model(place / "b", state)
+    result = invoke(place / "recipe.yml", "-m", "task-arithmetic", "-d", "a=rows.jsonl", "-o", place / "report")
+    assert result.exit_code == 2 and "cannot be merged" in result.stderr
+    assert not list(place.glob("report*"))
+
+
+def test_help_has_an_example() -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0 and "gradmerge preview recipe.yml --weights 0:1:0.1" in " ".join(result.stdout.split())

@@ -1,0 +1,91 @@
+"""`gradmerge remove`: strengths, and the note about a step that is too long."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+
+from ..making import random_curvature, read_model, three_models
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[Path]:
+    """The base knows nothing of one layer's curvature."""
+    folders, states = three_models(tmp_path)
+    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
+        sums = random_curvature(seed, state).sum()
+        if seed == 0:
+            sums["layers.0.linear.weight"][:] = 0.0
+        gm.Curvature(sums, 100).save(folder / "curvature")
+    return folders
+
+
+def remove(*arguments: str | Path, status: int = 0) -> tuple[str, str]:
+    done = runner.invoke(app, ["remove", *map(str, arguments)])
+    assert done.exit_code == status, done.output
+    return done.stdout, done.stderr
+
+
+def test_a_step_that_is_too_long_is_noted_on_stderr_and_the_model_is_written(
+    models: list[Path], tmp_path: Path
+) -> None:
+    base, a, _ = models
+    printed, noted = remove("--base", base, "--model", a, "-o", tmp_path / "out")
+    assert "note: this removal cannot be trusted." in noted and "layers.0" in noted
+    assert "cannot be trusted" not in printed
+    damping = noted.partition("from 1e-10 to ")[2].partition(",")[0]
+    _, noted = remove("--base", base, "--model", a, "--set", f"damping={damping}", "-o", tmp_path / "better")
+    assert noted == ""
+    assert read_model(tmp_path / "out").keys() == read_model(tmp_path / "better").keys()
+
+
+def test_the_note_is_in_json_in_the_record_and_in_a_dry_run(models: list[Path], tmp_path: Path) -> None:
+    base, a, _ = models
+    arguments = ("--base", base, "--model", a)
+    (note,) = json.loads(remove(*arguments, "-o", tmp_path / "out", "--json")[0])["notes"]
+    assert note.startswith("this removal cannot be trusted.")
+    assert json.loads((tmp_path / "out" / "gradmerge.json").read_text())["notes"] == [note]
+    assert json.loads(remove(*arguments, "--dry-run", "--json")[0])["notes"] == [note]
+    assert f"note: {note}" in remove(*arguments, "--dry-run")[0]
+    assert not list(tmp_path.glob("*partial*"))
+
+
+def test_quiet_says_nothing_of_it(models: list[Path], tmp_path: Path) -> None:
+    assert remove("--base", models[0], "--model", models[1], "-o", tmp_path / "out", "--quiet") == ("", "")
+
+
+def test_negation_is_not_judged(models: list[Path], tmp_path: Path) -> None:
+    _, noted = remove("--method", "task-arithmetic", "--base", models[0], "--model", models[1], "-o", tmp_path / "out")
+    assert noted == ""
+
+
+@pytest.mark.parametrize("method", ["removal", "task-arithmetic"])
+def test_strength_multiplies_that_of_every_model(models: list[Path], tmp_path: Path, method: str) -> None:
+    base, a, b = models
+    remove("-m", method, "--base", base, "--model", f"{a}=0.8", "--model", b, "--strength", "0.5", "-o", tmp_path / "s")
+    remove("-m", method, "--base", base, "--model", f"{a}=0.4", "--model", f"{b}=0.5", "-o", tmp_path / "own")
+    one, other = read_model(tmp_path / "s"), read_model(tmp_path / "own")
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    remove("-m", method, "--base", base, "--model", a, "--strength", "0", "-o", tmp_path / "nothing")
+    start = read_model(base)
+    assert all(torch.equal(value, start[name]) for name, value in read_model(tmp_path / "nothing").items())
+
+
+def test_a_strength_that_is_no_finite_number_is_refused(models: list[Path], tmp_path: Path) -> None:
+    for strength in ("nan", "inf", "much"):
+        remove("--base", models[0], "--model", models[1], "--strength", strength, "-o", tmp_path / "out", status=2)
+
+
+def test_help_says_what_strength_does() -> None:
+    text = " ".join(remove("--help")[0].replace("│", " ").split())
+    assert "--strength" in text and "Multiplies the strength of every --model" in text
+    assert "--model" in text and "MODEL[=STRENGTH]" in text

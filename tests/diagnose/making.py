@@ -1,0 +1,29 @@
+"""Plans over state dicts, for which everything is float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from gradmerge.checkpoints.model import Checkpoint
+from gradmerge.engine.inputs import CurvatureInput, Inputs
+from gradmerge.engine.plan import Plan, make_plan
+from gradmerge.rules import RULES
+
+State = Mapping[str, Tensor]
+
+
+def memory_plan(states: Sequence[State], curvature: Sequence[State], weights: Sequence[float], damping: float) -> Plan:
+    """A plan that reads state dicts and their curvature, those of the base first."""
+    base, *tuned = [Checkpoint(f"model {i}", memory=dict(state)) for i, state in enumerate(states)]
+    inputs = Inputs(
+        template=base,
+        base=base,
+        tuned=tuned,
+        weights=list(weights),
+        prior=CurvatureInput("prior", memory=curvature[0]),
+        curvature=[CurvatureInput(f"curvature {i}", memory=c) for i, c in enumerate(curvature[1:])],
+        damping=damping,
+    )
+    return make_plan(RULES["gradient-matching"], inputs)

@@ -1,0 +1,336 @@
+"""Previews over weights: the grid, predictions against a loop, measurements against a merge on disk, and what is called best."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.diagnose import looking
+from gradmerge.diagnose.preview import Row, score_all
+from gradmerge.diagnose.scores import headline
+from gradmerge.diagnose.settings import Setting, check_methods, grid, parse_range, parse_weights, recipe_with, sample
+from gradmerge.recipe import make_recipe
+from gradmerge.report.preview_page import pareto_front, verdict
+from tests.making import random_curvature, read_model, three_models
+from tests.tasks.making import tiny_vit_checkpoint
+
+from .conftest import tuned_from
+
+State = dict[str, Tensor]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0:1:0.1", [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]),
+        ("0:1:0.3", [0.0, 0.3, 0.6, 0.9]),
+        ("1:0:-0.5", [0.0, 0.5, 1.0]),
+        ("-0.2:0.1:0.1", [-0.2, -0.1, 0.0, 0.1]),
+        ("0,0.3,1", [0.0, 0.3, 1.0]),
+        ("0.5", [0.5]),
+        ("0.7:0.7:0.1", [0.7]),
+    ],
+)
+def test_a_range_has_both_ends_and_no_dust(text: str, values: list[float]) -> None:
+    assert list(parse_range(text).values) == values
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0:1:0", "step is 0"),
+        ("0:1:-0.1", "never come to 1"),
+        ("a:1:0.1", "'a' is not a number"),
+        ("0:1:", "'nothing' is not a number"),
+        ("0:1:0.1:2", "START:STOP:STEP"),
+        ("", "not a number"),
+        ("0,,1", "not a number"),
+        ("nan", "between -1000 and 1000"),
+        ("0:inf:1", "between -1000 and 1000"),
+        ("0:1:1e-300", "--samples"),
+    ],
+)
+def test_a_bad_range_is_one_message(text: str, says: str) -> None:
+    with pytest.raises(gm.InputError, match=says.replace("(", r"\(")):
+        parse_range(text)
+
+
+def two_tasks(weights: Sequence[float] = (1.0, 1.0), method: str = "task-arithmetic") -> gm.Recipe:
+    models = [{"model": name, "weight": weight} for name, weight in zip(("x/a", "x/b"), weights, strict=True)]
+    return make_recipe({"method": method, "base": "x/base", "models": models})
+
+
+def test_a_grid_is_the_product_and_tasks_without_a_range_keep_the_recipes_weight() -> None:
+    recipe = two_tasks((0.25, 0.75))
+
+    def weights(*given: str) -> list[tuple[float, ...]]:
+        return [s.weights for s in grid(["task-arithmetic"], parse_weights(given, ["a", "b"], recipe))]
+
+    assert weights("0:1:0.5") == [(0, 0), (0.5, 0.5), (1, 1)]
+    assert weights("a=0:1:0.5") == [(0, 0.75), (0.5, 0.75), (1, 0.75)]
+    assert weights("a=0,1", "b=0.5,2") == list(itertools.product((0, 1), (0.5, 2)))
+    assert weights("0:1:0.5", "b=0.3") == [(0, 0.3), (0.5, 0.3), (1, 0.3)]
+    both = grid(["average", "task-arithmetic"], parse_weights("0:1:0.5", ["a", "b"], recipe))
+    assert [s.name for s in both] == ["average", "task-arithmetic 0", "task-arithmetic 0.5", "task-arithmetic 1"]
+    ranges = parse_weights(["0:1:0.5", "b=0.3"], ["a", "b"], recipe)
+    assert [s.position for s in grid(["task-arithmetic"], ranges)] == [0, 0.5, 1]
+
+
+def test_too_large_a_grid_is_refused_and_random_points_are_offered() -> None:
+    ranges = parse_weights(["a=0:1:0.01", "b=0:1:0.01"], ["a", "b"], two_tasks())
+    with pytest.raises(gm.InputError, match=r"10,201 settings.*--samples"):
+        grid(["task-arithmetic"], ranges)
+    drawn = sample(["task-arithmetic", "average"], ranges, 50, seed=3)
+    assert len(drawn) == 51 and drawn == sample(["task-arithmetic", "average"], ranges, 50, seed=3)
+    assert drawn != sample(["task-arithmetic", "average"], ranges, 50, seed=4)
+    assert all(0 <= w <= 1 and w == round(w, 3) for s in drawn for w in s.weights)
+    with pytest.raises(gm.InputError, match="needs a step"):
+        grid(["task-arithmetic"], parse_weights("0:1", ["a", "b"], two_tasks()))
+
+
+def test_another_rule_of_a_recipe_drops_what_only_its_own_understands() -> None:
+    raw = {
+        "method": "ties", "base": "x/base", "models": ["x/a", {"model": "x/b", "weight": 0.5}], "options": {"density": 0.3},
+        "exclude": ["head.*"],
+    }  # fmt: skip
+    recipe = make_recipe(raw)
+    assert recipe_with(recipe, "ties", [0.2, 0.4]).options == {"density": 0.3}
+    changed = recipe_with(recipe, "average", ())
+    assert (changed.options, changed.weights, changed.exclude) == ({}, [1.0, 1.0], ["head.*"])
+    with pytest.raises(gm.InputError, match="slerp takes the base and one model"):
+        check_methods("slerp", recipe)
+    with pytest.raises(gm.InputError, match="regmean works on whole matrices"):
+        check_methods("regmean", recipe)
+    with pytest.raises(gm.InputError, match="did you mean 'ties'"):
+        check_methods("task-arithmetic,tie", recipe)
+
+
+class Place:
+    """A base and two tuned models in float64, with curvature of unequal numbers of examples."""
+
+    def __init__(self, path: Path, **keys: Any) -> None:
+        self.path = path
+        (self.base, self.a, self.b), self.states = three_models(path, torch.float64)
+        self.examples = [100, 40, 250]
+        self.curvature = []
+        for seed, (name, state, count) in enumerate(zip(("base", "a", "b"), self.states, self.examples, strict=True)):
+            curvature = random_curvature(seed + 20, state, count)
+            curvature.save(path / f"{name}-curvature")
+            self.curvature.append({n: v.double() for n, v in curvature.items()})
+        self.recipe: dict[str, Any] = {
+            "method": "gradient-matching",
+            "base": {"model": str(self.base), "curvature": str(path / "base-curvature")},
+            "models": [
+                {"model": str(path / name), "curvature": str(path / f"{name}-curvature"), "weight": weight}
+                for name, weight in (("a", 1.0), ("b", 0.5))
+            ],
+            "damping": 0.01,
+        } | keys  # fmt: skip
+
+    def merged(self, method: str, weights: Sequence[float]) -> State:
+        base, tuned = self.states[0], self.states[1:]
+        merged = {}
+        for name, start in base.items():
+            prior = self.curvature[0][name] + 0.01
+            hs = [c[name] for c in self.curvature[1:]]
+            whole = prior + sum(w * h for w, h in zip(weights, hs, strict=True))
+            total = start.clone()
+            for model, h, weight in zip(tuned, hs, weights, strict=True):
+                share = (prior + h) / whole if method == "gradient-matching" else torch.ones_like(whole)
+                total += weight * share * (model[name] - start)
+            merged[name] = total
+        return merged
+
+    def predicted(self, merged: State) -> list[float]:
+        """½ Σ H (θ − θ_t)² / N of a, b and the base."""
+        values = []
+        for i in (1, 2, 0):
+            sums = [0.5 * float((self.curvature[i][n] * (merged[n] - self.states[i][n]) ** 2).sum()) for n in merged]
+            values.append(sum(sums) / self.examples[i])
+        return values
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_predicted_sweep_is_a_loop_over_the_formula(tmp_path: Path, reduction: str) -> None:
+    place = Place(tmp_path, reduction=reduction, damping=0.01)
+    if reduction == "mean":
+        for examples, curvature in zip(place.examples, place.curvature, strict=True):
+            curvature |= {n: v / examples for n, v in curvature.items()}
+        place.examples = [1, 1, 1]
+    found = gm.preview(place.recipe, weights="0:1:0.25", methods="gradient-matching,task-arithmetic", threads=2)
+    assert found.tasks == ["a", "b", "base"] and len(found.rows) == 10 and not found.measured
+    for row in [*found.rows, found.reference]:
+        want = place.predicted(place.merged(row.setting.method, row.setting.weights))
+        assert [row.values[task] for task in found.tasks] == pytest.approx(want, rel=1e-6, abs=1e-12)
+        assert row.score == pytest.approx(max(want), rel=1e-6)
+    assert found.reference.setting == Setting("gradient-matching", (1.0, 0.5))
+    assert found.relative(found.reference, "a") == 1
+    best = min(found.rows, key=lambda row: row.score or 0)
+    assert found.best() is best and best.rank == 1
+    smallest = gm.preview(place.recipe, weights="0:1:0.25", objective="sum").best()
+    every = [place.predicted(place.merged("gradient-matching", (w, w))) for w in (0, 0.25, 0.5, 0.75, 1)]
+    assert smallest is not None and smallest.setting.position == 0.25 * int(np.argmin([sum(v) for v in every]))
+
+
+def test_predictions_do_not_depend_on_threads_or_on_how_many_are_looked_at_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Place(tmp_path).recipe
+    methods = "gradient-matching,ties,dare,fisher-averaging,average"
+    one = gm.preview(recipe, weights="a=0:1:0.5", methods=methods, threads=1)
+    more = gm.preview(recipe, weights="a=0:1:0.5", methods=methods, threads=3)
+    assert [row.values for row in one.rows] == [row.values for row in more.rows]
+    monkeypatch.setattr(looking, "PASS", 4)
+    apart = gm.preview(recipe, weights="a=0:1:0.5", methods=methods, threads=2)
+    assert [row.values for row in apart.rows] == [pytest.approx(row.values, rel=1e-9) for row in one.rows]
+
+
+def test_rules_without_weights_appear_once_and_impossible_settings_are_left_out_with_a_note(tmp_path: Path) -> None:
+    found = gm.preview(Place(tmp_path).recipe, methods="average,weighted-average", weights="0:1:0.25")
+    assert [row.setting.name for row in found.rows] == [
+        "average",
+        *(f"weighted-average {w}" for w in (0.25, 0.5, 0.75, 1)),
+    ]
+    assert any("weighted-average 0 is left out" in note and "sum to 0" in note for note in found.notes)
+    assert any("weighted-average: a weight that all tasks share makes no difference" in note for note in found.notes)
+    assert {row.rank for row in found.rows} == {1}, "five times the same merge"
+
+
+def test_where_the_reference_costs_nothing_multiples_are_of_the_largest(tmp_path: Path) -> None:
+    recipe = Place(tmp_path, method="task-arithmetic").recipe
+    recipe["models"] = recipe["models"][:1]
+    found = gm.preview(recipe, weights="0:1:0.5")
+    assert found.reference.values["a"] == 0 and [found.relative(row, "a") for row in found.rows] == [
+        1,
+        pytest.approx(0.25),
+        0,
+    ]
+    assert any("is predicted to cost a nothing" in note for note in found.notes)
+
+
+def test_options_of_the_recipe_are_those_of_its_own_rule(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    ties = {**place.recipe, "method": "ties", "options": {"density": 0.9}}
+    default = {**place.recipe, "method": "ties"}
+    assert gm.preview(ties, weights="1").rows[0].values != gm.preview(default, weights="1").rows[0].values
+    beside = gm.preview(ties, weights="1", methods="ties,sparse-finetuning").rows[1]
+    alone = gm.preview({**place.recipe, "method": "sparse-finetuning"}, weights="1").rows[0]
+    assert beside.values == pytest.approx(alone.values)
+
+
+def test_what_curvature_cannot_say_is_refused(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    plain = {"base": str(place.base), "models": [str(place.a), str(place.b)]}
+    with pytest.raises(gm.InputError, match=r"looking at a merge needs the curvature"):
+        gm.preview({"method": "task-arithmetic", **plain})
+    without_prior = {**place.recipe, "base": str(place.base), "method": "fisher-averaging"}
+    assert gm.preview(without_prior, weights="a=0:1:0.5").tasks == ["a", "b"]
+    with pytest.raises(gm.InputError, match="gradient-matching needs the curvature of the base"):
+        gm.preview({**without_prior, "method": "gradient-matching"})
+    with pytest.raises(gm.InputError, match="fa1"):
+        gm.preview({**place.recipe, "method": "fa1"})
+
+
+def test_a_removal_has_no_best_setting_and_uses_its_penalty(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    plain = gm.preview({**place.recipe, "method": "removal"}, weights="0,1")
+    assert plain.best() is None and plain.rows[0].rank is not None
+    assert "No setting is called the best" in verdict(plain)[0]
+    base = {**place.recipe["base"], "penalty": {"identity": 3.0}}
+    with_penalty = gm.preview({**place.recipe, "method": "removal", "base": base}, weights="0,1")
+    assert with_penalty.rows[1].values != plain.rows[1].values
+
+
+def test_measured_settings_are_those_of_a_merge_on_disk(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looking, "MEMORY", 1)  # one merge at a time
+    data = {name: str(texts / f"{name}.jsonl") for name in ("a", "b")} | {"base": str(texts / "a.jsonl")}
+    found = gm.preview(
+        texts / "recipe.yml",
+        weights=["a=0.3,1.2"],
+        methods="task-arithmetic,ties",
+        data=data,
+        device="cpu",
+        batch_size=4,
+    )
+    assert found.tasks == ["a", "b", "base"] and found.examples == {"a": 10, "b": 10, "base": 10}
+    recipe = gm.load_recipe(texts / "recipe.yml")
+    for number, row in enumerate(found.rows):
+        out = tmp_path / f"{number}"
+        gm.merge(recipe_with(recipe, row.setting.method, row.setting.weights), out)
+        assert row.metrics["base"] == row.metrics["a"], "the same rows"
+        for task in ("a", "b"):
+            want = gm.evaluate(str(out), data[task], device="cpu")
+            for name, value in row.metrics[task].items():
+                assert value == pytest.approx(want[name], abs=1e-6), (row.setting, task, name)
+        average = sum(row.metrics[task]["accuracy"] for task in data) / 3
+        assert row.score == pytest.approx(average)
+    for name in ("base", "b"):
+        want = gm.evaluate(str(texts / name), data["b"], device="cpu")
+        assert found.alone[name]["b"]["loss_per_example"] == pytest.approx(want["loss_per_example"], abs=1e-6)
+    assert found.criterion.name == "average accuracy" and found.criterion.higher
+
+
+def test_measured_images_in_half_precision_are_those_of_a_merge_on_disk(tmp_path: Path) -> None:
+    base = tiny_vit_checkpoint(tmp_path / "base", dtype="bfloat16")
+    save_file({n: v.bfloat16() for n, v in read_model(base).items()}, base / "model.safetensors", {"format": "pt"})
+    for seed, name in enumerate("ab", 1):
+        tuned_from(base, tmp_path / name, seed)
+    generator = np.random.default_rng(0)
+    np.savez(tmp_path / "images.npz", x=generator.integers(0, 256, (9, 8, 8, 3), dtype=np.uint8), y=np.arange(9) % 3)
+    recipe = {"method": "weighted-average", "base": str(base), "models": [str(tmp_path / "a"), str(tmp_path / "b")]}
+    source = str(tmp_path / "images.npz")
+    found = gm.preview(recipe, weights={"a": "1", "b": "0.5,2"}, data={"b": source}, device="cpu")
+    assert any("no data for a" in note for note in found.notes)
+    for number, row in enumerate(found.rows):
+        gm.merge(recipe_with(make_recipe(recipe), "weighted-average", row.setting.weights), tmp_path / f"{number}")
+        want = gm.evaluate(str(tmp_path / f"{number}"), source, device="cpu")
+        assert row.metrics["b"] == pytest.approx({name: want[name] for name in row.metrics["b"]}, abs=1e-6)
+
+
+def rows_of(*metrics: dict[str, dict[str, float]]) -> list[Row]:
+    rows = []
+    for number, by_task in enumerate(metrics):
+        values: dict[str, float | None] = {task: found[headline(found)] for task, found in by_task.items()}
+        rows.append(Row(Setting("task-arithmetic", (float(number),)), values, by_task))
+    return rows
+
+
+def test_metrics_of_one_kind_are_averaged_and_others_are_ranked() -> None:
+    accuracies = rows_of(
+        {"a": {"accuracy": 0.5}, "b": {"accuracy": 0.9}}, {"a": {"accuracy": 0.8}, "b": {"accuracy": 0.5}}
+    )
+    criterion = score_all(accuracies, True, "worst")
+    assert criterion.higher and [row.score for row in accuracies] == [pytest.approx(0.7), pytest.approx(0.65)]
+    mixed = rows_of(
+        {"a": {"accuracy": 0.5}, "b": {"loss_per_token": 2.0}},
+        {"a": {"accuracy": 0.8}, "b": {"loss_per_token": 2.0}},
+        {"a": {"accuracy": 0.6}, "b": {"loss_per_token": 3.0}},
+    )
+    criterion = score_all(mixed, True, "worst")
+    assert criterion.by_rank and not criterion.higher
+    assert [row.score for row in mixed] == [(3 + 1.5) / 2, (1 + 1.5) / 2, (2 + 3) / 2]
+
+
+def test_the_front_is_what_no_other_point_beats() -> None:
+    generator = np.random.default_rng(0)
+    points = [(float(a), float(b)) for a, b in generator.integers(0, 12, (40, 2))]
+    for higher in itertools.product((False, True), repeat=2):
+        signs = [-1 if up else 1 for up in higher]
+
+        def beats(one: tuple[float, float], other: tuple[float, float], signs: list[int] = signs) -> bool:
+            pairs = list(zip(one, other, signs, strict=True))
+            return all(s * a <= s * b for a, b, s in pairs) and any(s * a < s * b for a, b, s in pairs)
+
+        want = {p for p in points if not any(beats(q, p) for q in points)}
+        assert set(pareto_front(points, higher)) == want

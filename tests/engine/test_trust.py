@@ -1,0 +1,231 @@
+"""Whether a removal can be trusted, judged before it is made."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.api import planned
+from gradmerge.engine import trust
+from gradmerge.engine.trust import judge, trust_notes
+
+from ..making import SHAPES, near, random_curvature, random_state, read_model, three_models, weight_bytes, write_model
+
+Case = dict[str, Any]
+
+
+@pytest.fixture
+def tame(tmp_path: Path) -> Case:
+    """A removal of two models, all of whose curvature is alike: nothing to warn of."""
+    folders, states = three_models(tmp_path)
+    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
+        random_curvature(seed, state).save(folder / "curvature")
+    return {
+        "method": "removal",
+        "base": str(folders[0]),
+        "models": [{"model": str(f), "weight": 0.5} for f in folders[1:]],
+        "damping": 10.0,
+    }
+
+
+def spoil(case: Case, names: list[str], entries: int = 3, base: float = 0.0, tuned: float = 5.0) -> None:
+    """Set the base's curvature to almost 0 where a tuned model's is not, as too little data does."""
+    for reference, value in ((case["base"], base), (case["models"][0]["model"], tuned)):
+        curvature = gm.Curvature.load(reference)
+        sums = curvature.sum()
+        for name in names:
+            sums[name].view(-1)[:entries] = value
+        gm.Curvature(sums, curvature.examples).save(Path(reference) / "curvature", force=True)
+
+
+def notes_of(case: Case) -> list[str]:
+    with planned(case) as plan:
+        return trust_notes(plan)
+
+
+def flat(states: list[dict[str, Tensor]], names: list[str]) -> list[Tensor]:
+    return [torch.cat([state[name].double().reshape(-1) for name in names]) for state in states]
+
+
+def test_a_removal_within_reach_of_what_fine_tuning_moved_has_no_note(tame: Case, tmp_path: Path) -> None:
+    assert notes_of(tame) == []
+    assert gm.merge(tame, tmp_path / "out").notes == []
+
+
+def test_an_explosion_at_the_default_damping_is_caught_and_named(tame: Case, tmp_path: Path) -> None:
+    """F_0 = 0 and F_t > 0 in three entries of one layer of many: they are multiplied by 5e10."""
+    spoil(tame, ["layers.1.linear.weight"])
+    del tame["damping"]
+    (note,) = gm.merge(tame, tmp_path / "out").notes
+    assert "cannot be trusted" in note
+    assert "layers.1 " in note
+    assert "e+0" in note.partition("times as far as fine-tuning")[0]
+    assert "Raise the damping from 1e-10 to " in note
+    assert "lower the strength" not in note  # 1e-9 of it would be no removal
+    assert "curvature on more data" in note
+
+
+def test_the_damping_that_the_note_names_is_the_least_power_of_ten_that_is_enough(tame: Case) -> None:
+    spoil(tame, ["layers.1.linear.weight"])
+    (note,) = notes_of(tame | {"damping": 1e-10})
+    named = float(note.partition(" to ")[2].partition(",")[0])
+    assert 1e-10 < named < 10
+    assert notes_of(tame | {"damping": named}) == []
+    assert notes_of(tame | {"damping": named / 10})
+
+
+def test_the_amplification_is_that_of_the_merge_itself(tame: Case, tmp_path: Path) -> None:
+    spoil(tame, ["embed.weight"], base=0.01)
+    tame["damping"] = 1e-3
+    gm.merge(tame, tmp_path / "out")
+    states = [read_model(Path(p)) for p in (tame["base"], *(m["model"] for m in tame["models"]), tmp_path / "out")]
+    with planned(tame) as plan:
+        (judged,) = judge(plan, [1e-3])
+    assert judged.looked_at == sum(math.prod(shape) for shape in SHAPES.values())
+    groups = {"embed": ["embed.weight"], "layers.0": [n for n in SHAPES if n.startswith("layers.0")],
+              "layers.1": [n for n in SHAPES if n.startswith("layers.1")], "classifier": ["classifier.weight"]}  # fmt: skip
+    assert judged.groups.keys() == groups.keys()
+    for group, names in [*groups.items(), ("", list(SHAPES))]:
+        base, a, b, merged = flat(states, names)
+        want = (merged - base).norm() / ((a - base).abs() + (b - base).abs()).norm()
+        got = (judged.groups[group] if group else judged.whole).amplification
+        assert got == pytest.approx(want.item(), rel=1e-5)
+
+
+def test_the_bytes_are_the_same_with_and_without_the_judgement(tame: Case, tmp_path: Path, monkeypatch) -> None:
+    spoil(tame, ["embed.weight"])
+    tame["damping"] = 1e-6
+    assert gm.merge(tame, tmp_path / "judged").notes
+    monkeypatch.setattr("gradmerge.api.disk.trust_notes", lambda plan: [])
+    gm.merge(tame, tmp_path / "a" / "judged")
+    assert weight_bytes(tmp_path / "judged") == weight_bytes(tmp_path / "a" / "judged")
+
+
+def test_negation_beyond_the_trusted_length_says_how_much_less_strength_is_enough(tame: Case) -> None:
+    """With the same curvature everywhere removal is negation, and no damping shortens it."""
+    for model in [tame["base"], *(m["model"] for m in tame["models"])]:
+        gm.Curvature({n: torch.zeros_like(t) for n, t in read_model(Path(tame["base"])).items()}, 1).save(
+            Path(model) / "curvature", force=True
+        )
+    tame["models"] = [{"model": tame["models"][0]["model"], "weight": 4.0}]
+    (note,) = notes_of(tame)
+    assert "moves the model 4 times as far" in note
+    assert "No damping up to 100 is enough: lower the strength to 0.5 of what it is, or measure" in note
+    tame["models"][0]["weight"] = 2.0
+    assert notes_of(tame) == []
+    tame["models"][0]["weight"] = -4.0
+    assert notes_of(tame)
+
+
+def test_one_layer_may_go_farther_than_the_whole_but_not_ten_times_as_far(tmp_path: Path) -> None:
+    """A small layer that is multiplied by 20, beside a large one that is not."""
+    shapes = {"layers.0.w": (1000,), "layers.1.w": (1000,)}
+    base = {n: torch.zeros(s) for n, s in shapes.items()}
+    tuned = {"layers.0.w": torch.ones(1000), "layers.1.w": torch.full((1000,), 0.02)}
+    for folder, state in (("base", base), ("a", tuned)):
+        write_model(tmp_path / folder, state)
+    gm.Curvature({n: torch.ones(s) for n, s in shapes.items()}, 1).save(tmp_path / "base" / "curvature")
+    recipe = {"method": "removal", "base": str(tmp_path / "base"), "models": [str(tmp_path / "a")], "damping": 0.0}
+
+    def note(times: float) -> list[str]:
+        curvature = {"layers.0.w": torch.zeros(1000), "layers.1.w": torch.full((1000,), times - 1)}
+        gm.Curvature(curvature, 1).save(tmp_path / "a" / "curvature", force=True)
+        return notes_of(recipe)
+
+    assert note(9.0) == []
+    (text,) = note(20.0)
+    assert "1.08 times as far as fine-tuning did, and layers.1 20 times as far" in text
+    tuned["layers.1.w"] /= 10  # 20 times as far, but only 0.04 of the step's length
+    write_model(tmp_path / "a", tuned)
+    assert note(20.0) == []
+
+
+def test_values_that_are_not_finite_are_left_to_the_merge(tame: Case, tmp_path: Path) -> None:
+    state = read_model(Path(tame["models"][0]["model"]))
+    state["embed.weight"][0, 0] = math.nan
+    tame["models"][0]["model"] = str(write_model(tmp_path / "nan", state))
+    random_curvature(5, state).save(tmp_path / "nan" / "curvature")
+    assert notes_of(tame) == []
+    with pytest.raises(gm.InputError, match=r"embed\.weight has values that are NaN"):
+        gm.merge(tame, tmp_path / "out")
+
+
+def test_other_rules_are_not_judged(tame: Case) -> None:
+    spoil(tame, ["embed.weight"])
+    assert notes_of(tame | {"method": "task-arithmetic", "damping": 1e-10}) == [] == notes_of(
+        tame | {"method": "gradient-matching", "damping": 1e-10}
+    )  # fmt: skip
+
+
+def test_penalty_and_shared_data_are_taken_into_account(tame: Case) -> None:
+    """A penalty of 100 makes the step long; a base that saw the removed data has less curvature left."""
+    assert notes_of(tame | {"base": {"model": tame["base"], "penalty": {"identity": 100.0}}})
+    small = tame | {"damping": 1e-2}
+    with planned(small) as plan, planned(small | {"options": {"base_saw_removed": True}}) as seen:
+        assert judge(seen, [1e-2])[0].whole.amplification > 2 * judge(plan, [1e-2])[0].whole.amplification
+        (note,) = trust_notes(seen)
+    assert "strength" not in note
+
+
+BIG = {"layers.0.w": (1 << 21,), "layers.0.bias": (64,), "layers.1.w": (3, 1 << 19), "layers.1.tiny": (5,)}
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory) -> Case:
+    tmp_path = tmp_path_factory.mktemp("big")
+    base = random_state(0, BIG)
+    for name, state in (("base", base), ("a", near(base, 1))):
+        write_model(tmp_path / name, state)
+        gm.Curvature({n: t.square() for n, t in random_state(len(name), BIG).items()}, 1).save(
+            tmp_path / name / "curvature"
+        )
+    return {"method": "removal", "base": str(tmp_path / "base"), "models": [str(tmp_path / "a")], "damping": 1e-2}
+
+
+def test_a_sample_of_a_large_model_says_about_the_same_as_all_of_it(big: Case, monkeypatch) -> None:
+    total = sum(math.prod(shape) for shape in BIG.values())
+    with planned(big) as plan:
+        monkeypatch.setattr(trust, "SMALL", total)
+        (whole,) = judge(plan, [1e-2])
+        assert whole.looked_at == total
+        monkeypatch.setattr(trust, "SMALL", 1000)
+        monkeypatch.setattr(trust, "RUN", 1000)
+        first, again = judge(plan, [1e-2]), judge(plan, [1e-2])
+    assert first == again
+    (sample,) = first
+    assert total / 70 < sample.looked_at < total / 60
+    assert sample.whole.amplification == pytest.approx(whole.whole.amplification, rel=0.1)
+    for group, step in whole.groups.items():
+        assert sample.groups[group].amplification == pytest.approx(step.amplification, rel=0.15)
+    assert sample.groups["layers.0"].tuning == pytest.approx(whole.groups["layers.0"].tuning, rel=0.1)
+
+
+def test_the_sample_is_bounded_and_has_a_part_of_every_tensor(big: Case, monkeypatch) -> None:
+    total = sum(math.prod(shape) for shape in BIG.values())
+    monkeypatch.setattr(trust, "SMALL", 1000)
+    monkeypatch.setattr(trust, "MOST", 20_000)
+    monkeypatch.setattr(trust, "RUN", 1000)
+    read: list[tuple[str, int, int]] = []
+    real = trust.read_block
+
+    def watched(plan, job, start, stop, *rest):
+        read.append((job.name, start, stop))
+        return real(plan, job, start, stop, *rest)
+
+    monkeypatch.setattr(trust, "read_block", watched)
+    with planned(big) as plan:
+        (judged,) = judge(plan, [1.0])
+    assert {name for name, *_ in read} == BIG.keys()
+    assert sum(stop - start for _, start, stop in read) == judged.looked_at < 20_000 + 1000 < total / 100
+    assert ("layers.0.bias", 0, 64) in read and ("layers.1.tiny", 0, 5) in read
+    places = [start for name, start, _ in read if name == "layers.0.w"]
+    gaps = [after - before for before, after in pairwise(places)]
+    assert max(gaps) - min(gaps) <= 1 and places[0] + 500 == pytest.approx(gaps[0] / 2, abs=1)
+    assert all(0 <= start < stop <= math.prod(BIG[name]) for name, start, stop in read)
