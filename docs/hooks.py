@@ -354,7 +354,42 @@ def bar_text(bar: dict[str, Any]) -> str:
     return f"{bar['name']} {bar['sense']} {bar['bar']:g}: {'met' if bar['passed'] else '**missed**'}"
 
 
+def ranking_results() -> str:
+    """How well predictions ranked merges, from the last `python -m benchmarks.ranking` that was kept."""
+    report = json.loads((RESULTS / "ranking.json").read_text("utf-8"))
+    settings = report["settings"]
+    rows = [(task, f"{v['loss']:.2f}", f"{v['error']:.2f}") for task, v in report["spearman"].items()]
+    weights = [
+        (method, *(f"{picked[how]:g}" for how in ("by accuracy", "by worst predicted", "by summed prediction")))
+        for method, picked in report["best_weight"].items()
+        if len({row["weight"] for row in report["rows"] if row["method"] == method}) > 1
+    ]
+    return (
+        f"`python -m benchmarks.ranking` fine-tunes {settings['encoder']} on {settings['tasks'][0]} and from there on "
+        f"{', '.join(settings['tasks'][1:])} (at most {settings['limit']:,} rows each, one seed), and holds the predictions for "
+        f"{report['merges']} merges of five methods against test data. Spearman's ρ:\n\n"
+        + table(("task", "predicted and true loss", "predicted loss and true error"), rows)
+        + "\n\nThe weight (of TIES: the scale) that each picks from "
+        + ", ".join(f"{w:g}" for w in sorted({row["weight"] for row in report["rows"]}))
+        + ":\n\n"
+        + table(("method", "by mean accuracy", "by the worst prediction", "by the sum of predictions"), weights)
+    )
+
+
+def diagnose_results() -> str:
+    """What diagnosing costs beside merging, from the last `python -m benchmarks.diagnose` that was kept."""
+    report = json.loads((RESULTS / "diagnose.json").read_text("utf-8"))
+    median = report["median_s"]
+    return (
+        f"`gradmerge diagnose` on a recipe of {report['tasks']} tasks and models of 1.1 B parameters took "
+        f"{median['diagnose']:.1f} s, {report['ratio']:.1f} times as long as merging it ({median['merge']:.1f} s; "
+        "`python -m benchmarks.diagnose`, medians)."
+    )
+
+
 GENERATED = {
+    "ranking": ranking_results,
+    "diagnose": diagnose_results,
     "recipe": recipe_reference,
     "methods": methods_reference,
     "cli": cli_reference,

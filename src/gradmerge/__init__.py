@@ -8,6 +8,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .api import MergeResult, evaluate, merge, merge_state_dicts
+    from .api.diagnosing import write_diagnosis
     from .api.measuring import measure_curvature
     from .api.posterior import sample_posterior
     from .api.previewing import preview, suggest_weights
@@ -36,6 +37,7 @@ _WHERE = {
     "preview": "api.previewing",
     "suggest_weights": "api.previewing",
     "sample_posterior": "api.posterior",
+    "write_diagnosis": "api.diagnosing",
     "GradmergeError": "errors",
     "InputError": "errors",
     "MachineError": "errors",
@@ -70,6 +72,7 @@ __all__ = [
     "removal_full",
     "sample_posterior",
     "suggest_weights",
+    "write_diagnosis",
 ]
 
 

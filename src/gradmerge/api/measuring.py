@@ -100,7 +100,6 @@ def measure_curvature(
                 device=loaded.device,
                 each_batch=progress.advance if progress is not None else None,
             )
-            result.model = model
         else:
             request = {
                 "model": _identity(model), "source": _identity(source), "task": loaded.task, "likelihood": likelihood,
@@ -109,7 +108,7 @@ def measure_curvature(
             }  # fmt: skip
             start = saved.read(request) if resume else None
             result = _measure(loaded, likelihood, seed, batch_size, start, saved, request, progress)
-            result.model = model
+        result.model = _public_name(model)
         saved.clear_rest()
         if isinstance(result, Curvature):
             result.write(staging.folder, precision, shard_size)
@@ -233,6 +232,11 @@ def _identity(reference: str | None) -> Any:
     path = Path(reference)
     files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
     return [reference, [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files]]
+
+
+def _public_name(model: str) -> str:
+    """What the file says it was measured on: the name of a folder without the path to it, as files are published."""
+    return Path(model).resolve().name if Path(model).exists() else model
 
 
 def _subtract(loaded: LoadedTask, base: str, dtype: str, attn: str | None) -> list[str]:

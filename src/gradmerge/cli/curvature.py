@@ -75,7 +75,7 @@ def show(
             print_json(facts)
             return
         typer.echo(
-            f"{path}: {facts['kind']} curvature, sum over {file.examples} examples, likelihood {file.likelihood or 'not stated'}, "
+            f"{path}: {_what(file)}, sum over {file.examples} examples, "
             f"measured on {facts['model'] or 'a model that is not named'}, stored as {file.precision}"
         )
         rows = [
@@ -92,3 +92,9 @@ def show(
         print_table(["group", "entries", "sum", "mean per entry", "zeros", "max"], rows, right=(1, 2, 3, 4, 5))
         if not quiet:
             typer.echo("Sums over examples; divide by the number of examples for `reduction: mean`.")
+
+
+def _what(file: Any) -> str:
+    if file.kind == "gram":
+        return "Gram matrices XᵀX of linear layers' inputs"
+    return f"{file.kind} curvature, likelihood {file.likelihood or 'not stated'}"

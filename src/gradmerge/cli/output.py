@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 AllowPickle = Annotated[
     bool,
@@ -36,6 +37,9 @@ def guarded(debug: bool, as_json: bool = False) -> Iterator[None]:
         yield
     except (typer.Exit, typer.Abort):
         raise
+    except BrokenPipeError:  # whoever reads the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
     except BaseException as error:
         if debug:
             traceback.print_exc()

@@ -137,7 +137,7 @@ def doubts(facts: Facts) -> list[str]:
         notes.append(
             f"{facts.accumulated} batches were accumulated a step. Where the Trainer added their mean losses instead of "
             f"averaging them (BERT in transformers 5 is such a case), the curvature is {facts.accumulated}² times too large: "
-            f"gm.Curvature.scale(1 / {facts.accumulated}**2) puts it right"
+            f"gm.Curvature.load(OUT).scale(1 / {facts.accumulated}**2) puts it right"
         )
     return notes
 

@@ -99,7 +99,8 @@ def _open_curvature(source: CurvatureSource | None, model: Checkpoint, key: str,
         if inside is None:
             raise InputError(
                 f"{key}: {recipe.method} needs the curvature of {model.label}, the recipe names none, and the model folder has no "
-                "curvature/ folder. Give a curvature folder or file, or {identity: 1.0} for the same number everywhere."
+                "curvature/ folder. Measure it with `gradmerge curvature estimate`, name a curvature folder or file, or give "
+                "{identity: 1.0} in a recipe (identity:1.0 on the command line) for the same number everywhere."
             )
         file = open_curvature(str(inside), relative_to=Path())
         file.label = f"{model.label}/{inside.name}"

@@ -116,11 +116,14 @@ def _interference_words(found: Diagnosis, tuned: list[str]) -> list[str]:
 
 
 def _advice(found: Diagnosis) -> str:
-    best = min(found.candidates, key=found.prediction.worst)
-    worst = max(found.prediction.tasks, key=lambda task: relative(found, found.own, task) or 0.0)
-    if best != found.own and found.prediction.worst(best) < 0.9 * found.prediction.worst(found.own):
+    def worst(candidate: str) -> float:
+        return max(relative(found, candidate, task) or 0.0 for task in found.prediction.tasks)
+
+    best = min(found.candidates, key=worst)
+    if best != found.own and worst(best) < 0.9 * worst(found.own):
         return f"To try: {best}, whose worst task is predicted to lose less (`gradmerge preview` sweeps the weights)."
-    if worst == BASE:
+    costly = max(found.prediction.tasks, key=lambda task: relative(found, found.own, task) or 0.0)
+    if costly == BASE:
         return "To try: smaller weights, since the base's own data is predicted to lose most (`gradmerge preview --suggest`)."
     return "To try: `gradmerge preview` over the weights, with a few labelled rows of each task."
 

@@ -305,6 +305,7 @@ def _with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingI
         raise InputError(
             f"{reference}: the adapter cannot be put on its base {info.base_folder}: {_first_line(error)}"
         ) from error
+    merged.requires_grad_(True)  # an adapter freezes its base, but the merged weights are a model like any other
     replaced = tuple(f"{name}." for name in brought)
     info.missing_keys = [key for key in info.missing_keys if not key.startswith(replaced)]
     info.other_shapes = {key: shapes for key, shapes in info.other_shapes.items() if not key.startswith(replaced)}
