@@ -78,7 +78,7 @@ def measure_merges(args: argparse.Namespace, names: list[str]) -> list[dict[str,
             row: dict[str, Any] = {
                 "merge": candidate.name,
                 "method": candidate.method,
-                "weight": (candidate.weights or [1.0])[0],
+                "weight": float(candidate.name.split()[-1]),
             }
             for name, task in data.items():
                 metrics = task.evaluate(task.model_with(state))
