@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the fused kernel is written in Triton, whi
 if not torch.cuda.is_available():
     pytest.skip("the fused kernel runs on CUDA only", allow_module_level=True)
 
-from gradmerge.curvature.triton_kernels import add_outer_fused  # noqa: E402
+from gradmerge.curvature.triton_kernels import add_outer_fused
 
 SHAPES = [
     (5, 7, 33, 50),
