@@ -6,6 +6,7 @@ from typing import Any
 
 from ..diagnose.diagnosis import Diagnosis
 from ..diagnose.predict import BASE
+from ..diagnose.scores import headline, higher_is_better, loss_of
 from .charts import BarChart, HeatMap, ScatterChart, Series
 from .page import Page, Section, Table
 
@@ -17,8 +18,6 @@ TRUST = (
     "Spearman's ρ of 0.4 to 0.5 on average (0.9 on one task, 0 on another) and hardly ranked accuracy. They are good at telling "
     "which layers cost most. A handful of labelled rows (`--data NAME=SRC`) overrides them."
 )
-_LOWER_IS_BETTER = ("loss_per_example", "perplexity", "loss_per_token", "mse")
-_HEADLINES = ("accuracy", "micro_f1", "r2", "perplexity", "loss_per_example")
 
 
 def reference_of(found: Diagnosis) -> str:
@@ -36,12 +35,6 @@ def rank(found: Diagnosis, candidate: str, task: str) -> int:
     """1 for the candidate that is predicted to cost a task least."""
     own = found.prediction.excess(candidate, task)
     return 1 + sum(found.prediction.excess(other, task) < own for other in found.candidates)
-
-
-def headline(metrics: dict[str, Any]) -> tuple[str, float | None]:
-    """The one number of a task's metrics to show first."""
-    name = next((n for n in _HEADLINES if n in metrics), "loss_per_example")
-    return name, metrics.get(name)
 
 
 def costliest(found: Diagnosis, count: int = 5) -> list[tuple[str, float]]:
@@ -91,8 +84,8 @@ def _predicted_words(found: Diagnosis) -> list[str]:
 def _measured_words(found: Diagnosis) -> list[str]:
     words = []
     for task, metrics in found.metrics[found.own].items():
-        name, merged = headline(metrics)
-        _, tuned = headline(found.metrics["tuned"][task])
+        name = headline(metrics)
+        merged, tuned = metrics[name], found.metrics["tuned"][task].get(name)
         if merged is None or tuned is None:
             continue
         words.append(
@@ -233,7 +226,7 @@ def _interference_section(found: Diagnosis) -> Section:
 def _metrics_section(found: Diagnosis) -> Section:
     models = [BASE, "tuned", *found.candidates, *(["target"] if "target" in found.metrics else [])]
     tasks = list(found.examples)
-    names = {task: headline(found.metrics[found.own][task])[0] for task in tasks}
+    names = {task: headline(found.metrics[found.own][task]) for task in tasks}
     rows: list[list[Any]] = []
     for model in models:
         row: list[Any] = [model]
@@ -246,7 +239,9 @@ def _metrics_section(found: Diagnosis) -> Section:
         columns += [f"{task}, {names[task].replace('_', ' ')}", f"{task}, loss per example, nats"]
     bars = {m: [found.metrics[m][t].get(names[t]) for t in tasks] for m in models}
     kinds = sorted(set(names.values()))
-    label = " / ".join(kinds).replace("_", " ") + (", lower is better" if set(kinds) <= set(_LOWER_IS_BETTER) else "")
+    label = " / ".join(kinds).replace("_", " ") + (
+        ", lower is better" if not any(higher_is_better(kind) for kind in kinds) else ""
+    )
     return Section(
         "What data says",
         "Measured on " + ", ".join(f"{task}: {count} examples" for task, count in found.examples.items()) + ".",
@@ -307,4 +302,4 @@ def _has_accuracy(found: Diagnosis) -> bool:
 def _gap(metrics: dict[str, Any], goal: dict[str, Any]) -> float | None:
     if "accuracy" in metrics and "accuracy" in goal:
         return 100 * float(goal["accuracy"] - metrics["accuracy"])
-    return float(metrics["loss_per_example"] - goal["loss_per_example"])
+    return loss_of(metrics) - loss_of(goal)
