@@ -59,8 +59,9 @@ def test_the_note_is_in_json_in_the_record_and_in_a_dry_run(models: list[Path], 
     assert not list(tmp_path.glob("*partial*"))
 
 
-def test_quiet_says_nothing_of_it(models: list[Path], tmp_path: Path) -> None:
-    assert remove("--base", models[0], "--model", models[1], "-o", tmp_path / "out", "--quiet") == ("", "")
+def test_quiet_does_not_hide_it(models: list[Path], tmp_path: Path) -> None:
+    shown, noted = remove("--base", models[0], "--model", models[1], "-o", tmp_path / "out", "--quiet")
+    assert shown == "" and "cannot be trusted" in noted
 
 
 def test_negation_is_not_judged(models: list[Path], tmp_path: Path) -> None:

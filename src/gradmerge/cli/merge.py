@@ -211,8 +211,10 @@ def _run(
             }
         )
         return
+    from ..engine.trust import UNTRUSTED
+
     for text in result.notes:
-        note(text, quiet)
+        note(text, quiet and not text.startswith(UNTRUSTED))
     if quiet:
         return
     if result.already_done:

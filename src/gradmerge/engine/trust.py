@@ -28,6 +28,7 @@ WHOLE = 2.0
 GROUP = 10.0
 #: A group counts if it holds this share of the squared step: with less, its part of the step is below a tenth of the whole's length.
 NOTICEABLE = 0.01
+UNTRUSTED = "this removal cannot be trusted"
 #: Dampings that are tried for a better one.
 DAMPINGS = tuple(float(f"1e{power}") for power in range(-10, 3))
 #: A model of up to so many entries is looked at whole.
@@ -46,15 +47,26 @@ class Step:
     """Σ (θ̂ − θ_0)²"""
     tuning: float = 0.0
     """Σ (Σ_t |Δ_t|)²"""
+    felt_step: float = 0.0
+    """Σ F (θ̂ − θ_0)² with F = Σ_t F_t: the same where the removed data care."""
+    felt_tuning: float = 0.0
+    """Σ F (Σ_t |Δ_t|)²"""
 
     def add(self, other: Step, times: float = 1.0) -> None:
         self.step += other.step * times
         self.tuning += other.tuning * times
+        self.felt_step += other.felt_step * times
+        self.felt_tuning += other.felt_tuning * times
 
     @property
     def amplification(self) -> float:
         """‖θ̂ − θ_0‖ / ‖Σ |Δ_t|‖; 0 where nothing moves."""
         return math.sqrt(self.step / self.tuning) if self.tuning else 0.0
+
+    @property
+    def felt(self) -> float:
+        """The same in the norm of the removed tasks' curvature: most entries hardly matter, and those that do move most."""
+        return math.sqrt(self.felt_step / self.felt_tuning) if self.felt_tuning else 0.0
 
 
 @dataclass
@@ -85,7 +97,8 @@ class Judgement:
         """How many times the step is longer than what is trusted, in all or in a group: fine up to 1."""
         if not self.groups or not math.isfinite(self.whole.step):
             return 0.0  # values that are not finite are found and named by the merge
-        return max(self.whole.amplification / WHOLE, self.groups[self.worst].amplification / GROUP)
+        whole = max(self.whole.amplification, self.whole.felt)
+        return max(whole / WHOLE, self.groups[self.worst].amplification / GROUP)
 
 
 def trust_notes(plan: Plan) -> list[str]:
@@ -99,9 +112,10 @@ def trust_notes(plan: Plan) -> list[str]:
     part = "all" if judged.looked_at >= total else f"{count(judged.looked_at)} of {count(total)}"
     worst = judged.groups[judged.worst].amplification
     return [
-        f"this removal cannot be trusted. It moves the model {judged.whole.amplification:.3g} times as far as fine-tuning did, and "
-        f"{judged.worst} {worst:.3g} times as far (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on {part} entries); the quadratic model behind it is "
-        f"not trusted beyond {WHOLE:g} times, or {GROUP:g} times in a layer. {_advice(plan, judged)}"
+        f"{UNTRUSTED}. It moves the model {judged.whole.amplification:.3g} times as far as fine-tuning did, "
+        f"{judged.whole.felt:.3g} times where the removed data care (in the norm of their curvature), and {judged.worst} {worst:.3g} "
+        f"times (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on {part} entries); the quadratic model behind it is not trusted beyond {WHOLE:g} times, or "
+        f"{GROUP:g} times in a layer. {_advice(plan, judged)}"
     ]
 
 
@@ -114,7 +128,10 @@ def _advice(plan: Plan, judged: Judgement) -> str:
         rest = f"lower the strength to {1 / judged.excess:.2g} of what it is, or {rest}"
     if enough is None:
         return f"No damping up to {DAMPINGS[-1]:g} is enough: {rest}"
-    return f"Raise the damping from {judged.damping:g} to {enough:g}, the least power of ten that is enough; or {rest}"
+    return (
+        f"Raise the damping from {judged.damping:g} to {enough:g}, the least power of ten that is enough for that, or {rest} "
+        "Either way, evaluate the result on data that stays."
+    )
 
 
 def judge(plan: Plan, dampings: Sequence[float]) -> list[Judgement]:
@@ -160,7 +177,9 @@ def _steps(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, dampin
     }
     base, tuned = wide["base"], wide["tuned"]
     moved = sum((model - base).abs_() for model in tuned)
-    tuning = float(moved.square().sum())
+    squares, curvature = moved.square(), sum(wide["curvature"])
+    tuning, felt = float(squares.sum()), float((squares * curvature).sum())
     for damping in dampings:
         arguments = rule_arguments(plan.rule, plan, wide) | {"damping": damping}
-        yield Step(float((plan.rule(**arguments) - base).square_().sum()), tuning)
+        step = (plan.rule(**arguments) - base).square_()
+        yield Step(float(step.sum()), tuning, float((step * curvature).sum()), felt)
