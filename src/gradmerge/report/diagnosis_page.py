@@ -103,6 +103,8 @@ def _interference_words(found: Diagnosis, tuned: list[str]) -> list[str]:
         return [
             f"{b} and {a} pull apart on {100 * worst.share:.0f} % of what they both care about: expect a trade-off between them."
         ]
+    if worst.share < 0.005:
+        return ["Where two tasks care about the same entries, they move them in the same direction."]
     return [
         f"No two tasks pull apart on more than {100 * worst.share:.0f} % of what they both care about (chance gives 50 %)."
     ]
