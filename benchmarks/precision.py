@@ -40,6 +40,7 @@ def main() -> None:
         accuracy[f"tuned on {name}"] = evaluate(args, args.work / name, names)
     result = {
         "command": "python -m benchmarks.precision",
+        "note": "of every set, as many rows as were at hand up to the limit",
         "machine": {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu", "torch": torch.__version__},
         "settings": {"encoder": Path(args.encoder).name, "tasks": names, "epochs": args.epochs, "limit": args.limit, "seed": args.seed},
         "curvature_bytes_of_a_model": sizes,

@@ -316,7 +316,7 @@ def precision_results() -> str:
         + table(("precision", "bytes of one model's curvature", "of float32"), bytes_of)
         + f"\n\nLargest change of an accuracy against float32: {worst}. Measured on an {machine['device']} with torch "
         f"{machine['torch']}, {settings['epochs']} epochs of fine-tuning, at most {settings['limit']:,} rows of each set, "
-        f"seed {settings['seed']} (`benchmarks/results/precision.json`)."
+        f"seed {settings['seed']} (`benchmarks/results/precision.json`); {report['note']}."
     )
 
 

@@ -11,6 +11,7 @@ The loss ℓ of an example is its negative log-likelihood, up to a constant:
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -27,26 +28,26 @@ Uniform = Callable[[int, int], Tensor]
 """(row of the batch, n) → n numbers in [0, 1) that belong to that example."""
 
 
-class Output:
+class Output(ABC):
     """How logits and labels of a batch give each example's loss."""
 
     name: str
 
+    @abstractmethod
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """ℓ_i, one number an example."""
-        raise NotImplementedError
 
+    @abstractmethod
     def draw(self, logits: Tensor, labels: Tensor, uniform: Uniform) -> Tensor:
         """Labels drawn from the model, in the place of the data's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def factors(self, logits: Tensor) -> Iterator[Tensor]:
         """Vectors s_k(i) on the logits with E_y[∇_z ℓ ∇_z ℓᵀ] = Σ_k s_k s_kᵀ: one backward pass each gives the exact Fisher."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
         """Raise with the row and the reason if the labels do not fit the logits."""
-        raise NotImplementedError
 
 
 class Classes(Output):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 import torch
@@ -33,15 +34,16 @@ MEANINGS: Mapping[str, str] = {
 }
 
 
-class Metrics:
+class Metrics(ABC):
     """What is summed up over batches, and the numbers made of it."""
 
+    @abstractmethod
     def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
         """Take in a batch: what the model says, what is right, and the loss of each example."""
-        raise NotImplementedError
 
+    @abstractmethod
     def numbers(self) -> dict[str, Number]:
-        raise NotImplementedError
+        """The numbers of everything that was taken in."""
 
 
 class ClassMetrics(Metrics):
