@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "recipe": {"rules"},
     "engine": {"rules", "storage", "curvature", "checkpoints", "recipe"},
     "tasks": {"rules", "storage", "curvature", "checkpoints"},
+    "training": {"rules", "storage", "curvature", "checkpoints", "tasks"},
     "diagnose": {"rules", "storage", "curvature", "checkpoints", "recipe", "engine", "tasks"},
     "report": {"rules", "storage", "curvature", "checkpoints", "recipe", "engine", "tasks", "diagnose"},
 }

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .errors import GradmergeError, InputError, MachineError
     from .recipe import Recipe, load_recipe
     from .rules import RULES, gradient_matching_full, removal_full
+    from .training.callback import CurvatureCallback
+    from .training.prior_adamw import PriorAdamW
+    from .training.prior_trainer import PriorTrainer
 
 # Where each name comes from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
 _WHERE = {
@@ -46,16 +49,22 @@ _WHERE = {
     "RULES": "rules",
     "gradient_matching_full": "rules",
     "removal_full": "rules",
+    "CurvatureCallback": "training.callback",
+    "PriorAdamW": "training.prior_adamw",
+    "PriorTrainer": "training.prior_trainer",
 }
 
 __all__ = [
     "RULES",
     "Curvature",
+    "CurvatureCallback",
     "GradmergeError",
     "Gram",
     "InputError",
     "MachineError",
     "MergeResult",
+    "PriorAdamW",
+    "PriorTrainer",
     "Recipe",
     "__version__",
     "estimate_curvature",
