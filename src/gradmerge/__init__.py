@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .errors import GradmergeError, InputError, MachineError
     from .recipe import Recipe, load_recipe
     from .rules import RULES, gradient_matching_full, removal_full
+    from .tasks.sources import read_rows
     from .training.callback import CurvatureCallback
     from .training.prior_adamw import PriorAdamW
     from .training.prior_trainer import PriorTrainer
@@ -49,6 +50,7 @@ _WHERE = {
     "RULES": "rules",
     "gradient_matching_full": "rules",
     "removal_full": "rules",
+    "read_rows": "tasks.sources",
     "CurvatureCallback": "training.callback",
     "PriorAdamW": "training.prior_adamw",
     "PriorTrainer": "training.prior_trainer",
@@ -78,6 +80,7 @@ __all__ = [
     "merge_state_dicts",
     "open_checkpoint",
     "preview",
+    "read_rows",
     "removal_full",
     "sample_posterior",
     "suggest_weights",

@@ -1,0 +1,1 @@
+"""What the experiments share: stages that are kept, fine-tuning, tables and figures."""

@@ -1,0 +1,115 @@
+"""Fine-tuning with transformers' Trainer, as the experiments do it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+import gradmerge as gm
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is fine-tuned."""
+
+    learning_rate: float
+    epochs: float
+    batch_size: int
+    warmup_steps: int = 0
+    schedule: str = "linear"
+    clip: float = 1.0
+    """Largest norm of a step's gradient; 0 is no limit."""
+    weight_decay: float = 0.0
+    strength: float = 0.0
+    """Of the quadratic penalty towards the start, for the mean loss; 0 is plain AdamW."""
+    accumulate: int = 1
+    """Batches that make one step: ``batch_size`` is that of a single one."""
+    save_every: int = 0
+    """Steps between checkpoints from which an interrupted training goes on; 0 keeps none."""
+
+
+class Rows(Dataset[Mapping[str, Any]]):
+    """Examples in memory, ready for the collator."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: int) -> Mapping[str, Any]:
+        return self._rows[place]
+
+
+def fine_tune(
+    model: torch.nn.Module,
+    rows: Sequence[Mapping[str, Any]],
+    collate: Callable[[list[Any]], dict[str, Any]],
+    folder: Path,
+    training: Training,
+    *,
+    seed: int,
+    device: str,
+    prior: Any = "identity",
+) -> dict[str, Any]:
+    """Train a model in place on prepared examples; what it took, and the mean loss of the last tenth of the steps.
+
+    ``folder`` takes the checkpoints of an interrupted training, which goes on from the last of them, and has none at the end.
+    ``prior`` is the H_0 of the penalty (see ``gm.PriorAdamW``) where ``training.strength`` is not 0.
+    """
+    scratch = folder / "trainer"
+    # 32 bits on a CPU, bfloat16 arithmetic on a GPU that has it; weights and Adam's state are float32 always.
+    half = device.startswith("cuda") and torch.cuda.is_bf16_supported()
+    arguments = TrainingArguments(
+        output_dir=str(scratch),
+        learning_rate=training.learning_rate,
+        num_train_epochs=training.epochs,
+        per_device_train_batch_size=training.batch_size,
+        gradient_accumulation_steps=training.accumulate,
+        warmup_steps=training.warmup_steps,
+        lr_scheduler_type=training.schedule,
+        max_grad_norm=training.clip,
+        weight_decay=training.weight_decay,
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        seed=seed,
+        data_seed=seed,
+        bf16=half,
+        use_cpu=device == "cpu",
+        save_strategy="steps" if training.save_every else "no",
+        save_steps=training.save_every or 500,
+        save_total_limit=1,
+        logging_steps=10,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+    )
+    common = {"model": model, "args": arguments, "train_dataset": Rows(rows), "data_collator": collate}
+    if training.strength:
+        trainer: Trainer = gm.PriorTrainer(**common, prior=prior, strength=training.strength)
+    else:
+        trainer = Trainer(**common)
+    trainer.callback_handler.callbacks = [
+        c for c in trainer.callback_handler.callbacks if "Print" not in type(c).__name__
+    ]
+    resumed = get_last_checkpoint(str(scratch)) if scratch.is_dir() else None
+    found = trainer.train(resume_from_checkpoint=resumed)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    shutil.rmtree(scratch, ignore_errors=True)
+    last = losses[-max(1, len(losses) // 10) :]
+    return {
+        "examples": len(rows),
+        "steps": trainer.state.global_step,
+        "seconds": found.metrics["train_runtime"],
+        "last_loss": sum(last) / len(last) if last else None,
+    }
