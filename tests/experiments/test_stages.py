@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from experiments.common.results import markdown, over_seeds, shown
 from experiments.common.stages import Stages
 
