@@ -38,8 +38,8 @@ from .stored_names import stored_shapes, stored_tensors
 from .trainer_facts import doubts, examples_and_batch, read_facts
 
 STATE = "optimizer.pt"
-#: What the state of a parameter may hold when `exp_avg_sq` means what it does in Adam.
-_ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "mu_product"}
+#: What the state of a parameter may hold when `exp_avg_sq` means what it does in Adam; the last two are PriorAdamW's.
+_ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "mu_product", "anchor", "prior"}
 #: Other optimizers, by a key of a parameter's state.
 _OTHERS = {
     "exp_avg_sq_row": "Adafactor (it keeps sums over rows and columns only)",
@@ -145,7 +145,7 @@ def read_optimizer(
         model = empty_model(folder)
         notes += _version_note(model)
     if state.kind == "adam":
-        notes += _token_note(model)
+        notes += token_note(model)
     if frozen and state.has_names:
         notes.append("--frozen is not used: the optimizer names its parameters")
     try:
@@ -223,18 +223,22 @@ def _adam(path: Path, groups: list[dict[str, Any]], states: Mapping[Any, Any]) -
             "Only Adam, AdamW (PyTorch's) and IVON are known to leave a diagonal curvature. Measure it: gradmerge "
             "curvature estimate."
         )
-    notes = []
+    return OptimizerState("adam", [_adam_group(group, states) for group in groups], notes=decay_note(groups))
+
+
+def decay_note(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whether the weight decay is part of the gradients that Adam saw."""
     # Without the key, the state is of a PyTorch that did not write which of the two it was.
     if any(float(g.get("weight_decay", 0)) > 0 and g.get("decoupled_weight_decay") is False for g in groups):
-        notes.append(
+        return [
             "the optimizer is Adam with weight decay in the gradient (not AdamW): its second moments, and so this "
             "curvature, hold the weight decay too"
-        )
-    return OptimizerState("adam", [_adam_group(group, states) for group in groups], notes=notes)
+        ]
+    return []
 
 
 def _adam_group(group: Mapping[str, Any], states: Mapping[Any, Any]) -> Group:
-    moments = [_corrected(states.get(number), float(group["betas"][1])) for number in group["params"]]
+    moments = [second_moment(states.get(number), float(group["betas"][1])) for number in group["params"]]
 
     def values(_: Sequence[Shape], factor: float) -> list[Tensor | None]:
         return [None if m is None else m[0].float().mul(m[1] * factor) for m in moments]
@@ -242,9 +246,9 @@ def _adam_group(group: Mapping[str, Any], states: Mapping[Any, Any]) -> Group:
     return Group([None if m is None else tuple(m[0].shape) for m in moments], _told_names(group), values)
 
 
-def _corrected(state: Mapping[str, Any] | None, beta: float) -> tuple[Tensor, float] | None:
+def second_moment(state: Mapping[str, Any] | None, beta: float) -> tuple[Tensor, float] | None:
     """exp_avg_sq, and 1 / (1 − β₂^step)."""
-    steps = float(state["step"]) if state else 0.0
+    steps = float(state.get("step", 0)) if state else 0.0  # PriorAdamW holds anchors before the first step
     if not state or steps < 1:
         return None
     squares = state["exp_avg_sq"]
@@ -359,7 +363,8 @@ def _ivon_examples(folder: Path, state: OptimizerState, examples: int | None, no
     return examples
 
 
-def _token_note(model: nn.Module) -> list[str]:
+def token_note(model: nn.Module) -> list[str]:
+    """What the mean over tokens in the loss of a language model does to Adam's second moments."""
     if not re.search(r"(CausalLM|LMHeadModel|ConditionalGeneration|MaskedLM)$", type(model).__name__):
         return []
     return [

@@ -1,0 +1,121 @@
+"""Measuring curvature in the middle of training, which goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..curvature.curvature import Curvature
+from ..curvature.estimate import estimate_curvature
+from ..errors import InputError
+from .subject import Subject
+
+#: What the Trainer gives to a model besides the batch.
+_NOT_INPUTS = ("num_items_in_batch", "return_dict")
+
+
+def sums_of(
+    subject: Subject, batches: Iterable[Mapping[str, Any]], likelihood: str, seed: int, first: int, quiet: bool = False
+) -> tuple[dict[str, Tensor], int]:
+    """Σ_i [∇ℓ_i]² over the examples of some batches by names in memory, and the number of examples.
+
+    ``first`` is the place of the first example in the data, which labels that are drawn depend on. Gradients, modes, hooks and
+    the states of random numbers are left as they were.
+    """
+    start = None
+    if likelihood == "sampled" and first:
+        nothing = {n: torch.zeros((), device=p.device).expand(p.shape) for n, p in subject.parameters.items()}
+        start = Curvature(nothing, first, likelihood)
+    with random_states_kept(subject.device), _running_statistics(subject.model), subject.chosen(), _quiet(quiet):
+        found = estimate_curvature(
+            subject.model, map(_checked, batches), likelihood, seed=seed, device=subject.device, start=start
+        )
+    return found.sum(), found.examples - (start.examples if start is not None else 0)
+
+
+def _checked(batch: Mapping[str, Any]) -> dict[str, Any]:
+    inputs = {name: value for name, value in batch.items() if name not in _NOT_INPUTS}
+    check_labels(inputs)
+    return inputs
+
+
+def check_labels(inputs: Mapping[str, Any]) -> None:
+    """Raise if a batch has no labels for the model's own loss."""
+    if not isinstance(inputs.get("labels"), Tensor):
+        raise InputError(
+            f"CurvatureCallback: the model is given {', '.join(inputs)} and no 'labels', so that the loss of an example is not "
+            "known. Name the column of labels `labels`; label smoothing and compute_loss_func keep the labels from the model, "
+            "and their loss is another one than the log-likelihood that curvature is of (source='adam' takes it as it is)."
+        )
+
+
+@contextlib.contextmanager
+def random_states_kept(device: torch.device) -> Iterator[None]:
+    """Random numbers afterwards are those that would have come without what is done inside."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [] if device.type == "cpu" else [device]
+    kind = "cuda" if device.type == "cpu" else device.type
+    try:
+        with torch.random.fork_rng(devices, device_type=kind):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def _running_statistics(model: nn.Module) -> Iterator[None]:
+    """Batch normalisation by its running statistics: by the batch's, no example would have a gradient of its own."""
+    trained = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+@contextlib.contextmanager
+def _quiet(quiet: bool) -> Iterator[None]:
+    """Without the word about layers that are measured slowly, which one measurement has given already."""
+    logger = logging.getLogger("gradmerge.curvature.estimate")
+
+    def silence(_: logging.LogRecord) -> bool:
+        return False
+
+    if quiet:
+        logger.addFilter(silence)
+    try:
+        yield
+    finally:
+        logger.removeFilter(silence)
+
+
+class BatchWatch:
+    """Remembers what a model in training mode is called with, while it is told to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.batches: list[dict[str, Any]] = []
+        self.listening = False
+        self._handle = model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.listening and model.training and torch.is_grad_enabled():
+            self.batches.append(dict(kwargs))
+
+    def taken(self) -> list[dict[str, Any]]:
+        """The batches since the last call; and no more of them until it listens again."""
+        batches, self.batches, self.listening = self.batches, [], False
+        return batches
+
+    def remove(self) -> None:
+        self._handle.remove()
+        self.taken()

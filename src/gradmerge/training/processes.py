@@ -1,0 +1,41 @@
+"""Sums over the processes of a data-parallel run; with one process, nothing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank_and_number() -> tuple[int, int]:
+    """This process's number, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+
+
+def add_up(tensors: Iterable[Tensor]) -> None:
+    """Replace each tensor by its sum over the processes, which must all give the same shapes in the same order."""
+    if is_distributed():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+
+def numbers_of_all(number: int, device: torch.device) -> list[int]:
+    """What every process says, in the order of the processes."""
+    if not is_distributed():
+        return [number]
+    own = torch.tensor([number], device=device)
+    found = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [int(value) for value in found]
+
+
+def share(number: int) -> range:
+    """This process's part of so many rows: one stretch of them, so that the order of all rows is that of the processes."""
+    rank, processes = rank_and_number()
+    return range(number * rank // processes, number * (rank + 1) // processes)

@@ -1,0 +1,139 @@
+"""Tiny models trained by a real Trainer with a CurvatureCallback, and what the callback should have found, by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers.utils import logging
+
+import gradmerge as gm
+
+from ..checkpoints.families import make
+from ..curvature import slow
+
+Batch = dict[str, Tensor]
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "num_train_epochs": 2,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.0,
+    "adam_beta2": 0.9,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+
+
+def bert(dropout: float = 0.0, **changes: Any) -> Any:
+    return make("bert", hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **changes)
+
+
+def sentences(number: int, seed: int = 0, classes: int = 3) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(5, 60, (number, 6), generator=generator)
+    return [{"input_ids": t, "labels": torch.tensor(i % classes)} for i, t in enumerate(tokens)]
+
+
+def texts(number: int, seed: int = 0) -> list[Batch]:
+    """For a language model; some tokens at the beginning do not count, not equally many in all."""
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"].clone()} for row in sentences(number, seed)]
+    for place, row in enumerate(rows):
+        row["labels"][: place % 4] = slow.MASKED
+    return rows
+
+
+class Watch(TrainerCallback):
+    """The weights before every optimizer step."""
+
+    def __init__(self) -> None:
+        self.weights: list[dict[str, Tensor]] = []
+
+    def on_step_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        self.weights.append({name: value.detach().clone() for name, value in model.state_dict().items()})
+
+
+def trainer_for(
+    folder: Path,
+    model: Any,
+    data: Any,
+    callback: TrainerCallback | None,
+    *more: TrainerCallback,
+    batches: list[Batch] | None = None,
+    **changes: Any,
+) -> Trainer:
+    """A Trainer; the batches that it makes go into ``batches``, in their order."""
+    logging.set_verbosity_error()
+
+    def collate(items: list[Batch]) -> Batch:
+        batch = default_data_collator(items)
+        if batches is not None:
+            batches.append(batch)
+        return batch
+
+    own = {
+        name: value for name, value in changes.items() if name in ("optimizers", "compute_loss_func", "eval_dataset")
+    }
+    settings = SETTINGS | {name: value for name, value in changes.items() if name not in own}
+    callbacks = [*([callback] if callback is not None else []), *more]
+    return Trainer(
+        model,
+        TrainingArguments(output_dir=str(folder), **settings),
+        train_dataset=data,
+        data_collator=collate,
+        callbacks=callbacks,
+        **own,
+    )
+
+
+def rows_of(batch: Batch) -> list[Batch]:
+    return [{name: value[row] for name, value in batch.items()} for row in range(len(batch["labels"]))]
+
+
+def squares(model: nn.Module, rows: Sequence[Batch], output: str = "classes") -> dict[str, Tensor]:
+    """Σ_i [∇ℓ_i]² in float64, example by example."""
+    exact = copy.deepcopy(model).double().eval()
+    return slow.empirical(exact, rows, output)
+
+
+def as_stored(checkpoint: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By the names of the file, found by the values of the weights."""
+    files = sorted(checkpoint.glob("*model*.safetensors"))
+    weights = {name: value for path in files for name, value in load_file(path).items()}
+    own = dict(model.named_parameters())
+    found = {}
+    for name, value in tensors.items():
+        names = [n for n, w in weights.items() if w.shape == own[name].shape and torch.equal(w, own[name].detach())]
+        assert len(names) == 1, (name, names)
+        found[names[0]] = value
+    return found
+
+
+def averaged(steps: Sequence[Mapping[str, Tensor]], decay: float) -> dict[str, Tensor]:
+    """The weighted mean of the steps' means: weight (1 − decay)·decay^(K − k), over their sum."""
+    weights = [(1 - decay) * decay ** (len(steps) - 1 - k) for k in range(len(steps))]
+    return {
+        name: sum(w * step[name] for w, step in zip(weights, steps, strict=True)) / sum(weights) for name in steps[0]
+    }
+
+
+def read(folder: Path) -> gm.Curvature:
+    return gm.Curvature.load(folder / "curvature")
+
+
+def same_bytes(one: Path, two: Path) -> bool:
+    names = sorted(path.name for path in one.iterdir())
+    return names == sorted(p.name for p in two.iterdir()) and all(
+        (one / name).read_bytes() == (two / name).read_bytes() for name in names
+    )

@@ -1,0 +1,446 @@
+"""CurvatureCallback: each source against the computation written out, and where the result is written."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+import gradmerge as gm
+from gradmerge.errors import InputError
+
+from ..checkpoints.families import make
+from ..curvature import slow
+from .callback_runs import (
+    Batch,
+    Watch,
+    as_stored,
+    averaged,
+    bert,
+    read,
+    rows_of,
+    sentences,
+    squares,
+    texts,
+    trainer_for,
+)
+
+TOLERANCE = 2e-4
+SOURCES = ("adam", "online", "pass")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def online(**options: Any) -> gm.CurvatureCallback:
+    return gm.CurvatureCallback("online", **{"every": 2, "decay": 0.8} | options)
+
+
+def callback_of(source: str) -> gm.CurvatureCallback:
+    return online() if source == "online" else gm.CurvatureCallback(source)
+
+
+# adam
+
+
+def second_moments(start: Any, steps: list[list[Batch]], decays: float = 0.1, scale: float = 1.0) -> dict[str, Tensor]:
+    """v̂ of AdamW as it is defined, in float64; a step's gradient is ``scale`` times the mean of its examples'."""
+    model = copy.deepcopy(start).double().train()
+    named = dict(model.named_parameters())
+    first = {n: torch.zeros_like(p) for n, p in named.items()}
+    second = {n: torch.zeros_like(p) for n, p in named.items()}
+    for step, rows in enumerate(steps, 1):
+        model.zero_grad()
+        loss = sum(slow.loss_of(slow.logits_of(model, row), row["labels"], "classes") for row in rows) / len(rows)
+        (scale * loss).backward()
+        with torch.no_grad():
+            for name, p in named.items():
+                assert p.grad is not None
+                first[name] = 0.9 * first[name] + 0.1 * p.grad
+                second[name] = 0.9 * second[name] + 0.1 * p.grad**2
+                m, v = first[name] / (1 - 0.9**step), second[name] / (1 - 0.9**step)
+                p -= 1e-2 * (decays * p if "bias" not in name and "norm" not in name.lower() else 0)
+                p -= 1e-2 * m / (v.sqrt() + 1e-8)
+    return {name: v / (1 - 0.9 ** len(steps)) for name, v in second.items()}
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_adam_writes_n_b_times_the_second_moments(tmp_path: Path, optim: str) -> None:
+    model, batches = bert().double(), []
+    start = copy.deepcopy(model)
+    trainer_for(
+        tmp_path / "out",
+        model,
+        sentences(12),
+        gm.CurvatureCallback(),
+        batches=batches,
+        optim=optim,
+        save_only_model=True,
+    ).train()
+    moments = second_moments(start, [rows_of(batch) for batch in batches])
+    want = {name: 12 * 4 * v for name, v in moments.items()}
+    got = read(tmp_path / "out")
+    assert (got.examples, got.likelihood) == (12, "adam")
+    slow.assert_same(got, as_stored(tmp_path / "out" / "checkpoint-6", model, want), TOLERANCE)
+
+
+def test_adam_is_right_where_accumulated_losses_are_added_up_instead_of_averaged(tmp_path: Path) -> None:
+    model, batches = bert().double(), []
+    start = copy.deepcopy(model)
+    trainer_for(
+        tmp_path / "out", model, sentences(12), gm.CurvatureCallback(), batches=batches,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2,
+    ).train()  # fmt: skip
+    steps = [rows_of(one) + rows_of(two) for one, two in zip(batches[::2], batches[1::2], strict=True)]
+    want = {name: 12 * 4 * v for name, v in second_moments(start, steps).items()}
+    slow.assert_same(read(tmp_path / "out"), as_stored(tmp_path / "out" / "checkpoint-6", model, want), 1e-3)
+
+
+def test_adam_and_an_import_of_the_checkpoint_agree(tmp_path: Path) -> None:
+    model = make("vit").double()
+    images = torch.randn(8, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    data = [{"pixel_values": image, "labels": torch.tensor(i % 3)} for i, image in enumerate(images)]
+    trainer_for(tmp_path / "out", model, data, gm.CurvatureCallback(), num_train_epochs=1).train()
+    with pytest.warns(UserWarning, match="batch size"):
+        imported = gm.import_curvature(tmp_path / "out" / "checkpoint-2", examples=8)
+    slow.assert_same(read(tmp_path / "out" / "checkpoint-2"), imported.sum(), 1e-6)
+    slow.assert_same(read(tmp_path / "out"), imported.sum(), 1e-6)
+
+
+def test_a_parameter_that_never_gets_a_gradient_has_curvature_zero(tmp_path: Path) -> None:
+    model = bert()
+    model.unused = torch.nn.Parameter(torch.ones(3))
+    trainer_for(tmp_path / "out", model, sentences(8), gm.CurvatureCallback(), num_train_epochs=1).train()
+    assert torch.equal(read(tmp_path / "out")["unused"], torch.zeros(3))
+
+
+@pytest.mark.parametrize("coupling", ["decoupled", "adam"])
+def test_adam_reads_the_moments_of_prior_adamw_which_hold_no_penalty(tmp_path: Path, coupling: str) -> None:
+    model, data = bert().double(), sentences(4)
+    model.unused = torch.nn.Parameter(torch.ones(3))
+    want = squares_of_the_mean(model, data)
+    optimizer = gm.PriorAdamW(model, lr=1e-2, strength=3.0, coupling=coupling)
+    trainer_for(
+        tmp_path / "out", model, data, gm.CurvatureCallback(), num_train_epochs=1, optimizers=(optimizer, None)
+    ).train()
+    slow.assert_same(read(tmp_path / "out"), {name: 4 * 4 * value for name, value in want.items()}, 1e-5)
+
+
+def squares_of_the_mean(model: Any, rows: list[Batch]) -> dict[str, Tensor]:
+    """What the second moments are after one step."""
+    losses = [slow.loss_of(slow.logits_of(model, row), row["labels"], "classes") for row in rows]
+    return {name: value**2 for name, value in slow.gradients(model, sum(losses) / len(rows)).items()}
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adafactor"])
+def test_other_optimizers_are_refused_before_the_first_step(tmp_path: Path, optim: str) -> None:
+    watch = Watch()
+    trainer = trainer_for(tmp_path / "out", bert(), sentences(8), gm.CurvatureCallback(), watch, optim=optim)
+    with pytest.raises(InputError, match="source='adam' needs the second moments"):
+        trainer.train()
+    assert not watch.weights
+
+
+@pytest.mark.parametrize(("limit", "said"), [(1e-3, 1), (1e6, 0), (0.0, 0)])
+def test_clipping_is_warned_of_once_where_it_was_active(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: float, said: int
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="gradmerge"):
+        trainer_for(
+            tmp_path / "out", bert(), sentences(12), gm.CurvatureCallback(), max_grad_norm=limit, logging_steps=1
+        ).train()
+    assert sum("max_grad_norm" in record.getMessage() for record in caplog.records) == said
+
+
+# online
+
+
+def measured_steps(
+    start: Any, watch: Watch, batches: list[Batch], accumulated: int, every: int, output: str = "classes"
+) -> list[dict[str, Tensor]]:
+    """Means over the examples of every ``every``-th step, at the weights before it."""
+    found = []
+    for step, weights in enumerate(watch.weights, 1):
+        if step % every == 0:
+            rows = [row for b in batches[(step - 1) * accumulated : step * accumulated] for row in rows_of(b)]
+            model = copy.deepcopy(start)
+            model.load_state_dict(weights)
+            found.append({name: value / len(rows) for name, value in squares(model, rows, output).items()})
+    return found
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_online_averages_the_squares_of_single_examples_gradients(tmp_path: Path, accumulated: int) -> None:
+    model, watch, batches = bert(dropout=0.1), Watch(), []
+    start = copy.deepcopy(model)
+    trainer_for(
+        tmp_path / "out", model, sentences(24), online(), watch, batches=batches,
+        gradient_accumulation_steps=accumulated, per_device_train_batch_size=4 // accumulated,
+    ).train()  # fmt: skip
+    steps = measured_steps(start, watch, batches, accumulated, every=2)
+    assert len(steps) == 6
+    want = {name: 24 * mean for name, mean in averaged(steps, 0.8).items()}
+    got = read(tmp_path / "out")
+    assert (got.examples, got.likelihood) == (24, "empirical")
+    slow.assert_same(got, as_stored(tmp_path / "out" / "checkpoint-12", model, want), TOLERANCE)
+    early = {name: 24 * mean for name, mean in averaged(steps[:2], 0.8).items()}
+    trained = copy.deepcopy(model)
+    trained.load_state_dict(watch.weights[4])
+    slow.assert_same(
+        read(tmp_path / "out" / "checkpoint-4"), as_stored(tmp_path / "out" / "checkpoint-4", trained, early), TOLERANCE
+    )
+
+
+def test_online_counts_the_tokens_of_a_language_model_as_a_sum(tmp_path: Path) -> None:
+    model, watch, batches = make("llama-tied"), Watch(), []
+    start = copy.deepcopy(model)
+    trainer_for(tmp_path / "out", model, texts(8), online(every=1), watch, batches=batches, num_train_epochs=1).train()
+    steps = measured_steps(start, watch, batches, 1, every=1, output="next-token")
+    want = {name: 8 * mean for name, mean in averaged(steps, 0.8).items()}
+    slow.assert_same(read(tmp_path / "out"), as_stored(tmp_path / "out" / "checkpoint-2", model, want), TOLERANCE)
+
+
+def test_online_in_mixed_precision_is_near_that_in_full_precision(tmp_path: Path) -> None:
+    model, watch, batches = bert(), Watch(), []
+    start = copy.deepcopy(model)
+    trainer_for(tmp_path / "out", model, sentences(12), online(every=1), watch, batches=batches, bf16=True).train()
+    steps = measured_steps(start, watch, batches, 1, every=1)
+    want = as_stored(
+        tmp_path / "out" / "checkpoint-6", model, {name: 12 * mean for name, mean in averaged(steps, 0.8).items()}
+    )
+    got = read(tmp_path / "out")
+    for name, value in want.items():
+        if "key.bias" not in name:  # a softmax does not feel it: its gradient is rounding
+            assert float(got[name].sum() / value.sum()) == pytest.approx(1, abs=0.05), name
+
+
+@pytest.mark.parametrize("likelihood", ["sampled", "exact"])
+def test_online_can_take_the_models_labels(tmp_path: Path, likelihood: str) -> None:
+    model, watch, batches = bert(), Watch(), []
+    start = copy.deepcopy(model)
+    trainer_for(
+        tmp_path / "out",
+        model,
+        sentences(4),
+        online(every=1, likelihood=likelihood, seed=5),
+        watch,
+        batches=batches,
+        num_train_epochs=1,
+    ).train()
+    if likelihood == "exact":
+        want = slow.exact(copy.deepcopy(start).double().eval(), rows_of(batches[0]), "classes")
+    else:
+        want = gm.estimate_curvature(copy.deepcopy(start), batches, "sampled", seed=5).sum()
+    got = read(tmp_path / "out")
+    assert got.likelihood == likelihood
+    slow.assert_same(got, as_stored_by(model, want, tmp_path / "out"), TOLERANCE)
+
+
+def as_stored_by(model: Any, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    model.save_pretrained(folder / "weights")
+    return as_stored(folder / "weights", model, tensors)
+
+
+def test_online_keeps_gradient_checkpointing_as_it_is(tmp_path: Path) -> None:
+    weights, curvatures = [], []
+    for checkpointing in (False, True):
+        model = bert(dropout=0.2)
+        trainer_for(
+            tmp_path / "out", model, sentences(8), online(), gradient_checkpointing=checkpointing, save_strategy="no"
+        ).train()
+        weights.append(model.state_dict())
+        curvatures.append(read(tmp_path / "out"))
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    slow.assert_same(curvatures[1], curvatures[0].sum(), 1e-5)
+
+
+# pass
+
+
+@pytest.mark.parametrize(("limit", "batch_size"), [(None, None), (7, 3)])
+def test_pass_adds_up_the_first_examples_at_the_trained_weights(
+    tmp_path: Path, limit: int | None, batch_size: int | None
+) -> None:
+    model, data = bert(dropout=0.1), sentences(10)
+    callback = gm.CurvatureCallback("pass", limit=limit, batch_size=batch_size)
+    trainer_for(tmp_path / "out", model, data, callback, num_train_epochs=1, save_steps=3).train()
+    want = as_stored(tmp_path / "out" / "checkpoint-3", model, squares(model, data[:limit]))
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-3"):
+        got = read(folder)
+        assert (got.examples, got.likelihood) == (limit or 10, "empirical")
+        slow.assert_same(got, want, TOLERANCE)
+
+
+def test_pass_leaves_checkpoints_of_other_steps_alone(tmp_path: Path) -> None:
+    trainer_for(tmp_path / "out", bert(), sentences(12), gm.CurvatureCallback("pass"), num_train_epochs=1).train()
+    assert (tmp_path / "out" / "checkpoint-3" / "curvature").is_dir()
+    assert not (tmp_path / "out" / "checkpoint-2" / "curvature").exists()
+
+
+# all
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("source", SOURCES)
+def test_training_is_the_same_bit_for_bit_with_and_without_the_callback(
+    tmp_path: Path, source: str, bf16: bool
+) -> None:
+    results = []
+    for callback in (None, callback_of(source)):
+        model = bert(dropout=0.2)
+        trainer_for(
+            tmp_path / "out", model, sentences(20), callback,
+            bf16=bf16, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy="no", max_grad_norm=1.0,
+        ).train()  # fmt: skip
+        assert not model._forward_pre_hooks
+        results.append((model.state_dict(), torch.rand(4)))
+    (one, after), (two, after_two) = results
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert torch.equal(after, after_two)
+    assert read(tmp_path / "out").examples == 20
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_saved_model_finds_its_curvature_and_can_be_merged(tmp_path: Path, source: str) -> None:
+    trainer = trainer_for(tmp_path / "out", bert(), sentences(8), callback_of(source), save_total_limit=1)
+    trainer.train()
+    trainer.save_model()
+    bert().save_pretrained(tmp_path / "base")
+    recipe = {
+        "method": "fisher-averaging",
+        "base": str(tmp_path / "base"),
+        "models": [str(tmp_path / "out"), str(next((tmp_path / "out").glob("checkpoint-*")))],
+    }
+    gm.merge(gm.Recipe(**recipe), tmp_path / "merged")
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+def test_names_are_those_of_the_files_where_memory_has_others(tmp_path: Path) -> None:
+    model = make("vit")
+    data = [{"pixel_values": torch.randn(3, 8, 8), "labels": torch.tensor(i % 3)} for i in range(4)]
+    trainer_for(tmp_path / "out", model, data, gm.CurvatureCallback("pass"), num_train_epochs=1).train()
+    model.save_pretrained(tmp_path / "model")
+    want = as_stored(tmp_path / "model", model, squares(model, data))
+    slow.assert_same(read(tmp_path / "out"), want, TOLERANCE)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_frozen_parameters_get_none_and_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str
+) -> None:
+    model = bert()
+    model.bert.embeddings.requires_grad_(False)
+    with caplog.at_level(logging.WARNING, logger="gradmerge"):
+        trainer_for(tmp_path / "out", model, sentences(8), callback_of(source)).train()
+    got = read(tmp_path / "out")
+    assert set(got) == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert "parameters are not trained" in caplog.text
+    assert not model.bert.embeddings.word_embeddings.weight.requires_grad
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_output_gets_the_curvature_of_the_best_checkpoint(tmp_path: Path, source: str) -> None:
+    model, data = bert().double(), sentences(16)
+    trainer_for(
+        tmp_path / "out", model, data, callback_of(source), eval_dataset=sentences(6, 9),
+        load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, learning_rate=0.3,
+    ).train()  # fmt: skip
+    curvatures = {p.parent.name: read(p.parent) for p in (tmp_path / "out").glob("checkpoint-*/curvature")}
+    best = [
+        name for name in curvatures if all(
+            torch.equal(w, dict(model.named_parameters())[n].detach())
+            for n, w in bert().from_pretrained(tmp_path / "out" / name).named_parameters()
+        )
+    ]  # fmt: skip
+    assert best and best != ["checkpoint-8"]
+    got = read(tmp_path / "out")
+    assert all(torch.equal(got[name], value) for name, value in curvatures[best[0]].items())
+    if source == "pass":
+        assert len(curvatures) == 1
+        slow.assert_same(got, as_stored(tmp_path / "out" / best[0], model, squares(model, data)), TOLERANCE)
+
+
+def test_an_older_curvature_is_replaced_and_other_folders_are_not(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    gm.Curvature({"w": torch.ones(2)}, 3).save(out / "curvature")
+    trainer_for(out, bert(), sentences(8), gm.CurvatureCallback(precision="log8")).train()
+    assert "w" not in read(out)
+    other = tmp_path / "other"
+    (other / "curvature").mkdir(parents=True)
+    (other / "curvature" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="is not a curvature folder"):
+        trainer_for(other, bert(), sentences(8), gm.CurvatureCallback()).train()
+    assert (other / "curvature" / "notes.txt").read_text() == "mine"
+
+
+def test_data_without_a_length_counts_the_examples_seen(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Batch]:
+            return iter(sentences(40))
+
+    for source in ("adam", "online"):
+        trainer_for(tmp_path / source, bert(), Stream(), callback_of(source), max_steps=5).train()
+        assert read(tmp_path / source).examples == 20
+    with pytest.raises(InputError, match="needs training data with a length"):
+        trainer_for(tmp_path / "pass", bert(), Stream(), gm.CurvatureCallback("pass"), max_steps=5).train()
+
+
+@pytest.mark.parametrize("source", ["online", "pass"])
+def test_batches_without_labels_are_a_clear_error_at_first_use(tmp_path: Path, source: str) -> None:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+        return outputs["logits"].square().mean()
+
+    data = [{"input_ids": row["input_ids"]} for row in sentences(8)]
+    trainer = trainer_for(tmp_path / "out", bert(), data, callback_of(source), compute_loss_func=loss)
+    with pytest.raises(InputError, match="no 'labels'"):
+        trainer.train()
+
+
+def test_a_later_step_that_cannot_be_measured_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Spoil(Watch):
+        """Weights that overflow, from the second step on."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            if state.global_step == 1:
+                kwargs["model"].classifier.weight.data.fill_(float("inf"))
+
+    with caplog.at_level(logging.WARNING, logger="gradmerge"):
+        trainer_for(tmp_path / "out", bert(), sentences(12), online(every=1), Spoil(), save_strategy="no").train()
+    assert "step 2 is left out" in caplog.text
+    assert all(bool(value.isfinite().all()) for value in read(tmp_path / "out").values())
+
+
+def test_too_few_steps_for_one_measurement_is_an_error_at_the_beginning(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="every=10, but training has 4 steps"):
+        trainer_for(tmp_path / "out", bert(), sentences(8), gm.CurvatureCallback("online")).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"source": "adams"}, "known are adam, online, pass"),
+        ({"source": "online", "every": 0}, "every=0"),
+        ({"source": "online", "decay": 1.0}, "decay=1.0"),
+        ({"source": "online", "limit": 5}, "for source='pass'"),
+        ({"likelihood": "sampled"}, "Adam's moments are of the data's labels"),
+        ({"adapted": True}, "adapter's factors"),
+        ({"precision": "int4"}, "known are float32"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        gm.CurvatureCallback(**options)
