@@ -1,0 +1,139 @@
+"""The image encoder that is merged, and the heads that never are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    CLIPModel,
+    CLIPVisionModelWithProjection,
+    PreTrainedModel,
+    ViTConfig,
+    ViTModel,
+)
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+#: Short sentences with a class in them; a class's embedding is the mean of theirs. "{}" is the class.
+TEMPLATES = {
+    "cars": ("a photo of a {}.", "a photo of the {}.", "a photo of my {}."),
+    "dtd": ("a photo of a {} texture.", "a photo of a {} pattern.", "a photo of a {} thing."),
+    "eurosat": ("a centered satellite photo of {}.", "a centered satellite photo of a {}."),
+    "gtsrb": ('a zoomed in photo of a "{}" traffic sign.', 'a close up photo of a "{}" traffic sign.'),
+    "mnist": ('a photo of the number: "{}".',),
+    "resisc45": ("satellite imagery of {}.", "aerial imagery of {}.", "a satellite photo of a {}."),
+    "sun397": ("a photo of a {}.", "a photo of the {}."),
+    "svhn": ('a photo of the number: "{}".',),
+}
+
+
+class Heads(nn.Module):
+    """A linear classifier for each task: logits of an example under its own task's head.
+
+    Tasks have different numbers of classes: all have as many rows as the largest, and rows without a class count as −∞.
+    """
+
+    def __init__(self, classes: Sequence[int], width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(len(classes), max(classes), width))
+        self.bias = nn.Parameter(torch.zeros(len(classes), max(classes)))
+        nn.init.trunc_normal_(self.weight, std=width**-0.5)
+        self.register_buffer("absent", torch.arange(max(classes)) >= torch.tensor(classes)[:, None])
+
+    def forward(self, features: Tensor, task: Tensor) -> Tensor:
+        logits = torch.einsum("bcd,bd->bc", self.weight[task], features) + self.bias[task]
+        return logits.masked_fill(self.absent[task], torch.finfo(logits.dtype).min)
+
+
+class Classifier(nn.Module):
+    """Encoder and heads: from images as bytes to logits, or to a loss where labels are given."""
+
+    def __init__(self, encoder: PreTrainedModel, heads: Heads) -> None:
+        super().__init__()
+        self.encoder, self.heads = encoder, heads
+        clip = encoder.config.model_type == "clip_vision_model"
+        for name, value in zip(("mean", "std"), (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if clip else ([0.5] * 3, [0.5] * 3), strict=True):  # fmt: skip
+            self.register_buffer(name, torch.tensor(value).view(1, 3, 1, 1))
+
+    def forward(self, pixels: Tensor, task: Tensor, labels: Tensor | None = None) -> Any:
+        output = self.encoder((pixels / 255 - self.mean) / self.std)
+        if "image_embeds" in output:
+            features = F.normalize(output.image_embeds, dim=-1)
+        else:
+            features = output.last_hidden_state[:, 0]
+        logits = self.heads(features, task)
+        if labels is None:
+            return logits
+        return {"loss": F.cross_entropy(logits.float(), labels), "logits": logits}
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights that are merged, on the CPU."""
+        return {n: p.detach().cpu().clone() for n, p in self.named_parameters() if n.startswith("encoder.")}
+
+    def put(self, state: Mapping[str, Tensor]) -> None:
+        """Other weights for the encoder."""
+        own = {n: p for n, p in self.named_parameters() if n.startswith("encoder.")}
+        if own.keys() != state.keys():
+            raise ValueError(f"not the weights of this encoder: {min(own.keys() ^ state.keys())}")
+        with torch.no_grad():
+            for name, value in state.items():
+                own[name].copy_(value)
+
+
+def new_classifier(config: Mapping[str, Any], classes: Sequence[int]) -> Classifier:
+    """A vision transformer with random weights, and heads."""
+    made = ViTConfig(**{"intermediate_size": 4 * config["hidden_size"], **config}, hidden_dropout_prob=0.0)
+    return Classifier(ViTModel(made, add_pooling_layer=False), Heads(classes, made.hidden_size))
+
+
+def clip_classifier(model: str, classes: Mapping[str, Sequence[str]]) -> Classifier:
+    """The image encoder of a CLIP model, with its text embeddings of the classes as heads.
+
+    Logits are s · cos(image, class), s the model's own scale, and a class is the mean of its sentences' unit vectors, of length 1.
+    """
+    clip = CLIPModel.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    encoder = CLIPVisionModelWithProjection.from_pretrained(model, dtype=torch.float32)
+    heads = Heads([len(names) for names in classes.values()], encoder.config.projection_dim)
+    nn.init.zeros_(heads.weight)
+    for number, (task, names) in enumerate(classes.items()):
+        rows = torch.stack([_text_embedding(clip, tokenizer, name, TEMPLATES[task]) for name in names])
+        with torch.no_grad():
+            heads.weight[number, : len(names)] = clip.logit_scale.exp() * rows
+    return Classifier(encoder, heads)
+
+
+@torch.no_grad()
+def _text_embedding(clip: CLIPModel, tokenizer: Any, name: str, templates: Sequence[str]) -> Tensor:
+    tokens = tokenizer([t.format(name) for t in templates], padding=True, truncation=True, return_tensors="pt")
+    text = clip.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]).pooler_output
+    return F.normalize(F.normalize(clip.text_projection(text), dim=-1).mean(0), dim=-1)
+
+
+def save_classifier(classifier: Classifier, folder: Path) -> None:
+    classifier.encoder.config.save_pretrained(folder)
+    save_file(classifier.state(), folder / "encoder.safetensors")
+    save_file({n: t.detach().cpu() for n, t in classifier.heads.state_dict().items()}, folder / "heads.safetensors")
+
+
+def load_classifier(folder: Path, device: str) -> Classifier:
+    """Encoder, and heads that are fixed."""
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type == "clip_vision_model":
+        encoder: PreTrainedModel = CLIPVisionModelWithProjection(config)
+    else:
+        encoder = ViTModel(config, add_pooling_layer=False)
+    stored = load_file(folder / "heads.safetensors")
+    heads = Heads((~stored["absent"]).sum(1).tolist(), stored["weight"].shape[-1])
+    heads.load_state_dict(stored)
+    heads.requires_grad_(False)
+    classifier = Classifier(encoder, heads)
+    classifier.put(load_file(folder / "encoder.safetensors"))
+    return classifier.to(device)
