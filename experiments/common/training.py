@@ -34,6 +34,8 @@ class Training:
     """Batches that make one step: ``batch_size`` is that of a single one."""
     save_every: int = 0
     """Steps between checkpoints from which an interrupted training goes on; 0 keeps none."""
+    coupling: str = "decoupled"
+    """How the penalty goes with Adam: "decoupled", or "adam" for the minimiser of loss and penalty (see ``gm.PriorAdamW``)."""
 
 
 class Rows(Dataset[Mapping[str, Any]]):
@@ -96,7 +98,9 @@ def fine_tune(
     )
     common = {"model": model, "args": arguments, "train_dataset": Rows(rows), "data_collator": collate}
     if training.strength:
-        trainer: Trainer = gm.PriorTrainer(**common, prior=prior, strength=training.strength)
+        trainer: Trainer = gm.PriorTrainer(
+            **common, prior=prior, strength=training.strength, coupling=training.coupling
+        )
     else:
         trainer = Trainer(**common)
     trainer.callback_handler.callbacks = [

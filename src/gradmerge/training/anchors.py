@@ -1,0 +1,211 @@
+"""Tensors that belong to a model's parameters, found by name: where the penalty pulls to, and how strongly.
+
+They come as mappings or from disk, by the names of ``model.named_parameters()`` or by those of the model's files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints import Buffers, open_checkpoint
+from ..curvature import Curvature, open_curvature
+from ..curvature.stored_names import _reverted, _untied
+from ..errors import InputError
+from ..words import listed
+
+Reduction = Literal["mean", "sum"]
+PriorSource = Curvature | Mapping[str, Tensor] | str | Path
+AnchorSource = Mapping[str, Tensor] | str | Path
+
+
+@dataclass(frozen=True)
+class Source:
+    """Named tensors that are read one at a time."""
+
+    label: str
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str], Tensor]
+
+
+@contextlib.contextmanager
+def open_prior(prior: PriorSource, reduction: Reduction) -> Iterator[Source]:
+    """Curvature as a sum over examples or as their mean; the tensors of a plain mapping are taken as they are."""
+    if isinstance(prior, Mapping):
+        number = prior.examples if isinstance(prior, Curvature) and reduction == "mean" else 1
+        yield _in_memory("prior", prior, number)
+        return
+    with open_curvature(str(prior)) as file:
+        if file.kind != "diagonal":
+            raise InputError(f"{prior}: holds {file.kind} matrices; a prior is a diagonal")
+        number = file.examples if reduction == "mean" else 1
+
+        def read(name: str) -> Tensor:
+            shape = torch.Size(file.shapes[name])
+            return file.read(name, 0, shape.numel(), _fresh).div(number).reshape(shape)
+
+        yield Source(str(prior), file.shapes, read)
+
+
+@contextlib.contextmanager
+def open_anchor(anchor: AnchorSource) -> Iterator[Source]:
+    """A state dict, or a checkpoint: a folder, a `.safetensors` file or a Hub id."""
+    if isinstance(anchor, Mapping):
+        yield _in_memory("anchor", anchor, 1)
+        return
+    with open_checkpoint(str(anchor)) as checkpoint:
+        shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+
+        def read(name: str) -> Tensor:
+            shape = torch.Size(shapes[name])
+            return checkpoint.read(name, 0, shape.numel(), Buffers()).reshape(shape)
+
+        yield Source(str(anchor), shapes, read)
+
+
+def prior_of(model: nn.Module, prior: PriorSource, reduction: Reduction = "mean") -> dict[str, Tensor]:
+    """Curvature of every parameter that needs a gradient, by its name in memory: for optimizers with groups."""
+    with open_prior(prior, reduction) as source:
+        return dict(find(source, trainable(model), model))
+
+
+def anchor_of(model: nn.Module, anchor: AnchorSource) -> dict[str, Tensor]:
+    """Values for every parameter that needs a gradient, by its name in memory: for optimizers with groups."""
+    with open_anchor(anchor) as source:
+        return dict(find(source, trainable(model), model))
+
+
+def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def find(
+    source: Source, named: Sequence[tuple[str, Tensor]], model: nn.Module | None, *, optional: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """The source's tensor of each parameter, in turn; one that is missing is an error, or with ``optional`` left out."""
+    places = {name: _Place([(name, None)]) for name, _ in named if name in source.shapes}
+    if model is not None and len(places) < len(named):
+        places = _places(model, source.shapes) | places
+    missing = [name for name, _ in named if name not in places]
+    if missing and not optional:
+        hint = (
+            ""
+            if model is not None
+            else " If they are the names of files, which may differ from those in memory, give the optimizer the model itself."
+        )
+        raise InputError(
+            f"{source.label}: nothing for {len(missing)} of {len(named)} parameters:\n{listed(missing)}\n"
+            f"It has {len(source.shapes)} tensors.{hint} Parameters that the base does not have, such as a new head, go into a "
+            'group of their own with "strength": 0.'
+        )
+    found = [(name, value) for name, value in named if name in places]
+    wrong = [note for name, value in found if (note := places[name].misfit(name, value, source.shapes))]
+    if wrong:
+        raise InputError(f"{source.label}: tensors of another shape than the parameters:\n{listed(wrong)}")
+    return ((name, places[name].fill(value, source)) for name, value in found)
+
+
+@dataclass
+class _Place:
+    """Where the entries of a parameter are in a source: whole tensors, or which entries of the parameter each holds."""
+
+    parts: list[tuple[str, Tensor | None]]
+
+    def misfit(self, name: str, value: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        for stored, index in self.parts:
+            expected = tuple(value.shape if index is None else index.shape)
+            if tuple(shapes[stored]) != expected:
+                as_ = "" if stored == name else f" ({stored})"
+                return f"{name}{as_}: {tuple(shapes[stored])}, where the parameter has {expected}"
+        return None
+
+    def fill(self, like: Tensor, source: Source) -> Tensor:
+        (stored, index), *_ = self.parts
+        if index is None:
+            return source.read(stored)
+        whole: Tensor | None = None
+        for stored, index in self.parts:
+            assert index is not None
+            part, at = source.read(stored).reshape(-1), index.reshape(-1)
+            if whole is None:
+                whole = torch.zeros(like.numel(), dtype=part.dtype, device=part.device)
+            mine = at >= 0
+            whole[at[mine].to(part.device)] = part[mine.to(part.device)]
+        assert whole is not None
+        return whole.reshape(like.shape)
+
+
+def _places(model: nn.Module, known: Iterable[str]) -> dict[str, _Place]:
+    """Of each parameter, under all its names: where it is in a source that goes by names of files, or by another of its names."""
+    have = set(known)
+    names_of: dict[int, list[str]] = defaultdict(list)
+    parameters: dict[int, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of[id(parameter)].append(name)
+        parameters[id(parameter)] = parameter
+    result: dict[str, _Place] = {}
+    for key, place in _stored_places(model, names_of, parameters).items():
+        if all(stored in have for stored, _ in place.parts):
+            result |= dict.fromkeys(names_of[key], place)
+    for names in names_of.values():
+        other = next((name for name in names if name in have), None)
+        if other is not None:
+            result |= {name: _Place([(other, None)]) for name in names if name not in result}
+    return result
+
+
+def _stored_places(
+    model: nn.Module, names_of: Mapping[int, list[str]], parameters: Mapping[int, Tensor]
+) -> dict[int, _Place]:
+    """By parameter: the tensors of a checkpoint that hold it. Found by sending the numbers of entries the way of the weights."""
+    owner = {name: key for key, names in names_of.items() for name in names}
+    empty = {names[0]: torch.empty(parameters[key].shape, device="meta") for key, names in names_of.items()}
+    kept = _untied(model, empty)
+    whole = {id(value): owner[name] for name, value in kept.items()}
+    stored = _reverted(model, dict(kept))
+    result = {whole[id(v)]: _Place([(name, None)]) for name, v in stored.items() if id(v) in whole}
+    moved = [key for key in names_of if key not in result]
+    if not moved:
+        return result
+    # Only tensors that are stored in parts, or fused with others, need a number for every entry.
+    numbers: dict[str, Tensor] = dict(empty)
+    first: dict[int, int] = {}
+    total = 0
+    for key in moved:
+        count = parameters[key].numel()
+        numbers[names_of[key][0]] = torch.arange(total, total + count).reshape(parameters[key].shape)
+        first[key] = total
+        total += count
+    parts: dict[int, list[tuple[str, Tensor | None]]] = defaultdict(list)
+    for name, entries in _reverted(model, _untied(model, numbers)).items():
+        if entries.device.type == "meta":
+            continue
+        for key, start in first.items():
+            at = entries - start
+            inside = (at >= 0) & (at < parameters[key].numel())
+            if bool(inside.any()):
+                parts[key].append((name, torch.where(inside, at, -1)))
+    return result | {key: _Place(found) for key, found in parts.items()}
+
+
+def _in_memory(what: str, tensors: Mapping[str, Tensor], number: int) -> Source:
+    odd = [f"{name}: {type(value).__name__}" for name, value in tensors.items() if not isinstance(value, Tensor)]
+    if odd:
+        raise InputError(f"{what}: a mapping from names to tensors, but some values are none:\n{listed(odd)}")
+
+    def read(name: str) -> Tensor:
+        value = tensors[name].detach()
+        return value / number if number != 1 else value
+
+    return Source(what, {name: tuple(value.shape) for name, value in tensors.items()}, read)
+
+
+def _fresh(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)

@@ -1,0 +1,190 @@
+"""transformers' Trainer with the quadratic prior in its optimizer, and curvature of the trained model beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from ..curvature import Curvature
+from ..errors import InputError
+from ..words import listed, nearest
+from .anchors import Reduction, anchor_of, find, open_anchor, open_prior, trainable
+from .callback import CurvatureCallback
+from .prior_adamw import PriorAdamW
+from .subject import AdapterTensors
+
+#: The ``optim`` of TrainingArguments that a prior can be added to.
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+
+class PriorTrainer(Trainer):
+    """A Trainer that fine-tunes under a quadratic prior: θ_t = argmin ℓ_t(θ) + ½ strength · ‖θ − anchor‖²_{H_0}.
+
+    ```python
+    trainer = gm.PriorTrainer(
+        model, arguments, train_dataset=data, prior="base/curvature", strength=1.0, curvature="online"
+    )
+    trainer.train()
+    trainer.save_model()  # into arguments.output_dir, where curvature/ lies already
+    ```
+
+    All else is as in the Trainer: learning rate, betas, epsilon, weight decay and the parameters that are exempt from it
+    come from the TrainingArguments, and with ``strength=0`` the weights are those of the Trainer with the same ``optim``, bit for
+    bit. ``optim`` must be `adamw_torch` or `adamw_torch_fused`. What the prior does to a step is :class:`PriorAdamW`'s.
+
+    The anchor is the model as training finds it, and is kept in the optimizer's state: a run that is resumed from a checkpoint is pulled to where the
+    first one began, and ends with the same bytes as one that was never stopped.
+
+    **Adapters** (PEFT): the trained parameters are the adapter's, and so is the prior. The anchor of a LoRA adapter is where it
+    starts, A as it was drawn and B = 0, and ``prior="identity"`` gives the penalty ½ strength · (‖A − A_start‖² + ‖B‖²), which keeps
+    the change s·BA small without regard to what the base's weights are worth. The base's curvature is about W and is refused here; curvature of an adapter's
+    own tensors (`CurvatureCallback` without ``adapted``) is taken when that adapter is trained further.
+
+    Sharded parameters (FSDP, DeepSpeed, tensor parallelism) are refused.
+
+    Args:
+        model: As in the Trainer; so are ``args`` and all arguments that are not named below.
+        prior: H_0: a curvature folder or file, a :class:`Curvature`, a mapping from names to tensors, `"identity"`, or a number c
+            for c·I. None is AdamW's own decay, around the anchor instead of zero.
+        strength: How much the prior counts.
+        anchor: Where it pulls to, if not to the model as it is: a checkpoint, or a mapping from names to tensors.
+        coupling: `decoupled` or `adam`, as in :class:`PriorAdamW`.
+        reduction: `mean` or `sum`: how a curvature file or :class:`Curvature` is read. `mean` fits the Trainer's losses, which
+            are means.
+        damping: Added to H_0.
+        missing: What a parameter without an entry in the prior means: an `error`, or `zero` for H_0 = 0, as for a new head.
+        keep_on: Device of anchor and H_0, as in :class:`PriorAdamW`.
+        keep_dtype: Their type.
+        curvature: Also write the trained model's curvature: a :class:`CurvatureCallback`, or its ``source`` (`adam`, `online`,
+            `pass`).
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *usual: Any,
+        prior: Curvature | Mapping[str, Tensor] | str | Path | float | None = "identity",
+        strength: float = 1.0,
+        anchor: Mapping[str, Tensor] | str | Path | None = None,
+        coupling: Literal["decoupled", "adam"] = "decoupled",
+        reduction: Reduction = "mean",
+        damping: float = 0.0,
+        missing: Literal["error", "zero"] = "error",
+        keep_on: str | torch.device | None = None,
+        keep_dtype: torch.dtype | None = None,
+        curvature: CurvatureCallback | str | None = None,
+        **named: Any,
+    ) -> None:
+        if importlib.util.find_spec("accelerate") is None:
+            raise InputError("PriorTrainer: the Trainer needs accelerate. Install it: pip install 'gradmerge[train]'")
+        if missing not in ("error", "zero"):
+            raise InputError(f"missing {missing!r}: known are error, zero{nearest(missing, ('error', 'zero'))}")
+        callback = CurvatureCallback(curvature) if isinstance(curvature, str) else curvature
+        self._prior, self._anchor, self._reduction, self._missing = prior, anchor, reduction, missing
+        self._options: dict[str, Any] = {
+            "strength": strength, "coupling": coupling, "reduction": reduction, "damping": damping,
+            "keep_on": keep_on, "keep_dtype": keep_dtype,
+        }  # fmt: skip
+        super().__init__(model, args, *usual, **named)
+        if self.optimizer is not None or getattr(self, "optimizer_cls_and_kwargs", None) is not None:
+            raise InputError(
+                "PriorTrainer makes the optimizer itself, and was given one. Give the Trainer a gm.PriorAdamW in `optimizers` instead, "
+                "or leave it out."
+            )
+        if self.args.optim not in OPTIMIZERS:
+            raise InputError(
+                f"optim={str(getattr(self.args.optim, 'value', self.args.optim))!r}: the prior goes with {' or '.join(OPTIMIZERS)}"
+            )
+        if callback is not None:
+            self.add_callback(callback)
+
+    def create_optimizer(self, *given: Any, **also: Any) -> torch.optim.Optimizer:
+        """The Trainer's own AdamW, its groups and settings, with the prior added."""
+        if self.optimizer is None:
+            model: Any = next((m for m in (*given, *also.values()) if m is not None), self.model)
+            self._check_whole(model)
+            stock = super().create_optimizer(*given, **also)
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            groups = [
+                group | {"params": [(names[parameter], parameter) for parameter in group["params"]]}
+                for group in stock.param_groups
+                if group["params"]
+            ]
+            settings: dict[str, Any] = {
+                key: stock.defaults[key] for key in ("lr", "betas", "eps", "weight_decay", "foreach", "fused")
+            }
+            self.optimizer = PriorAdamW(
+                groups, prior=self._prior_of(model), anchor=self._anchor_of(model), **settings, **self._options
+            )
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
+
+    def _check_whole(self, model: nn.Module) -> None:
+        from torch.distributed.tensor import DTensor
+
+        sharded = [
+            word
+            for word, there in (
+                ("FSDP", self.is_fsdp_enabled),
+                ("DeepSpeed", self.is_deepspeed_enabled),
+                ("DTensor", any(isinstance(parameter, DTensor) for parameter in model.parameters())),
+            )
+            if there
+        ]
+        if sharded:
+            raise InputError(
+                f"PriorTrainer: parameters are spread over processes ({', '.join(sharded)}), and the anchor belongs to whole ones, as in "
+                "data-parallel training (DDP)"
+            )
+
+    def _prior_of(self, model: nn.Module) -> Any:
+        prior = self._prior
+        if prior is None or prior == "identity" or isinstance(prior, int | float):
+            return prior
+        parameters = trainable(model)
+        with open_prior(prior, self._reduction) as source:
+            if _is_adapter(model):
+                return _of_adapter(model, source)
+            found = dict(find(source, parameters, model, optional=self._missing == "zero"))
+            if not found:
+                raise InputError(
+                    f"{source.label}: nothing for any of the {len(parameters)} parameters:\n{listed(n for n, _ in parameters)}"
+                )
+        return {name: found[name] if name in found else torch.zeros(p.shape) for name, p in parameters}
+
+    def _anchor_of(self, model: nn.Module) -> Any:
+        if self._anchor is None:
+            return None
+        if not _is_adapter(model):
+            return anchor_of(model, self._anchor)
+        with open_anchor(self._anchor) as source:
+            return _of_adapter(model, source)
+
+
+def _is_adapter(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def _of_adapter(model: nn.Module, source: Any) -> dict[str, Tensor]:
+    """Tensors for the parameters of an adapter, by their names in memory or those of the adapter's file."""
+    subject = AdapterTensors(model)
+    in_file = {id(p): name for name, p in subject.stored(dict(subject.parameters)).items()}
+    places = {
+        name: name if name in source.shapes else in_file.get(id(parameter), name)
+        for name, parameter in trainable(model)
+    }
+    absent = [name for name, place in places.items() if place not in source.shapes]
+    if absent:
+        raise InputError(
+            f"{source.label}: nothing for {len(absent)} of {len(places)} parameters of the adapter:\n{listed(absent, 4)}\n"
+            "What is known of the base's weights W says nothing of an adapter's factors A and B. prior='identity' (or a number) keeps "
+            "them near where they start."
+        )
+    return {name: source.read(place) for name, place in places.items()}

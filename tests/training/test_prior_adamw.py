@@ -1,0 +1,426 @@
+"""What a step of PriorAdamW does, against a loop over single numbers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradmerge as gm
+from gradmerge.training import prior_kernels
+
+STEPS = 5
+SHAPES = {"weight": (3, 4), "bias": (4,), "scale": ()}
+
+
+def numbers(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for n, s in SHAPES.items()}
+
+
+GRADIENTS = [numbers(100 + step) for step in range(STEPS)]
+START, BASE = numbers(0), numbers(1)
+CURVATURE = {n: v.exp().pow(3) for n, v in numbers(2).items()}
+
+
+def parameters(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(value.to(dtype, copy=True)) for name, value in START.items()}
+
+
+def take_steps(
+    optimizer: torch.optim.Optimizer,
+    params: dict[str, nn.Parameter],
+    gradients: Sequence[dict[str, Tensor]] = GRADIENTS,
+) -> dict[str, Tensor]:
+    for gradient in gradients:
+        for name, p in params.items():
+            p.grad = gradient[name].to(p.dtype)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in params.items()}
+
+
+def run(dtype: torch.dtype = torch.float64, **options: Any) -> dict[str, Tensor]:
+    params = parameters(dtype)
+    return take_steps(gm.PriorAdamW(list(params.items()), anchor=BASE, **options), params)
+
+
+def plain(dtype: torch.dtype = torch.float64, **options: Any) -> dict[str, Tensor]:
+    params = parameters(dtype)
+    return take_steps(torch.optim.AdamW(list(params.values()), **options), params)
+
+
+def slow(
+    theta: float, base: float, prior: float | None, gradients: Sequence[float], *, strength: float = 1.0, lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, amsgrad: bool = False,
+    maximize: bool = False, coupling: str = "decoupled", damping: float = 0.0,
+) -> float:  # fmt: skip
+    """One entry, as the docstring of PriorAdamW and the paper of AdamW read."""
+    m = v = largest = 0.0
+    for t, g in enumerate(gradients, 1):
+        g = -g if maximize else g
+        old = theta
+        theta -= lr * weight_decay * old
+        if prior is None:
+            theta -= lr * strength * (theta - base)
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g * g
+        largest = max(largest, v)
+        d = math.sqrt((largest if amsgrad else v) / (1 - betas[1] ** t)) + eps
+        theta -= lr * m / (1 - betas[0] ** t) / d
+        if prior is not None:
+            h = prior + damping
+            metric = d if coupling == "adam" else 1.0
+            theta = (metric * theta + lr * strength * h * base) / (metric + lr * strength * h)
+    return theta
+
+
+def slowly(prior: Callable[[str], Tensor | None], **options: Any) -> dict[str, Tensor]:
+    result = {}
+    for name, start in START.items():
+        h = prior(name)
+        flat = [
+            slow(
+                float(start.reshape(-1)[i]), float(BASE[name].reshape(-1)[i]), None if h is None else float(h.reshape(-1)[i]),
+                [float(g[name].reshape(-1)[i]) for g in GRADIENTS], **options,
+            )
+            for i in range(start.numel())
+        ]  # fmt: skip
+        result[name] = torch.tensor(flat, dtype=torch.float64).reshape(start.shape)
+    return result
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name].double(), want[name].double(), rtol=tolerance, atol=tolerance)
+
+
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+IMPLEMENTATIONS = [{}, {"foreach": False}, {"foreach": True}, {"fused": True}]
+SETTINGS = [
+    {"lr": 0.1, "strength": 3.0},
+    {"lr": 0.1, "strength": 0.5, "weight_decay": 0.2, "betas": (0.5, 0.7), "eps": 1e-3},
+    {"lr": 0.02, "strength": 20.0, "amsgrad": True},
+    {"lr": 0.1, "maximize": True, "weight_decay": 0.0},
+]
+
+
+@pytest.mark.parametrize("coupling", ["decoupled", "adam"])
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_steps_with_a_curvature_are_those_of_the_formula(coupling: str, settings: Any, implementation: Any) -> None:
+    got = run(prior=CURVATURE, coupling=coupling, **settings, **implementation)
+    assert_close(got, slowly(CURVATURE.__getitem__, coupling=coupling, **settings))
+
+
+@pytest.mark.parametrize("coupling", ["decoupled", "adam"])
+@pytest.mark.parametrize("prior", ["identity", 7, 0.25])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_number_stands_for_that_multiple_of_the_identity(coupling: str, prior: Any, settings: Any) -> None:
+    got = run(prior=prior, coupling=coupling, **settings)
+    value = torch.full((12,), 1.0 if prior == "identity" else float(prior))
+    assert_close(got, slowly(lambda _: value, coupling=coupling, **settings))
+
+
+@pytest.mark.parametrize("prior", ["identity", CURVATURE])
+def test_damping_is_added_to_the_prior(prior: Any) -> None:
+    ones = {name: torch.ones_like(value) for name, value in START.items()}
+    h = ones if prior == "identity" else CURVATURE
+    assert_close(run(prior=prior, damping=0.3, lr=0.1), slowly(h.__getitem__, damping=0.3, lr=0.1))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_without_a_prior_it_is_adamw_in_the_coordinates_around_the_anchor(implementation: Any) -> None:
+    got = run(prior=None, lr=0.1, strength=0.7, weight_decay=0.0, **implementation)
+    params = {name: nn.Parameter(value - BASE[name]) for name, value in START.items()}
+    around = take_steps(torch.optim.AdamW(list(params.values()), lr=0.1, weight_decay=0.7), params)
+    assert_close(got, {name: value + BASE[name] for name, value in around.items()})
+    assert_close(got, slowly(lambda _: None, lr=0.1, strength=0.7, weight_decay=0.0))
+
+
+def test_an_identity_is_implicit_weight_decay_around_the_anchor() -> None:
+    params = {name: nn.Parameter(value - BASE[name]) for name, value in START.items()}
+    optimizer = torch.optim.AdamW(list(params.values()), lr=0.1, weight_decay=0.0)
+    for gradient in GRADIENTS:
+        take_steps(optimizer, params, [gradient])
+        with torch.no_grad():
+            for p in params.values():
+                p.div_(1 + 0.1 * 0.7)
+    got = run(prior="identity", lr=0.1, strength=0.7, weight_decay=0.0)
+    assert_close(got, {name: p.detach() + BASE[name] for name, p in params.items()})
+
+
+def test_a_zero_curvature_leaves_adamw() -> None:
+    zero = {name: torch.zeros_like(value) for name, value in START.items()}
+    assert_close(run(prior=zero, lr=0.1), plain(lr=0.1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("prior", [None, "identity", CURVATURE])
+@pytest.mark.parametrize("flags", [*IMPLEMENTATIONS, {"amsgrad": True}, {"maximize": True}, {"weight_decay": 0.0}])
+def test_strength_0_is_torchs_adamw_to_the_last_bit(dtype: torch.dtype, prior: Any, flags: Any) -> None:
+    assert_equal(run(dtype, prior=prior, strength=0.0, lr=0.1, **flags), plain(dtype, lr=0.1, **flags))
+
+
+def test_strength_is_an_option_of_each_group() -> None:
+    def groups(params: dict[str, nn.Parameter], **options: Any) -> list[dict[str, Any]]:
+        return [
+            {"params": [("weight", params["weight"])], "lr": 0.1, **options},
+            {"params": [("bias", params["bias"]), ("scale", params["scale"])]},
+        ]
+
+    ours, theirs = parameters(), parameters()
+    optimizer = gm.PriorAdamW(groups(ours, strength=2.0), lr=0.01, prior=CURVATURE, anchor=BASE, strength=0.0)
+    got = take_steps(optimizer, ours)
+    want = take_steps(torch.optim.AdamW(groups(theirs), lr=0.01), theirs)
+    assert_equal({n: got[n] for n in ("bias", "scale")}, {n: want[n] for n in ("bias", "scale")})
+    pulled = slowly(CURVATURE.__getitem__, lr=0.1, strength=2.0)
+    assert_close({"weight": got["weight"]}, {"weight": pulled["weight"]})
+
+
+def test_strength_can_change_between_steps() -> None:
+    params = parameters()
+    optimizer = gm.PriorAdamW(list(params.items()), lr=0.1, prior=CURVATURE, anchor=BASE, strength=0.0)
+    at_first = take_steps(optimizer, params, GRADIENTS[:2])
+    others = parameters()
+    other = torch.optim.AdamW(others.values(), lr=0.1)
+    assert_equal(at_first, take_steps(other, others, GRADIENTS[:2]))
+    optimizer.param_groups[0]["strength"] = 2.0
+    got = take_steps(optimizer, params, GRADIENTS[2:3])
+    stepped = take_steps(other, others, GRADIENTS[2:3])
+    want = {n: (v + 0.2 * CURVATURE[n] * BASE[n]) / (1 + 0.2 * CURVATURE[n]) for n, v in stepped.items()}
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("coupling", ["decoupled", "adam"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_large_curvature_holds_parameters_at_the_anchor(coupling: str, dtype: torch.dtype) -> None:
+    huge = {name: torch.full_like(value, 1e20) for name, value in START.items()}
+    got = run(dtype, prior=huge, coupling=coupling, lr=1.0)
+    assert_close(got, {name: value.to(dtype) for name, value in BASE.items()}, 1e-7)
+
+
+def test_the_default_anchor_is_where_the_parameters_are_when_the_optimizer_is_made() -> None:
+    params = parameters()
+    optimizer = gm.PriorAdamW(params.values(), lr=0.1, prior=1e20)
+    assert_close(take_steps(optimizer, params), START)
+
+
+def test_parameters_without_a_gradient_are_not_touched() -> None:
+    params = parameters()
+    optimizer = gm.PriorAdamW(list(params.items()), lr=0.1, prior=CURVATURE, anchor=BASE)
+    params["weight"].grad = GRADIENTS[0]["weight"]
+    optimizer.step()
+    assert torch.equal(params["bias"], START["bias"])
+    assert not torch.equal(params["weight"], START["weight"])
+    assert set(optimizer.state) == {params["weight"]}
+
+
+@pytest.mark.parametrize("coupling", ["decoupled", "adam"])
+@pytest.mark.parametrize("kept", [None, torch.bfloat16])
+@pytest.mark.parametrize("prior", ["identity", CURVATURE])
+def test_arithmetic_on_bfloat16_is_float32_and_rounds_once(coupling: str, kept: Any, prior: Any) -> None:
+    params = parameters(torch.bfloat16)
+    options: Any = {"lr": 0.1, "coupling": coupling, "keep_dtype": kept, "strength": 2.0}
+    optimizer = gm.PriorAdamW(list(params.items()), prior=prior, anchor=BASE, **options)
+    others = parameters(torch.bfloat16)
+    other = torch.optim.AdamW(others.values(), lr=0.1, fused=True)
+    got, stepped = take_steps(optimizer, params, GRADIENTS[:1]), take_steps(other, others, GRADIENTS[:1])
+    for name, value in stepped.items():
+        base = BASE[name].to(torch.bfloat16).double()
+        h = torch.ones_like(base) if prior == "identity" else CURVATURE[name].to(kept or torch.float32).double()
+        v = other.state[others[name]]["exp_avg_sq"].double() / (1 - 0.999)
+        d = v.sqrt() + 1e-8 if coupling == "adam" else torch.ones_like(v)
+        want = (d * value.double() + 0.2 * h * base) / (d + 0.2 * h)
+        assert torch.equal(got[name], want.to(torch.bfloat16)), name
+
+
+def test_kept_in_bfloat16_float32_parameters_move_in_float32() -> None:
+    rounded = {n: v.to(torch.bfloat16) for n, v in CURVATURE.items()}
+    base = {n: v.to(torch.bfloat16).float() for n, v in BASE.items()}
+    params, others = parameters(torch.float32), parameters(torch.float32)
+    optimizer = gm.PriorAdamW(list(params.items()), prior=CURVATURE, anchor=BASE, lr=0.1, keep_dtype=torch.bfloat16)
+    other = gm.PriorAdamW(list(others.items()), prior=rounded, anchor=base, lr=0.1)
+    assert_equal(take_steps(optimizer, params), take_steps(other, others))
+    assert {v.dtype for s in optimizer.state.values() for k, v in s.items() if k in ("anchor", "prior")} == {
+        torch.bfloat16
+    }
+
+
+@pytest.mark.parametrize("coupling", ["decoupled", "adam"])
+def test_parameters_larger_than_a_piece_and_in_any_order_of_memory_are_pulled_alike(
+    coupling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prior_kernels, "GRAIN", 1 << 10)
+    monkeypatch.setattr(prior_kernels, "ROOTS", 1 << 12)
+    generator = torch.Generator().manual_seed(0)
+    start, gradient, base, h = (torch.randn(91, 101, generator=generator, dtype=torch.float64) for _ in range(4))
+    h = h.exp()
+    result = []
+    for lay in (torch.clone, lambda v: v.t().contiguous().t()):
+        p = nn.Parameter(lay(start))
+        optimizer = gm.PriorAdamW([("p", p)], lr=0.1, prior={"p": h}, anchor={"p": base}, coupling=coupling)
+        for factor in (1, -3):
+            p.grad = gradient * factor
+            optimizer.step()
+        result.append(p.detach())
+    torch.testing.assert_close(result[0], result[1], rtol=1e-12, atol=1e-12)
+    d = (gradient.abs() if coupling == "adam" else torch.ones_like(h)) + (1e-8 if coupling == "adam" else 0)
+    p = nn.Parameter(start.clone())
+    optimizer = gm.PriorAdamW([("p", p)], lr=0.1, prior={"p": h}, anchor={"p": base}, coupling=coupling)
+    p.grad = gradient
+    optimizer.step()
+    stepped = start * (1 - 1e-3) - 0.1 * gradient / (gradient.abs() + 1e-8)
+    torch.testing.assert_close(p.detach(), (d * stepped + 0.1 * h * base) / (d + 0.1 * h), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("prior", [None, 2.0, CURVATURE])
+@pytest.mark.parametrize("moments", [False, True])
+@pytest.mark.parametrize("rate", [0.3, torch.tensor(0.3), torch.tensor(0.0)])
+def test_pulling_many_parameters_together_is_pulling_one_after_another(
+    dtype: torch.dtype, prior: Any, moments: bool, rate: Any
+) -> None:
+    """The way of a GPU, which works on a CPU too."""
+    if prior is None and moments:
+        return
+    one, other = parameters(dtype), parameters(dtype)
+
+    def pulls(params: dict[str, nn.Parameter], kept: torch.dtype) -> list[prior_kernels.Pull]:
+        return [
+            prior_kernels.Pull(
+                p.detach(), BASE[n].to(kept), prior[n].to(kept) if isinstance(prior, dict) else prior,
+                prior_kernels.Moments(GRADIENTS[0][n].pow(2).to(dtype), torch.tensor(3.0), 0.9, 1e-8) if moments else None,
+            )
+            for n, p in params.items()
+        ]  # fmt: skip
+
+    prior_kernels._pull_together(pulls(one, torch.bfloat16), rate)
+    for each in pulls(other, torch.bfloat16):
+        prior_kernels._pull_one(each, rate)
+    for name in SHAPES:
+        torch.testing.assert_close(one[name], other[name])
+        assert (float(rate) == 0) == torch.equal(one[name], START[name].to(dtype))
+
+
+@pytest.mark.parametrize("coupling", ["decoupled", "adam"])
+def test_steps_can_be_differentiated(coupling: str) -> None:
+    def after(start: Tensor, gradient: Tensor) -> Tensor:
+        p = start.clone()
+        p.grad = gradient
+        optimizer = gm.PriorAdamW(
+            [("p", p)], lr=0.1, prior={"p": h}, anchor={"p": base}, coupling=coupling, differentiable=True, strength=2.0
+        )
+        optimizer.step()
+        return p
+
+    base, h = BASE["weight"], CURVATURE["weight"]
+    start = START["weight"].clone().requires_grad_()
+    torch.autograd.gradcheck(after, (start, GRADIENTS[0]["weight"].clone().requires_grad_()))
+
+
+def test_learning_rates_may_be_tensors_and_follow_a_schedule() -> None:
+    params, others = parameters(), parameters()
+    ours = gm.PriorAdamW(list(params.items()), lr=torch.tensor(0.1, dtype=torch.float64), prior=CURVATURE, anchor=BASE)
+    theirs = gm.PriorAdamW(list(others.items()), lr=0.1, prior=CURVATURE, anchor=BASE)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda t: (t + 1) / 4) for o in (ours, theirs)]
+    for gradient in GRADIENTS:
+        take_steps(ours, params, [gradient])
+        take_steps(theirs, others, [gradient])
+        for schedule in schedules:
+            schedule.step()
+    assert_close({n: p.detach() for n, p in params.items()}, {n: p.detach() for n, p in others.items()})
+    assert theirs.param_groups[0]["lr"] == pytest.approx(0.1 * 6 / 4)
+
+
+def test_a_warm_up_that_begins_at_0_begins_with_no_change() -> None:
+    for prior in (None, "identity", CURVATURE):
+        params = parameters()
+        optimizer = gm.PriorAdamW(list(params.items()), lr=0.0, prior=prior, anchor=BASE)
+        assert_equal(take_steps(optimizer, params, GRADIENTS[:1]), START)
+
+
+def test_hooks_and_closures_run_once_a_step() -> None:
+    params = parameters()
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    optimizer = gm.PriorAdamW(list(params.items()), prior=CURVATURE, anchor=BASE, lr=0.1)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure() -> Tensor:
+        calls.append("closure")
+        loss = sum((p * GRADIENTS[0][n]).sum() for n, p in params.items())
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert calls == ["before", "closure", "after"]
+    assert loss.item() == pytest.approx(sum(float((START[n] * GRADIENTS[0][n]).sum()) for n in SHAPES))
+    others = parameters()
+    want = take_steps(gm.PriorAdamW(list(others.items()), prior=CURVATURE, anchor=BASE, lr=0.1), others, GRADIENTS[:1])
+    assert_equal({n: p.detach() for n, p in params.items()}, want)
+
+
+def ridge() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(40, 6, generator=generator, dtype=torch.float64)
+    y = x @ torch.randn(6, generator=generator, dtype=torch.float64) + torch.randn(
+        40, generator=generator, dtype=torch.float64
+    )
+    base = torch.randn(6, generator=generator, dtype=torch.float64)
+    h = torch.tensor([0.01, 0.1, 1.0, 10.0, 100.0, 1000.0], dtype=torch.float64)
+    return x, y, base, h
+
+
+def distance_from_the_closed_form(
+    steps: int, lr: Callable[[int], float], strength: float = 2.0, **options: Any
+) -> float:
+    """Full gradients of ½‖Xθ − y‖², with the penalty of 2H: how far the end is from (XᵀX + 2H)⁻¹(Xᵀy + 2H θ_base)."""
+    x, y, base, h = ridge()
+    want = torch.linalg.solve(x.T @ x + 2 * torch.diag(h), x.T @ y + 2 * h * base)
+    theta = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+    optimizer = gm.PriorAdamW(
+        [("theta", theta)], prior={"theta": h}, anchor={"theta": base}, strength=strength, weight_decay=0.0, **options
+    )
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = lr(step)
+        optimizer.zero_grad()
+        (x @ theta - y).pow(2).sum().div(2).backward()
+        optimizer.step()
+    return float((theta.detach() - want).norm() / want.norm())
+
+
+def test_in_adams_metric_training_ends_at_the_minimiser_of_loss_and_penalty() -> None:
+    assert distance_from_the_closed_form(1500, lambda t: 0.05 * 0.99**t, coupling="adam", betas=(0.9, 0.99)) < 1e-4
+
+
+def test_decoupled_training_ends_elsewhere() -> None:
+    assert distance_from_the_closed_form(1500, lambda t: 0.05 * 0.99**t, betas=(0.9, 0.99)) > 0.01
+
+
+def test_decoupled_training_ends_at_the_minimiser_where_adam_is_gradient_descent() -> None:
+    """With a huge ε, Adam's step is lr·g/ε, and a strength of 2/ε is the penalty of 2H."""
+    eps = 1e8
+    distance = distance_from_the_closed_form(1500, lambda _: 0.01 * eps, 2 / eps, eps=eps, betas=(0.0, 0.999))
+    assert distance < 1e-5
+
+
+def test_copies_go_on_by_themselves() -> None:
+    params = parameters()
+    optimizer = gm.PriorAdamW(list(params.items()), prior=CURVATURE, anchor=BASE, lr=0.1)
+    take_steps(optimizer, params, GRADIENTS[:2])
+    others, other = copy.deepcopy((params, optimizer))
+    assert_equal(take_steps(other, others, GRADIENTS[2:]), take_steps(optimizer, params, GRADIENTS[2:]))
+    assert_close({n: p.detach() for n, p in params.items()}, slowly(CURVATURE.__getitem__, lr=0.1))

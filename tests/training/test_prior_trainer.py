@@ -1,0 +1,294 @@
+"""The Trainer with a prior: its settings, its steps, and what a run that was stopped goes on with."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers.utils import logging
+
+import gradmerge as gm
+
+from ..curvature.training import examples, fresh
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "training.md"
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    """6 steps of 4 examples, with weight decay and a learning rate that falls."""
+    logging.set_verbosity_error()
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.95,
+        "adam_epsilon": 1e-6,
+        "optim": "adamw_torch",
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+    }
+    return TrainingArguments(output_dir=str(folder), **settings | changes)
+
+
+def positive(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.rand(p.shape, generator=generator, dtype=p.dtype) for n, p in model.named_parameters()}
+
+
+def trained(kind: Any, folder: Path, family: str = "bert", model: Any = None, **options: Any) -> nn.Module:
+    changes = options.pop("changes", {})
+    model = copy.deepcopy(model) if model is not None else fresh(family)
+    kind(model, arguments(folder, **changes), train_dataset=examples(family, 10), **options).train()
+    result: nn.Module = model
+    return result
+
+
+def assert_same(one: nn.Module, two: nn.Module) -> None:
+    for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_with_strength_zero_the_weights_are_the_trainers_bit_for_bit(tmp_path: Path, optim: str) -> None:
+    plain = trained(Trainer, tmp_path / "a", changes={"optim": optim})
+    prior = positive(fresh("bert"))
+    found = trained(gm.PriorTrainer, tmp_path / "b", changes={"optim": optim}, prior=prior, strength=0.0)
+    assert_same(found, plain)
+    pulled = trained(gm.PriorTrainer, tmp_path / "c", changes={"optim": optim}, prior=prior, strength=1.0)
+    assert not torch.equal(pulled.classifier.weight, plain.classifier.weight)
+
+
+def test_groups_and_settings_are_the_trainers(tmp_path: Path) -> None:
+    model = fresh("bert")
+    stock = Trainer(model, arguments(tmp_path), train_dataset=examples("bert", 4)).create_optimizer()
+    own = gm.PriorTrainer(model, arguments(tmp_path), train_dataset=examples("bert", 4)).create_optimizer()
+    assert isinstance(own, gm.PriorAdamW)
+    assert len(own.param_groups) == len(stock.param_groups) == 2
+    for one, two in zip(own.param_groups, stock.param_groups, strict=True):
+        assert all(a is b for a, b in zip(one["params"], two["params"], strict=True))
+        assert {key: one[key] for key in two if key != "params"} == {k: v for k, v in two.items() if k != "params"}
+    assert {group["weight_decay"] for group in own.param_groups} == {0.1, 0.0}
+
+
+@pytest.mark.parametrize("coupling", ["decoupled", "adam"])
+def test_a_run_is_adam_with_the_pull_written_out_by_hand(tmp_path: Path, coupling: Any) -> None:
+    start, batches = fresh("bert"), []
+
+    def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batches.append(default_data_collator(items))
+        return batches[-1]
+
+    prior = positive(start)
+    found = trained(
+        gm.PriorTrainer, tmp_path, prior=gm.Curvature({n: 5 * v for n, v in prior.items()}, 5), strength=30.0,
+        damping=0.5, coupling=coupling, data_collator=collate, changes={"max_grad_norm": 0.0, "lr_scheduler_type": "constant"},
+    )  # fmt: skip
+    model, (b1, b2) = copy.deepcopy(start).train(), (0.8, 0.95)
+    first = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    second = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    anchor = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for step, batch in enumerate(batches[:6], 1):
+        model.zero_grad()
+        model(**batch).loss.backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                decay = 0.0 if "bias" in name or "norm" in name.lower() else 0.1
+                first[name] = b1 * first[name] + (1 - b1) * p.grad
+                second[name] = b2 * second[name] + (1 - b2) * p.grad**2
+                metric = (second[name] / (1 - b2**step)).sqrt() + 1e-6
+                p -= 1e-2 * (decay * p + first[name] / (1 - b1**step) / metric)
+                d = metric if coupling == "adam" else torch.ones_like(p)
+                c = 1e-2 * 30.0 * (prior[name] + 0.5)
+                p.copy_((d * p + c * anchor[name]) / (d + c))
+    for (name, a), b in zip(found.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    prior = positive(fresh("bert"))
+
+    def run(folder: Path, resume: str | None = None, stop: int | None = None) -> Path:
+        trainer = gm.PriorTrainer(
+            fresh("bert"),
+            arguments(folder, save_strategy="steps", save_steps=3, lr_scheduler_type="constant"),
+            train_dataset=examples("bert", 10),
+            prior=prior,
+            strength=20.0,
+            curvature=gm.CurvatureCallback("online", every=3),
+        )
+        trainer.args.max_steps = stop or 6
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()
+        return folder
+
+    whole = run(tmp_path / "whole")
+    parts = run(tmp_path / "parts", stop=3)
+    run(parts, resume=str(parts / "checkpoint-3"))
+    for path in ("model.safetensors", "checkpoint-6/model.safetensors"):
+        assert (whole / path).read_bytes() == (parts / path).read_bytes(), path
+    one, two = (gm.Curvature.load(folder / "curvature") for folder in (whole, parts))  # their headers name the folder
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    moved = load_file(parts / "checkpoint-3" / "model.safetensors")
+    states = torch.load(parts / "checkpoint-6" / "optimizer.pt", weights_only=True)["state"]
+    start = dict(fresh("bert").named_parameters())
+    assert any(torch.equal(state["anchor"], start["classifier.weight"]) for state in states.values())
+    assert not any(
+        torch.equal(state["anchor"], moved["classifier.weight"])
+        for state in states.values()
+        if state["anchor"].shape == moved["classifier.weight"].shape
+    )
+
+
+def test_curvature_from_a_folder_goes_by_the_names_of_files(tmp_path: Path) -> None:
+    model = fresh("vit")  # its weights have other names in memory than in files
+    names = dict(model.named_parameters())
+    in_memory = {n: v.float().double() for n, v in positive(model).items()}
+    stored = gm.estimate_curvature(model, [default_data_collator(examples("vit", 2))])
+    gm.Curvature(in_memory, 1, stored=stored._stored).save(tmp_path / "curvature")
+    assert set(gm.Curvature.load(tmp_path / "curvature")) != set(names)
+    one = trained(gm.PriorTrainer, tmp_path / "a", "vit", prior=tmp_path / "curvature", strength=9.0)
+    two = trained(gm.PriorTrainer, tmp_path / "b", "vit", prior=in_memory, strength=9.0)
+    assert_same(one, two)
+
+
+def test_a_new_head_is_an_error_or_free(tmp_path: Path) -> None:
+    prior = {n: v for n, v in positive(fresh("bert")).items() if "classifier" not in n}
+    with pytest.raises(gm.InputError, match=r"nothing for 2 of .*\n  classifier"):
+        trained(gm.PriorTrainer, tmp_path, prior=prior)
+    zero = positive(fresh("bert"))
+    zero |= {n: torch.zeros_like(v) for n, v in zero.items() if "classifier" in n}
+    free = trained(gm.PriorTrainer, tmp_path, prior=prior, strength=9.0, missing="zero")
+    assert_same(free, trained(gm.PriorTrainer, tmp_path, prior=zero, strength=9.0))
+    with pytest.raises(gm.InputError, match="nothing for any"):
+        trained(gm.PriorTrainer, tmp_path, prior={"other": torch.ones(2)}, missing="zero")
+
+
+def test_an_anchor_from_a_checkpoint_is_where_the_weights_are_pulled_to(tmp_path: Path) -> None:
+    elsewhere = fresh("bert")
+    with torch.no_grad():
+        for p in elsewhere.parameters():
+            p.add_(0.5)
+    elsewhere.save_pretrained(tmp_path / "anchor")
+    found = trained(gm.PriorTrainer, tmp_path / "a", prior=1e12, anchor=tmp_path / "anchor")
+    for a, b in zip(found.parameters(), elsewhere.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def adapter() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = fresh("llama-untied")
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")).double()
+
+
+def lora(folder: Path, model: Any = None, **options: Any) -> Any:
+    model = model or adapter()
+    trainer = gm.PriorTrainer(model, arguments(folder), train_dataset=examples("llama-untied", 10), **options)
+    trainer.train()
+    trainer.save_model()
+    return model
+
+
+def test_lora_factors_are_pulled_to_where_they_began(tmp_path: Path) -> None:
+    begin = {n: p.detach().clone() for n, p in adapter().named_parameters() if p.requires_grad}
+    free, held = lora(tmp_path / "a", strength=0.0), lora(tmp_path / "b", prior="identity", strength=1e9)
+    for name, p in held.named_parameters():
+        if p.requires_grad:
+            assert "lora_" in name
+            torch.testing.assert_close(p, begin[name], rtol=0, atol=1e-6)
+            assert float((dict(free.named_parameters())[name].detach() - begin[name]).abs().max()) > 1e-3
+
+
+def test_the_bases_curvature_is_refused_for_lora_factors_and_their_own_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(gm.InputError, match="says nothing of an adapter's factors"):
+        lora(tmp_path / "a", prior=positive(fresh("llama-untied")))
+    first = lora(tmp_path / "a", curvature=gm.CurvatureCallback("online", every=2))
+    held = {n: p.detach().clone() for n, p in first.named_parameters() if p.requires_grad}
+    lora(tmp_path / "b", first, prior=tmp_path / "a" / "curvature", damping=1.0, strength=1e9)
+    for name, value in held.items():
+        torch.testing.assert_close(dict(first.named_parameters())[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "message"),
+    [
+        ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, {}, "makes the optimizer itself"),
+        ({}, {"optim": "adafactor"}, "optim='adafactor'"),
+        ({"missing": "zeros"}, {}, "did you mean 'zero'"),
+        ({"curvature": "adams"}, {}, "did you mean 'adam'"),
+    ],
+)
+def test_what_does_not_go_together_is_told(tmp_path: Path, options: Any, changes: Any, message: str) -> None:
+    with pytest.raises(gm.InputError, match=message):
+        trained(gm.PriorTrainer, tmp_path, changes=changes, **options)
+
+
+def test_without_accelerate_it_says_what_to_install() -> None:
+    code = """
+        import sys
+        sys.modules["accelerate"] = sys.modules["peft"] = None  # peft brings accelerate with it
+        import gradmerge as gm
+        try:
+            gm.PriorTrainer()
+        except gm.InputError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert "pip install 'gradmerge[train]'" in done.stdout, done.stderr
+
+
+def documented(*words: str) -> str:
+    """The page's snippet that has all these words."""
+    (found,) = [s for s in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if all(w in s for w in words)]
+    return str(found)
+
+
+@pytest.mark.parametrize(
+    "words", [("gm.PriorTrainer(", "base/curvature"), ("Trainer(", "optimizers=("), ("in batches:",)]
+)
+def test_what_the_page_shows_gives_a_model_with_its_curvature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = examples("bert", 40)
+    batches = [default_data_collator(data[i : i + 4]) for i in range(0, 40, 4)]
+    start = fresh("bert")
+    gm.estimate_curvature(start, batches).save("base/curvature")
+    model = copy.deepcopy(start)
+    exec(documented(*words), {"model": model, "arguments": arguments(Path("tuned"), max_steps=10), "data": data, "batches": batches})  # fmt: skip
+    stored = load_file("tuned/model.safetensors")
+    assert not torch.equal(stored["classifier.weight"], start.classifier.weight)
+    start.save_pretrained("base")
+    gm.merge({"method": "gradient-matching", "base": "base", "models": ["tuned"]}, "merged")
+    merged = load_file("merged/model.safetensors")
+    torch.testing.assert_close(merged["classifier.weight"], stored["classifier.weight"])  # of one model, the model
+
+
+def test_what_the_page_shows_of_lora_gives_curvature_of_the_full_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(
+        documented("peft_model"),
+        {"peft_model": adapter(), "arguments": arguments(Path("tuned")), "data": examples("llama-untied", 10)},
+    )
+    assert Path("tuned/adapter_model.safetensors").is_file()
+    found = gm.Curvature.load("tuned/curvature")
+    assert found.keys() == {n for n, _ in fresh("llama-untied").named_parameters()}
+    assert found.examples == 10
