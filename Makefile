@@ -5,7 +5,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 BENCH_DATA ?= bench-data
 BENCH_FLAGS ?=
 
-.PHONY: help install test lint format bench bench-curvature docs clean
+.PHONY: help install demo test lint format bench bench-curvature docs clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -21,6 +21,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 test: install  ## Run the tests.
 	$(BIN)/python -m pytest -n 2
+
+demo: install  ## Train, measure, merge by every rule and compare, on scikit-learn's digits, into demo/ (minutes).
+	$(BIN)/gradmerge demo -o demo
 
 lint: install  ## Check style, formatting and types.
 	$(BIN)/ruff check .
@@ -44,5 +47,5 @@ docs: install  ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## Remove everything that make has made.
-	rm -rf $(VENV) .venv-mergekit $(BENCH_DATA) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-mergekit $(BENCH_DATA) demo site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

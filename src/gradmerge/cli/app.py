@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
-from . import curvature, diagnose, evaluate, inspect, merge, methods, preview
+from . import curvature, demo, diagnose, evaluate, inspect, merge, methods, preview
 
 app = typer.Typer(
     name="gradmerge",
@@ -45,6 +45,7 @@ app.command("evaluate", epilog=evaluate.EXAMPLE)(evaluate.evaluate)
 app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
 app.command("diagnose", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
 app.command("preview", epilog=preview.EXAMPLE)(preview.preview)
+app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(curvature.app, name="curvature")
 
 

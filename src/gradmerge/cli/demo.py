@@ -1,0 +1,97 @@
+"""`gradmerge demo`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .output import Debug, Json, Quiet, guarded, heavy_imports, print_json, print_table, progress
+
+if TYPE_CHECKING:
+    from ..demo import Outcome
+
+EXAMPLE = "Examples: gradmerge demo   ·   gradmerge demo -o /tmp/demo --seed 1"
+
+
+def demo(
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="DIR", help="Folder for everything: new, or of an earlier demonstration."),
+    ] = Path("demo"),
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, help="Of the split, the weights and the batches.")
+    ] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Make everything again; by default what is done is kept.")
+    ] = False,
+    json_: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Show the whole job on small models: train, measure curvature, merge by every rule, remove a task, compare.
+
+    On the handwritten digits of scikit-learn (pip install 'gradmerge[demo]'), in a minute or two. Models, data, recipes, reports
+    and the commands that repeat each step stay in the folder. A run that was stopped goes on where it was.
+    """
+    with guarded(debug, json_):
+        with heavy_imports():
+            from ..demo import Settings, run_demo
+            from ..errors import MachineError
+
+        begun = time.perf_counter()
+        silent = quiet or json_
+        try:
+            with progress(silent, "steps") as shown:
+                # Through sys.stderr as it is then: the bar of a terminal puts these lines above itself.
+                outcome = run_demo(
+                    out, settings=Settings(seed=seed), force=force, progress=shown,
+                    say=lambda text: None if silent else print(text, file=sys.stderr),
+                )  # fmt: skip
+        except KeyboardInterrupt:
+            raise MachineError("interrupted. The same command goes on where it was.") from None
+        seconds = time.perf_counter() - begun
+        if json_:
+            print_json(
+                {
+                    **outcome.results, "folder": str(out), "stages": outcome.stages, "kept": outcome.kept,
+                    "seconds": round(seconds, 1),
+                    "commands": {what: list(map(shlex.join, several)) for what, several in outcome.commands.items()},
+                }
+            )  # fmt: skip
+            return
+        _print_tables(outcome)
+        if not quiet:
+            _print_rest(outcome, seconds)
+
+
+def _print_tables(outcome: Outcome) -> None:
+    from ..demo.settings import REMOVED
+    from ..demo.tables import merge_table, removal_table
+
+    typer.echo(f"Accuracy on {outcome.results['images']['test']} test images a task, per cent:\n")
+    for columns, rows in (merge_table(outcome.merging), removal_table(outcome.removal)):
+        print_table(columns, rows, right=range(1, len(columns)))
+        if columns[-1] == "mean":
+            typer.echo(f"\nTaking {REMOVED} out of the model trained on all:\n")
+
+
+def _print_rest(outcome: Outcome, seconds: float) -> None:
+    from ..demo.commands import highlights
+    from ..demo.tables import flatness
+
+    folder = outcome.folder
+    typer.echo("\nOver one weight for all tasks, mean accuracy on validation images:")
+    typer.echo("\n".join(flatness(outcome.results)))
+    done = f"{outcome.stages - outcome.kept} of {outcome.stages} stages made, {outcome.kept} kept"
+    typer.echo(f"\n{done}; {seconds:.0f} s. {folder / 'results.md'} explains the tables.")
+    typer.echo(f"Reports: {folder / 'preview' / 'report.html'}, {folder / 'diagnose' / 'report.html'}")
+    typer.echo(f"\nTo repeat the steps (all of them are in {folder / 'commands.sh'}):\n")
+    typer.echo(f"cd {shlex.quote(os.fspath(folder))}")
+    for command in highlights(outcome.commands):
+        typer.echo(shlex.join(command))

@@ -1,0 +1,97 @@
+"""The data: 1,797 handwritten digits of 8 × 8 pixels that scikit-learn ships, as they are and changed in three ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from ..errors import InputError
+from .settings import BASE, REMOVED, TASKS, Settings
+
+Array = np.ndarray[Any, np.dtype[Any]]
+SPLITS = ("train", "valid", "test")
+
+
+def load_digits() -> tuple[Array, Array]:
+    """Images as bytes, 1797 × 8 × 8, and their digits."""
+    try:
+        from sklearn import datasets  # type: ignore[import-untyped, unused-ignore]
+    except ImportError as error:
+        raise InputError(
+            "the demonstration uses the digits of scikit-learn, which is not installed: pip install 'gradmerge[demo]'"
+        ) from error
+    digits = datasets.load_digits()
+    return np.rint(digits.images * (255 / 16)).astype(np.uint8), digits.target.astype(np.int64)
+
+
+def tilted(images: Array) -> Array:
+    """Turned clockwise by 20 degrees."""
+    return np.stack([np.asarray(Image.fromarray(i).rotate(-20, Image.Resampling.BILINEAR)) for i in images])
+
+
+def thick(images: Array) -> Array:
+    """Strokes a pixel wider, to the right and downwards: the largest of four neighbours."""
+    padded = np.pad(images, ((0, 0), (1, 0), (1, 0)))
+    widest: Array = np.maximum.reduce([padded[:, y : y + 8, x : x + 8] for y in (0, 1) for x in (0, 1)])
+    return widest
+
+
+def blurred(images: Array) -> Array:
+    """Each pixel the mean of the 3 × 3 around it; beyond the edge lies what is at the edge."""
+    padded = np.pad(images.astype(float), ((0, 0), (1, 1), (1, 1)), mode="edge")
+    around = np.stack([padded[:, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
+    mean: Array = np.rint(around.mean(0)).astype(np.uint8)
+    return mean
+
+
+def upright(images: Array) -> Array:
+    """As they are."""
+    return images
+
+
+CHANGES: Mapping[str, Callable[[Array], Array]] = {
+    "upright": upright,
+    "tilted": tilted,
+    "thick": thick,
+    "blurred": blurred,
+}
+
+
+def write_data(folder: Path, images: Array, labels: Array, settings: Settings) -> None:
+    """One .npz a task, with arrays x_train, y_train, x_valid, … An image is in the same split in every task.
+
+    `rest.npz` holds the data that stays when one task is removed, and `all.npz` that of every task.
+    """
+    order = np.random.default_rng(settings.seed).permutation(len(images))
+    ends = np.cumsum([settings.train, settings.valid, settings.test])
+    if ends[-1] > len(images):
+        raise InputError(f"{ends[-1]} images are asked for, but there are {len(images)}")
+    parts = dict(zip(SPLITS, np.split(order, ends)[:3], strict=True))
+    for name, change in CHANGES.items():
+        changed = change(images)
+        arrays = {f"x_{split}": changed[rows] for split, rows in parts.items()}
+        _write(folder / f"{name}.npz", arrays | {f"y_{split}": labels[rows] for split, rows in parts.items()})
+    every = (BASE, *TASKS)
+    for name, members in (("rest", [t for t in every if t != REMOVED]), ("all", every)):
+        _write(folder / f"{name}.npz", _joined(folder, members))
+
+
+def _write(path: Path, arrays: Mapping[str, Any]) -> None:
+    np.savez_compressed(path, **arrays)
+
+
+def _joined(folder: Path, members: Sequence[str]) -> dict[str, Array]:
+    joined = {}
+    for key in (f"{letter}_{split}" for letter in "xy" for split in SPLITS):
+        joined[key] = np.concatenate([read_array(folder / f"{name}.npz", key) for name in members])
+    return joined
+
+
+def read_array(path: Path, key: str) -> Array:
+    with np.load(path, allow_pickle=False) as file:
+        array: Array = file[key]
+    return array

@@ -1,0 +1,89 @@
+"""The recipes: every rule that applies to a base and three tuned models, and the two removals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..api import planned
+from ..engine.trust import DAMPINGS, judge
+from ..errors import InputError
+from ..recipe import make_recipe
+from .settings import REMOVED, TASKS, Settings
+from .stages import write_text
+
+TUNED = "task-arithmetic-tuned"
+MATCHING = "gradient-matching"
+REMOVAL, NEGATION = "removal", "negation"
+
+
+def _models(measured: str | None = None) -> list[dict[str, str]]:
+    """The tuned models, with what was measured of each."""
+    return [
+        {"model": f"../models/{task}"} | ({"curvature": f"../{measured}/{task}"} if measured else {}) for task in TASKS
+    ]
+
+
+def _weighted(weight: float) -> list[dict[str, Any]]:
+    return [model | {"weight": weight} for model in _models()]
+
+
+def merges(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Name → recipe, as it stands in `recipes/`; options that are not named are the rules' defaults."""
+    base = {"model": "../models/base"}
+    measured = base | {"curvature": "../curvature/base"}
+    return {
+        "average": {"method": "average", "base": base, "models": _models()},
+        "task-arithmetic": {"method": "task-arithmetic", "base": base, "models": _weighted(1.0)},
+        "sparse-finetuning": {"method": "sparse-finetuning", "base": base, "models": _models()},
+        "ties": {"method": "ties", "base": base, "models": _models()},
+        "dare": {"method": "dare", "base": base, "models": _models(), "options": {"seed": settings.seed}},
+        "regmean": {"method": "regmean", "base": base, "models": _models("gram")},
+        "fa1": {"method": "fa1", "base": measured, "models": _models("curvature-at-delta")},
+        "fisher-averaging": {"method": "fisher-averaging", "base": base, "models": _models("curvature")},
+        MATCHING: {"method": "gradient-matching", "base": measured, "models": _models("curvature")},
+    }
+
+
+def tuned(weight: float) -> dict[str, Any]:
+    """Task arithmetic at the weight that a preview on validation images found best."""
+    return {"method": "task-arithmetic", "base": {"model": "../models/base"}, "models": _weighted(weight)}
+
+
+def negation() -> dict[str, Any]:
+    """Removal by task arithmetic: the whole of what tuning on the removed task changed, subtracted."""
+    return {
+        "method": "task-arithmetic",
+        "base": {"model": "../models/joint"},
+        "models": [{"model": f"../models/joint-{REMOVED}", "weight": -1.0}],
+    }
+
+
+def removal(damping: float) -> dict[str, Any]:
+    """Removal with curvature: of the joint model on the data that stays, and of the tuned one on what goes."""
+    return {
+        "method": "removal",
+        "base": {"model": "../models/joint", "curvature": "../curvature/joint-rest"},
+        "models": [{"model": f"../models/joint-{REMOVED}", "curvature": f"../curvature/joint-{REMOVED}"}],
+        "damping": damping,
+    }
+
+
+def trusted_damping(folder: Path) -> float:
+    """The least power of ten at which the step of the removal is not too long to be trusted: what the command advises.
+
+    It looks at weights and curvature alone, never at an accuracy.
+    """
+    with planned(make_recipe(removal(DAMPINGS[0]), folder=folder)) as plan:
+        for judged in judge(plan, DAMPINGS):
+            if judged.excess <= 1:
+                return judged.damping
+    raise InputError(f"removal: no damping up to {DAMPINGS[-1]:g} is enough for a step that can be trusted")
+
+
+def write_recipe(path: Path, recipe: dict[str, Any], out: str) -> None:
+    """A recipe file that opens with the command that runs it."""
+    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+    write_text(path, f"# gradmerge merge {path.as_posix()} -o {out} --force\n{text}")

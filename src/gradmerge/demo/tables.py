@@ -1,0 +1,144 @@
+"""What is shown in the end: rows of accuracies, as data and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .recipes import MATCHING, NEGATION, REMOVAL, TUNED
+from .scoring import Scores
+from .settings import BASE, REMOVED, TASKS
+
+EVERY = (BASE, *TASKS)
+REST = tuple(task for task in EVERY if task != REMOVED)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model in a table."""
+
+    name: str
+    folder: str
+    scores: Scores
+    """Task → accuracy on test images."""
+
+    def mean(self, tasks: Sequence[str] = EVERY) -> float:
+        return sum(self.scores[task] for task in tasks) / len(tasks)
+
+
+def merge_rows(found: Mapping[str, Scores], merged: Sequence[str], weight: float) -> list[Row]:
+    """The base, the tuned models, every merge, and the model trained on everything."""
+    names = {
+        "task-arithmetic": "task-arithmetic, weight 1",
+        TUNED: f"task-arithmetic, tuned: {weight:g}",
+        MATCHING: "gradient-matching, weight 1",
+    }
+    rows = [("base", "models/base"), *((f"tuned on {task}", f"models/{task}") for task in TASKS)]
+    rows += [(names.get(name, name), f"merged/{name}") for name in merged]
+    rows += [("trained on all (target)", "models/joint")]
+    return [Row(name, folder, found[folder]) for name, folder in rows]
+
+
+def removal_rows(found: Mapping[str, Scores], damping: float) -> list[Row]:
+    """Before, after, and what it should be."""
+    rows = [
+        ("before", "models/joint"),
+        ("negation", f"removed/{NEGATION}"),
+        (f"removal, damping {damping:g}", f"removed/{REMOVAL}"),
+        ("trained without it (target)", f"models/without-{REMOVED}"),
+    ]
+    return [Row(name, folder, found[folder]) for name, folder in rows]
+
+
+def merge_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells; accuracies in per cent."""
+    return ["model", *EVERY, "mean"], [
+        [row.name, *(_percent(row.scores[task]) for task in EVERY), _percent(row.mean())] for row in rows
+    ]
+
+
+def removal_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    return ["model", REMOVED, *REST, "rest, mean"], [
+        [row.name, _percent(row.scores[REMOVED]), *(_percent(row.scores[task]) for task in REST), _percent(row.mean(REST))]
+        for row in rows
+    ]  # fmt: skip
+
+
+def flatness(results: Mapping[str, Any]) -> list[str]:
+    """How much each method depends on its weight, in a sentence each."""
+    sentences = []
+    for method, best in results["preview"].items():
+        low, high = best["within_1_percent"]
+        over = f"from {low:g} to {high:g}" if low < high else f"{low:g} alone"
+        sentences.append(
+            f"{method}: best at weight {best['weight']:g} with {_percent(best['mean_accuracy'])}; within 1 % of that at weights {over}."
+        )
+    return sentences
+
+
+def as_json(merges: Sequence[Row], removals: Sequence[Row], **facts: Any) -> dict[str, Any]:
+    return {
+        **facts,
+        "unit": "accuracy: share of test images whose most likely class is right",
+        "merging": [asdict(row) | {"mean": row.mean()} for row in merges],
+        "removal": [asdict(row) | {"mean_of_rest": row.mean(REST)} for row in removals],
+    }
+
+
+def rows_of(values: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Rows as :func:`as_json` wrote them."""
+    return [Row(value["name"], value["folder"], dict(value["scores"])) for value in values]
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """`results.md`: both tables, and what is in the folder."""
+    images = results["images"]
+    return f"""# What gradmerge demo found
+
+Accuracy in per cent on {images["test"]} test images a task, seed {results["seed"]}. The base, a small vision transformer, was trained on
+{images["train"]} digits as they are (`{BASE}`), and tuned from there on the same digits {", ".join(f"`{task}`" for task in TASKS)}. No test image,
+in whatever form, was trained on.
+
+{markdown(*merge_table(rows_of(results["merging"])))}
+Every rule has its default options, and weight 1 where nothing else is said. The tuned weight of task arithmetic is the best of the
+preview on {images["valid"]} validation images a task; the other rows have seen no labels but those of the training images. `slerp` takes two
+models only, and `weighted-average` with equal weights is `average`. `reduction: mean` would change nothing, as every
+task has the same number of images.
+
+## How much the weight matters
+
+Mean accuracy on the validation images, one weight for all tasks (`preview/report.html` has the curves):
+
+{chr(10).join("- " + text for text in flatness(results))}
+
+## Taking {REMOVED} out again
+
+The model trained on all four kinds is tuned further on `{REMOVED}`, and what that changed is subtracted. The damping, {results["damping"]:g}, is the
+least power of ten with which `gradmerge remove` does not warn that its step is too long; no accuracy was looked at.
+
+{markdown(*removal_table(rows_of(results["removal"])))}
+The closer to the last row the better: `{REMOVED}` should fall to what a model has that never saw it, and the rest should stay.
+
+## What is here
+
+| | |
+|---|---|
+| `data/` | the digits, one .npz a task with the splits train, valid and test |
+| `models/` | the base, the tuned models, and those trained on several tasks |
+| `curvature/`, `gram/`, `curvature-at-delta/` | what was measured of them |
+| `recipes/`, `merged/`, `removed/` | recipes, and the models that they make |
+| `preview/report.html` | accuracy over the weight, on validation images |
+| `diagnose/report.html` | what the merge costs, in which layers, beside the jointly trained model |
+| `commands.sh` | the commands that repeat each step; run them in this folder |
+| `results.json` | the numbers above |
+"""

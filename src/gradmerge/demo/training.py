@@ -1,0 +1,105 @@
+"""A small vision transformer, and a plain loop that trains it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..tasks.models import load_model, quiet_transformers
+from .digits import read_array
+from .settings import Settings
+
+PREPROCESSOR = {
+    "image_processor_type": "ViTImageProcessor",
+    "do_resize": False,
+    "size": {"height": 8, "width": 8},
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.5],
+    "image_std": [0.5],
+}
+"""Bytes to numbers from −1 to 1."""
+WARMUP = 10
+"""Steps until the learning rate is at its height; then it falls to 0 in a straight line."""
+
+
+def new_model(settings: Settings) -> nn.Module:
+    """A vision transformer with random weights: patches of 2 × 2 pixels, one channel, ten classes."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    shape: dict[str, Any] = {
+        "image_size": 8,
+        "patch_size": 2,
+        "num_channels": 1,
+        "num_labels": 10,
+        "hidden_size": settings.hidden,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": 4,
+        "intermediate_size": 2 * settings.hidden,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    torch.manual_seed(settings.seed)
+    return ViTForImageClassification(ViTConfig(**shape))
+
+
+def save_model(model: nn.Module, folder: Path) -> None:
+    """The model's folder, with what `gradmerge evaluate` needs to turn images into its input."""
+    saved: Any = model
+    with quiet_transformers():
+        saved.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n", "utf-8")
+
+
+def steps_of(examples: int, epochs: int, batch_size: int) -> int:
+    return epochs * -(-examples // batch_size)
+
+
+def train(
+    start: Path | None,
+    data: Path,
+    out: Path,
+    settings: Settings,
+    *,
+    stream: int,
+    advance: Callable[[int], None],
+) -> None:
+    """Train a new model, or tune the one in ``start``, with AdamW on all of the data's training images.
+
+    ``stream`` sets the random numbers apart from those of the other trainings.
+    """
+    epochs, rate = (settings.epochs, settings.rate) if start else (settings.base_epochs, settings.base_rate)
+    images, labels = _tensors(data)
+    with torch.random.fork_rng(devices=[]):
+        model = load_model(str(start), "image", device="cpu")[0] if start else new_model(settings)
+        torch.manual_seed(1000 * settings.seed + stream)
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=settings.weight_decay)
+        total = steps_of(len(images), epochs, settings.batch_size)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1, (step + 1) / WARMUP) * max(0.0, 1 - step / total)
+        )
+        for _ in range(epochs):
+            for rows in torch.randperm(len(images)).split(settings.batch_size):
+                batch = images[rows]
+                if start is None:
+                    batch = batch + settings.noise * torch.randn_like(batch)
+                loss = nn.functional.cross_entropy(model(batch).logits, labels[rows])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                advance(1)
+    save_model(model, out)
+
+
+def _tensors(data: Path) -> tuple[Tensor, Tensor]:
+    """Training images from −1 to 1, as the image processor makes them, and labels."""
+    images = torch.from_numpy(read_array(data, "x_train")).float().div_(255).sub_(0.5).div_(0.5)
+    return images[:, None], torch.from_numpy(read_array(data, "y_train"))

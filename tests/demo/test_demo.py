@@ -1,0 +1,173 @@
+"""The whole demonstration at a tiny size: what it leaves, what it says, and that it can be repeated."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+import yaml
+from safetensors.torch import load_file
+from transformers import ViTForImageClassification
+from typer.testing import CliRunner
+
+from gradmerge.cli.app import app
+from gradmerge.demo import Outcome, run_demo
+from gradmerge.demo.commands import highlights
+from gradmerge.demo.tables import EVERY
+from gradmerge.demo.training import train
+from gradmerge.engine.workers import one_thread_each
+from gradmerge.rules import RULES
+
+from .making import tiny
+
+
+class Stop:
+    """Progress that is interrupted after so many steps."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        assert total > self.left
+
+    def advance(self, amount: int) -> None:
+        self.left -= amount
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+
+def left_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.glob("*/*")}
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A run that was interrupted while a model was trained, and went on."""
+    folder = tmp_path_factory.mktemp("demo") / "demo"
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(folder, settings=tiny(), progress=Stop(after=1 + 4 + 2 + 1))  # in the second fine-tuning
+    assert {"models/base", "models/tilted"} <= left_in(folder) and "models/thick" not in left_in(folder)
+    before = (folder / "models/base/model.safetensors").stat().st_mtime_ns
+    outcome = run_demo(folder, settings=tiny())
+    assert outcome.kept == 3, "the data and the two models that were done"
+    assert (folder / "models/base/model.safetensors").stat().st_mtime_ns == before
+    return outcome
+
+
+def test_nothing_half_written_is_left(outcome: Outcome) -> None:
+    assert not list(outcome.folder.rglob("*gradmerge-partial*")) + list(outcome.folder.rglob("*gradmerge-replaced*"))
+
+
+def test_a_second_run_changes_nothing(outcome: Outcome) -> None:
+    times = {path: path.stat().st_mtime_ns for path in outcome.folder.rglob("*") if path.is_file()}
+    again = run_demo(outcome.folder, settings=tiny())
+    assert again.kept == again.stages == outcome.stages
+    assert again.results == outcome.results
+    assert {path: path.stat().st_mtime_ns for path in outcome.folder.rglob("*") if path.is_file()} == times
+
+
+def test_every_rule_for_several_models_is_in_the_table(outcome: Outcome) -> None:
+    recipes = {path.stem: yaml.safe_load(path.read_text()) for path in (outcome.folder / "recipes").iterdir()}
+    assert {recipe["method"] for recipe in recipes.values()} == set(RULES) - {"slerp", "weighted-average"}
+    merged = {row.folder for row in outcome.merging if row.folder.startswith("merged/")}
+    assert merged == {f"merged/{name}" for name in recipes if name not in ("removal", "negation")}
+    assert {row.folder for row in outcome.removal} == {
+        "models/joint", "removed/negation", "removed/removal", "models/without-tilted",
+    }  # fmt: skip
+    assert all(model["weight"] == 1 for model in recipes["task-arithmetic"]["models"])
+
+
+def test_accuracies_are_those_of_the_models_on_test_images(outcome: Outcome) -> None:
+    for row in (outcome.merging[0], outcome.merging[-2], outcome.removal[2]):
+        model = ViTForImageClassification.from_pretrained(outcome.folder / row.folder).double().eval()
+        for task in EVERY:
+            with np.load(outcome.folder / "data" / f"{task}.npz") as data:
+                pixels = torch.from_numpy(data["x_test"].astype(np.float64))[:, None] / 127.5 - 1
+                right = model(pixel_values=pixels).logits.argmax(1).numpy() == data["y_test"]
+            assert row.scores[task] == pytest.approx(right.mean(), abs=1.5 / len(right)), (row.folder, task)
+
+
+def test_the_tuned_weight_is_the_best_of_the_preview_on_validation_images(outcome: Outcome) -> None:
+    found = json.loads((outcome.folder / "preview" / "preview.json").read_text())
+    rows = [row for row in found["settings"] if row["method"] == "task-arithmetic"]
+    assert len(rows) == 3 and all(row["metrics"][task]["examples"] == 40 for row in rows for task in row["metrics"])
+
+    def mean(row: dict[str, dict[str, dict[str, float]]]) -> float:
+        return float(np.mean([numbers["accuracy"] for numbers in row["metrics"].values()]))
+
+    chosen = [row for row in rows if row["weights"]["tilted"] == outcome.results["tuned_weight"]]
+    assert mean(chosen[0]) == max(map(mean, rows))
+    shown = outcome.results["preview"]["task-arithmetic"]
+    close = [row["weights"]["tilted"] for row in rows if mean(row) >= 0.99 * mean(chosen[0])]
+    assert shown["mean_accuracy"] == pytest.approx(mean(chosen[0]))
+    assert shown["within_1_percent"] == [min(close), max(close)]
+
+
+def test_results_and_reports_are_written(outcome: Outcome) -> None:
+    text = (outcome.folder / "results.md").read_text()
+    for row in outcome.merging + outcome.removal:
+        assert f"| {row.name} |" in text
+    for report in ("preview", "diagnose"):
+        assert (outcome.folder / report / "report.html").stat().st_size > 10_000
+
+
+def test_training_with_the_same_seed_gives_the_same_weights(outcome: Outcome, tmp_path: Path) -> None:
+    for name, seed in (("same", 0), ("other", 1)):
+        data = outcome.folder / "data" / "upright.npz"
+        (tmp_path / name).mkdir()
+        with one_thread_each():
+            train(None, data, tmp_path / name, tiny(seed), stream=0, advance=lambda steps: None)
+    want = (outcome.folder / "models/base/model.safetensors").read_bytes()
+    assert (tmp_path / "same/model.safetensors").read_bytes() == want
+    assert (tmp_path / "other/model.safetensors").read_bytes() != want
+
+
+def test_every_command_is_one_that_the_command_line_understands(outcome: Outcome) -> None:
+    group = typer.main.get_command(app)
+    script = (outcome.folder / "commands.sh").read_text()
+    for command in (c for several in outcome.commands.values() for c in several):
+        assert f"\n{shlex.join(command)}\n" in script
+        words, found = list(command[1:]), group
+        while hasattr(found, "commands"):
+            found = found.commands[words.pop(0)]
+        found.make_context(shlex.join(command), words)
+
+
+def test_commands_of_every_kind_succeed_as_printed_and_give_the_same_models(
+    outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(outcome.folder)
+    paths = ["curvature/base/curvature.safetensors", "merged/gradient-matching/model.safetensors"]
+    before = [load_file(path) for path in paths]
+    removed = Path("removed/removal/model.safetensors").read_bytes()
+    shown = highlights(outcome.commands)
+    assert {command[1] for command in shown} == {"curvature", "preview", "merge", "evaluate", "diagnose", "remove"}
+    for command in shown:
+        with one_thread_each():  # for the time it takes
+            result = CliRunner().invoke(app, command[1:])
+        assert result.exit_code == 0, result.output
+    for path, want in zip(paths, before, strict=True):
+        for name, got in load_file(path).items():
+            torch.testing.assert_close(got, want[name], rtol=1e-3, atol=1e-5)
+    assert Path("removed/removal/model.safetensors").read_bytes() == removed
+
+
+def test_a_shell_in_the_folder_runs_them(outcome: Outcome) -> None:
+    lines = (outcome.folder / "commands.sh").read_text().splitlines()
+    wanted = [line for line in lines if line.startswith("gradmerge merge recipes/ties.yml")]
+    wanted += [line for line in lines if line.startswith("gradmerge evaluate")][:1]
+    assert len(wanted) == 2
+    head = [line for line in lines if line.startswith(("set", "cd"))]
+    path = f"export OMP_NUM_THREADS=1 PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
+    (outcome.folder / "some.sh").write_text("\n".join([path, *head, *wanted]) + "\n")
+    done = subprocess.run(["sh", outcome.folder / "some.sh"], capture_output=True, text=True, check=False, timeout=240)
+    (outcome.folder / "some.sh").unlink()
+    assert done.returncode == 0, done.stderr
+    assert "accuracy" in done.stdout
