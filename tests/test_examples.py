@@ -1,0 +1,50 @@
+"""The examples run, and leave models with curvature and a table of numbers."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import gradmerge as gm
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def table_of(script: str, out: Path) -> dict[str, list[float]]:
+    """The rows of the table that a quick run prints."""
+    command = [sys.executable, str(EXAMPLES / script), "--quick", "-o", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    head, *lines = done.stdout.splitlines()
+    assert head.startswith(("accuracy, %", "perplexity"))
+    columns = len(head[18:].replace("0 to 4", "low").replace("5 to 9", "high").split())
+    rows = {line[:18].strip(): [float(word) for word in line[18:].split()] for line in lines}
+    assert all(len(values) == columns and all(map(math.isfinite, values)) for values in rows.values())
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("script", "base", "tuned"),
+    [
+        ("images.py", "base", ["low", "high"]),
+        ("sequence_classification.py", "stdlib", ["torch", "transformers"]),
+        ("causal_lm_lora.py", "base", ["strings", "debugger"]),
+    ],
+)
+def test_an_example_trains_merges_and_compares(tmp_path: Path, script: str, base: str, tuned: list[str]) -> None:
+    rows = table_of(script, tmp_path)
+    assert {*tuned, "task-arithmetic", "gradient-matching"} <= rows.keys()
+    prior = gm.Curvature.load(tmp_path / base / "curvature")
+    for name in tuned:
+        found = gm.Curvature.load(tmp_path / name / "curvature")
+        assert found.keys() == prior.keys()
+        assert sum(float(value.sum()) for value in found.values()) > 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("task-arithmetic", "gradient-matching"))
+    assert one.keys() == two.keys()
+    assert any(not torch.equal(one[name], two[name]) for name in one)
