@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -35,10 +33,11 @@ def write_diagnosis(
     allow_pickle: bool = False,
     force: bool = False,
     progress: Progress | None = None,
+    command: str = "",
 ) -> Diagnosis:
     """Diagnose a recipe's merge and write `report.html`, its figures and tables, and `diagnosis.json` into a new folder.
 
-    The options are those of `gradmerge diagnose`.
+    The options are those of `gradmerge diagnose`; ``command`` is what the report says to repeat it with.
     """
     recipe = as_recipe(recipe)
     staging = Staging(Path(out), force=force)
@@ -57,7 +56,7 @@ def write_diagnosis(
             advance=progress.advance,
         )
         text = recipe_text(recipe)
-        page = diagnosis_page(found, provenance(recipe, data or {}), text, [shlex.join(["gradmerge", *sys.argv[1:]])])
+        page = diagnosis_page(found, provenance(recipe, data or {}), text, [command] if command else [])
         write_report(staging.folder, page)
         (staging.folder / "recipe.yml").write_text(text, "utf-8")
         (staging.folder / "diagnosis.json").write_text(

@@ -14,7 +14,7 @@ from . import curvature, demo, diagnose, evaluate, inspect, merge, methods, prev
 app = typer.Typer(
     name="gradmerge",
     help="Merge fine-tuned models, and remove what a model has learned, by matching gradients with curvature.",
-    epilog="Start with: gradmerge methods, then gradmerge merge --help",
+    epilog="Start with: gradmerge demo, gradmerge methods, then gradmerge merge --help",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

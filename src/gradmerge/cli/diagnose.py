@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,6 +76,7 @@ def diagnose(
             found = write_diagnosis(
                 recipe, out, merged=merged, target=target, data=named(data or []), loading=loading, batch_size=batch_size,
                 threads=threads, allow_pickle=allow_pickle, force=force, progress=shown,
+                command=shlex.join(["gradmerge", *sys.argv[1:]]),
             )  # fmt: skip
         if json_:
             print_json({**as_json(found), "report": str(out / "report.html")})

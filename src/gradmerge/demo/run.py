@@ -205,7 +205,7 @@ class _Work:
     def _diagnose(self, advance: Advance) -> None:
         write_diagnosis(
             f"recipes/{MATCHING}.yml", "diagnose", target="models/joint", data=_data("train"),
-            loading={"device": "cpu"}, batch_size=64, force=True,
+            loading={"device": "cpu"}, batch_size=64, force=True, command=shlex.join(commands.diagnose()),
         )  # fmt: skip
 
     def _score(self, models: Sequence[str], advance: Advance) -> None:
