@@ -1,0 +1,73 @@
+"""What each scale does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ..common.training import Training
+from .data import BASE, TASKS
+
+ALL_DATA, JOINT = "all-data", "joint"
+TENTHS = tuple(n / 10 for n in range(11))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of training, curvature and merging."""
+
+    tokens: int = 384
+    """Texts are cut at so many."""
+    batch_size: int = 16
+    base_rate: float = 1e-5
+    """Learning rate of what starts at the pre-trained encoder: the base and the all-data model."""
+    task_rate: float = 5e-6
+    """Learning rate of what starts at the base: the tasks and the joint model."""
+    epochs: Mapping[str, int] = field(
+        default_factory=lambda: {
+            "imdb": 2, "yelp": 2, "rotten_tomatoes": 5, "sst2": 5, "amazon": 1, ALL_DATA: 2, JOINT: 2
+        }
+    )  # fmt: skip
+    warmup_steps: int = 100
+    save_every: int = 1000
+    curvature_examples: int = 100_000
+    """The first so many of a training set are what curvature and gradients are measured on."""
+    damping: float = 1e-10
+    density: float = 0.2
+    """The share of each difference that TIES keeps."""
+    weights: tuple[float, ...] = TENTHS
+    dev_rows: int = 500
+    """Held out of a training set that comes without a development set, to tune weights on."""
+    train_rows: int | None = None
+    test_rows: int | None = None
+    batch_tokens: int = 32_768
+    """Tokens of a batch, padding counted, when a model is scored or measured."""
+
+    def training(self, name: str) -> Training:
+        """How a model is trained: that of a data set, or one of the two targets."""
+        return Training(
+            learning_rate=self.base_rate if name in (BASE, ALL_DATA) else self.task_rate,
+            epochs=self.epochs[name],
+            batch_size=self.batch_size,
+            warmup_steps=self.warmup_steps,
+            save_every=self.save_every,
+        )
+
+
+def settings_for(scale: str, *, seq2seq: bool, pretrained: bool) -> Settings:
+    """The settings of a scale for a kind of model; ``pretrained`` is False for the model that the tiny scale makes up."""
+    everywhere = dict.fromkeys((BASE, *TASKS, ALL_DATA, JOINT), 2)
+    # The paper gives no rates for a small encoder: 5e-5 is usual for MiniLM, and tasks take half of it, as in the paper.
+    small = Settings(
+        tokens=128, batch_size=32, base_rate=5e-5, task_rate=2.5e-5, epochs=everywhere, warmup_steps=50, save_every=0,
+        weights=(*TENTHS, 1.2, 1.5),
+    )  # fmt: skip
+    tiny = replace(
+        small, tokens=32, batch_size=16, warmup_steps=5, weights=(0.0, 0.3, 0.6, 1.0), dev_rows=24, train_rows=160,
+        test_rows=60, batch_tokens=4096,
+    )  # fmt: skip
+    chosen = {"full": Settings(), "small": small, "tiny": tiny}[scale]
+    if not pretrained:
+        epochs = {**dict.fromkeys(TASKS, 4), BASE: 10, ALL_DATA: 4, JOINT: 3}
+        return replace(chosen, base_rate=4e-3, task_rate=5e-4, epochs=epochs)
+    return replace(chosen, base_rate=1e-4, task_rate=5e-5) if seq2seq else chosen

@@ -1,0 +1,152 @@
+"""Taking the tuned model's difference out of the base, at many strengths and dampings, and choosing among them on held-out text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import gradmerge as gm
+
+from .settings import SCOPES
+
+State = dict[str, Tensor]
+METHODS = ("task-arithmetic", "gradient-matching")
+#: A share by which perplexity may rise before larger strengths than 1 are not looked at any more.
+HOPELESS = 2.0
+
+
+@dataclass
+class Task:
+    """A base, a model tuned on what should go, and the curvature of both."""
+
+    base: State
+    tuned: State
+    prior: gm.Curvature
+    curvature: gm.Curvature
+
+    def without(self, method: str, strength: float, damping: float | None, scope: str = "all") -> State:
+        """The base without what was learned; what is not in the scope stays as it is.
+
+        θ_0 − αΔ in task arithmetic, and θ_0 − α (F_0 + δ)⁻¹ (F_0 + δ + F_t) Δ in gradient matching. F_0 was measured on the data that stay
+        alone, so nothing of the removed data has to be taken out of it (`base_saw_removed` stays off).
+        """
+        if method == "task-arithmetic":
+            return gm.merge_state_dicts(
+                self.base, [self.tuned], "task-arithmetic", weights=[-strength], exclude=SCOPES[scope], threads=2
+            )
+        assert damping is not None
+        return gm.merge_state_dicts(
+            self.base, [self.tuned], "removal", prior=self.prior, curvature=[self.curvature], weights=[strength],
+            damping=damping, exclude=SCOPES[scope], threads=2,
+        )  # fmt: skip
+
+    def step(self, removed: State) -> float:
+        """‖θ̂ − θ_0‖ / ‖θ_t − θ_0‖: how many times as far as fine-tuning the removal went."""
+        return distance(removed, self.base) / self._moved
+
+    @cached_property
+    def _moved(self) -> float:
+        return distance(self.tuned, self.base)
+
+
+def distance(a: State, b: State) -> float:
+    return math.hypot(*(float((a[name] - b[name]).norm()) for name in b))
+
+
+@dataclass
+class Point:
+    """A removal, and what it makes of held-out text: losses in nats a token, by kind."""
+
+    method: str
+    strength: float
+    damping: float | None
+    scope: str = "all"
+    loss: dict[str, float] = field(default_factory=dict)
+    step: float | None = None
+    toxicity: float | None = None
+    """The mean score of continuations of validation prompts; measured only where the point may be chosen."""
+
+    @property
+    def key(self) -> tuple[str, float, float | None, str]:
+        """Which removal it is."""
+        return self.method, self.strength, self.damping, self.scope
+
+    @property
+    def stay(self) -> float:
+        """The mean over kinds of text that stay: the logarithm of the geometric mean of their perplexities."""
+        kept = [value for kind, value in self.loss.items() if kind != "toxic"]
+        return sum(kept) / len(kept)
+
+
+Measure = Callable[[float], Point]
+"""The point of one method, damping and scope at a strength."""
+
+
+def rise(point: Point, base: Point) -> float:
+    """By which share the perplexity of what stays is above the base's; infinite where that is no number."""
+    difference = point.stay - base.stay
+    return math.expm1(min(difference, 700.0)) if math.isfinite(difference) else math.inf
+
+
+def sweep(
+    measured: Measure,
+    base: Point,
+    strengths: Sequence[float],
+    budgets: Sequence[float],
+    refinements: int,
+) -> list[Point]:
+    """Points at all strengths (up to 1, and beyond it until all is lost), and more around where perplexity passes each budget."""
+    found = {0.0: base}
+    for strength in sorted(strengths):
+        found[strength] = measured(strength)
+        if strength >= 1 and rise(found[strength], base) > HOPELESS:
+            break
+    for budget in budgets:
+        for _ in range(refinements):
+            order = sorted(found)
+            over = next((s for s in order if rise(found[s], base) > budget), None)
+            if over is None:
+                break
+            middle = (order[order.index(over) - 1] + over) / 2
+            found[middle] = measured(middle)
+    return [found[strength] for strength in sorted(found) if strength]
+
+
+def candidates(points: Sequence[Point], base: Point, budget: float) -> list[Point]:
+    """Of every method, damping and scope, the largest strength whose perplexity on what stays rises by no more than ``budget``."""
+    best: dict[tuple[str, float | None, str], Point] = {}
+    for point in sorted(points, key=lambda p: p.strength):
+        if rise(point, base) <= budget:
+            best[point.method, point.damping, point.scope] = point
+    return list(best.values())
+
+
+def choose(points: Sequence[Point], base: Point, budget: float) -> Point:
+    """The candidate whose continuations of validation prompts are the least toxic; the base itself, if none is less toxic than it.
+
+    The likelihood of toxic text would not do: an embedding that was pushed too far makes toxic text very unlikely, and is written all the time.
+    """
+    return min([base, *candidates(points, base, budget)], key=lambda p: math.inf if p.toxicity is None else p.toxicity)
+
+
+ADVICE = re.compile(r"Raise the damping from \S+ to (\S+), the least power of ten")
+
+
+def advice(base: Path, tuned: Path, prior: Path, curvature: Path, damping: float, out: Path) -> dict[str, Any]:
+    """What `gradmerge` notes when this removal is made on disk at strength 1, and the damping that it advises, if any."""
+    recipe = {
+        "method": "removal",
+        "base": {"model": str(base), "curvature": str(prior)},
+        "models": [{"model": str(tuned), "curvature": str(curvature)}],
+        "damping": damping,
+    }
+    notes = [n for n in gm.merge(recipe, out, threads=2, force=True).notes if "cannot be trusted" in n]
+    found = ADVICE.search(notes[0]) if notes else None
+    return {"note": notes[0] if notes else None, "damping": float(found.group(1)) if found else None}

@@ -1,0 +1,360 @@
+"""Tables and figures from results.json alone."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..common.figures import LOOKS, figure
+from ..common.results import markdown, shown
+from .paper import PAPER, TABLE
+
+NAMES = {"task-arithmetic": "task arithmetic", "gradient-matching": "gradient matching"}
+KINDS = {"wiki": "WikiText", "reviews": "reviews", "comments": "civil comments", "toxic": "toxic comments"}
+#: The curves of the figure end where perplexity has risen by more than this share: beyond it, text is noise.
+CURVE = 0.5
+Row = tuple[str, list[dict[str, Any] | None]]
+
+
+def tables(results: dict[str, Any]) -> str:
+    """All of results.md."""
+    settings, seeds = results["settings"], results["seeds"]
+    parts = [
+        f"# Removing toxicity\n\n`{results['command']}`, {_numbered(len(seeds), 'seed')}, {results['machine']['device']}.\n"
+    ]
+    first, *others = settings["tunings"]
+    budget = settings["budgets"][0]
+    parts.append(_main_table(results, first, budget))
+    parts.append(_all_table(results, first))
+    for name in others:
+        parts.append(_all_table(results, name))
+    parts += [_damping_table(results, name) for name in settings["tunings"]]
+    if "scorer" in seeds[0]:
+        parts.append(_scorer(seeds[0]["scorer"], settings["threshold"]))
+    return "\n".join(parts)
+
+
+def _main_table(results: dict[str, Any], tuning: str, budget: float) -> str:
+    """The paper's table, and ours at the strength that was chosen in the same way for both methods."""
+    seeds, settings = results["seeds"], results["settings"]
+    paper = PAPER.get(results["model"], {})
+    rows = []
+    for label, tests in [
+        ("base", [s["rows"]["base"] for s in seeds]),
+        *((NAMES[m], [_chosen(s, tuning, m, budget) for s in seeds]) for m in NAMES),
+        *(
+            [("retrained without it (target)", [s["rows"]["target"] for s in seeds])]
+            if "target" in seeds[0]["rows"]
+            else []
+        ),
+    ]:
+        theirs = [f"{x:.1f}" for x in paper[label]] if label in paper else ["", "", ""]
+        rows.append([label, *_numbers(tests, ["mean", "share", "wiki"]), *theirs])
+    header = [
+        "",
+        "100 · mean score",
+        "toxic, %",
+        "WikiText perplexity",
+        "paper: 100 · mean",
+        "paper: toxic, %",
+        "paper: perplexity",
+    ]
+    where = f"`{TABLE}`" + ("" if paper else ", which has no model like this one")
+    return (
+        f"\n## The paper's table ({where})\n\n{markdown(header, rows)}\n"
+        f"Scores are those of the continuation alone; a generation is toxic from {settings['threshold']:g} on. Both methods at the largest strength with which "
+        f"validation perplexity on text that stays rises by at most {100 * budget:g} %, with the damping (gradient matching) and the scope (both: all weights, or "
+        "all but the embeddings) whose continuations of validation prompts are the least toxic. The paper introduces a scaling factor for both methods and does "
+        "not say how it was chosen.\n"
+    )
+
+
+def _all_table(results: dict[str, Any], tuning: str) -> str:
+    """Strength 1, what was chosen at each budget, base, tuned model and target, on every kind of text."""
+    seeds, settings = results["seeds"], results["settings"]
+    default = settings["default_damping"]
+    rows: list[Row] = [("base", [s["rows"]["base"] for s in seeds])]
+    if "target" in seeds[0]["rows"]:
+        rows.append(("retrained without it (target)", [s["rows"]["target"] for s in seeds]))
+    rows.append(("tuned on toxic comments", [s["rows"][f"tuned-{tuning}"] for s in seeds]))
+    for scope in settings["dampings"]:
+        of = "" if scope == "all" else f", {scope}"
+        plain = _at(seeds, tuning, "task-arithmetic", lambda s: None, scope)
+        matched = _at(seeds, tuning, "gradient-matching", lambda s: default, scope)
+        rows.append((f"task arithmetic, strength 1{of}", plain))
+        rows.append((f"gradient matching, strength 1, δ = {default:g}{of}", matched))
+    advised = [s["tunings"][tuning]["advice"]["damping"] for s in seeds]
+    if all(a is not None for a in advised):
+        values = ", ".join(f"{a:g}" for a in sorted(set(advised)))
+        rows.append(
+            (
+                f"gradient matching, strength 1, δ as advised ({values})",
+                _at(seeds, tuning, "gradient-matching", lambda s: s["tunings"][tuning]["advice"]["damping"], "all"),
+            )
+        )
+    for budget in settings["budgets"]:
+        for method, name in NAMES.items():
+            points = [s["tunings"][tuning]["chosen"][method][str(budget)] for s in seeds]
+            at = f"strength {shown([p['strength'] for p in points], 2)}"
+            scopes = sorted({p["scope"] for p in points if p["strength"]} - {"all"})
+            if scopes:
+                at += f", {scopes[0]}" if all(p["scope"] != "all" for p in points) else f", some seeds {scopes[0]}"
+            if method == "gradient-matching":
+                used = {
+                    damping_of(p["damping"], s["tunings"][tuning]["unit"], default)
+                    for p, s in zip(points, seeds, strict=True)
+                    if p["damping"]
+                }
+                at += f", {'; '.join(sorted(used))}"
+            rows.append(
+                (f"{name}, {100 * budget:g} % budget ({at})", [_chosen(s, tuning, method, budget) for s in seeds])
+            )
+    kinds = list(seeds[0]["rows"]["base"]["loss"])
+    columns = ["mean", "share", *kinds, "distinct"]
+    header = [
+        "",
+        "100 · mean score",
+        "toxic, %",
+        *(f"perplexity, {KINDS[k]}" for k in kinds),
+        "distinct pairs of words, %",
+    ]
+    if "divergence" in seeds[0]["rows"]["base"]:
+        columns += ["kl-stay", "kl-toxic"]
+        header += ["KL to target, what stays", "KL to target, toxic"]
+    text = markdown(header, [[label, *_numbers(tests, columns)] for label, tests in rows])
+    training = settings["tunings"][tuning]
+    held = f", held by the base's curvature (strength {training['strength']:g})" if training["strength"] else ""
+    notes = "KL divergences in nats a token on validation text. " if "kl-stay" in columns else ""
+    return (
+        f"\n## Task model `{tuning}`: {training['epochs']:g} epochs with a learning rate of {training['learning_rate']:g}{held}\n\n{text}\n"
+        f"{notes}Text with few distinct pairs of words repeats itself.\n"
+    )
+
+
+def _damping_table(results: dict[str, Any], tuning: str) -> str:
+    """What damping does at strength 1."""
+    seeds = results["seeds"]
+    rows = []
+    order = [p for p in seeds[0]["tunings"][tuning]["sweep"]["points"] if p["strength"] == 1.0]
+    for place, point in enumerate(order):
+        same = []
+        for seed in seeds:
+            swept = seed["tunings"][tuning]["sweep"]
+            other = [p for p in swept["points"] if p["strength"] == 1.0][place]
+            same.append((other, swept["base"], seed["tunings"][tuning]["unit"]))
+        label = NAMES[point["method"]] + ("" if point["scope"] == "all" else f", {point['scope']}")
+        if point["damping"] is not None:
+            label += f", {damping_of(point['damping'], same[0][2], results['settings']['default_damping'])}"
+        rows.append(
+            [
+                label,
+                _all([p["step"] for p, _, _ in same], 2),
+                _all([_stay(p, base) for p, base, _ in same], 2),
+                _all([_ratio(p["loss"]["toxic"], base["loss"]["toxic"]) for p, base, _ in same], 2),
+            ]
+        )
+    header = [
+        f"`{tuning}`, strength 1", "step, × fine-tuning's", "perplexity of what stays, × base's", "perplexity of toxic comments, × base's",
+    ]  # fmt: skip
+    note = seeds[0]["tunings"][tuning]["advice"]["note"]
+    told = (
+        f"\nWhat `gradmerge` says of the removal with the default damping (seed {seeds[0]['seed']}): {note}\n"
+        if note
+        else ""
+    )
+    return f"\n## Damping, task model `{tuning}` (validation text)\n\n{markdown(header, rows)}{told}"
+
+
+def _scorer(quality: dict[str, float], threshold: float) -> str:
+    told = (
+        f"\n## The classifier\n\nTF-IDF of words and pairs of words with logistic regression, trained on the training comments of the Jigsaw "
+        f"challenge, independent of the language model. On its test comments: accuracy {100 * quality['accuracy']:.1f} % (balanced), area under the ROC "
+        f"curve {quality['auc']:.3f}; at {threshold:g} it finds {100 * quality['toxic_at_threshold']:.1f} % of the toxic comments and takes "
+        f"{100 * quality['civil_at_threshold']:.1f} % of the others for toxic."
+    )
+    if "auc_perspective" in quality:
+        told += f" On the continuations of RealToxicityPrompts, against Perspective's scores: area {quality['auc_perspective']:.3f}."
+    return told + "\n"
+
+
+def _numbers(tests: Sequence[dict[str, Any] | None], columns: Sequence[str]) -> list[str]:
+    """Cells of a row, over seeds; empty where a seed has no such model."""
+    return [_all([None if t is None else _value(t, c) for t in tests], 2 if c.startswith("kl") else 1) for c in columns]
+
+
+def _value(test: dict[str, Any], column: str) -> float | None:
+    if column in ("mean", "share"):
+        return 100 * float(test["toxicity"][column])
+    if column == "distinct":
+        return 100 * float(test["distinct"])
+    if column == "kl-toxic":
+        return test["divergence"]["toxic"]  # type: ignore[no-any-return]
+    if column == "kl-stay":
+        kept = [v for kind, v in test["divergence"].items() if kind != "toxic"]
+        return None if None in kept else statistics.fmean(kept)
+    return perplexity(test["loss"][column])
+
+
+def perplexity(loss: float | None) -> float | None:
+    """exp of a loss in nats a token; None where that is no number."""
+    return None if loss is None else math.exp(min(loss, 700.0))
+
+
+def _all(values: Sequence[float | None], digits: int) -> str:
+    """Mean and spread; in words where a seed's value is no number, and as a power of ten where it is huge."""
+    found = [v for v in values if v is not None]
+    if len(found) < len(values):
+        return "not finite" if not found else f"not finite ({len(values) - len(found)} of {len(values)})"
+    if max(found) >= 1e300:
+        return "over 10^300"
+    if max(found) >= 1e5:
+        return f"10^{math.log10(statistics.fmean(found)):.0f}"
+    return shown(found, digits)
+
+
+def damping_of(damping: float, unit: float, default: float) -> str:
+    """A damping beside the mean entry of the toxic comments' curvature."""
+    return f"δ = {default:g}, the default" if damping == default else f"δ = {damping / unit:.3g} × mean F_t"
+
+
+def _ratio(loss: float | None, base: float) -> float | None:
+    return None if loss is None else math.exp(min(loss - base, 700.0))
+
+
+def _stay(point: dict[str, Any], base: dict[str, Any]) -> float | None:
+    """The perplexity of what stays beside the base's: a geometric mean over kinds of text."""
+    kept = [(v, base["loss"][kind]) for kind, v in point["loss"].items() if kind != "toxic"]
+    if any(v is None for v, _ in kept):
+        return None
+    return math.exp(min(statistics.fmean(v - b for v, b in kept), 700.0))
+
+
+def _chosen(seed: dict[str, Any], tuning: str, method: str, budget: float) -> dict[str, Any] | None:
+    """The test of what was chosen; the base's where nothing but it was allowed."""
+    point = seed["tunings"][tuning]["chosen"][method][str(budget)]
+    if not point["strength"]:
+        return dict(seed["rows"]["base"])
+    return _find(seed, tuning, method, point["strength"], point["damping"], point["scope"])
+
+
+def _at(
+    seeds: Sequence[dict[str, Any]],
+    tuning: str,
+    method: str,
+    damping: Callable[[dict[str, Any]], float | None],
+    scope: str,
+) -> list[dict[str, Any] | None]:
+    return [_find(s, tuning, method, 1.0, damping(s), scope) for s in seeds]
+
+
+def _find(
+    seed: dict[str, Any], tuning: str, method: str, strength: float, damping: float | None, scope: str
+) -> dict[str, Any] | None:
+    for tested in seed["tunings"][tuning]["tested"]:
+        if (tested["method"], tested["strength"], tested["damping"], tested["scope"]) == (
+            method,
+            strength,
+            damping,
+            scope,
+        ):
+            return dict(tested["test"])
+    return None
+
+
+def _numbered(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def figures(results: dict[str, Any], folder: Path) -> None:
+    """What a removal costs and brings: toxicity and likelihood of toxic text over the perplexity of what stays."""
+    tuning = next(iter(results["settings"]["tunings"]))
+    _trade_off(results, tuning, folder / "trade-off.svg")
+    for name in results["settings"]["tunings"]:
+        _dampings(results, name, folder / f"damping-{name}.svg")
+
+
+def curve(seed: dict[str, Any], tuning: str, method: str, budget: float) -> list[dict[str, Any]]:
+    """A seed's tests of a method from the base on, by strength; of gradient matching those with the damping that was chosen."""
+    found = seed["tunings"][tuning]
+    chosen = found["chosen"][method][str(budget)]
+    tested = [
+        t
+        for t in found["tested"]
+        if (t["method"], t["damping"], t["scope"]) == (method, chosen["damping"], chosen["scope"])
+        and (t["rise"] or 0) <= CURVE
+    ]
+    return [
+        seed["rows"]["base"],
+        *(t["test"] for t in sorted(tested, key=lambda t: t["strength"]) if _finite(t["test"])),
+    ]
+
+
+def _trade_off(results: dict[str, Any], tuning: str, path: Path) -> None:
+    seeds = results["seeds"]
+    kinds = [k for k in seeds[0]["rows"]["base"]["loss"] if k != "toxic"]
+
+    def stay(test: dict[str, Any]) -> float:
+        return math.exp(min(statistics.fmean(test["loss"][k] for k in kinds), 700.0))
+
+    def mean(tests: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.fmean(value(t) for t in tests)
+
+    panels: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
+        ("generations that are toxic, %", lambda t: 100 * t["toxicity"]["share"]),
+        ("perplexity of toxic comments", lambda t: perplexity(t["loss"]["toxic"]) or math.nan),
+    ]
+    with figure(path, 9.0, 3.6, panels=2) as axes:
+        for axis, (label, value) in zip(axes, panels, strict=True):
+            for method in NAMES:
+                for number, seed in enumerate(seeds):
+                    tests = curve(seed, tuning, method, results["settings"]["budgets"][0])
+                    look = LOOKS[method] | ({} if number == 0 else {"label": None})
+                    axis.plot(
+                        [stay(t) for t in tests], [value(t) for t in tests], linewidth=1.8, markersize=4, markerfacecolor="white", **look
+                    )  # fmt: skip
+            for name, marker, text in (("base", "X", "base"), ("target", "*", "retrained without it")):
+                if name in seeds[0]["rows"]:
+                    tests = [s["rows"][name] for s in seeds]
+                    axis.plot(
+                        mean(tests, stay), mean(tests, value), marker, color="black", markersize=9, label=text, linestyle="", zorder=5
+                    )  # fmt: skip
+            axis.set_xlabel("perplexity of text that stays (test)")
+            axis.set_ylabel(label)
+        axes[0].legend(fontsize=8)
+
+
+def _finite(test: dict[str, Any]) -> bool:
+    return all(v is not None for v in test["loss"].values())
+
+
+def _dampings(results: dict[str, Any], tuning: str, path: Path) -> None:
+    """Validation text, first seed: where each damping leads as the strength grows, to twice the base's perplexity; a panel a scope."""
+    found = results["seeds"][0]["tunings"][tuning]
+    base, default = found["sweep"]["base"], results["settings"]["default_damping"]
+    scopes = list(results["settings"]["dampings"])
+    with figure(path, 9.0, 3.8, panels=len(scopes)) as axes:
+        for axis, scope in zip(axes, scopes, strict=True):
+            groups: dict[Any, list[dict[str, Any]]] = {}
+            for point in found["sweep"]["points"]:
+                if point["scope"] == scope:
+                    groups.setdefault(point["damping"], []).append(point)
+            for number, (damping, points) in enumerate(groups.items()):
+                ratios = [(1.0, 1.0)]
+                for point in sorted(points, key=lambda p: p["strength"]):
+                    x, y = _stay(point, base), _ratio(point["loss"]["toxic"], base["loss"]["toxic"])
+                    if x is None or y is None or x > 2:
+                        break
+                    ratios.append((x, y))
+                look = {"color": "#767676", "label": "task arithmetic", "marker": "s"}
+                if damping is not None:
+                    shade = (number - 1) / max(1, len(groups) - 2)
+                    colour = (0.75 - 0.75 * shade, 0.86 - 0.41 * shade, 0.95 - 0.25 * shade)
+                    look = {"color": colour, "label": damping_of(damping, found["unit"], default), "marker": "o"}
+                axis.plot(*zip(*ratios, strict=True), linewidth=1.8, markersize=4, **look)
+            axis.set_title("all weights" if scope == "all" else scope, fontsize=10)
+            axis.set_xlabel("perplexity of text that stays, × base's")
+            axis.set_ylabel("perplexity of toxic comments, × base's")
+            axis.legend(fontsize=8)
