@@ -39,11 +39,17 @@ def pretrain(
     tokenizer = make_tokenizer([after for _, after in pairs[:: max(1, len(pairs) // 60_000)]] + spoken, settings.shape)
     torch.manual_seed(seed)
     model = make_model(settings.shape, tokenizer)
+    copying: dict[str, Any] = {}
+    if settings.copying is not None:
+        rows = _copies(settings.copies, tokenizer, chance)
+        copying = fine_tune(
+            model, rows, Collate(tokenizer.pad_token_id), folder / "copying", settings.copying, seed=seed, device=device
+        )
     rows = _rows(pairs, tokenizer, settings, chance)
     took = fine_tune(model, rows, Collate(tokenizer.pad_token_id), folder, settings.training, seed=seed, device=device)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    return {**took, "parameters": model.num_parameters(), "tokens": len(tokenizer)}
+    return {**took, "copying": copying, "parameters": model.num_parameters(), "tokens": len(tokenizer)}
 
 
 def make_tokenizer(texts: Sequence[str], shape: Shape) -> PreTrainedTokenizerFast:
@@ -110,6 +116,18 @@ def _pairs(paragraphs: Iterator[str]) -> Iterator[tuple[str, str]]:
         yield from pairwise(sentences)
 
 
+def _copies(count: int, tokenizer: PreTrainedTokenizerFast, chance: Random) -> list[dict[str, list[int]]]:
+    """In the form of turns: <knowledge> random tokens <user> others </s> → the first of them </s>."""
+    tag, user = (tokenizer.convert_tokens_to_ids(name) for name in (KNOWLEDGE, USER))
+    end, ordinary = tokenizer.eos_token_id, range(len(tokenizer.all_special_tokens) + len(TAGS), len(tokenizer))
+    rows = []
+    for _ in range(count):
+        copied = chance.choices(ordinary, k=chance.randint(4, 12))
+        others = chance.choices(ordinary, k=chance.randint(0, 8))
+        rows.append({"input_ids": [tag, *copied, user, *others, end], "labels": [*copied, end]})
+    return rows
+
+
 def _rows(
     pairs: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerFast, settings: Pretraining, chance: Random
 ) -> list[dict[str, list[int]]]:
@@ -123,7 +141,7 @@ def _rows(
         tokenizer(afters, add_special_tokens=False)["input_ids"],
         strict=True,
     ):
-        before, after = before[:62], after[:62]
+        before, after = before[: settings.tokens], after[: settings.tokens]
         left = infill(after, mask, settings.masked, settings.span, chance)
         rows.append({"input_ids": [tag, *left, user, *before, end], "labels": [*after, end]})
     return rows

@@ -30,6 +30,12 @@ class Pretraining:
     pairs: int
     """Pairs of a sentence and the one before it, at most; as many of every text that has so many."""
     training: Training
+    copying: Training | None = None
+    """Before that: to repeat random tokens, with nothing but the copy to go by. Text alone teaches a small model to copy far more slowly."""
+    copies: int = 0
+    """Random sequences, of 4 to 12 tokens each."""
+    tokens: int = 62
+    """Of each sentence, at most."""
     masked: float = 0.2
     """Share of a sentence's tokens that are taken out, in spans."""
     span: float = 3.0
@@ -93,20 +99,23 @@ SCALES = {
     ),
     "small": Settings(
         pretraining=Pretraining(
-            Shape(layers=4, width=256, feed_forward=768, heads=8, vocabulary=8000),
+            Shape(layers=2, width=128, feed_forward=256, heads=4, vocabulary=1000),
             texts=("wikitext2", "imdb"),
-            pairs=120_000,
-            training=Training(learning_rate=1e-3, epochs=5, batch_size=128, warmup_steps=500),
+            pairs=48_000,
+            copying=Training(learning_rate=1.5e-3, epochs=1, batch_size=32, warmup_steps=200, schedule="constant_with_warmup"),
+            copies=100_000,
+            training=Training(learning_rate=1e-3, epochs=1, batch_size=32, warmup_steps=100),
+            tokens=32,
         ),
-        dialogue=Training(learning_rate=5e-4, epochs=5, batch_size=32, warmup_steps=50),
-        hallucinating=Training(learning_rate=1e-4, epochs=2, batch_size=32),
+        dialogue=Training(learning_rate=1e-3, epochs=4, batch_size=32, warmup_steps=50),
+        hallucinating=Training(learning_rate=2e-4, epochs=2, batch_size=32),
         swapped=1.0,
-        knowledge_tokens=64,
-        history_tokens=64,
-        response_tokens=48,
-        validation=400,
-        test=1000,
-        new_tokens=48,
+        knowledge_tokens=56,
+        history_tokens=24,
+        response_tokens=40,
+        validation=200,
+        test=300,
+        new_tokens=40,
         beams=1,
         no_repeat=0,
         generate_batch=500,
@@ -119,6 +128,8 @@ SCALES = {
             Shape(layers=1, width=32, feed_forward=64, heads=2, vocabulary=400),
             texts=("wikitext2",),
             pairs=64,
+            copying=Training(learning_rate=3e-3, epochs=1, batch_size=16),
+            copies=32,
             training=Training(learning_rate=3e-3, epochs=2, batch_size=16),
         ),
         dialogue=Training(learning_rate=3e-3, epochs=2, batch_size=8),

@@ -92,10 +92,7 @@ FULL = Settings(
 SMALL = Settings(
     packed=True, length=128, context=128,
     pretraining=Shape(8000, 6, 384, 6, Training(6e-4, 4, 64, warmup_steps=200, schedule="cosine", weight_decay=0.01)),
-    tunings={
-        "plain": Training(1e-4, 1, 16, warmup_steps=10),
-        "penalty": Training(1e-4, 4, 16, warmup_steps=10, strength=1.0, coupling="adam"),
-    },
+    tunings={"plain": Training(1e-4, 1, 16, warmup_steps=10)},
     curvature_examples=1 << 16, curvature_batch=64, scale_curvature=True,
     strengths=(0.25, 0.5, 1.0, 2.0, 4.0, 8.0), dampings={"all": (3.0, 10.0, 30.0, 100.0), "no embeddings": (0.01, 1.0)},
     budgets=(0.05, 0.2), refinements=2,
