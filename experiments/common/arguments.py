@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 from collections.abc import Sequence
@@ -54,6 +55,20 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace, *
         parser.error("--jobs must be at least 1")
 
 
+def stored_results(parser: argparse.ArgumentParser, out: Path) -> dict[str, Any]:
+    """The ``results.json`` of an earlier run, for --render-only; status 2 where there is none."""
+    file = out / "results.json"
+    if not file.is_file():
+        parser.error(f"--render-only: there is no {file}")
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def public_name(place: str) -> str:
+    """A folder without the path to it; an id of the Hub as it is."""
+    return Path(place).name if Path(place).exists() else place
+
+
 def machine(device: str) -> dict[str, Any]:
     """Where results come from."""
     return {
@@ -69,7 +84,7 @@ def command(module: str, args: argparse.Namespace, options: Sequence[str] = ()) 
     """The command that makes these results, with folders cut to their names."""
     parts = [f"python -m {module} --scale {args.scale}"]
     if args.model is not None:
-        parts.append(f"--model {Path(args.model).name if Path(args.model).exists() else args.model}")
+        parts.append(f"--model {public_name(args.model)}")
     if args.data_dir is not None:
         parts.append("--data-dir DIR")
     parts.append(f"--seeds {','.join(map(str, args.seeds))}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import Any
 
 import gradmerge as gm
 
-from ..common.arguments import add_arguments, check_arguments, command, machine
+from ..common.arguments import add_arguments, check_arguments, command, machine, stored_results
 from ..common.results import over_seeds, write_results
 from ..common.stages import Stages
 from .data import SETS, Row, from_files, from_hub, local_files, write_splits
@@ -55,9 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--render-only", action="store_true", help="write results.md and figures/ from results.json")
     args = parser.parse_args(arguments)
     if args.render_only:
-        if not (args.out / "results.json").is_file():
-            parser.error(f"--render-only: there is no {args.out / 'results.json'}")
-        results = json.loads((args.out / "results.json").read_text())
+        results = stored_results(parser, args.out)
     else:
         check_arguments(parser, args, *(("model", "data-dir") if args.scale == "small" else ()))
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 import gradmerge as gm
 
-from ..common.arguments import add_arguments, check_arguments, command, machine
+from ..common.arguments import add_arguments, check_arguments, command, machine, public_name, stored_results
 from ..common.results import over_seeds, write_results
 from ..common.stages import Stages
 from .data import keep_prompts, prepare
@@ -67,10 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.render_only:
-        file = args.out / "results.json"
-        if not file.is_file():
-            parser.error(f"--render-only: there is no {file}")
-        render(args.out, json.loads(file.read_text()))
+        render(args.out, stored_results(parser, args.out))
         return 0
     full = args.scale == "full"
     check_arguments(parser, args, *([] if full else ["data-dir"]))
@@ -114,12 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except gm.InputError as error:
         parser.error(str(error))
-    options = [f"--scorer {_name(scorer)}"] if args.scorer else []
+    options = [f"--scorer {public_name(scorer)}"] if args.scorer else []
     results = {
         "experiment": "toxicity",
         "command": command("experiments.toxicity", args, options),
-        "model": "a GPT-2 trained here" if model is None else _name(model),
-        "scorer": _name(scorer),
+        "model": "a GPT-2 trained here" if model is None else public_name(model),
+        "scorer": public_name(scorer),
         "settings": asdict(settings),
         "machine": machine(args.device),
         "data": {**counts, "prompts": asked},
@@ -142,11 +139,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _name(place: str) -> str:
-    """A folder without the path to it; an id of the Hub as it is."""
-    return Path(place).name if Path(place).exists() else place
 
 
 def _files(data_dir: Path | None) -> list[list[Any]]:

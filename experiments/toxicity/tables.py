@@ -10,10 +10,10 @@ from typing import Any
 
 from ..common.figures import LOOKS, figure
 from ..common.results import markdown, shown
-from .paper import PAPER, TABLE
+from .paper import NEAREST, PAPER, TABLE
 
 NAMES = {"task-arithmetic": "task arithmetic", "gradient-matching": "gradient matching"}
-KINDS = {"wiki": "WikiText", "reviews": "reviews", "comments": "civil comments", "toxic": "toxic comments"}
+KINDS = {"wiki": "WikiText", "reviews": "reviews", "comments": "other comments", "toxic": "toxic comments"}
 #: The curves of the figure end where perplexity has risen by more than this share: beyond it, text is noise.
 CURVE = 0.5
 Row = tuple[str, list[dict[str, Any] | None]]
@@ -40,7 +40,8 @@ def tables(results: dict[str, Any]) -> str:
 def _main_table(results: dict[str, Any], tuning: str, budget: float) -> str:
     """The paper's table, and ours at the strength that was chosen in the same way for both methods."""
     seeds, settings = results["seeds"], results["settings"]
-    paper = PAPER.get(results["model"], {})
+    published = results["model"] if results["model"] in PAPER else NEAREST
+    paper = PAPER[published]
     rows = []
     for label, tests in [
         ("base", [s["rows"]["base"] for s in seeds]),
@@ -58,17 +59,18 @@ def _main_table(results: dict[str, Any], tuning: str, budget: float) -> str:
         "100 · mean score",
         "toxic, %",
         "WikiText perplexity",
-        "paper: 100 · mean",
-        "paper: toxic, %",
-        "paper: perplexity",
+        f"paper, {published}: 100 · mean",
+        "toxic, %",
+        "perplexity",
     ]
-    where = f"`{TABLE}`" + ("" if paper else ", which has no model like this one")
+    other = " Model, classifier and choice of prompts are others in the paper: compare what the methods change, not the heights."
     return (
-        f"\n## The paper's table ({where})\n\n{markdown(header, rows)}\n"
+        f"## The paper's table (`{TABLE}`)\n\n{markdown(header, rows)}\n"
         f"Scores are those of the continuation alone; a generation is toxic from {settings['threshold']:g} on. Both methods at the largest strength with which "
         f"validation perplexity on text that stays rises by at most {100 * budget:g} %, with the damping (gradient matching) and the scope (both: all weights, or "
         "all but the embeddings) whose continuations of validation prompts are the least toxic. The paper introduces a scaling factor for both methods and does "
-        "not say how it was chosen.\n"
+        f"not say how it was chosen.{'' if results['model'] in PAPER else other}\n\n"
+        "![toxicity and perplexity as the strength grows](figures/trade-off.svg)\n"
     )
 
 
@@ -129,7 +131,7 @@ def _all_table(results: dict[str, Any], tuning: str) -> str:
     held = f", held by the base's curvature (strength {training['strength']:g})" if training["strength"] else ""
     notes = "KL divergences in nats a token on validation text. " if "kl-stay" in columns else ""
     return (
-        f"\n## Task model `{tuning}`: {training['epochs']:g} epochs with a learning rate of {training['learning_rate']:g}{held}\n\n{text}\n"
+        f"## Task model `{tuning}`: {_numbered(training['epochs'], 'epoch')} with a learning rate of {training['learning_rate']:g}{held}\n\n{text}\n"
         f"{notes}Text with few distinct pairs of words repeats itself.\n"
     )
 
@@ -165,13 +167,13 @@ def _damping_table(results: dict[str, Any], tuning: str) -> str:
         if note
         else ""
     )
-    return f"\n## Damping, task model `{tuning}` (validation text)\n\n{markdown(header, rows)}{told}"
+    return f"## Damping, task model `{tuning}` (validation text)\n\n![what each damping leads to](figures/damping-{tuning}.svg)\n\n{markdown(header, rows)}{told}"
 
 
 def _scorer(quality: dict[str, float], threshold: float) -> str:
     told = (
-        f"\n## The classifier\n\nTF-IDF of words and pairs of words with logistic regression, trained on the training comments of the Jigsaw "
-        f"challenge, independent of the language model. On its test comments: accuracy {100 * quality['accuracy']:.1f} % (balanced), area under the ROC "
+        f"## The classifier\n\nTF-IDF of words and pairs of words with logistic regression, trained on the training comments of the Jigsaw "
+        f"challenge, of which the language model has seen many too. On its test comments: accuracy {100 * quality['accuracy']:.1f} % (balanced), area under the ROC "
         f"curve {quality['auc']:.3f}; at {threshold:g} it finds {100 * quality['toxic_at_threshold']:.1f} % of the toxic comments and takes "
         f"{100 * quality['civil_at_threshold']:.1f} % of the others for toxic."
     )
@@ -216,8 +218,10 @@ def _all(values: Sequence[float | None], digits: int) -> str:
 
 
 def damping_of(damping: float, unit: float, default: float) -> str:
-    """A damping beside the mean entry of the toxic comments' curvature."""
-    return f"δ = {default:g}, the default" if damping == default else f"δ = {damping / unit:.3g} × mean F_t"
+    """A damping beside the mean entry of the toxic comments' curvature, to two digits: dampings are rounded themselves."""
+    return (
+        f"δ = {default:g}, the default" if damping == default else f"δ = {float(f'{damping / unit:.2g}'):g} × mean F_t"
+    )
 
 
 def _ratio(loss: float | None, base: float) -> float | None:
@@ -264,8 +268,8 @@ def _find(
     return None
 
 
-def _numbered(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _numbered(count: float, what: str) -> str:
+    return f"{count:g} {what}" if count == 1 else f"{count:g} {what}s"
 
 
 def figures(results: dict[str, Any], folder: Path) -> None:

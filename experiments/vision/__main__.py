@@ -32,7 +32,7 @@ from typing import Any
 from transformers import AutoConfig
 
 import gradmerge as gm
-from experiments.common.arguments import add_arguments, check_arguments, command, machine
+from experiments.common.arguments import add_arguments, check_arguments, command, machine, public_name, stored_results
 from experiments.common.results import over_seeds, write_results
 from experiments.common.stages import Stages
 
@@ -64,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--render-only", action="store_true", help="tables and figures from results.json in --out")
     args = parser.parse_args(argv)
     if args.render_only:
-        if not (args.out / "results.json").is_file():
-            parser.error(f"--render-only: there is no results.json in {args.out}")
-        _render(args.out, json.loads((args.out / "results.json").read_text()))
+        _render(args.out, stored_results(parser, args.out))
         return 0
     check_arguments(parser, args, *(() if args.scale == "full" else ("data-dir",)))
     if args.model is not None and args.scale != "full":
@@ -101,7 +99,7 @@ def _run(args: argparse.Namespace) -> None:
         "experiment": "vision",
         "command": command("experiments.vision", args, options),
         "scale": args.scale,
-        "model": model and (model if not Path(model).exists() else Path(model).name),
+        "model": model and public_name(model),
         "settings": json.loads(json.dumps(asdict(settings))),
         "machine": machine(args.device),
         "data": {task: {**facts, "classes": len(facts["classes"])} for task, facts in sets.items()},

@@ -52,7 +52,7 @@ def tables(results: Mapping[str, Any]) -> str:
         + (", mean ± standard deviation over seeds" if len(seeds) > 1 else "")
         + ". The paper's are those of the left panel of its figure over scaling factors."
         + _comparable(results)
-        + "\n",
+        + "\n\n![accuracy over the weight](figures/scaling.svg)\n",
         _curves(results, seeds),
         "## By task\n",
         '"Tuned" weights are the best on validation rows that no model was trained on. "Best on test" reads the best weight off the test curve, as '
@@ -176,7 +176,7 @@ def _priors(results: Mapping[str, Any], seeds: list[Any]) -> str:
         )
     text = "Gradient matching with other H_0, mean accuracy over the test sets. "
     text += "c is the mean entry of the tasks' curvature; the Fisher of the base has a mean entry of "
-    text += f"{shown_numbers([s['scalar_of_base']['mean'] for s in seeds])} (mean).\n\n"
+    text += f"{shown_numbers([s['scalar_of_base']['mean'] for s in seeds])} (mean).\n\n![accuracy over the weight with each H_0](figures/prior.svg)\n\n"
     return text + markdown(["H_0", "at weight 1", "at tuned weight", "tuned weight", "best on test"], rows)
 
 

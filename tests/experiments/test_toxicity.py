@@ -32,7 +32,7 @@ from experiments.toxicity.data import (
 from experiments.toxicity.evaluation import continuations, distinct, divergence, loss_on, windows
 from experiments.toxicity.removal import Point, Task, advice, candidates, choose, rise, sweep
 from experiments.toxicity.settings import TINY, TOXIC_SHARE, Shape
-from experiments.toxicity.tables import tables
+from experiments.toxicity.tables import damping_of, tables
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizer, GPT2LMHeadModel
@@ -405,6 +405,19 @@ def test_a_lost_stage_is_made_again_as_it_was(finished: Path, text_dir: Path) ->
     stage.rmdir()
     main(["--scale", "tiny", "--data-dir", str(text_dir.parent), "--out", str(finished), "--device", "cpu"])
     assert json.loads((stage / "stage.json").read_text())["result"] == before["result"]
+
+
+@pytest.mark.parametrize(("factor", "shown"), [(0.01, "0.01"), (1, "1"), (3, "3"), (30, "30"), (100, "100")])
+def test_a_damping_is_shown_as_the_multiple_that_was_asked_for(factor: float, shown: str) -> None:
+    unit = 113.367  # dampings are kept with three digits, so that factor · unit is not met exactly
+    assert damping_of(float(f"{factor * unit:.3g}"), unit, 1e-10) == f"δ = {shown} × mean F_t"
+
+
+def test_a_model_that_the_paper_lacks_stands_beside_gpt2(finished: Path) -> None:
+    results = json.loads((finished / "results.json").read_text())
+    note = "Model, classifier and choice of prompts are others in the paper"
+    assert note in tables(results) and "| paper, gpt2: 100 · mean |" in tables(results)
+    assert note not in tables({**results, "model": "gpt2"})
 
 
 def test_several_seeds_are_shown_with_their_spread(finished: Path) -> None:

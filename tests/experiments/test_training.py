@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
-
 from experiments.common.training import Training, fine_tune
+from transformers import BertConfig, BertForSequenceClassification
 
 ROWS = [{"input_ids": [1, 2 + i % 5, 3 + i % 3], "labels": i % 2} for i in range(24)]
 

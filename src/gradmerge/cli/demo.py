@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -82,7 +83,7 @@ def _print_tables(outcome: Outcome) -> None:
 
 
 def _print_rest(outcome: Outcome, seconds: float) -> None:
-    from ..demo.commands import highlights
+    from ..demo.commands import finding, highlights
     from ..demo.tables import flatness
 
     folder = outcome.folder
@@ -92,6 +93,8 @@ def _print_rest(outcome: Outcome, seconds: float) -> None:
     typer.echo(f"\n{done}; {seconds:.0f} s. {folder / 'results.md'} explains the tables.")
     typer.echo(f"Reports: {folder / 'preview' / 'report.html'}, {folder / 'diagnose' / 'report.html'}")
     typer.echo(f"\nTo repeat the steps (all of them are in {folder / 'commands.sh'}):\n")
+    if shutil.which("gradmerge") is None:
+        typer.echo(finding())
     typer.echo(f"cd {shlex.quote(os.fspath(folder))}")
     for command in highlights(outcome.commands):
         typer.echo(shlex.join(command))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from .recipes import MATCHING, NEGATION, REMOVAL
 from .settings import BASE, REMOVED, TASKS, Settings
@@ -78,12 +80,18 @@ def all_commands(merged: Sequence[str], settings: Settings, damping: float) -> d
     }
 
 
+def finding() -> str:
+    """Lets a shell find `gradmerge` in an environment that is not activated."""
+    return f'export PATH="$PATH":{shlex.quote(str(Path(sys.executable).parent))}'
+
+
 def script(commands: dict[str, list[Command]]) -> str:
     """A shell script of all commands."""
     lines = [
         "#!/bin/sh",
         "# Repeats what `gradmerge demo` did with its trained models, step by step; results are replaced by the same, up to rounding.",
         'set -eu\ncd "$(dirname "$0")"',
+        finding(),
     ]
     for what, several in commands.items():
         lines += ["", f"# {what}", *(shlex.join(command) for command in several)]
