@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -36,7 +35,8 @@ parser.add_argument("-o", "--out", type=Path, default=Path("example-causal-lm"),
 parser.add_argument("--quick", action="store_true", help="train for a fraction of the time")
 chosen = parser.parse_args()
 out = chosen.out
-shutil.rmtree(out, ignore_errors=True)
+if out.exists() and any(out.iterdir()):
+    parser.error(f"{out} is not empty: remove it, or choose another folder with -o")
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 

@@ -10,7 +10,6 @@ weights be put together so that one model knows all ten?
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,8 @@ parser.add_argument("-o", "--out", type=Path, default=Path("example-images"), he
 parser.add_argument("--quick", action="store_true", help="train for a fraction of the time")
 chosen = parser.parse_args()
 out = chosen.out
-shutil.rmtree(out, ignore_errors=True)
+if out.exists() and any(out.iterdir()):
+    parser.error(f"{out} is not empty: remove it, or choose another folder with -o")
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 epochs = 2 if chosen.quick else 12

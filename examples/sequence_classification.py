@@ -13,7 +13,6 @@ import argparse
 import ast
 import importlib.util
 import json
-import shutil
 import sysconfig
 import warnings
 from pathlib import Path
@@ -39,7 +38,8 @@ parser.add_argument("-o", "--out", type=Path, default=Path("example-docstrings")
 parser.add_argument("--quick", action="store_true", help="fewer docstrings, and a fraction of the training")
 chosen = parser.parse_args()
 out = chosen.out
-shutil.rmtree(out, ignore_errors=True)
+if out.exists() and any(out.iterdir()):
+    parser.error(f"{out} is not empty: remove it, or choose another folder with -o")
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
@@ -86,7 +86,7 @@ def write_rows(name, folder):
 warnings.simplefilter("ignore", SyntaxWarning)  # of the files that are parsed
 texts = {name: write_rows(name, folder) for name, folder in folders.items()}
 
-# The tokenizer is trained on the training sentences, and the model is a BERT of two layers.
+# The tokenizer is trained on the sentences of the standard library, and the model is a BERT of two layers.
 
 words = BertWordPieceTokenizer(lowercase=True)
 words.train_from_iterator((row["text"] for row in texts["stdlib"]), vocab_size=2000, show_progress=False)

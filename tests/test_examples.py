@@ -48,3 +48,12 @@ def test_an_example_trains_merges_and_compares(tmp_path: Path, script: str, base
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("task-arithmetic", "gradient-matching"))
     assert one.keys() == two.keys()
     assert any(not torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    command = [sys.executable, str(EXAMPLES / "images.py"), "--quick", "-o", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "is not empty" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -36,14 +36,6 @@ TOLERANCE = 2e-4
 SOURCES = ("adam", "online", "pass")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def online(**options: Any) -> gm.CurvatureCallback:
     return gm.CurvatureCallback("online", **{"every": 2, "decay": 0.8} | options)
 
@@ -106,6 +98,23 @@ def test_adam_is_right_where_accumulated_losses_are_added_up_instead_of_averaged
     steps = [rows_of(one) + rows_of(two) for one, two in zip(batches[::2], batches[1::2], strict=True)]
     want = {name: 12 * 4 * v for name, v in second_moments(start, steps).items()}
     slow.assert_same(read(tmp_path / "out"), as_stored(tmp_path / "out" / "checkpoint-6", model, want), 1e-3)
+
+
+def test_adam_says_where_it_cannot_see_how_accumulated_losses_are_added_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_for(
+        tmp_path / "out",
+        bert(),
+        sentences(8),
+        gm.CurvatureCallback(),
+        gradient_accumulation_steps=2,
+        save_strategy="no",
+    )
+    trainer.compute_loss = lambda model, inputs, **_: model.forward(**inputs).loss  # as a compiled model: no hooks
+    with caplog.at_level(logging.WARNING, logger="gradmerge"):
+        trainer.train()
+    assert sum("inputs were not seen" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_adam_and_an_import_of_the_checkpoint_agree(tmp_path: Path) -> None:
@@ -201,6 +210,23 @@ def test_online_averages_the_squares_of_single_examples_gradients(tmp_path: Path
     slow.assert_same(
         read(tmp_path / "out" / "checkpoint-4"), as_stored(tmp_path / "out" / "checkpoint-4", trained, early), TOLERANCE
     )
+
+
+def test_online_tries_the_layers_out_once(tmp_path: Path) -> None:
+    passes = []
+    for every in (1, 2, 6):
+        model, count = bert(), 0
+
+        def seen(*_: Any) -> None:
+            nonlocal count
+            count += 1
+
+        model.bert.encoder.register_forward_pre_hook(seen)
+        trainer_for(tmp_path / "out", model, sentences(12), online(every=every), save_strategy="no").train()
+        passes.append(count)
+    trial = passes[2] - 6 - 1
+    assert trial >= 3  # two examples one by one, and both together
+    assert passes == [6 + measured + trial for measured in (6, 3, 1)]
 
 
 def test_online_counts_the_tokens_of_a_language_model_as_a_sum(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,6 @@ from ..curvature import slow
 from .callback_runs import Watch, as_stored, averaged, bert, read, rows_of, sentences, squares, texts, trainer_for
 
 TOLERANCE = 2e-4
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def lora(model: Any, **changes: Any) -> Any:

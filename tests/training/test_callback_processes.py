@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,14 +47,6 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
             process.kill()
     assert [process.returncode for process in started] == [0, 0], "\n".join(said)[-6000:]
     return out
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("kind", ["adam", "online"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,6 @@ import gradmerge as gm
 from gradmerge.errors import InputError
 
 from .callback_runs import bert, read, same_bytes, sentences, trainer_for
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class StopAfter(TrainerCallback):
@@ -71,6 +62,17 @@ def test_a_checkpoint_elsewhere_is_found_by_the_arguments_and_missed_aloud(
         assert "begins anew" in caplog.text
     missed = read(out).sum()
     assert any(not torch.equal(found[name], missed[name]) for name in found)
+
+
+def test_a_run_that_stops_before_its_first_measurement_resumes_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"save_steps": 1, "num_train_epochs": 1}
+    trainer_for(tmp_path, bert(), sentences(8), callback_of("online"), StopAfter(1), **options).train()
+    with caplog.at_level(logging.WARNING, logger="gradmerge"):
+        trainer_for(tmp_path, bert(), sentences(8), callback_of("online"), **options).train(resume_from_checkpoint=True)
+    assert "begins anew" not in caplog.text
+    assert read(tmp_path).examples == 8
 
 
 def test_another_decay_does_not_go_on_with_the_average(tmp_path: Path) -> None:

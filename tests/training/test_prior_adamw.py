@@ -257,10 +257,12 @@ def test_kept_in_bfloat16_float32_parameters_move_in_float32() -> None:
     }
 
 
+@pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("coupling", ["decoupled", "adam"])
 def test_parameters_larger_than_a_piece_and_in_any_order_of_memory_are_pulled_alike(
-    coupling: str, monkeypatch: pytest.MonkeyPatch
+    coupling: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    torch.set_num_threads(threads)  # the size of a piece depends on it
     monkeypatch.setattr(prior_kernels, "GRAIN", 1 << 10)
     monkeypatch.setattr(prior_kernels, "ROOTS", 1 << 12)
     generator = torch.Generator().manual_seed(0)

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.training.anchors import anchor_of, prior_of
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 60,
@@ -146,21 +145,6 @@ def test_layers_that_are_unfrozen_later_find_their_curvature_in_the_folder(tmp_p
     state = optimizer.state_dict()
     first = state["param_groups"][1]["params"][0]
     assert torch.equal(state["state"][first]["prior"], curvature.mean()[late[0][0]])
-
-
-def test_groups_with_names_take_what_the_model_resolves(tmp_path: Path) -> None:
-    base, model = model_of("vit", 1), model_of("vit", 2)
-    curvature = curvature_of(model)
-    curvature.save(tmp_path / "c")
-    base.save_pretrained(tmp_path / "base")
-    named = list(model.named_parameters())
-    groups = [{"params": named[:5], "weight_decay": 0.0}, {"params": named[5:]}]
-    prior, anchor = prior_of(model, tmp_path / "c"), anchor_of(model, tmp_path / "base")
-    state = gm.PriorAdamW(groups, prior=prior, anchor=anchor).state_dict()["state"]
-    assert_equal({n: state[i]["prior"] for i, (n, _) in enumerate(named)}, curvature.mean())
-    assert_equal(
-        {n: state[i]["anchor"] for i, (n, _) in enumerate(named)}, {n: p.detach() for n, p in base.named_parameters()}
-    )
 
 
 def test_a_new_head_goes_into_a_group_without_strength() -> None:

@@ -154,6 +154,26 @@ def test_a_run_that_was_stopped_ends_with_the_same_bytes(tmp_path: Path) -> None
     )
 
 
+def test_a_checkpoint_that_does_not_know_where_training_began_is_refused(tmp_path: Path) -> None:
+    start = fresh("bert")
+    saved = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
+    trained(gm.PriorTrainer, tmp_path, model=start, changes={"max_steps": 3, **saved})
+
+    def resume(**options: Any) -> nn.Module:
+        model = fresh("bert")
+        data = examples("bert", 10)
+        gm.PriorTrainer(model, arguments(tmp_path, **saved), train_dataset=data, **options).train(
+            resume_from_checkpoint=True
+        )
+        return model
+
+    with pytest.raises(gm.InputError, match=r"checkpoint-3: no optimizer\.pt and no scheduler\.pt .*anchor="):
+        resume()
+    held = resume(prior=1e12, anchor=start.state_dict())
+    for a, b in zip(held.parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
 def test_curvature_from_a_folder_goes_by_the_names_of_files(tmp_path: Path) -> None:
     model = fresh("vit")  # its weights have other names in memory than in files
     names = dict(model.named_parameters())
@@ -168,12 +188,16 @@ def test_curvature_from_a_folder_goes_by_the_names_of_files(tmp_path: Path) -> N
 
 def test_a_new_head_is_an_error_or_free(tmp_path: Path) -> None:
     prior = {n: v for n, v in positive(fresh("bert")).items() if "classifier" not in n}
-    with pytest.raises(gm.InputError, match=r"nothing for 2 of .*\n  classifier"):
+    with pytest.raises(
+        gm.InputError, match=r'(?s)nothing for 2 of .*\n  classifier.*with PriorTrainer, missing="zero"'
+    ):
         trained(gm.PriorTrainer, tmp_path, prior=prior)
     zero = positive(fresh("bert"))
     zero |= {n: torch.zeros_like(v) for n, v in zero.items() if "classifier" in n}
     free = trained(gm.PriorTrainer, tmp_path, prior=prior, strength=9.0, missing="zero")
     assert_same(free, trained(gm.PriorTrainer, tmp_path, prior=zero, strength=9.0))
+    anchor = {n: p.detach() for n, p in fresh("bert").named_parameters() if "classifier" not in n}
+    assert_same(free, trained(gm.PriorTrainer, tmp_path, prior=prior, strength=9.0, missing="zero", anchor=anchor))
     with pytest.raises(gm.InputError, match="nothing for any"):
         trained(gm.PriorTrainer, tmp_path, prior={"other": torch.ones(2)}, missing="zero")
 

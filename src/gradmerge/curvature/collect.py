@@ -59,6 +59,26 @@ class _Done:
         return _Done(self.passes, self.slots | later.slots, self.heads | later.heads)
 
 
+@dataclass
+class Trial:
+    """What was found out about a model's layers, for further measurements of the same model to begin with.
+
+    A measurement fills it. It stays empty, so that the next one tries the layers out again, after an error, where a
+    parameter's gradient was 0 in the trial, which proves nothing, and where a later batch did not go the way that was chosen.
+    """
+
+    examples: int = 0
+    """How many the layers were tried out on."""
+    choices: dict[nn.Module, list[Callable[[Any], Way]]] = field(default_factory=dict)
+    kinds: dict[nn.Parameter, list[type]] = field(default_factory=dict)
+    slow: set[nn.Parameter] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
+    """Names of slow parameters that the user knows of. They stay."""
+
+    def forget(self) -> None:
+        self.examples, self.choices, self.kinds, self.slow = 0, {}, {}, set()
+
+
 class Collector:
     """Adds Σ_i g_i² of a model's parameters to their totals, batch by batch."""
 
@@ -68,6 +88,7 @@ class Collector:
         totals: Mapping[nn.Parameter, Tensor],
         objectives: Objectives,
         outputs: Callable[[Any], Tensor],
+        trial: Trial | None = None,
     ) -> None:
         self.examples = 0
         self.tokens: set[int] = set()
@@ -83,6 +104,8 @@ class Collector:
         self._choices = {m: ways_for(m, owners.get(m)) for m in model.modules() if self._own(m)}
         self._hooks = contextlib.ExitStack()
         self._proved = 0
+        self._settled = True
+        self._kept = trial if trial is not None else Trial()
         self._trial = self._active = False
         self._failed: list[Way] = []
         self._unfit: list[Way] = []
@@ -90,10 +113,21 @@ class Collector:
         self._waiting: list[Slot] = []
 
     def __enter__(self) -> Collector:
+        kept = self._kept
+        if kept.examples and kept.kinds.keys() == self.slots.keys() and kept.choices.keys() == self._choices.keys():
+            self._proved, self._choices = kept.examples, dict(kept.choices)
+            for parameter, slot in self.slots.items():
+                slot.kinds, slot.slow = kept.kinds[parameter], parameter in kept.slow
+            self._attach()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._hooks.close()
+        if kind is not None or not self._settled:
+            self._kept.forget()
+            return
+        self._kept.examples, self._kept.choices, self._kept.slow = self._proved, self._choices, self.slow
+        self._kept.kinds = {parameter: slot.kinds for parameter, slot in self.slots.items()}
 
     @property
     def slow(self) -> set[nn.Parameter]:
@@ -187,6 +221,7 @@ class Collector:
 
     def _leave_to_slow(self) -> None:
         """Modules that saw something else than in the batches before: what they gave is dropped."""
+        self._settled = False
         self._give_up({way.module for way in self._unfit})
         unfit = {slot for way in self._unfit for slot in way.slots.values()}
         if unfit & (self._now.slots | self._now.heads):
@@ -211,6 +246,7 @@ class Collector:
             if self._some_fast():
                 self._add_at_once(batch, first, before)
         except Unsuited as error:  # what a module sees is not as it was for the batches before
+            self._settled = False
             self._give_up([error.way.module])
             self._attach()
             self._add(batch, first, before)
@@ -284,6 +320,7 @@ class Collector:
     def _choose_ways(self, batch: Any) -> None:
         """Settle on a way for every module, by holding each against autograd on these examples."""
         expected = self._by_autograd(batch)
+        self._settled = all(any(bool(g.any()) for g in gradients) for gradients in expected.values() if gradients)
         kept = [(slot, slot.total.clone()) for slot in self.slots.values()] if self._proved else []
         self._reset()
         self._give_up([module for module, choices in self._choices.items() if not choices])

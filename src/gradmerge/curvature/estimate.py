@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import InputError
 from ..words import listed, nearest
 from .batches import examples_in, moved
-from .collect import Collector
+from .collect import Collector, Trial
 from .curvature import Curvature
 from .outputs import OUTPUTS, Output, Tokens, check_classes, labels_of, logits_of, output_of
 from .stored_names import for_files
+from .taps import sum_type
 
 LIKELIHOODS = ("empirical", "sampled", "exact")
 _log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ def estimate_curvature(
     device: str | torch.device | None = None,
     start: Curvature | None = None,
     each_batch: Callable[[Callable[[], Curvature]], None] | None = None,
+    trial: Trial | None = None,
 ) -> Curvature:
     """The diagonal curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the square of every single example's gradient.
 
@@ -54,6 +56,8 @@ def estimate_curvature(
         device: Where batches are moved to; by default where the model is.
         start: The curvature of the examples before the first of ``batches``, to go on from.
         each_batch: Called after every batch with a function that gives the curvature so far.
+        trial: For one model that is measured many times: `gradmerge.curvature.collect.Trial()`, the same one in every call.
+            The first tries out on two examples how gradients of single examples are to be had; the others need not.
     """
     if likelihood not in LIKELIHOODS:
         raise InputError(
@@ -64,7 +68,7 @@ def estimate_curvature(
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
     if not parameters:
         raise InputError("the model has no parameter with requires_grad=True: there is nothing to measure")
-    totals = {name: torch.zeros_like(p, dtype=_sum_type(p), requires_grad=False) for name, p in parameters.items()}
+    totals = {name: torch.zeros_like(p, dtype=sum_type(p), requires_grad=False) for name, p in parameters.items()}
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
     measured = _Measured(model, likelihood, OUTPUTS[output] if isinstance(output, str) else output, seed)
     examples = begun = start.examples if start is not None else 0
@@ -80,11 +84,11 @@ def estimate_curvature(
                 total += start[name].to(total)
         return Curvature(sums, examples, likelihood, _name_of(model), for_files(model))
 
-    slow: set[str] = set()
+    trial = trial if trial is not None else Trial()
     with (
         _prepared(model),
         Collector(
-            model, {p: totals[n] for n, p in parameters.items()}, measured.objectives, measured.logits
+            model, {p: totals[n] for n, p in parameters.items()}, measured.objectives, measured.logits, trial
         ) as collector,
     ):
         for batch in batches:
@@ -93,7 +97,7 @@ def estimate_curvature(
                 continue
             collector.add(batch, examples)
             examples += examples_in(batch)
-            slow = _name_slow(collector, parameters, slow)
+            _name_slow(collector, parameters, trial.told)
             if each_batch is not None:
                 each_batch(so_far)
     if examples == begun:
@@ -228,7 +232,7 @@ def _check_batch_norm(model: nn.Module) -> None:
         )
 
 
-def _name_slow(collector: Collector, parameters: Mapping[str, nn.Parameter], told: set[str]) -> set[str]:
+def _name_slow(collector: Collector, parameters: Mapping[str, nn.Parameter], told: set[str]) -> None:
     found = collector.slow
     slow = {name for name, parameter in parameters.items() if parameter in found} if found else set()
     if slow - told:
@@ -236,13 +240,9 @@ def _name_slow(collector: Collector, parameters: Mapping[str, nn.Parameter], tol
             "measured the slow way, one example at a time, because no fast way gives the exact gradient:\n%s",
             listed(sorted(slow - told)),
         )
-    return slow
+    told |= slow
 
 
 def _name_of(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     return str(getattr(config, "_name_or_path", "") or type(model).__name__)
-
-
-def _sum_type(parameter: Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32

@@ -70,18 +70,6 @@ def open_anchor(anchor: AnchorSource) -> Iterator[Source]:
         yield Source(str(anchor), shapes, read)
 
 
-def prior_of(model: nn.Module, prior: PriorSource, reduction: Reduction = "mean") -> dict[str, Tensor]:
-    """Curvature of every parameter that needs a gradient, by its name in memory: for optimizers with groups."""
-    with open_prior(prior, reduction) as source:
-        return dict(find(source, trainable(model), model))
-
-
-def anchor_of(model: nn.Module, anchor: AnchorSource) -> dict[str, Tensor]:
-    """Values for every parameter that needs a gradient, by its name in memory: for optimizers with groups."""
-    with open_anchor(anchor) as source:
-        return dict(find(source, trainable(model), model))
-
-
 def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
@@ -103,7 +91,7 @@ def find(
         raise InputError(
             f"{source.label}: nothing for {len(missing)} of {len(named)} parameters:\n{listed(missing)}\n"
             f"It has {len(source.shapes)} tensors.{hint} Parameters that the base does not have, such as a new head, go into a "
-            'group of their own with "strength": 0.'
+            'group of their own with "strength": 0; with PriorTrainer, missing="zero".'
         )
     found = [(name, value) for name, value in named if name in places]
     wrong = [note for name, value in found if (note := places[name].misfit(name, value, source.shapes))]

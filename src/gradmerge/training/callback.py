@@ -42,7 +42,7 @@ class CurvatureCallback(TrainerCallback):
     | source | what is written | cost | in checkpoints |
     |---|---|---|---|
     | `adam` | N·B·v̂, v̂ being Adam's bias-corrected second moments and B the number of examples in a step | none | yes |
-    | `online` | N·E, E ← decay·E + (1 − decay)·(1/n) Σ_i [∇ℓ_i]², bias-corrected, over the n examples of every ``every``-th step | about a training step more in each ``every``-th, and 4 bytes a weight | yes |
+    | `online` | N·E, E ← decay·E + (1 − decay)·(1/n) Σ_i [∇ℓ_i]², bias-corrected, over the n examples of every ``every``-th step | about a training step more in each ``every``-th; 4 bytes a weight, and while it measures 4 more, the first time 12 | yes |
     | `pass` | Σ_i [∇ℓ_i]² at the trained weights, over the first ``limit`` examples of the training data | a pass over them | the one that holds the trained weights |
 
     `adam` squares the mean gradient of a step and not single examples': it is right for B = 1 or where the examples' gradients

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..curvature.collect import Trial
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import estimate_curvature
 from ..errors import InputError
@@ -22,22 +22,33 @@ _NOT_INPUTS = ("num_items_in_batch", "return_dict")
 
 
 def sums_of(
-    subject: Subject, batches: Iterable[Mapping[str, Any]], likelihood: str, seed: int, first: int, quiet: bool = False
-) -> tuple[dict[str, Tensor], int]:
-    """Σ_i [∇ℓ_i]² over the examples of some batches by names in memory, and the number of examples.
+    subject: Subject,
+    batches: Iterable[Mapping[str, Any]],
+    likelihood: str,
+    seed: int,
+    first: int,
+    trial: Trial | None = None,
+) -> dict[str, Tensor]:
+    """Σ_i [∇ℓ_i]² over the examples of some batches, by names in memory.
 
     ``first`` is the place of the first example in the data, which labels that are drawn depend on. Gradients, modes, hooks and
-    the states of random numbers are left as they were.
+    the states of random numbers are left as they were. With one ``trial`` for all calls, the layers are tried out once.
     """
     start = None
     if likelihood == "sampled" and first:
         nothing = {n: torch.zeros((), device=p.device).expand(p.shape) for n, p in subject.parameters.items()}
         start = Curvature(nothing, first, likelihood)
-    with random_states_kept(subject.device), _running_statistics(subject.model), subject.chosen(), _quiet(quiet):
+    with random_states_kept(subject.device), _running_statistics(subject.model), subject.chosen():
         found = estimate_curvature(
-            subject.model, map(_checked, batches), likelihood, seed=seed, device=subject.device, start=start
+            subject.model,
+            map(_checked, batches),
+            likelihood,
+            seed=seed,
+            device=subject.device,
+            start=start,
+            trial=trial,
         )
-    return found.sum(), found.examples - (start.examples if start is not None else 0)
+    return found.sum()
 
 
 def _checked(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,22 +92,6 @@ def _running_statistics(model: nn.Module) -> Iterator[None]:
     finally:
         for module in trained:
             module.training = True
-
-
-@contextlib.contextmanager
-def _quiet(quiet: bool) -> Iterator[None]:
-    """Without the word about layers that are measured slowly, which one measurement has given already."""
-    logger = logging.getLogger("gradmerge.curvature.estimate")
-
-    def silence(_: logging.LogRecord) -> bool:
-        return False
-
-    if quiet:
-        logger.addFilter(silence)
-    try:
-        yield
-    finally:
-        logger.removeFilter(silence)
 
 
 class BatchWatch:

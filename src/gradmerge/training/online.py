@@ -65,16 +65,23 @@ class RunningAverage:
                 facts = json.loads((file.metadata() or {}).get(_KEY, "{}"))
                 average = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
             if facts.get("format") != _FORMAT or facts["step"] != step:
-                raise InputError(f"{path}: the running average of another step than {step}, or of another format")
+                raise InputError(
+                    f"{path}: the running average of another step than {step}, or of another format. Remove it to begin the average anew."
+                )
             steps, examples, decay = int(facts["steps"]), int(facts["examples"]), float(facts["decay"])
         except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise InputError(f"{path}: cannot be read as a running average: {error}") from error
+            raise InputError(
+                f"{path}: cannot be read as a running average: {error}. Remove it to begin the average anew."
+            ) from error
         if decay != self.decay:
             raise InputError(
                 f"{path}: averaged with decay={decay:g}, not {self.decay:g}. Resume with the same decay, or remove the file to "
                 "begin the average anew."
             )
         if odd := [name for name, value in average.items() if value.shape != shapes.get(name)]:
-            raise InputError(f"{path}: the running average of another model: {odd[0]} is not a parameter of this one")
+            raise InputError(
+                f"{path}: the running average of another model: {odd[0]} is not a parameter of this one, or has another shape. Remove "
+                "it to begin the average anew."
+            )
         self.steps, self.examples = steps, examples
         self._average = {name: value.to(device) for name, value in average.items()}

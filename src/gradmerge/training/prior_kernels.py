@@ -76,8 +76,8 @@ def _kind(parameter: Tensor) -> torch.dtype:
 
 
 def _moved(value: Tensor, device: torch.device, kind: torch.dtype) -> Tensor:
-    # In two steps, since a copy that also converts would convert on the CPU, and wait.
-    return value.to(device, non_blocking=True).to(kind)
+    # In two steps, since a copy that also converts would convert on the CPU, and wait. A copy to the CPU must be waited for.
+    return value.to(device, non_blocking=device.type != "cpu").to(kind)
 
 
 def _pull_one(one: Pull, rate: float | Tensor) -> None:

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from ..curvature import Curvature
 from ..errors import InputError
 from ..words import listed, nearest
-from .anchors import Reduction, anchor_of, find, open_anchor, open_prior, trainable
+from .anchors import Reduction, Source, find, open_anchor, open_prior, trainable
 from .callback import CurvatureCallback
 from .prior_adamw import PriorAdamW
 from .subject import AdapterTensors
@@ -39,7 +39,8 @@ class PriorTrainer(Trainer):
     bit. ``optim`` must be `adamw_torch` or `adamw_torch_fused`. What the prior does to a step is :class:`PriorAdamW`'s.
 
     The anchor is the model as training finds it, and is kept in the optimizer's state: a run that is resumed from a checkpoint is pulled to where the
-    first one began, and ends with the same bytes as one that was never stopped.
+    first one began, and ends with the same bytes as one that was never stopped. A checkpoint without that state
+    (`save_only_model=True`) is refused, unless ``anchor`` is given.
 
     **Adapters** (PEFT): the trained parameters are the adapter's, and so is the prior. The anchor of a LoRA adapter is where it
     starts, A as it was drawn and B = 0, and ``prior="identity"`` gives the penalty ½ strength · (‖A − A_start‖² + ‖B‖²), which keeps
@@ -58,7 +59,8 @@ class PriorTrainer(Trainer):
         reduction: `mean` or `sum`: how a curvature file or :class:`Curvature` is read. `mean` fits the Trainer's losses, which
             are means.
         damping: Added to H_0.
-        missing: What a parameter without an entry in the prior means: an `error`, or `zero` for H_0 = 0, as for a new head.
+        missing: What a parameter without an entry in the prior means: an `error`, or `zero` for H_0 = 0, as for a new head. With `zero`, one
+            without an entry in ``anchor`` is anchored where it is.
         keep_on: Device of anchor and H_0, as in :class:`PriorAdamW`.
         keep_dtype: Their type.
         curvature: Also write the trained model's curvature: a :class:`CurvatureCallback`, or its ``source`` (`adam`, `online`,
@@ -144,35 +146,50 @@ class PriorTrainer(Trainer):
                 "data-parallel training (DDP)"
             )
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As the Trainer, which goes on without a word where there is no state: then the anchor would be the checkpoint's weights."""
+        if checkpoint is not None and self._anchor is None and self._options["strength"] != 0:
+            lacking = [name for name in ("optimizer.pt", "scheduler.pt") if not (Path(checkpoint) / name).is_file()]
+            if lacking:
+                raise InputError(
+                    f"{checkpoint}: no {' and no '.join(lacking)} (save_only_model=True?), so that where training began is not known. "
+                    "Say it, anchor=…, or resume from a checkpoint that was saved whole."
+                )
+        super()._load_optimizer_and_scheduler(checkpoint)
+
     def _prior_of(self, model: nn.Module) -> Any:
         prior = self._prior
         if prior is None or prior == "identity" or isinstance(prior, int | float):
             return prior
-        parameters = trainable(model)
         with open_prior(prior, self._reduction) as source:
-            if _is_adapter(model):
-                return _of_adapter(model, source)
-            found = dict(find(source, parameters, model, optional=self._missing == "zero"))
-            if not found:
-                raise InputError(
-                    f"{source.label}: nothing for any of the {len(parameters)} parameters:\n{listed(n for n, _ in parameters)}"
-                )
-        return {name: found[name] if name in found else torch.zeros(p.shape) for name, p in parameters}
+            found = self._found(model, source)
+        return {name: found[name] if name in found else torch.zeros(p.shape) for name, p in trainable(model)}
 
     def _anchor_of(self, model: nn.Module) -> Any:
         if self._anchor is None:
             return None
-        if not _is_adapter(model):
-            return anchor_of(model, self._anchor)
         with open_anchor(self._anchor) as source:
+            found = self._found(model, source)
+        return {name: found[name] if name in found else p.detach() for name, p in trainable(model)}
+
+    def _found(self, model: nn.Module, source: Source) -> dict[str, Tensor]:
+        """By names in memory; some may be missing if they are allowed to."""
+        if _is_adapter(model):
             return _of_adapter(model, source)
+        parameters = trainable(model)
+        found = dict(find(source, parameters, model, optional=self._missing == "zero"))
+        if not found:
+            raise InputError(
+                f"{source.label}: nothing for any of the {len(parameters)} parameters:\n{listed(n for n, _ in parameters)}"
+            )
+        return found
 
 
 def _is_adapter(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def _of_adapter(model: nn.Module, source: Any) -> dict[str, Tensor]:
+def _of_adapter(model: nn.Module, source: Source) -> dict[str, Tensor]:
     """Tensors for the parameters of an adapter, by their names in memory or those of the adapter's file."""
     subject = AdapterTensors(model)
     in_file = {id(p): name for name, p in subject.stored(dict(subject.parameters)).items()}

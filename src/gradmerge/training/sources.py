@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from ..curvature.collect import Trial
 from ..curvature.curvature import Curvature
 from ..curvature.files import STEM
 from ..curvature.optimizers import decay_note, second_moment, token_note
+from ..curvature.taps import sum_type
 from ..errors import GradmergeError, InputError
 from . import processes
 from .measuring import BatchWatch, check_labels, random_states_kept, sums_of
@@ -134,6 +136,12 @@ class Adam(Source):
             self._watch = None
             if batches:
                 self._scale = _loss_scale(self.training, batches[0])
+            else:
+                self.training.say(
+                    "the model's inputs were not seen (torch_compile=True hides them), so that it is not known whether it averages "
+                    "over all batches of a step. If it does not, the curvature from Adam's second moments is too large, by the "
+                    "square of their number. Use source='pass', or a step of one batch."
+                )
         # At steps 1, 2, 4, 8, … the norm is looked at, because logs may be few; a GPU would have to wait at every step.
         limit = self.training.args.max_grad_norm
         if limit and limit > 0 and not self._told_of_clipping and step & (step - 1) == 0:
@@ -191,6 +199,7 @@ class Online(Source):
             )
         self._average = RunningAverage(options.decay)
         self._watch = BatchWatch(training.subject.model)
+        self._trial = Trial()
         self._measured = False
 
     def resume(self, folders: list[Path], step: int) -> None:
@@ -200,7 +209,7 @@ class Online(Source):
             subject = self.training.subject
             shapes = {name: parameter.shape for name, parameter in subject.parameters.items()}
             self._average.load(found[0], step, shapes, subject.device)
-        if not found:
+        if not found and step >= self.options.every:
             self.training.say(
                 f"training resumes at step {step}, but there is no {STATE} in {' or '.join(str(f / STEM) for f in folders)}: the "
                 "running average begins anew. If the checkpoint lies elsewhere, name it in resume_from_checkpoint of the "
@@ -223,11 +232,11 @@ class Online(Source):
         sums: dict[str, Tensor] = {}
         problem: GradmergeError | None = None
         try:
-            sums, _ = sums_of(
+            sums = sums_of(
                 self.training.subject, batches, self.options.likelihood, self.options.seed,
-                self._average.examples + before, quiet=self._measured,
+                self._average.examples + before, self._trial,
             )  # fmt: skip
-            if not all(bool(value.isfinite().all()) for value in sums.values()):
+            if not bool(torch.stack([value.isfinite().all() for value in sums.values()]).all()):
                 problem = InputError("squared gradients are not finite")
         except GradmergeError as error:
             problem = error
@@ -284,7 +293,7 @@ class Pass(Source):
         data = self.training.loader.dataset
         total = len(data) if self.options.limit is None else min(self.options.limit, len(data))
         rows = processes.share(total)
-        sums = {n: torch.zeros_like(p, dtype=_sum_type(p)).detach() for n, p in subject.parameters.items()}
+        sums = {n: torch.zeros_like(p, dtype=sum_type(p)).detach() for n, p in subject.parameters.items()}
         problem: GradmergeError | None = None
         try:
             if rows:
@@ -297,7 +306,7 @@ class Pass(Source):
                         collate_fn=self.training.loader.collate_fn,
                         num_workers=args.dataloader_num_workers,
                     )
-                    found, _ = sums_of(subject, loader, self.options.likelihood, self.options.seed, rows.start)
+                    found = sums_of(subject, loader, self.options.likelihood, self.options.seed, rows.start)
                 sums |= found
         except GradmergeError as error:
             problem = error
@@ -375,7 +384,3 @@ def _all_well(problem: GradmergeError | None, device: torch.device) -> bool:
 def _plain(model: nn.Module) -> nn.Module:
     inner = getattr(model, "get_base_model", None)
     return inner() if callable(inner) else model
-
-
-def _sum_type(parameter: Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32

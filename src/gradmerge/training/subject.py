@@ -17,6 +17,9 @@ from ..curvature.stored_names import skeleton, stored_shapes, stored_tensors
 from ..errors import InputError
 from ..words import listed
 
+#: What to do about adapters whose full weights cannot be measured in place.
+_INSTEAD = "Merge the adapter into its base (merge_and_unload) and measure the result: gradmerge curvature estimate."
+
 
 class Subject(ABC):
     """A model, the parameters of it that are measured, and their names in files."""
@@ -149,7 +152,10 @@ def _active_adapter(model: Any) -> str:
     active = model.active_adapter
     names = [active] if isinstance(active, str) else list(active)
     if len(names) != 1:
-        raise InputError(f"several adapters are active ({', '.join(names)}): curvature belongs to one of them")
+        raise InputError(
+            f"several adapters are active ({', '.join(names)}), and curvature belongs to one of them. Activate it alone: "
+            "model.set_adapter(name)."
+        )
     return str(names[0])
 
 
@@ -167,15 +173,19 @@ def _check_lora(model: Any) -> None:
     config = model.peft_config[_active_adapter(model)].to_dict()
     kind = getattr(config.get("peft_type"), "value", config.get("peft_type"))
     if kind != "LORA":
-        raise InputError(f"adapted=True is for LORA adapters, whose weights are W + s·BA; this one is {kind}")
+        raise InputError(
+            f"adapted=True is for LORA adapters, whose weights are W + s·BA; this one is {kind}. {_INSTEAD}"
+        )
     for key, what in UNSUPPORTED.items():
         if config.get(key):
-            raise InputError(f"adapted=True: the adapter uses {what} ({key}), whose weights are not W + s·BA")
+            raise InputError(
+                f"adapted=True: the adapter uses {what} ({key}), whose weights are not W + s·BA. {_INSTEAD}"
+            )
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.partition("_niter")[0].lower() in CHANGES_BASE:
         raise InputError(
             f"adapted=True: the adapter was initialised with {init}, which changed the base's weights: curvature by the base's "
-            "names would be of weights that no file holds"
+            f"names would be of weights that no file holds. {_INSTEAD}"
         )
 
 
@@ -194,7 +204,7 @@ def _full_names(model: Any, empty: nn.Module) -> tuple[dict[str, str], dict[str,
     quantised = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
     if quantised:
         raise InputError(
-            f"adapted=True: weights of the base are quantised and have no gradient:\n{listed(quantised, 4)}"
+            f"adapted=True: weights of the base are quantised and have no gradient:\n{listed(quantised, 4)}\n{_INSTEAD}"
         )
     wanted = dict(empty.named_parameters())
     aliases = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
@@ -203,7 +213,7 @@ def _full_names(model: Any, empty: nn.Module) -> tuple[dict[str, str], dict[str,
     if odd or max(Counter(names.values()).values()) > 1:
         raise InputError(
             f"adapted=True: the adapted model's weights are not those of {type(empty).__name__}, one by one (is another adapter "
-            f"on it, or are weights tied that the adapter unties?):\n{listed(odd, 4)}"
+            f"on it, or are weights tied that the adapter unties?):\n{listed(odd, 4)}\n{_INSTEAD}"
         )
     _check_untied(model)
     return names, parameters
@@ -225,5 +235,5 @@ def _check_untied(model: Any) -> None:
     if tied:
         raise InputError(
             "adapted=True: the adapter changes weights that are tied to others, and unties them:\n"
-            f"{listed([name.removeprefix('base_model.model.').removesuffix('.base_layer') for name in tied], 4)}"
+            f"{listed([name.removeprefix('base_model.model.').removesuffix('.base_layer') for name in tied], 4)}\n{_INSTEAD}"
         )

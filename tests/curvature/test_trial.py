@@ -1,0 +1,76 @@
+"""One model that is measured again and again: its layers are tried out once, and the numbers are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradmerge as gm
+from gradmerge.curvature.collect import Trial
+from gradmerge.curvature.estimate import estimate_curvature
+
+from . import slow
+from .families import EXACT, FAMILIES, batch_of, batches_of
+from .slow import assert_same
+from .test_collect import UNKNOWN, Body, tokens_of
+
+
+@pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 3, 2)])
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_what_one_measurement_found_out_is_right_or_corrected_in_the_next(
+    kind: type[Body], sizes: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, examples, trial = kind(), tokens_of(0), Trial()
+    total = {n: torch.zeros_like(p).detach() for n, p in model.named_parameters() if p.requires_grad}
+    for batch in batches_of(examples, sizes):
+        for name, value in estimate_curvature(model, [batch], trial=trial).items():
+            total[name] += value
+    assert_same(total, slow.empirical(model, examples, "classes"), EXACT)
+    named = [line.strip() for record in caplog.records for line in record.getMessage().split("\n")[1:]]
+    assert len(named) == len(set(named))
+
+
+def passes(model: nn.Module, batch: Any, trial: Trial | None) -> int:
+    """How often the model runs for one measurement."""
+    count = 0
+
+    def seen(*_: Any) -> None:
+        nonlocal count
+        count += 1
+
+    handle = model.register_forward_pre_hook(seen)
+    estimate_curvature(model, [batch], trial=trial)
+    handle.remove()
+    return count
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama, tied", "vit"])
+def test_layers_are_tried_out_in_the_first_measurement_only(name: str) -> None:
+    model, batch, trial = FAMILIES[name].model(), batch_of(FAMILIES[name].examples()), Trial()
+    alone = passes(model, batch, None)
+    assert [passes(model, batch, trial) for _ in range(3)] == [alone, 1, 1]
+    next(model.parameters()).requires_grad_(False)
+    assert passes(model, batch, trial) > 1, "other parameters are measured"
+
+
+def test_a_gradient_of_zero_proves_nothing() -> None:
+    model, batch, trial = FAMILIES["bert"].model(), batch_of(FAMILIES["bert"].examples()), Trial()
+    head = model.classifier.weight.detach().clone()
+    model.classifier.weight.data.zero_()
+    assert passes(model, batch, trial) > 1
+    model.classifier.weight.data.copy_(head)
+    assert passes(model, batch, trial) > 1
+    assert passes(model, batch, trial) == 1
+
+
+def test_after_an_error_the_layers_are_tried_out_again() -> None:
+    model, batch, trial = FAMILIES["bert"].model(), batch_of(FAMILIES["bert"].examples()), Trial()
+    passes(model, batch, trial)
+    with pytest.raises(gm.InputError, match="no examples"):
+        estimate_curvature(model, [], trial=trial)
+    with pytest.raises(gm.InputError):
+        estimate_curvature(model, [batch | {"labels": batch["labels"] + 100}], trial=trial)
+    assert passes(model, batch, trial) > 1
