@@ -10,7 +10,7 @@ from pathlib import Path
 
 import gradmerge as gm
 
-from ..common.arguments import add_arguments, check_arguments, command, machine
+from ..common.arguments import add_arguments, check_arguments, command, machine, public_name, stored_results
 from ..common.results import over_seeds, write_results
 from .report import draw, tables
 from .run import prepare, run_seed
@@ -90,10 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(argv)
     if args.render_only:
-        path = args.out / "results.json"
-        if not path.is_file():
-            options.error(f"--render-only: there is no {path}")
-        results = json.loads(path.read_text())
+        results = stored_results(options, args.out)
     else:
         check_arguments(options, args, "data-dir")
         if args.swapped is not None and not 0 <= args.swapped <= 1:
@@ -115,10 +112,8 @@ def _results(args: argparse.Namespace, settings: Settings) -> dict[str, object]:
     seeds = over_seeds(run_seed, args.seeds, args.jobs, args.out, data, settings, args.device)
     changed = [f"--swapped {args.swapped:g}"] if args.swapped is not None else []
     changed += ["--no-penalty"] if args.no_penalty else []
-    changed += (
-        [f"--critic {Path(args.critic).name if Path(args.critic).exists() else args.critic}"] if args.critic else []
-    )
-    written = replace(settings, model=_name(settings.model), critic=_name(settings.critic))
+    changed += [f"--critic {public_name(args.critic)}"] if args.critic else []
+    written = replace(settings, **{k: public_name(v) for k in ("model", "critic") if (v := getattr(settings, k))})
     return {
         "experiment": "hallucination",
         "command": command("experiments.hallucination", args, changed),
@@ -127,11 +122,6 @@ def _results(args: argparse.Namespace, settings: Settings) -> dict[str, object]:
         "start": start,
         "seeds": seeds,
     }
-
-
-def _name(reference: str | None) -> str | None:
-    """A model without the path to it."""
-    return Path(reference).name if reference is not None and Path(reference).exists() else reference
 
 
 if __name__ == "__main__":

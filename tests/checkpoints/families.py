@@ -23,7 +23,6 @@ from transformers import (
 )
 from transformers.utils import logging
 
-torch.set_num_threads(2)
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 

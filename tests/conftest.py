@@ -1,3 +1,5 @@
+"""What every test runs under."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models are so small that threads only wait for each other, on a busy machine for most of the time."""
+    """The models are so small that a second thread of torch would only wait for the first."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
