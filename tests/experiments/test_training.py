@@ -64,7 +64,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path) -> 
 
 
 def test_a_strong_penalty_keeps_the_model_where_it_began(tmp_path: Path) -> None:
-    begun = dict(small_model().named_parameters())
+    begun = {name: p.detach() for name, p in small_model().named_parameters()}
 
     def moved(strength: float) -> float:
         _, after = trained(tmp_path, Training(1e-3, epochs=2, batch_size=4, strength=strength))
