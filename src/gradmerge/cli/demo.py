@@ -17,7 +17,7 @@ from .output import Debug, Json, Quiet, guarded, heavy_imports, print_json, prin
 if TYPE_CHECKING:
     from ..demo import Outcome
 
-EXAMPLE = "Examples: gradmerge demo   ·   gradmerge demo -o /tmp/demo --seed 1"
+EXAMPLE = "Examples: gradmerge demo   ·   gradmerge demo -o my-demo --seed 1"
 
 
 def demo(
