@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import gradmerge as gm
@@ -103,9 +103,7 @@ def fine_tune(
         )
     else:
         trainer = Trainer(**common)
-    trainer.callback_handler.callbacks = [
-        c for c in trainer.callback_handler.callbacks if "Print" not in type(c).__name__
-    ]
+    trainer.remove_callback(PrinterCallback)
     resumed = get_last_checkpoint(str(scratch)) if scratch.is_dir() else None
     found = trainer.train(resume_from_checkpoint=resumed)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
