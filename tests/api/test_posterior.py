@@ -92,14 +92,14 @@ def test_models_are_written_whole_with_config_and_tokenizer(merged: Path, tmp_pa
     out = tmp_path / "draws"
     written = gm.sample_posterior(merged, 3, seed=7, out=out)
     assert written == [out / "0", out / "1", out / "2"]
-    assert sorted(p.name for p in out.iterdir()) == ["0", "1", "2"]
+    assert sorted(p.name for p in out.iterdir()) == ["0", "1", "2", "gradmerge.json"]
     for folder, draw in zip(written, gm.sample_posterior(merged, 3, seed=7), strict=True):
         assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
         assert all(torch.equal(draw[name], value) for name, value in read_model(folder).items())
     with pytest.raises(gm.InputError, match="exists already"):
         gm.sample_posterior(merged, 1, out=out)
     gm.sample_posterior(merged, 1, out=out, force=True)
-    assert [p.name for p in out.iterdir()] == ["0"]
+    assert sorted(p.name for p in out.iterdir()) == ["0", "gradmerge.json"]
 
 
 def test_nothing_is_left_of_a_failed_write_and_the_merged_model_is_not_overwritten(

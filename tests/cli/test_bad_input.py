@@ -478,6 +478,11 @@ def test_a_place_that_exists_needs_force_and_force_replaces_it(place: Place) -> 
     assert result.exit_code == 2 and weight_bytes(place.out) == {"mine.txt": b"precious"}
     result = invoke(*place.command("task-arithmetic", f"{place.a}=1e39"), "-o", place.out, "--force")
     assert result.exit_code == 2 and weight_bytes(place.out) == {"mine.txt": b"precious"}
+    # Nor does --force replace what gradmerge did not write, until it does.
+    result = invoke(*place.command(), "-o", place.out, "--force")
+    assert result.exit_code == 2 and "was not written by gradmerge" in result.stderr
+    assert weight_bytes(place.out) == {"mine.txt": b"precious"}
+    (place.out / "gradmerge.json").write_text("{}")
     assert invoke(*place.command(), "-o", place.out, "--force").exit_code == 0
     assert (place.out / "model.safetensors").is_file() and not (place.out / "mine.txt").exists()
 

@@ -120,7 +120,7 @@ def test_a_constant_curvature_can_be_given(models: tuple[Path, ...], tmp_path: P
 
 def test_remove_takes_a_task_out(models: tuple[Path, ...], tmp_path: Path) -> None:
     base, a, _ = models
-    run("remove", "--base", base, "--model", f"{a}=0.8", "-o", tmp_path / "out")
+    run("remove", "--base", base, "--model", f"{a}=0.8", "-o", tmp_path / "out", "--accept-untrusted")
     states, curvature = [read_model(m) for m in (base, a)], [gm.Curvature.load(m) for m in (base, a)]
     want = gm.merge_state_dicts(
         states[0], states[1:], "removal", prior=curvature[0], curvature=curvature[1:], weights=[0.8]

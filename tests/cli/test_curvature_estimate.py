@@ -295,6 +295,8 @@ def test_what_exists_is_left_alone_unless_forced(place: Path, tmp_path: Path) ->
         refused = estimate(*words, *more, status=2)
         assert "exists already" in refused.stderr and "--force" in refused.stderr
         assert weight_bytes(tmp_path) == {"c/file": b"mine"}
+    assert "was not written by gradmerge" in estimate(*words, "--force", status=2).stderr
+    (tmp_path / "c" / "file").rename(tmp_path / "c" / "curvature.safetensors")
     estimate(*words, "--force")
     assert list(weight_bytes(tmp_path)) == ["c/curvature.safetensors"]
 

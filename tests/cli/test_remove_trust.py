@@ -35,11 +35,22 @@ def remove(*arguments: str | Path, status: int = 0) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_a_step_that_is_too_long_is_noted_on_stderr_and_the_model_is_written(
+def test_a_step_that_is_too_long_is_refused_and_nothing_is_written(models: list[Path], tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    printed, said = remove("--base", models[0], "--model", models[1], "-o", tmp_path / "out", status=2)
+    assert printed == "" and said.startswith("error: this removal cannot be trusted.")
+    assert "on all entries" in said and "--accept-untrusted" in said and "Raise the damping from 1e-10 to" in said
+    assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises(gm.InputError, match="cannot be trusted"):
+        gm.merge({"method": "removal", "base": str(models[0]), "models": [str(models[1])]}, tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_step_that_is_too_long_is_noted_on_stderr_and_the_model_is_written_if_that_is_accepted(
     models: list[Path], tmp_path: Path
 ) -> None:
     base, a, _ = models
-    printed, noted = remove("--base", base, "--model", a, "-o", tmp_path / "out")
+    printed, noted = remove("--base", base, "--model", a, "-o", tmp_path / "out", "--accept-untrusted")
     assert "note: this removal cannot be trusted." in noted and "layers.0" in noted
     assert "cannot be trusted" not in printed
     damping = noted.partition("from 1e-10 to ")[2].partition(",")[0]
@@ -51,7 +62,7 @@ def test_a_step_that_is_too_long_is_noted_on_stderr_and_the_model_is_written(
 def test_the_note_is_in_json_in_the_record_and_in_a_dry_run(models: list[Path], tmp_path: Path) -> None:
     base, a, _ = models
     arguments = ("--base", base, "--model", a)
-    (note,) = json.loads(remove(*arguments, "-o", tmp_path / "out", "--json")[0])["notes"]
+    (note,) = json.loads(remove(*arguments, "-o", tmp_path / "out", "--json", "--accept-untrusted")[0])["notes"]
     assert note.startswith("this removal cannot be trusted.")
     assert json.loads((tmp_path / "out" / "gradmerge.json").read_text())["notes"] == [note]
     assert json.loads(remove(*arguments, "--dry-run", "--json")[0])["notes"] == [note]
@@ -60,7 +71,8 @@ def test_the_note_is_in_json_in_the_record_and_in_a_dry_run(models: list[Path], 
 
 
 def test_quiet_does_not_hide_it(models: list[Path], tmp_path: Path) -> None:
-    shown, noted = remove("--base", models[0], "--model", models[1], "-o", tmp_path / "out", "--quiet")
+    words = ("--base", models[0], "--model", models[1], "-o", tmp_path / "out")
+    shown, noted = remove(*words, "--quiet", "--accept-untrusted")
     assert shown == "" and "cannot be trusted" in noted
 
 
@@ -72,13 +84,14 @@ def test_negation_is_not_judged(models: list[Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["removal", "task-arithmetic"])
 def test_strength_multiplies_that_of_every_model(models: list[Path], tmp_path: Path, method: str) -> None:
     base, a, b = models
-    remove("-m", method, "--base", base, "--model", f"{a}=0.8", "--model", b, "--strength", "0.5", "-o", tmp_path / "s")
-    remove("-m", method, "--base", base, "--model", f"{a}=0.4", "--model", f"{b}=0.5", "-o", tmp_path / "own")
+    start = ("-m", method, "--base", base, "--accept-untrusted")
+    remove(*start, "--model", f"{a}=0.8", "--model", b, "--strength", "0.5", "-o", tmp_path / "s")
+    remove(*start, "--model", f"{a}=0.4", "--model", f"{b}=0.5", "-o", tmp_path / "own")
     one, other = read_model(tmp_path / "s"), read_model(tmp_path / "own")
     assert all(torch.equal(value, other[name]) for name, value in one.items())
-    remove("-m", method, "--base", base, "--model", a, "--strength", "0", "-o", tmp_path / "nothing")
-    start = read_model(base)
-    assert all(torch.equal(value, start[name]) for name, value in read_model(tmp_path / "nothing").items())
+    remove(*start, "--model", a, "--strength", "0", "-o", tmp_path / "nothing")
+    begun = read_model(base)
+    assert all(torch.equal(value, begun[name]) for name, value in read_model(tmp_path / "nothing").items())
 
 
 def test_a_strength_that_is_no_finite_number_is_refused(models: list[Path], tmp_path: Path) -> None:

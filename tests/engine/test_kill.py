@@ -241,12 +241,13 @@ def test_a_merge_that_replaces_a_folder_loses_neither_the_old_nor_the_new_when_i
     driver: Driver, small: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
     recipe, _ = small
-    old = {"config.json": b"{}", "notes/mine.txt": b"precious", "model.safetensors": b"old"}
+    old = {"config.json": b"{}", "notes/mine.txt": b"precious", "model.safetensors": b"old"}  # and a record
 
     def prepare(out: Path) -> Path:
         for name, content in old.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_bytes(content)
+        (out / "gradmerge.json").write_text("{}")
         return out
 
     out = prepare(tmp_path / "undisturbed" / "out")

@@ -185,7 +185,7 @@ def made(
 @pytest.mark.parametrize("case", CASES)
 def test_a_merge_on_disk_is_the_rule_on_the_whole_model(made, case: str, tmp_path: Path) -> None:
     folders, states, sources = made
-    gm.merge(recipe_of(case, folders), tmp_path / "out")
+    gm.merge(recipe_of(case, folders), tmp_path / "out", accept_untrusted=True)
     want = CASES[case][1](states, sources)
     double = states[0]["embed.weight"].dtype == torch.float64
     got = read_model(tmp_path / "out")
@@ -198,14 +198,14 @@ def test_a_merge_on_disk_is_the_rule_on_the_whole_model(made, case: str, tmp_pat
 def test_the_bytes_do_not_depend_on_blocks_threads_or_shards(made, case: str, tmp_path: Path) -> None:
     folders, states, _ = made
     recipe = recipe_of(case, folders)
-    gm.merge(recipe, tmp_path / "one", threads=1)
+    gm.merge(recipe, tmp_path / "one", threads=1, accept_untrusted=True)
     want = weight_bytes(tmp_path / "one")["model.safetensors"]
     for number, (block, threads) in enumerate([(7, 1), (64, 3), (1000, 2)]):
-        gm.merge(recipe, tmp_path / f"out-{number}", threads=threads, block=block)
+        gm.merge(recipe, tmp_path / f"out-{number}", threads=threads, block=block, accept_untrusted=True)
         assert weight_bytes(tmp_path / f"out-{number}")["model.safetensors"] == want
     again = [write_model(tmp_path / f"again-{i}", s, n) for i, (s, n) in enumerate(zip(states, (4, 5, 2), strict=True))]
     other = recipe_of(case, again)
-    gm.merge(other, tmp_path / "again")
+    gm.merge(other, tmp_path / "again", accept_untrusted=True)
     assert weight_bytes(tmp_path / "again")["model.safetensors"] == want
 
 
@@ -276,7 +276,7 @@ def test_state_dicts_merge_in_memory_to_the_same_values_as_on_disk(tmp_path: Pat
         source.save(tmp_path / f"curvature-{number}")
     for case in CASES:
         recipe = recipe_of(case, folders)
-        gm.merge(recipe, tmp_path / "out", force=True)
+        gm.merge(recipe, tmp_path / "out", force=True, accept_untrusted=True)
         base, models = recipe["base"], recipe["models"]
         got = gm.merge_state_dicts(
             states[0],
@@ -403,7 +403,7 @@ def test_the_written_curvature_reads_back_as_the_merged_precision(tmp_path: Path
     recipe = recipe_of("gradient-matching", folders) | {
         "method": method, "reduction": reduction, "damping": 0.25, "output": {"curvature": True}
     }  # fmt: skip
-    gm.merge(recipe, tmp_path / "out", block=50)
+    gm.merge(recipe, tmp_path / "out", block=50, accept_untrusted=True)
     written = gm.Curvature.load(tmp_path / "out" / "curvature")
     f0, f1, f2 = (getattr(source, reduction)() for source in sources)
     got = getattr(written, reduction)()

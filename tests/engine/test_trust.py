@@ -63,7 +63,7 @@ def test_an_explosion_at_the_default_damping_is_caught_and_named(tame: Case, tmp
     """F_0 = 0 and F_t > 0 in three entries of one layer of many: they are multiplied by 5e10."""
     spoil(tame, ["layers.1.linear.weight"])
     del tame["damping"]
-    (note,) = gm.merge(tame, tmp_path / "out").notes
+    (note,) = gm.merge(tame, tmp_path / "out", accept_untrusted=True).notes
     assert "cannot be trusted" in note
     assert "layers.1 " in note
     assert "e+0" in note.partition("times as far as fine-tuning")[0]
@@ -84,7 +84,7 @@ def test_the_damping_that_the_note_names_is_the_least_power_of_ten_that_is_enoug
 def test_the_amplification_is_that_of_the_merge_itself(tame: Case, tmp_path: Path) -> None:
     spoil(tame, ["embed.weight"], base=0.01)
     tame["damping"] = 1e-3
-    gm.merge(tame, tmp_path / "out")
+    gm.merge(tame, tmp_path / "out", accept_untrusted=True)
     states = [read_model(Path(p)) for p in (tame["base"], *(m["model"] for m in tame["models"]), tmp_path / "out")]
     with planned(tame) as plan:
         (judged,) = judge(plan, [1e-3])
@@ -102,10 +102,10 @@ def test_the_amplification_is_that_of_the_merge_itself(tame: Case, tmp_path: Pat
 def test_the_bytes_are_the_same_with_and_without_the_judgement(tame: Case, tmp_path: Path, monkeypatch) -> None:
     spoil(tame, ["embed.weight"])
     tame["damping"] = 1e-6
-    assert gm.merge(tame, tmp_path / "judged").notes
-    monkeypatch.setattr("gradmerge.api.disk.trust_notes", lambda plan: [])
-    gm.merge(tame, tmp_path / "a" / "judged")
-    assert weight_bytes(tmp_path / "judged") == weight_bytes(tmp_path / "a" / "judged")
+    assert gm.merge(tame, tmp_path / "judged", accept_untrusted=True).notes
+    monkeypatch.setattr("gradmerge.api.disk.judge_removal", lambda *plan, **how: [])
+    gm.merge(tame, tmp_path / "c" / "judged")
+    assert weight_bytes(tmp_path / "judged") == weight_bytes(tmp_path / "c" / "judged")
 
 
 def test_negation_beyond_the_trusted_length_says_how_much_less_strength_is_enough(tame: Case) -> None:
@@ -244,3 +244,28 @@ def test_entries_that_the_removed_data_care_about_count_by_their_curvature(tmp_p
     recipe = {"method": "removal", "base": str(tmp_path / "base"), "models": [str(tmp_path / "a")], "damping": 0.0}
     (said,) = notes_of(recipe)
     assert "1.01 times as far as fine-tuning did, 5 times where the removed data care" in said
+
+
+def test_one_entry_that_no_sample_sees_is_enough_to_refuse(big: Case, tmp_path: Path, monkeypatch) -> None:
+    """Its step is half a million times that of fine-tuning: what is written is judged on every entry."""
+    sums = {name: torch.ones(shape) for name, shape in BIG.items()}
+    gm.Curvature(sums, 1).save(tmp_path / "ones")
+    sums["layers.0.w"][3] = 0.0
+    gm.Curvature(sums, 1).save(tmp_path / "spoiled")
+    model = {"model": big["models"][0], "curvature": str(tmp_path / "ones"), "weight": 0.5}
+    case = big | {
+        "base": {"model": big["base"], "curvature": str(tmp_path / "spoiled")},
+        "models": [model],
+        "damping": 1e-6,
+    }
+    monkeypatch.setattr(trust, "SMALL", 1000)
+    monkeypatch.setattr(trust, "RUN", 100)
+    assert notes_of(case) == []  # the sample misses it
+    with pytest.raises(gm.InputError, match="on all entries") as refused:
+        gm.merge(case, tmp_path / "out", threads=2)
+    before, after = (read_model(Path(p))["layers.0.w"].double() for p in (big["base"], big["models"][0]))
+    prior = sums["layers.0.w"].double() + 1e-6
+    amplification = ((after - before) * 0.5 * (prior + 1) / prior).norm() / (after - before).norm()
+    assert f"layers.0.w {amplification:.3g} times" in str(refused.value) or f"layers.0 {amplification:.3g}" in str(
+        refused.value
+    )

@@ -1,6 +1,7 @@
 """Merging, from Python: disk to disk, or in memory; and how good a model is."""
 
-from .disk import MergeResult, Progress, default_threads, merge, planned
+from ..engine.progress import Progress
+from .disk import MergeResult, default_threads, merge, planned
 from .evaluation import evaluate
 from .memory import merge_state_dicts
 from .record import digest_of

@@ -13,11 +13,13 @@ import yaml
 
 from .._version import __version__
 from ..diagnose.diagnosis import Diagnosis, diagnose
+from ..engine.progress import NoProgress, Progress
 from ..recipe import Recipe
 from ..report.diagnosis_page import costliest, diagnosis_page, rank, reference_of, relative
 from ..report.page import write_report
 from ..storage.staging import Staging
-from .disk import NoProgress, Progress, as_recipe, default_threads
+from .disk import as_recipe, default_threads
+from .reads import data_paths, model_paths, recipe_paths
 
 
 def write_diagnosis(
@@ -40,9 +42,8 @@ def write_diagnosis(
     The options are those of `gradmerge diagnose`; ``command`` is what the report says to repeat it with.
     """
     recipe = as_recipe(recipe)
-    staging = Staging(Path(out), force=force)
     progress = progress or NoProgress()
-    try:
+    with report_folder(recipe, out, data or {}, force, merged, target, (loading or {}).get("tokenizer")) as staging:
         found = diagnose(
             recipe,
             merged=merged,
@@ -62,11 +63,17 @@ def write_diagnosis(
         (staging.folder / "diagnosis.json").write_text(
             json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n", "utf-8"
         )
-    except BaseException:
-        staging.discard()
-        raise
-    staging.finish()
     return found
+
+
+def report_folder(
+    recipe: Recipe, out: str | Path, data: Mapping[str, str], force: bool, *models: str | None
+) -> Staging:
+    """A folder for a report on a recipe, which appears if all goes well; ``models`` are others that are read."""
+    reads = recipe_paths(recipe)
+    reads += [path for model in models for path in model_paths(model)]
+    reads += [path for source in data.values() for path in data_paths(source)]
+    return Staging(Path(out), "report", force=force, reads=reads)
 
 
 def recipe_text(recipe: Recipe) -> str:

@@ -11,44 +11,33 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._version import __version__
+from ..checkpoints.lora import AdapterCheckpoint
+from ..checkpoints.model import Checkpoint
 from ..checkpoints.sidecars import copy_sidecars, sidecars
 from ..curvature.files import STEM, metadata
-from ..engine import BLOCK, Inputs, Plan, Statistics, Unit, Watch, begin_search, measure, run
+from ..engine import BLOCK, Plan, Statistics, Unit, Watch, begin_search, measure, run
 from ..engine.journal import Finished, Journal
 from ..engine.memory import keep_freed_memory
 from ..engine.opening import open_plan
-from ..engine.trust import trust_notes
+from ..engine.progress import NoProgress, Progress
+from ..engine.trust import judge_removal
 from ..engine.workers import one_thread_each
-from ..errors import InputError
+from ..errors import InputError, MachineError
 from ..recipe import Recipe, load_recipe, make_recipe
 from ..report.card import model_card
 from ..storage.bytesof import bytes_of
 from ..storage.staging import Staging
 from ..storage.tensorwriter import TensorWriter
+from .reads import State, changed, recipe_paths, state_of
 from .record import merge_record
 
 RECORD = "gradmerge.json"
-
-
-class Progress(Protocol):
-    """Told what is being done and how far it is, in bytes."""
-
-    def begin(self, what: str, total: int, done: int = 0) -> None: ...
-    def advance(self, nbytes: int) -> None: ...
-
-
-class NoProgress:
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        pass
-
-    def advance(self, nbytes: int) -> None:
-        pass
 
 
 @dataclass
@@ -98,6 +87,8 @@ def merge(
     resume: bool = False,
     allow_pickle: bool = False,
     allow_nonfinite: bool = False,
+    accept_untrusted: bool = False,
+    durable: bool = False,
     progress: Progress | None = None,
     block: int = BLOCK,
 ) -> MergeResult:
@@ -105,7 +96,8 @@ def merge(
 
     Everything is streamed: memory depends on the number of models and threads, not on their size. The folder appears
     under its name when it is complete; until then the work is in ``OUT.gradmerge-partial``, and ``resume`` goes on from there.
-    The bytes of the weights depend on the inputs and the recipe alone.
+    The bytes of the weights depend on the inputs and the recipe alone. A removal whose step cannot be trusted is refused, unless
+    ``accept_untrusted``; with ``durable`` the folder is on the disk before it gets its name.
     """
     recipe = as_recipe(recipe)
     out = Path(out)
@@ -116,37 +108,47 @@ def merge(
     _allow_many_files()
     with planned(recipe, allow_pickle=allow_pickle) as plan:
         plan.block = block
-        fingerprint = _fingerprint(recipe, plan, allow_nonfinite)
+        progress = progress or NoProgress()
+        files = _files(plan)
+        state = state_of(files)
+        fingerprint = _fingerprint(recipe, plan, state, allow_nonfinite)
         if resume and _is_complete(out, fingerprint):
-            return MergeResult(
-                out,
-                len(plan.merged),
-                len(plan.jobs) - len(plan.merged),
-                0,
-                0,
-                0.0,
-                plan.notes,
-                already_done=True,
-            )
-        plan.notes += trust_notes(plan)
-        staging = Staging(
-            out,
-            force=force,
-            keep=resume,
-            inputs=[*plan.inputs.files(), *_folders(plan.inputs), *([recipe.file] if recipe.file else [])],
-        )
-        if resume and Journal(staging.folder, fingerprint).belongs_to_another_merge():
-            staging.leave()
-            raise InputError(
-                f"{staging.folder}: the unfinished merge there is of another recipe, or its inputs have changed since. "
-                "Run without --resume to start over."
-            )
-        with _Output(recipe, plan, staging, fingerprint, resume) as output:
-            return output.merge(threads, device, allow_nonfinite, progress or NoProgress())
+            copied = len(plan.jobs) - len(plan.merged)
+            return MergeResult(out, len(plan.merged), copied, 0, 0, 0.0, plan.notes, already_done=True)
+        reads = [*recipe_paths(recipe), *files]
+        with Staging(out, "merge", force=force, resume=resume, reads=reads, durable=durable) as staging:
+            staging.keep = resume
+            if resume and Journal(staging.folder, fingerprint).belongs_to_another_merge():
+                raise InputError(
+                    f"{staging.folder}: the unfinished merge there is of another recipe, or its inputs have changed since. "
+                    "Run without --resume to start over."
+                )
+            plan.notes += staging.notes
+            plan.notes += judge_removal(plan, threads, progress, refuse=not accept_untrusted)
+            plan.notes += sidecars(plan.inputs.template).note(plan.inputs.template.label)
+            with _Output(recipe, plan, staging, fingerprint, resume) as output:
+                result = output.merge(threads, device, allow_nonfinite, progress)
+                if path := changed(state, state_of(files)):
+                    staging.keep = False
+                    raise MachineError(
+                        f"{path}: changed during the merge, so that the result may be a mixture. Nothing was written; merge again."
+                    )
+                return result
 
 
-def _folders(inputs: Inputs) -> list[Path]:
-    return [c.folder for c in inputs.checkpoints if c.folder is not None]
+def _files(plan: Plan) -> list[Path]:
+    """Every file that the result depends on: weights, curvature, configs, and what is copied along."""
+    files = [*plan.inputs.files(), *sidecars(plan.inputs.template).copied.values()]
+    folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in _with_bases(checkpoint)} - {None}
+    configs = [folder / name for folder in folders if folder for name in ("config.json", "adapter_config.json")]
+    return files + [path for path in configs if path.is_file()]
+
+
+def _with_bases(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    """A checkpoint, and what an adapter goes on top of."""
+    yield checkpoint
+    if isinstance(checkpoint, AdapterCheckpoint):
+        yield from _with_bases(checkpoint.base)
 
 
 def _allow_many_files() -> None:
@@ -169,12 +171,8 @@ def _check_device(device: str) -> None:
         raise InputError(f"device {device!r}: merges run on cpu or cuda")
 
 
-def _fingerprint(recipe: Recipe, plan: Plan, allow_nonfinite: bool) -> str:
-    """What the bytes of the result depend on: the recipe, and the inputs by path, size and time of change."""
-    files = []
-    for path in plan.inputs.files():
-        status = path.stat()
-        files.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
+def _fingerprint(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool) -> str:
+    """What the bytes of the result depend on: the recipe, and the inputs by path, size, times of change and inode."""
     content = {
         "version": __version__,
         "recipe": recipe.model_dump(mode="json"),
@@ -186,9 +184,14 @@ def _fingerprint(recipe: Recipe, plan: Plan, allow_nonfinite: bool) -> str:
 
 
 def _is_complete(out: Path, fingerprint: str) -> bool:
+    """Whether a folder is what this merge would write: by its record, and the sizes of the files that it names."""
     try:
-        return bool(json.loads((out / RECORD).read_text("utf-8"))["fingerprint"] == fingerprint)
-    except (OSError, ValueError, KeyError, TypeError):
+        record = json.loads((out / RECORD).read_text("utf-8"))
+        sizes = record["output"]["sizes"].items()
+        return bool(record["fingerprint"] == fingerprint) and all(
+            (out / name).stat().st_size == nbytes for name, nbytes in sizes
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -201,9 +204,9 @@ class _Output:
         self.resume = resume
         self._sources = plan.inputs.sources
         self._started = time.perf_counter()
-        self._working = False
         shard_size = recipe.output.shard_size
-        self.writer = TensorWriter(staging.folder, "model", plan.tensors, shard_size, {"format": "pt"})
+        modules = plan.inputs.template.modules
+        self.writer = TensorWriter(staging.folder, "model", plan.tensors, shard_size, {"format": "pt"}, modules)
         self.precision: TensorWriter | None = None
         if plan.write_precision:
             likelihood = next((c.likelihood for c in plan.inputs.curvatures if c.likelihood), "empirical")
@@ -218,14 +221,10 @@ class _Output:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """Keep unfinished work for --resume, unless going on could only fail again."""
-        if kind is None:
-            return
         self.journal.close()
         self._close()
-        if not self._working or isinstance(error, InputError):
-            self.staging.discard()
-        else:
-            self.staging.leave()
+        if isinstance(error, InputError):
+            self.staging.keep = False
 
     def _close(self) -> None:
         self.writer.close()
@@ -290,11 +289,10 @@ class _Output:
     def _open(self) -> Finished:
         """Open the files and the journal, and say what an earlier run has finished."""
         finished = self.journal.load() if self.resume else None
-        if finished is not None:
-            self._working = True
-        elif self.resume:
+        self.staging.keep = finished is not None
+        if finished is None and self.resume:
             self.staging.clear()
-        small = sum(path.stat().st_size for path in sidecars(self.plan.inputs.template))
+        small = sidecars(self.plan.inputs.template).nbytes
         self.staging.require_space(
             self.writer.nbytes + (self.precision.nbytes if self.precision else 0) + small + 1_000_000
         )
@@ -305,8 +303,13 @@ class _Output:
         if not all_there:
             finished = None
         self.journal.open(fresh=finished is None)
-        self._working = True
+        self.staging.keep = True
         return finished or Finished()
+
+    def _sizes(self) -> dict[str, int]:
+        """Bytes of every file of weights and curvature, by its name in the result."""
+        precision = self.precision.sizes if self.precision is not None else {}
+        return self.writer.sizes | {f"{STEM}/{name}": nbytes for name, nbytes in precision.items()}
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -348,7 +351,7 @@ class _Output:
             self.recipe,
             plan,
             self.fingerprint,
-            self.writer.filenames,
+            self._sizes(),
             self._finished.units,
             self._timings | {"total": seconds},
             resumed,
@@ -357,5 +360,4 @@ class _Output:
         card = model_card(self.recipe, self.staging.out.name, (folder / "config.json").is_file())
         (folder / "README.md").write_text(card, "utf-8")
         self.journal.remove()
-        self.staging.finish()
         return result

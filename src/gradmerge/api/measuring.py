@@ -19,13 +19,15 @@ from ..curvature.files import PRECISIONS
 from ..curvature.gram import Gram, estimate_gram
 from ..curvature.outputs import Tokens
 from ..curvature.stored_names import for_files
-from ..errors import GradmergeError, InputError
-from ..storage.staging import Staging
+from ..engine.progress import Progress
+from ..errors import GradmergeError, InputError, MachineError
+from ..storage.staging import MARK, Staging
 from ..tasks import LoadedTask, load_model, load_task
 from ..words import nearest
-from .disk import Progress
+from .reads import changed, data_paths, model_paths, state_of
 
-KINDS = ("diagonal", "gram")
+#: What can be measured, and what an unfinished measurement of it is called.
+KINDS = {"diagonal": "measurement of diagonal curvature", "gram": "measurement of Gram matrices"}
 #: Seconds between two copies of what has been measured so far.
 SAVE_EVERY = 180.0
 
@@ -69,6 +71,7 @@ def measure_curvature(
     shard_size: int = 5_000_000_000,
     resume: bool = False,
     force: bool = False,
+    durable: bool = False,
     progress: Progress | None = None,
     save_every: float = SAVE_EVERY,
 ) -> Measurement:
@@ -79,9 +82,20 @@ def measure_curvature(
     """
     _check_options(likelihood, kind, precision, at_delta)
     begun = time.perf_counter()
-    staging = Staging(Path(out), force=force, keep=resume)
-    saved = _Saved(staging.folder, save_every)
-    try:
+    models = [path for reference in (model, at_delta, tokenizer) for path in model_paths(reference)]
+    data = data_paths(source)
+    # A model's curvature may lie in its folder; that is where merges look for it.
+    with Staging(
+        Path(out),
+        KINDS[kind],
+        force=force,
+        resume=resume,
+        reads=[*models, *data],
+        inside=model_paths(model),
+        durable=durable,
+    ) as staging:
+        saved = _Saved(staging, save_every)
+        files = state_of(models) + state_of(data, deep=True)
         loaded = load_task(
             model, source, task=task, columns=columns, limit=limit, max_length=max_length,
             device=device, dtype=dtype, attn=attn, tokenizer=tokenizer,
@@ -102,12 +116,15 @@ def measure_curvature(
             )
         else:
             request = {
-                "model": _identity(model), "source": _identity(source), "task": loaded.task, "likelihood": likelihood,
-                "at_delta": _identity(at_delta), "columns": dict(columns or {}), "limit": limit, "max_length": max_length,
+                "model": model, "source": source, "files": files, "task": loaded.task, "likelihood": likelihood,
+                "at_delta": at_delta, "columns": dict(columns or {}), "limit": limit, "max_length": max_length,
                 "dtype": dtype, "tokenizer": tokenizer, "seed": seed,
             }  # fmt: skip
             start = saved.read(request) if resume else None
             result = _measure(loaded, likelihood, seed, batch_size, start, saved, request, progress)
+        if path := changed(files, state_of(models) + state_of(data, deep=True)):
+            staging.keep = False
+            raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Measure again.")
         result.model = _public_name(model)
         saved.clear_rest()
         if isinstance(result, Curvature):
@@ -115,21 +132,18 @@ def measure_curvature(
         else:
             result.write(staging.folder, shard_size)
         saved.remove()
-    except BaseException:
-        staging.leave() if saved.exists() else staging.discard()
-        raise
-    staging.finish()
     return Measurement(
         out=Path(out), kind=kind, task=loaded.task, examples=result.examples, tensors=len(result),
         entries=sum(value.numel() for value in result.values()), seconds=time.perf_counter() - begun,
-        device=str(loaded.device), resumed_from=start.examples if start is not None else 0, notes=[*loaded.notes, *notes],
+        device=str(loaded.device), resumed_from=start.examples if start is not None else 0,
+        notes=[*staging.notes, *loaded.notes, *notes],
     )  # fmt: skip
 
 
 def _check_options(likelihood: str, kind: str, precision: str, at_delta: str | None) -> None:
     for option, value, known in (
         ("likelihood", likelihood, LIKELIHOODS),
-        ("kind", kind, KINDS),
+        ("kind", kind, tuple(KINDS)),
         ("precision", precision, tuple(PRECISIONS)),
     ):
         if value not in known:
@@ -179,14 +193,12 @@ def _measure(
 class _Saved:
     """What has been measured so far, in the folder that becomes the result."""
 
-    def __init__(self, folder: Path, every: float) -> None:
-        self._folder = folder
-        self._curvature, self._request = folder / "so-far", folder / "so-far.json"
+    def __init__(self, staging: Staging, every: float) -> None:
+        self._staging, self._folder = staging, staging.folder
+        self._curvature, self._request = self._folder / "so-far", self._folder / "so-far.json"
         self._every = every
         self._last = time.monotonic()
-
-    def exists(self) -> bool:
-        return self._request.is_file()
+        staging.keep = self._request.is_file()
 
     def maybe_write(self, so_far: Any, request: dict[str, Any]) -> None:
         if time.monotonic() - self._last < self._every:
@@ -197,12 +209,13 @@ class _Saved:
         temporary = self._request.with_suffix(".new")
         temporary.write_text(json.dumps(request))
         os.replace(temporary, self._request)  # noqa: PTH105
+        self._staging.keep = True
         self._last = time.monotonic()
 
     def clear_rest(self) -> None:
         """Make room for the result; what is measured stays until that is written."""
         for child in self._folder.iterdir():
-            if child not in (self._curvature, self._request):
+            if child not in (self._curvature, self._request, self._folder / MARK):
                 shutil.rmtree(child) if child.is_dir() else child.unlink()
 
     def remove(self) -> None:
@@ -210,7 +223,7 @@ class _Saved:
         shutil.rmtree(self._curvature, ignore_errors=True)
 
     def read(self, request: dict[str, Any]) -> Curvature | None:
-        if not self.exists():
+        if not self._request.is_file():
             return None
         try:
             if json.loads(self._request.read_text()) != request:
@@ -223,15 +236,6 @@ class _Saved:
             raise InputError(
                 f"{self._request.parent}: what it holds cannot be read ({error}). Run without --resume to begin anew."
             ) from error
-
-
-def _identity(reference: str | None) -> Any:
-    """The reference, with size and time of what lies there: enough to see that it has changed."""
-    if reference is None or not Path(reference).exists():
-        return reference
-    path = Path(reference)
-    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
-    return [reference, [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files]]
 
 
 def _public_name(model: str) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import overload
 
 import torch
 from torch import Tensor
 
+from .._version import __version__
 from ..checkpoints.compare import same_values, tied_to
 from ..checkpoints.model import TORCH_TYPES, Buffers, Checkpoint
 from ..checkpoints.opening import open_checkpoint
@@ -284,12 +286,12 @@ def _states(folder: str | Path, settings: _Settings, n: int, threads: int) -> It
 
 
 def _write(posterior: _Posterior, n: int, out: Path, force: bool, threads: int) -> list[Path]:
-    staging = Staging(out, force=force, inputs=posterior.inputs)
-    try:
-        small = sum(path.stat().st_size for path in sidecars(posterior.model))
+    with Staging(out, "set of samples", force=force, reads=posterior.inputs) as staging:
+        small = sidecars(posterior.model).nbytes
         for sample in range(n):
             folder = staging.folder / str(sample)
-            writer = TensorWriter(folder, "model", posterior.tensors, SHARD_SIZE, {"format": "pt"})
+            modules = posterior.model.modules
+            writer = TensorWriter(folder, "model", posterior.tensors, SHARD_SIZE, {"format": "pt"}, modules)
             if sample == 0:
                 staging.require_space(n * (writer.nbytes + small) + 1_000_000)
             folder.mkdir()
@@ -304,10 +306,8 @@ def _write(posterior: _Posterior, n: int, out: Path, force: bool, threads: int) 
             finally:
                 writer.close()
             copy_sidecars(posterior.model, folder, posterior.settings.dtype)
-    except BaseException:
-        staging.discard()
-        raise
-    staging.finish()
+        record = {"gradmerge": __version__, "samples": n, "of": posterior.model.label, **asdict(posterior.settings)}
+        (staging.folder / "gradmerge.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", "utf-8")
     return [out / str(sample) for sample in range(n)]
 
 

@@ -17,6 +17,7 @@ from ..diagnose.predict import task_names
 from ..diagnose.preview import Looker, Preview, Row, compare
 from ..diagnose.settings import Weights, check_methods, grid, parse_weights, recipe_with, sample
 from ..diagnose.suggest import OBJECTIVES, Suggestion, search_ranges, suggest
+from ..engine.progress import NoProgress, Progress
 from ..errors import InputError
 from ..recipe import Base, Identity, Model, Recipe
 from ..report.card import recipe_as_written
@@ -24,8 +25,8 @@ from ..report.page import write_report
 from ..report.preview_page import preview_page, settings_table
 from ..storage.staging import Staging
 from ..storage.tensorfile import local_path
-from .diagnosing import provenance, recipe_text
-from .disk import MergeResult, NoProgress, Progress, as_recipe, default_threads, merge
+from .diagnosing import provenance, recipe_text, report_folder
+from .disk import MergeResult, as_recipe, default_threads, merge
 
 
 class Loading(TypedDict, total=False):
@@ -74,7 +75,7 @@ def preview(
         raise InputError(f"--objective {objective}: known are {', '.join(OBJECTIVES)}")
     settings = grid(chosen, ranges) if samples is None else sample(chosen, ranges, samples, seed)
     progress = progress or NoProgress()
-    with _folder(recipe, out, data or {}, force) as staging:
+    with _folder(recipe, out, data or {}, force, loading) as staging:
         with _looker(recipe, chosen, data, loading, batch_size, threads, allow_pickle) as looker:
             found = compare(
                 recipe,
@@ -122,7 +123,7 @@ def suggest_weights(
     given = parse_weights(weights, tasks, recipe) if weights is not None else None
     ranges = search_ranges(given, tasks, recipe, shared)
     counted = _Counted(progress or NoProgress())
-    with _folder(recipe, out, data or {}, force) as staging:
+    with _folder(recipe, out, data or {}, force, loading) as staging:
         with _looker(recipe, chosen, data, loading, batch_size, threads, allow_pickle) as looker:
             found = suggest(
                 recipe,
@@ -203,30 +204,13 @@ def _looker(
         looker.plan.inputs.close()
 
 
-@contextlib.contextmanager
-def _folder(recipe: Recipe, out: str | Path | None, data: Mapping[str, str], force: bool) -> Iterator[Staging | None]:
-    """A folder for the report that appears if all goes well."""
+def _folder(
+    recipe: Recipe, out: str | Path | None, data: Mapping[str, str], force: bool, loading: Loading
+) -> contextlib.AbstractContextManager[Staging | None]:
+    """A folder for the report, if one is wanted."""
     if out is None:
-        yield None
-        return
-    needed = [*(path for path in map(Path, data.values()) if path.exists()), *([recipe.file] if recipe.file else [])]
-    for text in _references(recipe):
-        path = local_path(text, recipe.folder)
-        needed += [path] if path.exists() else []
-    staging = Staging(Path(out), force=force, inputs=needed)
-    try:
-        yield staging
-    except BaseException:
-        staging.discard()
-        raise
-    staging.finish()
-
-
-def _references(recipe: Recipe) -> list[str]:
-    """Models and curvature that the recipe names."""
-    penalty = recipe.base.penalty if recipe.base is not None else None
-    every = [text for part in _parts(recipe) for text in (part.model, part.curvature)]
-    return [text for text in (*every, penalty) if isinstance(text, str)]
+        return contextlib.nullcontext()
+    return report_folder(recipe, out, data, force, loading.get("tokenizer"))
 
 
 def _parts(recipe: Recipe) -> list[Base | Model]:

@@ -22,7 +22,7 @@ def merge_record(
     recipe: Recipe,
     plan: Plan,
     fingerprint: str,
-    files: list[str],
+    sizes: Mapping[str, int],
     digests: Mapping[int, list[int]],
     timings: Mapping[str, float],
     resumed: int,
@@ -36,7 +36,8 @@ def merge_record(
         "recipe": recipe.model_dump(mode="json") | {"options": dict(plan.inputs.options)},
         "inputs": [_input_record(plan, index, digests) for index in range(len(plan.inputs.sources))],
         "output": {
-            "files": files,
+            "files": [name for name in sizes if not name.startswith("curvature/")],
+            "sizes": dict(sizes),
             "bytes": plan.total_written,
             "merged_tensors": merged,
             "copied_tensors": len(plan.jobs) - merged,

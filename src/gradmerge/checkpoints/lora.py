@@ -90,7 +90,7 @@ class AdapterCheckpoint(Checkpoint):
         owns_base: bool,
         hub_id: str | None = None,
     ) -> None:
-        super().__init__(label, folder=folder, config=base.config, hub_id=hub_id)
+        super().__init__(label, folder=folder, config=base.config, hub_id=hub_id, modules=base.modules)
         self.adapter = Checkpoint(label, files=files, memory=memory)
         self.base = base
         self._owns_base = owns_base

@@ -50,6 +50,7 @@ class Checkpoint:
         folder: Path | None = None,
         config: dict[str, Any] | None = None,
         hub_id: str | None = None,
+        modules: tuple[str, ...] = (),
     ) -> None:
         self.label = label
         """The model as the user wrote it."""
@@ -57,6 +58,8 @@ class Checkpoint:
         """Where config, tokenizer and a default curvature lie; None for a lone file or a state dict."""
         self.config = config or {}
         self.hub_id = hub_id
+        self.modules = modules
+        """Folders of sentence-transformers' further modules; names of their tensors begin with FOLDER/."""
         self.notes: list[str] = []
         self._files = list(files or [])
         self._memory = dict(memory or {})

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import InputError
-from ..storage.tensorfile import PositionalFile, TensorFile, local_path, open_files, parse_json_object, read_index
+from ..storage.links import lies_within
+from ..storage.tensorfile import (
+    PositionalFile,
+    TensorFile,
+    is_plain_name,
+    local_path,
+    open_files,
+    parse_json_object,
+    read_index,
+)
 from ..words import listed
 from .lora import AdapterCheckpoint, is_adapter, read_adapter_config
 from .model import Checkpoint
@@ -17,7 +28,7 @@ from .pickles import SUFFIXES, PickleFile
 
 #: What of a Hub repository is fetched: weights that can be merged, and the small files that go with them.
 HUB_FILES = ["model*.safetensors", "adapter_model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken",
-             "curvature/curvature*"]  # fmt: skip
+             "LICENSE*", "NOTICE*", "[0-9]*_*/model*.safetensors", "curvature/curvature*"]  # fmt: skip
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
@@ -84,8 +95,58 @@ def _open_folder(
     if is_adapter(folder):
         return _open_adapter(label, folder, adapter_base, allow_pickle, hub_id)
     config = _read_config(folder)
-    files, memory = _weight_files(folder, "model", "pytorch_model", allow_pickle)
-    return Checkpoint(label, files=files, memory=memory, folder=folder, config=config, hub_id=hub_id)
+    modules = _modules(folder)
+    files, memory = _weights_of_modules(folder, modules or [""], allow_pickle)
+    inner = tuple(module for module in modules if module)
+    return Checkpoint(label, files=files, memory=memory, folder=folder, config=config, hub_id=hub_id, modules=inner)
+
+
+def _modules(folder: Path) -> list[str]:
+    """The folders of a sentence-transformers model's modules, "" being the model's own; empty for any other model."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return []
+    broken = f"{path}: not a list of modules as sentence-transformers writes it"
+    try:
+        entries = json.loads(path.read_bytes()[: 1 << 20])
+        places = [entry["path"] for entry in entries]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InputError(f"{broken}. Save the model again.") from error
+    for place in places:
+        if not isinstance(place, str) or (place and not (is_plain_name(place) and (folder / place).is_dir())):
+            raise InputError(f"{broken}: it names {str(place)[:80]!r}, which is no folder in {folder}")
+        if place and not lies_within(folder / place, folder):
+            raise InputError(f"{folder / place}: leads out of the model's folder")
+    return list(dict.fromkeys(places))
+
+
+def _weights_of_modules(
+    folder: Path, modules: Sequence[str], allow_pickle: bool
+) -> tuple[list[PositionalFile], dict[str, Tensor]]:
+    """The weights of every module; those of a folder get its name before theirs. Modules such as pooling have none."""
+    files: list[PositionalFile] = []
+    memory: dict[str, Tensor] = {}
+    try:
+        for module in modules:
+            if module and not _has_weights(folder / module):
+                continue
+            found, loaded = _weight_files(folder / module, "model", "pytorch_model", allow_pickle)
+            prefix = f"{module}/" if module else ""
+            for file in found:
+                file.entries = {prefix + name: entry for name, entry in file.entries.items()}
+            files += found
+            memory |= {prefix + name: tensor for name, tensor in loaded.items()}
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    if not files and not memory:
+        raise InputError(_no_weights(folder, "model"))
+    return files, memory
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(path.suffix in SUFFIXES | {".safetensors"} for path in folder.iterdir())
 
 
 def _open_adapter(

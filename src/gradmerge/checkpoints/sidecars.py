@@ -1,55 +1,104 @@
-"""The small files of a model that go with its weights: config, tokenizer, templates."""
+"""The small files of a model that go with its weights: config, tokenizer, templates, licence, and nothing else."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+from ..storage.links import lies_within
 from .lora import AdapterCheckpoint
 from .model import Checkpoint
 
 MAX_BYTES = 100_000_000
-#: Weights in any format, and what belongs to a training run or a repository rather than to the model.
-NOT_COPIED = {
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".gguf",
-    ".ot",
-    ".npz",
-    ".lock",
-}
-NOT_COPIED_NAMES = {"README.md", "gradmerge.json", "trainer_state.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
-                    "adapter_config.json", "all_results.json", "train_results.json", "eval_results.json"}  # fmt: skip
+#: What a model needs beside its weights, by name. Folders of models also hold keys, data, logs and code: those stay where they are.
+NEEDED = (
+    "config.json", "generation_config.json", "*tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tekken.json",
+    "*vocab*.json", "*vocab*.txt", "vocab.bpe", "merges.txt", "bpe.codes", "dict.txt", "normalizer.json", "*.spm", "*.tiktoken",
+    "spiece.model", "spm.model", "*tokenizer*.model", "sentencepiece*.model", "*preprocessor_config.json", "processor_config.json",
+    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
+    "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*",
+    "modules.json", "config_sentence_transformers.json", "sentence_*_config.json",
+)  # fmt: skip
+#: Of a module of sentence-transformers in a folder of its own.
+NEEDED_OF_MODULES = (*NEEDED, "*_config.json")
+#: Left out without a word: weights in any format, what is written anew, and what belongs to a training run.
+EXPECTED = (
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.npz", "*.lock",
+    "*.index.json", ".*", "README.md", "gradmerge.json", "adapter_config.json", "trainer_state.json", "*_results.json",
+    "curvature", "additional_chat_templates",
+)  # fmt: skip
+NEVER = ("*.py", "*.pkl", "*.pickle", "*.sh")
 
 
-def sidecars(checkpoint: Checkpoint) -> list[Path]:
-    """The files of a model's folder that a merged model needs as well."""
+@dataclass(frozen=True)
+class Sidecars:
+    """The files of a model's folder that a merged model needs as well, by their names there, and what else it holds."""
+
+    copied: dict[str, Path]
+    left_out: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(path.stat().st_size for path in self.copied.values())
+
+    def note(self, label: str) -> list[str]:
+        """Says what stays behind."""
+        if not self.left_out:
+            return []
+        shown = ", ".join(self.left_out[:8]) + (f" and {len(self.left_out) - 8} more" if len(self.left_out) > 8 else "")
+        return [f"{label}: only what a model needs is copied to the result; not copied: {shown}"]
+
+
+def sidecars(checkpoint: Checkpoint) -> Sidecars:
+    """What is copied from a model's folder (an adapter's base's), and what is not."""
     while isinstance(checkpoint, AdapterCheckpoint):
         checkpoint = checkpoint.base
-    if checkpoint.folder is None:
-        return []
-    return sorted(
-        path
-        for path in checkpoint.folder.iterdir()
-        if path.is_file()
-        and path.suffix not in NOT_COPIED
-        and path.name not in NOT_COPIED_NAMES
-        and not path.name.startswith(".")
-        and path.stat().st_size <= MAX_BYTES
+    folder = checkpoint.folder
+    if folder is None:
+        return Sidecars({}, [])
+    copied: dict[str, Path] = {}
+    left_out: list[str] = []
+    for name, path, needed in _candidates(folder, checkpoint.modules):
+        if _is_needed(name, needed) and _can_be_copied(path, folder):
+            copied[name] = path
+        elif not any(fnmatchcase(name, pattern) for pattern in EXPECTED):
+            left_out.append(name + ("/" if path.is_dir() else ""))
+    return Sidecars(copied, left_out)
+
+
+def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
+    """Everything in the folder, and in those of its folders that belong to the model, with the names that are needed there."""
+    for path in sorted(folder.iterdir()):
+        if path.name not in modules:
+            yield path.name, path, NEEDED
+    templates = folder / "additional_chat_templates"
+    for path in sorted(templates.iterdir()) if templates.is_dir() and lies_within(templates, folder) else ():
+        yield f"{templates.name}/{path.name}", path, NEEDED
+    for module in modules:
+        for path in sorted((folder / module).iterdir()):
+            yield f"{module}/{path.name}", path, tuple(f"{module}/{pattern}" for pattern in NEEDED_OF_MODULES)
+
+
+def _is_needed(name: str, needed: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in needed) and not any(
+        fnmatchcase(name.lower(), pattern) for pattern in NEVER
     )
+
+
+def _can_be_copied(path: Path, folder: Path) -> bool:
+    """Whether it is a regular file of this model, also behind a link, and not too large to be a side file."""
+    return path.is_file() and lies_within(path, folder) and path.stat().st_size <= MAX_BYTES
 
 
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
     """Copy them, and note the type of the weights in the config if the recipe changed it."""
-    for path in sidecars(checkpoint):
-        shutil.copyfile(path, folder / path.name)
+    for name, path in sidecars(checkpoint).copied.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / name)
     config_path = folder / "config.json"
     if dtype != "auto" and config_path.is_file():
         config = json.loads(config_path.read_text("utf-8"))

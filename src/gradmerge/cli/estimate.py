@@ -24,7 +24,7 @@ from .options import (
     Task,
     Tokenizer,
 )
-from .output import Debug, Json, Quiet, guarded, heavy_imports, note, print_json, progress
+from .output import Debug, Durable, Json, Quiet, guarded, heavy_imports, note, print_json, progress
 
 EXAMPLE = (
     "Examples: gradmerge curvature estimate ./yelp --data reviews.jsonl -o ./yelp/curvature   ·   gradmerge curvature estimate "
@@ -69,6 +69,7 @@ def estimate(
         bool, typer.Option("--resume", help="Go on with a run that was stopped; it saves its work every few minutes.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    durable: Durable = False,
     json_: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -88,7 +89,7 @@ def estimate(
                 model, data, out, task=task, likelihood=likelihood, kind=kind, at_delta=at_delta,
                 columns=parse_columns(columns), limit=limit, batch_size=batch_size, max_length=max_length, device=device,
                 dtype=dtype, attn=attn, tokenizer=tokenizer, seed=seed, precision=precision, resume=resume, force=force,
-                progress=shown,
+                durable=durable, progress=shown,
             )  # fmt: skip
         if json_:
             print_json({**asdict(result), "out": str(out), "model": model, "data": data, "likelihood": likelihood,

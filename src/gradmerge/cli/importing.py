@@ -58,16 +58,18 @@ def import_(
         from ..errors import InputError
 
         with heavy_imports():
+            from ..api.reads import model_paths
             from ..curvature.files import PRECISIONS
             from ..curvature.optimizers import read_optimizer
+            from ..storage.staging import Staging
 
         if precision not in PRECISIONS:
             raise InputError(f"--precision {precision}: known are {', '.join(PRECISIONS)}")
-        if out.exists() and not force:
-            raise InputError(f"{out}: exists already. Choose another place, or pass --force to replace it.")
-        result = read_optimizer(checkpoint, examples, batch_size, frozen=frozen or ())
-        curvature = result.curvature
-        curvature.save(out, precision=precision, force=force)
+        read = model_paths(checkpoint)
+        with Staging(out, "curvature", force=force, reads=read, inside=read) as staging:
+            result = read_optimizer(checkpoint, examples, batch_size, frozen=frozen or ())
+            curvature = result.curvature
+            curvature.write(staging.folder, precision)
         parameters = sum(value.numel() for value in curvature.values())
         if json_:
             print_json(

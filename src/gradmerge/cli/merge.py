@@ -11,6 +11,7 @@ from ..words import count, size
 from .output import (
     AllowPickle,
     Debug,
+    Durable,
     Json,
     Quiet,
     guarded,
@@ -74,6 +75,9 @@ Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists."
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a merge that was killed; same bytes in the end.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be read and written, and stop.")]
 AllowNonfinite = Annotated[bool, typer.Option("--allow-nonfinite", help="Go on when weights are NaN or infinite.")]
+AcceptUntrusted = Annotated[
+    bool, typer.Option("--accept-untrusted", help="Write a removal whose step is too long to be trusted.")
+]
 
 
 def merge(
@@ -98,6 +102,8 @@ def merge(
     dry_run: DryRun = False,
     allow_pickle: AllowPickle = False,
     allow_nonfinite: AllowNonfinite = False,
+    accept_untrusted: AcceptUntrusted = False,
+    durable: Durable = False,
     json_: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -121,7 +127,7 @@ def merge(
             raise InputError("--base, --model and --curvature go without a recipe file; with one, use --set")
         built = build_recipe(recipe, given, set_ or [], method if recipe is not None else None)
         settings = {"threads": threads, "device": device, "force": force, "resume": resume, "allow_pickle": allow_pickle,
-                    "allow_nonfinite": allow_nonfinite}  # fmt: skip
+                    "allow_nonfinite": allow_nonfinite, "accept_untrusted": accept_untrusted, "durable": durable}  # fmt: skip
         _run(built, out, settings, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
@@ -151,14 +157,16 @@ def remove(
     dry_run: DryRun = False,
     allow_pickle: AllowPickle = False,
     allow_nonfinite: AllowNonfinite = False,
+    accept_untrusted: AcceptUntrusted = False,
+    durable: Durable = False,
     json_: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Take what tuned models have learned out of their base, without training.
 
-    Needs the curvature of the base on data that stays, and of each tuned model. Strength 1 takes all out, 0 nothing. A note
-    says so where the step is too long to be trusted, and which damping would do.
+    Needs the curvature of the base on data that stays, and of each tuned model. Strength 1 takes all out, 0 nothing. Where the
+    step is too long to be trusted nothing is written, and the message says which damping would do.
     """
     with guarded(debug, json_):
         from ..errors import InputError
@@ -173,7 +181,7 @@ def remove(
             entry["weight"] *= strength if method == "removal" else -strength
         built = build_recipe(None, given, set_ or [], None)
         settings = {"threads": threads, "device": device, "force": force, "resume": resume, "allow_pickle": allow_pickle,
-                    "allow_nonfinite": allow_nonfinite}  # fmt: skip
+                    "allow_nonfinite": allow_nonfinite, "accept_untrusted": accept_untrusted, "durable": durable}  # fmt: skip
         _run(built, out, settings, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 

@@ -29,6 +29,11 @@ AllowPickle = Annotated[
     typer.Option("--allow-pickle", help="Also read .bin/.pt checkpoints (only their tensors: weights_only)."),
 ]
 
+Durable = Annotated[
+    bool,
+    typer.Option("--durable", help="Wait until all is on the disk before OUT gets its name: safe against power loss."),
+]
+
 
 @contextlib.contextmanager
 def guarded(debug: bool, as_json: bool = False) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -92,8 +91,8 @@ class Curvature(Mapping[str, Tensor]):
         force: bool = False,
     ) -> None:
         """Write a curvature folder, whole or not at all; ``precision`` is ``float32``, ``bfloat16`` or ``log8``."""
-        with new_folder(path, force) as folder:
-            self.write(folder, precision, shard_size)
+        with Staging(Path(path), "curvature", force=force) as staging:
+            self.write(staging.folder, precision, shard_size)
 
     def write(self, folder: Path, precision: str = "float32", shard_size: int = 5_000_000_000) -> None:
         """Write the files into a folder that is there."""
@@ -124,18 +123,6 @@ class Curvature(Mapping[str, Tensor]):
                 for name, shape in file.shapes.items()
             }
             return cls(sums, file.examples, file.likelihood, file.metadata.get("model", ""))
-
-
-@contextlib.contextmanager
-def new_folder(path: str | Path, force: bool) -> Iterator[Path]:
-    """A folder to write into, which gets its name at the end."""
-    staging = Staging(Path(path), force=force)
-    try:
-        yield staging.folder
-    except BaseException:
-        staging.discard()
-        raise
-    staging.finish()
 
 
 def write_tensors(

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..storage.staging import Staging
 from .batches import examples_in, moved
-from .curvature import new_folder, write_tensors
+from .curvature import write_tensors
 from .files import metadata
 from .layers import is_conv1d
 from .outputs import MASKED, logits_of
@@ -46,8 +47,8 @@ class Gram(Mapping[str, Tensor]):
 
     def save(self, path: str | Path, *, shard_size: int = 5_000_000_000, force: bool = False) -> None:
         """Write a curvature folder of kind ``gram``, in float32, whole or not at all."""
-        with new_folder(path, force) as folder:
-            self.write(folder, shard_size)
+        with Staging(Path(path), "curvature", force=force) as staging:
+            self.write(staging.folder, shard_size)
 
     def write(self, folder: Path, shard_size: int = 5_000_000_000) -> None:
         """Write the files into a folder that is there."""

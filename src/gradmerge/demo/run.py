@@ -111,8 +111,8 @@ class _Work:
         ]
 
     def _data(self, advance: Advance) -> None:
-        with _staged("data") as folder:
-            write_data(folder, *self.digits, self.settings)
+        with _staged("data") as staging:
+            write_data(staging.folder, *self.digits, self.settings)
 
     def _trainings(self) -> Iterator[Stage]:
         yield self._training("base", None, BASE, 1, 0)
@@ -124,9 +124,9 @@ class _Work:
 
     def _training(self, name: str, start: str | None, data: str, parts: int, stream: int) -> Stage:
         def make(advance: Advance) -> None:
-            with _staged(f"models/{name}") as folder:
+            with _staged(f"models/{name}") as staging:
                 begin = Path("models", start) if start else None
-                train(begin, Path("data", f"{data}.npz"), folder, self.settings, stream=stream, advance=advance)
+                train(begin, Path("data", f"{data}.npz"), staging.folder, self.settings, stream=stream, advance=advance)
 
         epochs = self.settings.epochs if start else self.settings.base_epochs
         steps = steps_of(parts * self.settings.train, epochs, self.settings.batch_size)
@@ -227,16 +227,9 @@ class _Work:
         return tables.page(results)
 
 
-@contextlib.contextmanager
-def _staged(out: str) -> Iterator[Path]:
-    """A folder that appears under its name when it is complete, in the place of an older one."""
-    staging = Staging(Path(out), force=True)
-    try:
-        yield staging.folder
-    except BaseException:
-        staging.discard()
-        raise
-    staging.finish()
+def _staged(out: str) -> Staging:
+    """A folder that appears under its name when it is complete, in the place of an older one of the demonstration."""
+    return Staging(Path(out), "demonstration", force=True, replaces_any=True)
 
 
 def _data(split: str) -> dict[str, str]:

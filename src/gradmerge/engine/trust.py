@@ -1,4 +1,4 @@
-"""Whether the step of a removal can be trusted, judged on a sample before the merge.
+"""Whether the step of a removal can be trusted, judged before the merge: on all entries, or on a sample for a quick look.
 
 The curvature of a removal is measured at the base and at the tuned models. How far apart those are says how far the quadratic
 model of the loss has been seen to hold; a step that goes much farther leaves what is known. Where the base's curvature is almost 0 and a tuned
@@ -8,7 +8,8 @@ model's is not, (H_0 + H_t) / H̄_rest is huge, and a few such entries can ruin 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,13 @@ from torch import Tensor
 
 from ..checkpoints.model import Buffers
 from ..curvature.summary import group_of
+from ..errors import InputError
 from ..words import count
-from .plan import Job, Plan, rule_arguments
+from .plan import BLOCK, Job, Plan, rule_arguments
+from .progress import Progress
 from .reading import read_block
-from .workers import one_thread_each
+from .statistics import Advance
+from .workers import one_thread_each, run_parallel
 
 #: A step this many times as long as fine-tuning's is not trusted: twice leaves room for a preconditioner that does its
 #: work, while negation at strength 1 has 1.
@@ -76,7 +80,7 @@ class Judgement:
     damping: float
     groups: dict[str, Step] = field(default_factory=dict)
     looked_at: int = 0
-    """Entries in the sample."""
+    """Entries that were looked at."""
 
     @property
     def whole(self) -> Step:
@@ -102,10 +106,25 @@ class Judgement:
 
 
 def trust_notes(plan: Plan) -> list[str]:
-    """A note if the plan is a removal whose step is too long to be trusted; it reads a small part of the inputs."""
+    """A note if the plan is a removal whose step seems too long to be trusted; it reads a small part of the inputs."""
+    return _notes(plan, _sample_share(plan), 1, lambda nbytes: None)
+
+
+def judge_removal(plan: Plan, threads: int, progress: Progress, *, refuse: bool) -> list[str]:
+    """The same on all entries, which a few of can ruin a model. With ``refuse``, such a removal is an error."""
     if plan.rule.name != "removal":
         return []
-    (judged,) = judge(plan, [plan.inputs.damping])
+    progress.begin("judging", plan.total_read)
+    notes = _notes(plan, 1.0, threads, progress.advance)
+    if notes and refuse:
+        raise InputError(f"{notes[0]} To write it all the same, pass --accept-untrusted.")
+    return notes
+
+
+def _notes(plan: Plan, share: float, threads: int, advance: Advance) -> list[str]:
+    if plan.rule.name != "removal":
+        return []
+    (judged,) = judge(plan, [plan.inputs.damping], share, threads, advance)
     if judged.excess <= 1:
         return []
     total = sum(job.info.numel for job in plan.merged)
@@ -115,13 +134,14 @@ def trust_notes(plan: Plan) -> list[str]:
         f"{UNTRUSTED}. It moves the model {judged.whole.amplification:.3g} times as far as fine-tuning did, "
         f"{judged.whole.felt:.3g} times where the removed data care (in the norm of their curvature), and {judged.worst} {worst:.3g} "
         f"times (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on {part} entries); the quadratic model behind it is not trusted beyond {WHOLE:g} times, or "
-        f"{GROUP:g} times in a layer. {_advice(plan, judged)}"
+        f"{GROUP:g} times in a layer. {_advice(plan, judged, share, threads)}"
     ]
 
 
-def _advice(plan: Plan, judged: Judgement) -> str:
+def _advice(plan: Plan, judged: Judgement, share: float, threads: int) -> str:
     larger = [damping for damping in DAMPINGS if damping > judged.damping]
-    enough = next((tried.damping for tried in judge(plan, larger) if tried.excess <= 1), None) if larger else None
+    tried = judge(plan, larger, share, threads) if larger else []
+    enough = next((judgement.damping for judgement in tried if judgement.excess <= 1), None)
     rest = "measure the base's curvature on more data, so that fewer of its entries are almost 0."
     # The step is linear in the strength, unless that also decides what is left of the base's curvature.
     if judged.excess <= 20 and not plan.inputs.options.get("base_saw_removed"):
@@ -134,33 +154,48 @@ def _advice(plan: Plan, judged: Judgement) -> str:
     )
 
 
-def judge(plan: Plan, dampings: Sequence[float]) -> list[Judgement]:
-    """The steps of a removal with each damping, from the same sample; a part of a tensor stands for all of it."""
-    judgements = [Judgement(damping) for damping in dampings]
-    buffers = Buffers()
+def _sample_share(plan: Plan) -> float:
     total = sum(job.info.numel for job in plan.merged)
-    share = min(max(SMALL, total * SHARE), MOST, total) / max(1, total)
+    return min(max(SMALL, total * SHARE), MOST, total) / max(1, total)
+
+
+def judge(
+    plan: Plan,
+    dampings: Sequence[float],
+    share: float | None = None,
+    threads: int = 1,
+    advance: Advance = lambda nbytes: None,
+) -> list[Judgement]:
+    """The steps of a removal with each damping, from this share of the entries (None: a sample); a part stands for all."""
+    share = _sample_share(plan) if share is None else share
+    runs = {job.name: list(_runs(job.info.numel, share)) for job in plan.merged if job.info.numel}
+    seen = {name: sum(stop - start for start, stop in parts) for name, parts in runs.items()}
+    judgements = [Judgement(damping, looked_at=sum(seen.values())) for damping in dampings]
+    lock = threading.Lock()
+
+    def worker() -> Callable[[tuple[Job, int, int]], None]:
+        buffers = Buffers()
+
+        def work(run: tuple[Job, int, int]) -> None:
+            job, start, stop = run
+            steps = list(_steps(plan, job, start, stop, buffers, dampings))
+            with lock:
+                for judgement, step in zip(judgements, steps, strict=True):
+                    group = judgement.groups.setdefault(group_of(job.name), Step())
+                    group.add(step, job.info.numel / seen[job.name])
+                advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
+
+        return work
+
     with one_thread_each():
-        for job in plan.merged:
-            runs = list(_runs(job.info.numel, share))
-            looked_at = sum(stop - start for start, stop in runs)
-            if not looked_at:
-                continue
-            sums = [Step() for _ in judgements]
-            for start, stop in runs:
-                for step, found in zip(sums, _steps(plan, job, start, stop, buffers, dampings), strict=True):
-                    step.add(found)
-            for judgement, step in zip(judgements, sums, strict=True):
-                group = judgement.groups.setdefault(group_of(job.name), Step())
-                group.add(step, job.info.numel / looked_at)
-                judgement.looked_at += looked_at
+        run_parallel(((job, *part) for job in plan.merged for part in runs.get(job.name, ())), worker, threads)
     return judgements
 
 
 def _runs(numel: int, share: float) -> Iterator[tuple[int, int]]:
     """Where to look in a tensor: runs of entries at even distances, each in the middle of what it stands for."""
     if share == 1:
-        yield 0, numel
+        yield from ((start, min(start + BLOCK, numel)) for start in range(0, numel, BLOCK))
         return
     number, length = max(1, math.floor(numel * share / RUN)), min(RUN, numel)
     for index in range(number):

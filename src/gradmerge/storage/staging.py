@@ -1,52 +1,118 @@
-"""A folder that is written beside its final place and then renamed: it appears whole or not at all."""
+"""A folder that is written beside its final place and then renamed: it appears whole or not at all.
+
+Every command that writes a folder goes through here, and says what it reads: nothing that is read, and nothing that gradmerge did
+not write, is ever replaced or emptied.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
+import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
+from types import TracebackType
 
 from ..errors import InputError, MachineError
 from ..words import size
 
+#: Lies in an unfinished folder and says whose it is.
+MARK = ".gradmerge"
+#: A folder that holds one of these sets of files was written by gradmerge: a merge or samples, reports.
+OURS = ({"gradmerge.json"}, {"report.html", "diagnosis.json"}, {"report.html", "preview.json"})
+#: What a folder of curvature holds, and nothing else.
+CURVATURE = ("curvature*.safetensors", "curvature.safetensors.index.json", "online.safetensors")
+
 
 class Staging:
-    """``OUT.gradmerge-partial`` while it is written, ``OUT`` once it is done.
+    """``OUT.gradmerge-partial`` while it is written, ``OUT`` once the ``with`` block ends well.
 
-    One process at a time may hold it. ``keep=True`` goes on with what an earlier, killed process left there.
+    ``kind`` says in a few words what is written. One process at a time may hold it. ``resume`` goes on with what an earlier, killed
+    process of the same kind left there. ``reads`` is everything that is read: OUT may not be, hold or lie in any of it, but for the
+    folders in ``inside``. ``durable`` has everything on the disk before the rename. If an error ends the block, what was written
+    is removed, unless ``keep`` was set.
     """
 
-    def __init__(self, out: Path, *, force: bool = False, keep: bool = False, inputs: Iterable[Path] = ()) -> None:
+    def __init__(
+        self,
+        out: Path,
+        kind: str,
+        *,
+        force: bool = False,
+        resume: bool = False,
+        reads: Iterable[Path] = (),
+        inside: Iterable[Path] = (),
+        durable: bool = False,
+        replaces_any: bool = False,
+    ) -> None:
         self.out = Path(os.path.abspath(out))
         if not self.out.name:
             raise InputError(f"{out}: not a place to write to; name a new folder")
+        self.kind, self.force, self.durable = kind, force, durable
+        self.keep = False
+        """Whether an error leaves what was written, for a later run to go on with."""
+        self.notes: list[str] = []
         self.folder = self.out.with_name(self.out.name + ".gradmerge-partial")
         self._replaced = self.out.with_name(self.out.name + ".gradmerge-replaced")
-        self.force = force
+        self._replaces_any = replaces_any
         self._lock = -1
-        needed = [*inputs, Path.cwd(), Path(os.path.expanduser("~"))]  # noqa: PTH111 - never raises
+        reads = list(reads)
+        needed = [*reads, Path.cwd(), Path(os.path.expanduser("~"))]  # noqa: PTH111 - never raises
         try:
             for folder in (self.folder, self._replaced):
+                _check_no_link(folder)
                 _check_loses_nothing(folder, needed)
+            _check_lies_outside(self.out, reads, inside)
             self._check_replaceable(needed)
             self._lock_folder()
             # Only the process that holds the lock may look at what another one left.
+            self._check_own()
+            if not (self.folder / MARK).exists():
+                (self.folder / MARK).write_text(json.dumps({"kind": kind}))
             self._recover()
             self._check_replaceable(needed)
-            if not keep:
+            if not resume:
                 self.clear()
         except BaseException as error:
             if self._lock >= 0:
-                with contextlib.suppress(OSError):  # it stays if there is something in it
-                    self.folder.rmdir()
+                if [path.name for path in self.folder.iterdir()] in ([], [MARK]):
+                    self.discard()
                 self._unlock()
             if isinstance(error, OSError):
                 raise _cannot_write(self.folder, error) from error
             raise
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+        elif self.keep:
+            self.leave()
+        else:
+            self.discard()
+
+    def _check_own(self) -> None:
+        """Stop if the unfinished folder is not ours, or the unfinished work of another command."""
+        if not (self.folder / MARK).is_file():  # one that is complete lacks it, if a kill came just before the rename
+            if any(self.folder.iterdir()) and not _written_by_us(self.folder):
+                raise InputError(
+                    f"{self.folder}: is in the way, and was not made by gradmerge. Move it away, or choose another place."
+                )
+            return
+        kind = _kind_of(self.folder)
+        if kind is not None and kind != self.kind:
+            raise InputError(
+                f"{self.folder}: holds an unfinished {kind}, and this is a {self.kind}. Finish that first, or choose another place; "
+                "to give it up, remove the folder."
+            )
 
     def _recover(self) -> None:
         """Put back a folder that a process killed between its two last renames had moved away."""
@@ -54,6 +120,7 @@ class Staging:
             if not self.out.exists():
                 self._replaced.rename(self.out)
             elif self.force:  # it was killed after both
+                self._check_ours(self._replaced)
                 shutil.rmtree(self._replaced, ignore_errors=True)
 
     def _check_replaceable(self, needed: Iterable[Path]) -> None:
@@ -64,31 +131,42 @@ class Staging:
         if not self.out.is_dir() or self.out.is_symlink():
             raise InputError(f"{self.out}: is no folder; --force replaces folders only")
         _check_loses_nothing(self.out, needed)
+        self._check_ours(self.out)
+
+    def _check_ours(self, folder: Path) -> None:
+        if not self._replaces_any and any(folder.iterdir()) and not _written_by_us(folder):
+            raise InputError(
+                f"{folder}: was not written by gradmerge, and --force replaces only what was. Choose another place, or, if all "
+                "that it holds may go, remove it yourself first."
+            )
 
     def _lock_folder(self) -> None:
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self.folder.mkdir(exist_ok=True)
-            self._lock = os.open(self.folder, os.O_RDONLY)
+            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
+        taken = f"{self.folder}: another process is writing to it. Wait for it, or choose another place."
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self._lock)
-            self._lock = -1
-            raise InputError(
-                f"{self.folder}: another process is writing to it. Wait for it, or choose another place."
-            ) from error
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                self._unlock()
+                raise InputError(taken) from error
+            self.notes.append(
+                f"{self.out.parent}: the file system has no locks ({error.strerror}); see to it that nothing else writes to {self.out}"
+            )
+        if not self.folder.exists() or not os.path.samestat(os.fstat(self._lock), self.folder.lstat()):
+            self._unlock()
+            raise InputError(taken)
 
     def clear(self) -> None:
-        """Remove what an earlier process left, and make sure that the folder can be written to."""
+        """Remove what an earlier process left."""
         try:
             for child in self.folder.iterdir():
-                shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
-            probe = self.folder / ".probe"
-            probe.touch()
-            probe.unlink()
+                if child.name != MARK:
+                    shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
 
@@ -100,6 +178,13 @@ class Staging:
         """Give the folder its final name."""
         replaces = self.out.exists() and self.force
         try:
+            (self.folder / MARK).unlink(missing_ok=True)
+            if self.durable:
+                _flush(self.folder)
+        except OSError as error:
+            self._unlock()
+            raise MachineError(f"{self.folder}: cannot be flushed to the disk: {error.strerror}") from error
+        try:
             if replaces:
                 self.out.rename(self._replaced)
             try:
@@ -108,6 +193,8 @@ class Staging:
                 if replaces:
                     self._replaced.rename(self.out)
                 raise
+            if self.durable:
+                _flush_one(self.out.parent)
         except OSError as error:
             raise MachineError(
                 f"{self.out}: the result cannot be given this name: {error.strerror}. It is complete in {self.folder}."
@@ -140,20 +227,86 @@ def require_space(folder: Path, nbytes: int) -> None:
         raise MachineError(f"{folder.parent}: the result takes {size(nbytes)}, but only {size(free)} are free")
 
 
+def _written_by_us(folder: Path) -> bool:
+    """Whether a folder is the result of a merge, a report, or curvature and nothing else."""
+    names = {path.name for path in folder.iterdir()}
+    curvature = bool(names) and all(any(fnmatchcase(name, known) for known in CURVATURE) for name in names)
+    return curvature or any(marks <= names for marks in OURS)
+
+
+def _kind_of(folder: Path) -> str | None:
+    """What an unfinished folder is to become; None if its mark was not written to the end."""
+    try:
+        return str(json.loads((folder / MARK).read_bytes()[:1000])["kind"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _check_no_link(folder: Path) -> None:
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise InputError(f"{folder}: is a link or a file, where a folder of gradmerge's own would lie. Move it away.")
+
+
 def _check_loses_nothing(folder: Path, needed: Iterable[Path]) -> None:
     """Stop if a folder that is about to be emptied is, or holds, one of these."""
-    if not folder.exists():
+    here = _identity(folder)
+    if here is None:
         return
-    here = folder.resolve()
     for path in needed:
-        resolved = path.resolve()
-        if here == resolved or here in resolved.parents:
+        if any(_identity(above) == here for above in _upwards(path)):
             raise InputError(f"{folder}: holds {path}, which would be lost. Choose another place to write to.")
+
+
+def _check_lies_outside(out: Path, reads: Iterable[Path], inside: Iterable[Path]) -> None:
+    """Stop if the result would become part of something that is read."""
+    fine = {_identity(path) for path in inside}
+    above = {_identity(path) for path in _upwards(out)[1:]} - {None} - fine
+    for path in reads:
+        if path.is_dir() and _identity(path) in above:
+            raise InputError(f"{out}: lies in {path}, which is read. Choose another place to write to.")
+
+
+def _upwards(path: Path) -> list[Path]:
+    """A path and the folders above it, as it is written and as it is resolved."""
+    written, resolved = Path(os.path.abspath(path)), path.resolve()
+    return list(dict.fromkeys([written, resolved, *written.parents, *resolved.parents]))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file apart under all its names; None if there is nothing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _flush(folder: Path) -> None:
+    """Have all files of a folder, and the folders themselves, written to the disk."""
+    for path in (*folder.rglob("*"), folder):
+        if stat.S_ISREG(mode := path.lstat().st_mode) or stat.S_ISDIR(mode):
+            _flush_one(path)
+
+
+def _flush_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _cannot_write(path: Path, error: OSError) -> InputError | MachineError:
     message = f"{path}: cannot be written: {error.strerror or error}"
-    wrong_place = error.errno in (
-        errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOTEMPTY, errno.ENOENT,
-    )  # fmt: skip
-    return InputError(message) if wrong_place else MachineError(message)
+    wrong_place = (
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOTDIR,
+        errno.EEXIST,
+        errno.ENAMETOOLONG,
+        errno.ENOTEMPTY,
+        errno.ENOENT,
+        errno.ELOOP,
+    )
+    return InputError(message) if error.errno in wrong_place else MachineError(message)

@@ -275,7 +275,7 @@ def read_index(index: Path) -> dict[str, list[str]]:
         raise broken("it has no weight_map")
     by_file: dict[str, list[str]] = {}
     for name, filename in weight_map.items():
-        if not isinstance(filename, str) or not _is_plain_name(filename):
+        if not isinstance(filename, str) or not is_plain_name(filename):
             raise broken(
                 f"{_quoted(name)} points to {str(filename)[:80]!r}, which is not a file name inside the folder"
             )
@@ -300,7 +300,8 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _is_plain_name(filename: str) -> bool:
+def is_plain_name(filename: str) -> bool:
+    """Whether a name from a file names something in the same folder."""
     return (
         _is_text(filename)
         and filename not in ("", ".", "..")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..errors import MachineError
@@ -40,33 +40,46 @@ class TensorWriter:
     """Files ``STEM.safetensors``, or shards with an index in the Hugging Face layout, in a folder that exists.
 
     The header decides where every block goes, so that blocks may come in any order and from several threads, and the
-    files end with the same bytes.
+    files end with the same bytes. A tensor whose name begins with one of ``folders`` and a slash goes to files in that folder,
+    under the rest of its name.
     """
 
-    def __init__(self, folder: Path, stem: str, tensors: Tensors, shard_size: int, metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        stem: str,
+        tensors: Tensors,
+        shard_size: int,
+        metadata: Mapping[str, str],
+        folders: Iterable[str] = (),
+    ) -> None:
         self.folder, self.stem = folder, stem
-        shards = split_into_shards(tensors, shard_size)
-        count = len(shards)
         self._headers: dict[str, bytes] = {}
         self._places: dict[str, tuple[str, Entry]] = {}
-        self._sizes: dict[str, int] = {}
+        self._indexes: dict[str, list[str]] = {}
+        self.sizes: dict[str, int] = {}
+        """Bytes of each file."""
+        for prefix, group in _by_folder(tensors, folders).items():
+            self._lay_out(prefix, group, shard_size, metadata)
+        self._fds: dict[str, int] = {}
+
+    def _lay_out(self, prefix: str, tensors: Tensors, shard_size: int, metadata: Mapping[str, str]) -> None:
+        shards = split_into_shards(tensors, shard_size)
+        count = len(shards)
         for number, shard in enumerate(shards, 1):
             suffix = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
-            filename = f"{stem}{suffix}.safetensors"
+            filename = f"{prefix}{self.stem}{suffix}.safetensors"
             header, entries = header_bytes(shard, metadata)
             self._headers[filename] = header
-            self._sizes[filename] = len(header) + sum(_size(*t) for t in shard.values())
-            self._places |= {name: (filename, entry) for name, entry in entries.items()}
-        self._fds: dict[str, int] = {}
+            self.sizes[filename] = len(header) + sum(_size(*t) for t in shard.values())
+            self._places |= {prefix + name: (filename, entry) for name, entry in entries.items()}
+        if count > 1:
+            self._indexes[prefix] = [prefix + name for name in tensors]
 
     @property
     def nbytes(self) -> int:
         """Size of all files together."""
-        return sum(self._sizes.values())
-
-    @property
-    def filenames(self) -> list[str]:
-        return list(self._headers)
+        return sum(self.sizes.values())
 
     def open(self) -> bool:
         """Create the files at full size with their headers, or open those that an earlier run left.
@@ -77,10 +90,11 @@ class TensorWriter:
         for filename, header in self._headers.items():
             path = self.folder / filename
             try:
+                path.parent.mkdir(exist_ok=True)
                 fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
                 self._fds[filename] = fd
-                if os.fstat(fd).st_size != self._sizes[filename]:
-                    os.ftruncate(fd, self._sizes[filename])
+                if os.fstat(fd).st_size != self.sizes[filename]:
+                    os.ftruncate(fd, self.sizes[filename])
                     all_there = False
                 _write(fd, memoryview(header), 0)
             except OSError as error:
@@ -96,12 +110,14 @@ class TensorWriter:
             raise MachineError(f"{self.folder / filename}: writing failed: {error.strerror}") from error
 
     def finish(self) -> None:
-        """Write the index, close the files and read their headers back."""
-        if len(self._headers) > 1:
-            total = sum(entry.nbytes for _, entry in self._places.values())
-            weight_map = {name: filename for name, (filename, _) in sorted(self._places.items())}
+        """Write the indexes, close the files and read their headers back."""
+        for prefix, names in self._indexes.items():
+            total = sum(self._places[name][1].nbytes for name in names)
+            weight_map = {
+                name.removeprefix(prefix): self._places[name][0].removeprefix(prefix) for name in sorted(names)
+            }
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-            (self.folder / f"{self.stem}.safetensors.index.json").write_text(text, "utf-8")
+            (self.folder / f"{prefix}{self.stem}.safetensors.index.json").write_text(text, "utf-8")
         self.close()
         for filename in self._headers:
             TensorFile(self.folder / filename).close()
@@ -110,6 +126,16 @@ class TensorWriter:
         for fd in self._fds.values():
             os.close(fd)
         self._fds = {}
+
+
+def _by_folder(tensors: Tensors, folders: Iterable[str]) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+    """The tensors of each folder, "" being the writer's own, by the names that they have in its files."""
+    prefixes = [f"{name}/" for name in folders]
+    groups: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    for name, described in tensors.items():
+        prefix = next((p for p in prefixes if name.startswith(p)), "")
+        groups.setdefault(prefix, {})[name.removeprefix(prefix)] = described
+    return groups or {"": {}}
 
 
 def _write(fd: int, block: memoryview, offset: int) -> None:

@@ -35,7 +35,7 @@ def read_rows(source: str, *, limit: int | None = None, split: str | None = None
     """The rows of ``source``, at most ``limit``; no more of a file is read than that takes, where the format allows."""
     if limit is not None and limit < 1:
         raise InputError(f"--limit {limit}: at least one example is needed")
-    place, split = _place_and_split(source, split)
+    place, split = place_and_split(source, split)
     path = local_path(place, None)
     if path.is_dir():
         rows = _image_folder(source, path, split, limit)
@@ -50,7 +50,7 @@ def read_rows(source: str, *, limit: int | None = None, split: str | None = None
     return rows
 
 
-def _place_and_split(source: str, split: str | None) -> tuple[str, str | None]:
+def place_and_split(source: str, split: str | None) -> tuple[str, str | None]:
     """`data.npz:test` into file and split; what exists as a whole is a path, even with a colon in it."""
     match = SPLIT.fullmatch(source)
     if match is None or local_path(source, None).exists():

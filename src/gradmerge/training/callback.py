@@ -10,10 +10,11 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..curvature.curvature import Curvature, new_folder
+from ..curvature.curvature import Curvature
 from ..curvature.estimate import LIKELIHOODS
 from ..curvature.files import PRECISIONS, STEM
 from ..errors import GradmergeError, InputError
+from ..storage.staging import Staging
 from ..storage.tensorfile import close_files, open_files
 from ..words import nearest
 from .online import STATE
@@ -228,10 +229,10 @@ class CurvatureCallback(TrainerCallback):
     def _write(self, curvature: Curvature, folder: Path, step: int, resumable: bool) -> None:
         assert self._source is not None
         try:
-            with new_folder(folder / STEM, force=True) as staged:
-                curvature.write(staged, self.precision)
+            with Staging(folder / STEM, "curvature", force=True) as staging:
+                curvature.write(staging.folder, self.precision)
                 if resumable:
-                    self._source.write_state(staged, step)
+                    self._source.write_state(staging.folder, step)
         except (GradmergeError, OSError) as error:
             _log.error("CurvatureCallback: %s: no curvature is written: %s", folder, error)
 
@@ -240,10 +241,10 @@ class CurvatureCallback(TrainerCallback):
             _log.warning("CurvatureCallback: %s is not there: %s is not written", source, target)
             return
         try:
-            with new_folder(target, force=True) as staged:
+            with Staging(target, "curvature", force=True) as staging:
                 for path in source.iterdir():
                     if path.name != STATE:
-                        shutil.copy2(path, staged / path.name)
+                        shutil.copy2(path, staging.folder / path.name)
         except (GradmergeError, OSError) as error:
             _log.error("CurvatureCallback: %s is not written: %s", target, error)
 
