@@ -252,15 +252,18 @@ def test_a_link_to_an_input_inside_of_out_is_not_removed(tmp_path: Path) -> None
 
 
 def test_an_error_removes_what_was_written_and_releases_the_lock(tmp_path: Path) -> None:
-    for error in (ValueError, KeyboardInterrupt, SystemExit):
-        with pytest.raises(error), Staging(tmp_path / "out", "merge") as staging:
+    def write(error: type[BaseException], keep: bool = False) -> None:
+        with Staging(tmp_path / "out", "merge") as staging:
             fill(staging.folder, "x")
+            staging.keep = keep
             raise error
+
+    for error in (ValueError, KeyboardInterrupt, SystemExit):
+        with pytest.raises(error):
+            write(error)
         assert names(tmp_path) == []
-    with pytest.raises(ValueError), Staging(tmp_path / "out", "merge") as staging:
-        fill(staging.folder, "x")
-        staging.keep = True
-        raise ValueError
+    with pytest.raises(ValueError):
+        write(ValueError, keep=True)
     with Staging(tmp_path / "out", "merge", resume=True) as staging:
         assert names(staging.folder) == [MARK, "file"]
 
@@ -284,7 +287,7 @@ def test_durable_has_everything_on_the_disk_before_and_after_the_rename(
     flushed: list[tuple[str, bool]] = []
 
     def fsync(descriptor: int) -> None:
-        place = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        place = Path(f"/proc/self/fd/{descriptor}").readlink()
         flushed.append((place.name, (tmp_path / "out").exists()))
 
     monkeypatch.setattr("os.fsync", fsync)

@@ -127,13 +127,13 @@ def merge(
             plan.notes += judge_removal(plan, threads, progress, refuse=not accept_untrusted)
             plan.notes += sidecars(plan.inputs.template).note(plan.inputs.template.label)
             with _Output(recipe, plan, staging, fingerprint, resume) as output:
-                result = output.merge(threads, device, allow_nonfinite, progress)
+                output.merge(threads, device, allow_nonfinite, progress)
                 if path := changed(state, state_of(files)):
                     staging.keep = False
                     raise MachineError(
                         f"{path}: changed during the merge, so that the result may be a mixture. Nothing was written; merge again."
                     )
-                return result
+                return output.finish()
 
 
 def _files(plan: Plan) -> list[Path]:
@@ -215,6 +215,7 @@ class _Output:
         self._finished = Finished()
         self._timings = {"statistics": 0.0, "merge": 0.0}
         self._bytes_read = 0
+        self._resumed = 0
 
     def __enter__(self) -> _Output:
         return self
@@ -231,12 +232,12 @@ class _Output:
         if self.precision is not None:
             self.precision.close()
 
-    def merge(self, threads: int, device: str, allow_nonfinite: bool, progress: Progress) -> MergeResult:
+    def merge(self, threads: int, device: str, allow_nonfinite: bool, progress: Progress) -> None:
         """Run the plan. Where a sample tells the statistics, the merge begins with that guess and checks it as it goes."""
         plan = self.plan
         keep_freed_memory()
         self._finished = finished = self._open()
-        resumed = len(finished.units)
+        self._resumed = len(finished.units)
 
         def merge_rest(statistics: dict[str, Any], watch: Watch | None = None) -> None:
             units = list(plan.units())
@@ -280,11 +281,10 @@ class _Output:
             with self._timed("statistics"), one_thread_each():
                 statistics = measure(plan, threads, progress.advance, search).to_json()
             finished.know(statistics)
-            resumed = min(resumed, len(finished.units))
+            self._resumed = min(self._resumed, len(finished.units))
             self.journal.statistics(statistics)
         assert finished.statistics is not None
         merge_rest(finished.statistics)
-        return self._finish(resumed)
 
     def _open(self) -> Finished:
         """Open the files and the journal, and say what an earlier run has finished."""
@@ -331,7 +331,8 @@ class _Output:
         self.journal.unit(unit.number, record)
         self._finished.units[unit.number] = record
 
-    def _finish(self, resumed: int) -> MergeResult:
+    def finish(self) -> MergeResult:
+        """Write what goes with the weights: index, small files, record and card."""
         plan, folder = self.plan, self.staging.folder
         self.writer.finish()
         if self.precision is not None:
@@ -354,7 +355,7 @@ class _Output:
             self._sizes(),
             self._finished.units,
             self._timings | {"total": seconds},
-            resumed,
+            self._resumed,
         )
         (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", "utf-8")
         card = model_card(self.recipe, self.staging.out.name, (folder / "config.json").is_file())

@@ -1,0 +1,317 @@
+"""No command writes over what it reads, or over the unfinished work of another; --resume takes nothing that has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from peft import LoraConfig
+from PIL import Image
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.api.measuring import measure_curvature
+from gradmerge.cli.app import app
+
+from ..checkpoints.test_lora import make_base, tune
+from ..making import random_curvature, three_models, weight_bytes, write_recipe
+from ..tasks.making import labelled, tiny_bert_checkpoint, tiny_vit_checkpoint, write_jsonl
+
+
+def refused(*words: str | Path, says: str = "") -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 2 and result.stderr.startswith("error: "), result.output
+    assert says in result.stderr, result.stderr
+    return result.stderr
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+class Stop:
+    """Interrupts at the first block."""
+
+    def begin(self, what: str, total: int, done: int = 0) -> None: ...
+
+    def advance(self, amount: int) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """A model, its data in a folder, and another tokenizer."""
+    folder = tmp_path / "bert"
+    tiny_bert_checkpoint(folder / "models" / "a")
+    tiny_bert_checkpoint(folder / "tokenizer", seed=1)
+    write_jsonl(folder / "data" / "rows.jsonl", labelled(7))
+    return folder
+
+
+@pytest.mark.parametrize("out", ["models/a", "models", "data", "tokenizer", "tokenizer/out", "data/../models/a", "."])
+@pytest.mark.parametrize("kind", ["diagonal", "gram"])
+def test_estimate_with_force_deletes_none_of_its_inputs(
+    bert: Path, monkeypatch: pytest.MonkeyPatch, out: str, kind: str
+) -> None:
+    monkeypatch.chdir(bert)
+    before = contents(bert)
+    words = ("models/a", "--data", "data/rows.jsonl", "--tokenizer", "tokenizer", "--kind", kind, "--device", "cpu")
+    refused("curvature", "estimate", *words, "-o", out, "--force")
+    assert contents(bert) == before
+
+
+def test_estimate_may_write_into_its_model(bert: Path) -> None:
+    measure_curvature(
+        str(bert / "models" / "a"), str(bert / "data" / "rows.jsonl"), bert / "models" / "a" / "curvature"
+    )
+    other = bert / "models" / "a" / "other"
+    other.mkdir()
+    (other / "mine").touch()
+    with pytest.raises(gm.InputError, match="was not written by gradmerge"):
+        measure_curvature(str(bert / "models" / "a"), str(bert / "data" / "rows.jsonl"), other, force=True)
+
+
+def test_import_with_force_does_not_delete_the_checkpoint(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "runs" / "checkpoint-6"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "optimizer.pt").write_bytes(b"precious")
+    before = contents(tmp_path)
+    for out in (checkpoint, checkpoint.parent):
+        refused("curvature", "import", checkpoint, "-o", out, "--force", says="would be lost")
+    assert contents(tmp_path) == before
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    folders, states = three_models(tmp_path / "models")
+    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
+        random_curvature(seed, state).save(folder / "curvature")
+    (tmp_path / "target").mkdir()
+    (tmp_path / "data").mkdir()
+    np.savez(tmp_path / "data" / "x.npz", x_test=np.zeros((2, 8, 8)), y_test=np.zeros(2))
+    models = [f"./models/{folder.name}" for folder in folders]
+    return write_recipe(
+        tmp_path / "recipe.yml", {"method": "gradient-matching", "base": models[0], "models": models[1:]}
+    )
+
+
+@pytest.mark.parametrize("out", ["models", "models/a", "models/base/curvature", "data", "models/a/report", "target"])
+def test_reports_with_force_delete_none_of_their_inputs(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    before = contents(recipe.parent)
+    data = ("--data", "a=data/x.npz:test")
+    refused("diagnose", recipe, *data, "--target", "target", "-o", out, "--force")
+    refused("diagnose", recipe, *data, "--merged", "target", "-o", out, "--force")
+    if out != "target":
+        refused("preview", recipe, *data, "-o", out, "--force")
+    if out not in ("target", "data"):
+        refused("merge", recipe, "-o", out, "--force")
+    assert contents(recipe.parent) == before
+
+
+# Unfinished work of others.
+
+
+def stop_after_saving(model: Path, data: str, out: Path, **options: Any) -> None:
+    """A measurement that is stopped once it has saved what it had."""
+
+    class StopLater:
+        seen = 0
+
+        def begin(self, what: str, total: int, done: int = 0) -> None: ...
+
+        def advance(self, amount: int) -> None:
+            self.seen += 1
+            if self.seen == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_curvature(
+            str(model), data, out, batch_size=1, save_every=0, progress=StopLater(), device="cpu", **options
+        )
+    assert (out.with_name(out.name + ".gradmerge-partial") / "so-far.json").is_file()
+
+
+def test_neither_a_merge_nor_another_measurement_takes_over_an_unfinished_one(bert: Path) -> None:
+    model, rows, out = bert / "models" / "a", str(bert / "data" / "rows.jsonl"), bert / "out"
+    stop_after_saving(model, rows, out)
+    before = contents(bert / "out.gradmerge-partial")
+    words = ("merge", "--method", "average", "--model", bert / "tokenizer", "--model", bert / "tokenizer", "-o", out)
+    for more in ((), ("--resume",), ("--force",)):
+        refused(*words, *more, says="unfinished measurement of diagonal curvature")
+        estimate = ("curvature", "estimate", model, "-d", rows, "-o", out, "--kind", "gram", "--device", "cpu")
+        refused(*estimate, *more, says="unfinished measurement of diagonal curvature")
+    assert contents(bert / "out.gradmerge-partial") == before
+    done = measure_curvature(str(model), rows, out, batch_size=1, resume=True, device="cpu")
+    assert done.resumed_from > 0
+
+
+def test_a_measurement_does_not_take_over_an_unfinished_merge(bert: Path, recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        gm.merge(recipe, tmp_path / "out", progress=Stop())
+    before = contents(tmp_path / "out.gradmerge-partial")
+    for more in ((), ("--resume",)):
+        words = ("curvature", "estimate", bert / "models" / "a", "-d", bert / "data" / "rows.jsonl", "--device", "cpu")
+        refused(*words, "-o", tmp_path / "out", *more, says="unfinished merge")
+    assert contents(tmp_path / "out.gradmerge-partial") == before
+    gm.merge(recipe, tmp_path / "out", resume=True)
+
+
+# What has changed since.
+
+
+@contextlib.contextmanager
+def same_times(path: Path) -> Iterator[None]:
+    """What a copy that keeps times does: the file looks unchanged by its size and time of change."""
+    status = path.stat()
+    yield
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.fixture
+def vit(tmp_path: Path) -> Path:
+    tiny_vit_checkpoint(tmp_path / "vit")
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 255, size=(6, 8, 8, 3), dtype=np.uint8)
+    np.savez(tmp_path / "x.npz", x_test=pixels, y_test=np.array([0, 1, 2, 0, 1, 2]))
+    for number, image in enumerate(pixels):
+        place = tmp_path / "images" / "test" / "abc"[number % 3] / f"{number}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(place)
+    return tmp_path
+
+
+def changes_npz(folder: Path) -> None:
+    with np.load(folder / "x.npz") as file:
+        x, y = file["x_test"], file["y_test"]
+    with same_times(folder / "x.npz"):
+        np.savez(folder / "x.npz", x_test=x[::-1], y_test=y)
+
+
+def changes_image(folder: Path) -> None:
+    images = folder / "images" / "test"
+    shutil.copyfile(images / "a" / "0.png", images / "b" / "1.png")
+
+
+def renames_class(folder: Path) -> None:
+    (folder / "images" / "test" / "b").rename(folder / "images" / "test" / "d")
+
+
+def changes_weights(folder: Path) -> None:
+    path = folder / "vit" / "model.safetensors"
+    with same_times(path):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("source", "change"),
+    [
+        ("x.npz:test", changes_npz),
+        ("images:test", changes_image),
+        ("images:test", renames_class),
+        ("x.npz:test", changes_weights),
+    ],
+)
+def test_a_measurement_does_not_go_on_with_changed_inputs(vit: Path, source: str, change: Any) -> None:
+    data = str(vit / source)
+    stop_after_saving(vit / "vit", data, vit / "out")
+    change(vit)
+    with pytest.raises(gm.InputError, match="other data or other options"):
+        measure_curvature(str(vit / "vit"), data, vit / "out", batch_size=1, resume=True, device="cpu")
+
+
+@pytest.mark.parametrize("changed", ["tokenizer/tokenizer.json", "data/rows.jsonl", "models/a/config.json"])
+def test_a_measurement_does_not_go_on_with_a_changed_tokenizer(bert: Path, changed: str) -> None:
+    model, data = bert / "models" / "a", str(bert / "data" / "rows.jsonl")
+    stop_after_saving(model, data, bert / "out", tokenizer=str(bert / "tokenizer"))
+    with (bert / changed).open("a") as file:
+        file.write("\n")
+    with pytest.raises(gm.InputError, match="other data or other options"):
+        measure_curvature(
+            str(model), data, bert / "out", batch_size=1, resume=True, device="cpu", tokenizer=str(bert / "tokenizer")
+        )
+
+
+def test_a_measurement_whose_data_change_meanwhile_writes_nothing(bert: Path) -> None:
+    model, data = bert / "models" / "a", bert / "data" / "rows.jsonl"
+
+    class Change:
+        def begin(self, what: str, total: int, done: int = 0) -> None: ...
+
+        def advance(self, amount: int) -> None:
+            write_jsonl(data, labelled(7, seed=5))
+
+    with pytest.raises(gm.GradmergeError, match=r"rows\.jsonl: changed") as failed:
+        measure_curvature(str(model), str(data), bert / "out", progress=Change(), device="cpu")
+    assert failed.value.status == 1 and not list(bert.glob("out*"))
+
+
+class Interfere:
+    """Does something to the inputs in the middle of a merge."""
+
+    def __init__(self, action: Any) -> None:
+        self.action, self.done = action, False
+
+    def begin(self, what: str, total: int, done: int = 0) -> None: ...
+
+    def advance(self, amount: int) -> None:
+        if not self.done:
+            self.done = True
+            self.action()
+
+
+def overwrites_in_place(path: Path) -> None:
+    with same_times(path), path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\0")
+
+
+def replaces(path: Path) -> None:
+    shutil.copy2(path, path.with_suffix(".new"))
+    path.with_suffix(".new").rename(path)
+
+
+@pytest.mark.parametrize("action", [overwrites_in_place, replaces, Path.unlink])
+@pytest.mark.parametrize("name", ["models/base/model.safetensors", "models/a/curvature/curvature.safetensors"])
+def test_an_input_that_changes_during_a_merge_is_noticed(recipe: Path, action: Any, name: str) -> None:
+    place = recipe.parent
+    with pytest.raises(gm.GradmergeError, match="changed during the merge") as failed:
+        gm.merge(recipe, place / "out", progress=Interfere(lambda: action(place / name)))
+    assert failed.value.status == 1 and not list(place.glob("out*"))
+
+
+def test_a_truncated_result_is_not_taken_for_complete(recipe: Path) -> None:
+    out = recipe.parent / "out"
+    gm.merge(recipe, out)
+    assert gm.merge(recipe, out, resume=True).already_done
+    want = weight_bytes(out)
+    os.truncate(out / "model.safetensors", 1000)
+    with pytest.raises(gm.InputError, match="exists already"):
+        gm.merge(recipe, out, resume=True)
+    gm.merge(recipe, out, resume=True, force=True)
+    assert weight_bytes(out) == want
+
+
+def test_an_adapter_whose_config_changes_between_kill_and_resume_is_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied")
+    adapter = tmp_path / "adapter"
+    tune(base, "llama-untied", adapter, LoraConfig(r=2, target_modules=["q_proj"]))
+    recipe = {"method": "task-arithmetic", "base": str(base), "models": [str(adapter)]}
+
+    with pytest.raises(KeyboardInterrupt):
+        gm.merge(recipe, tmp_path / "out", progress=Stop(), block=16)
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 64}))
+    with pytest.raises(gm.InputError, match="its inputs have changed"):
+        gm.merge(recipe, tmp_path / "out", resume=True, block=16)
