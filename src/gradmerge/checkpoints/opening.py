@@ -109,7 +109,10 @@ def _modules(folder: Path) -> list[str]:
     broken = f"{path}: not a list of modules as sentence-transformers writes it"
     try:
         entries = json.loads(path.read_bytes()[: 1 << 20])
-        places = [entry["path"] for entry in entries]
+        # Normalisation has no files, and repositories keep no empty folders.
+        places = [
+            e["path"] for e in entries if not str(e["type"]).endswith(".Normalize") or (folder / e["path"]).is_dir()
+        ]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{broken}. Save the model again.") from error
     for place in places:

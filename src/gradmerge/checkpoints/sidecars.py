@@ -96,6 +96,8 @@ def _can_be_copied(path: Path, folder: Path) -> bool:
 
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
     """Copy them, and note the type of the weights in the config if the recipe changed it."""
+    for module in checkpoint.modules:
+        (folder / module).mkdir(exist_ok=True)
     for name, path in sidecars(checkpoint).copied.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)

@@ -1,0 +1,153 @@
+"""Models of sentence-transformers: every module's weights are merged, and every module's folder comes along."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.checkpoints import open_checkpoint
+
+from ..making import near, random_state, write_model
+
+DENSE = {"linear.weight": (4, 8), "linear.bias": (4,)}
+TRANSFORMER = {"embeddings.weight": (11, 8), "layer.0.weight": (8, 8)}
+
+
+def write_sentence_model(
+    folder: Path, transformer: Mapping[str, Tensor], dense: Mapping[str, Tensor], first: str = ""
+) -> Path:
+    """As sentence-transformers saves a transformer, pooling, a dense layer and normalisation."""
+    write_model(folder / first, transformer)
+    modules = [(first, "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense"), ("3_Normalize", "Normalize")]
+    entries = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(modules)
+    ]
+    for path, _ in modules:
+        (folder / path).mkdir(exist_ok=True)
+    (folder / "modules.json").write_text(json.dumps(entries))
+    (folder / "config_sentence_transformers.json").write_text('{"similarity_fn_name": "cosine"}')
+    (folder / first / "sentence_bert_config.json").write_text('{"max_seq_length": 128}')
+    (folder / "1_Pooling" / "config.json").write_text('{"word_embedding_dimension": 8}')
+    (folder / "2_Dense" / "config.json").write_text('{"in_features": 8, "out_features": 4}')
+    (folder / "2_Dense" / "secret.key").write_text("secret")
+    save_file(dict(dense), folder / "2_Dense" / "model.safetensors")
+    return folder
+
+
+def write_three(folder: Path, **options: Any) -> list[Path]:
+    transformer, dense = random_state(0, TRANSFORMER), random_state(1, DENSE)
+    return [
+        write_sentence_model(folder / "base", transformer, dense, **options),
+        write_sentence_model(folder / "a", near(transformer, 2), near(dense, 3), **options),
+        write_sentence_model(folder / "b", near(transformer, 4), near(dense, 5), **options),
+    ]
+
+
+@pytest.mark.parametrize("first", ["", "0_Transformer"])
+@pytest.mark.parametrize("shard_size", ["5GB", "130B"])
+def test_every_module_is_merged_and_copied(tmp_path: Path, first: str, shard_size: str) -> None:
+    models = write_three(tmp_path, first=first)
+    (models[1] / "3_Normalize").rmdir()  # which git does not keep
+    recipe = {
+        "method": "task-arithmetic", "base": str(models[0]), "models": [{"model": str(m), "weight": 0.3} for m in models[1:]],
+        "output": {"shard_size": shard_size},
+    }  # fmt: skip
+    gm.merge(recipe, tmp_path / "out")
+    out = tmp_path / "out"
+    for module, shapes in ((first, TRANSFORMER), ("2_Dense", DENSE)):
+        states = [load_file(model / module / "model.safetensors") for model in models]
+        with open_checkpoint(str(out)) as opened:
+            prefix = f"{module}/" if module else ""
+            assert {name for name in opened.tensors if name.startswith(prefix)} >= {prefix + name for name in shapes}
+        got = {name: value for path in (out / module).glob("*.safetensors") for name, value in load_file(path).items()}
+        assert got.keys() == shapes.keys()
+        index = out / module / "model.safetensors.index.json"
+        assert index.is_file() == (shard_size == "130B")
+        if index.is_file():
+            placed = json.loads(index.read_text())["weight_map"]
+            assert placed.keys() == shapes.keys() and all((out / module / name).is_file() for name in placed.values())
+        for name in shapes:
+            base, a, b = (state[name].double() for state in states)
+            torch.testing.assert_close(
+                got[name].double(), base + 0.3 * (a - base) + 0.3 * (b - base), atol=1e-6, rtol=0
+            )
+    for name in ("modules.json", "config_sentence_transformers.json", f"{first}/sentence_bert_config.json".lstrip("/"),
+                 f"{first}/config.json".lstrip("/"), "1_Pooling/config.json", "2_Dense/config.json"):  # fmt: skip
+        assert (out / name).read_bytes() == (models[0] / name).read_bytes()
+    assert not (out / "2_Dense" / "secret.key").exists()
+
+
+def test_a_killed_merge_of_modules_resumes_and_its_result_merges_again(tmp_path: Path) -> None:
+    models = write_three(tmp_path)
+    recipe = {"method": "average", "base": str(models[0]), "models": [str(m) for m in models[1:]]}
+
+    class Stop:
+        seen = 0
+
+        def begin(self, what: str, total: int, done: int = 0) -> None: ...
+
+        def advance(self, amount: int) -> None:
+            self.seen += 1
+            if self.seen == 3:
+                raise KeyboardInterrupt
+
+    gm.merge(recipe, tmp_path / "want")
+    with pytest.raises(KeyboardInterrupt):
+        gm.merge(recipe, tmp_path / "out", progress=Stop(), threads=1)
+    gm.merge(recipe, tmp_path / "out", resume=True)
+    for name in ("model.safetensors", "2_Dense/model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "want" / name).read_bytes()
+    again = {"method": "average", "models": [str(tmp_path / "out"), str(models[1])]}
+    gm.merge(again, tmp_path / "again")
+
+
+def test_models_with_other_modules_are_refused(tmp_path: Path) -> None:
+    models = write_three(tmp_path)
+    plain = write_model(tmp_path / "plain", random_state(7, TRANSFORMER))
+    for first, second in ((models[0], plain), (plain, models[0])):
+        with pytest.raises(gm.InputError, match=r"2_Dense/linear\.weight"):
+            gm.merge({"method": "average", "base": str(first), "models": [str(second)]}, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[1]",
+        "[",
+        '[{"path": 3}]',
+        '[{"path": "../a"}]',
+        '[{"path": "nowhere"}]',
+        '[{"idx": 0}]',
+        "null",
+        "[" * 9999,
+    ],
+)
+def test_a_list_of_modules_that_makes_no_sense_is_refused(tmp_path: Path, text: str) -> None:
+    models = write_three(tmp_path)
+    (models[0] / "modules.json").write_text(text)
+    with pytest.raises(gm.InputError):
+        gm.merge({"method": "average", "models": [str(m) for m in models]}, tmp_path / "out")
+
+
+def test_a_module_that_is_a_link_out_of_the_model_or_a_pickle_is_refused(tmp_path: Path) -> None:
+    models = write_three(tmp_path)
+    recipe = {"method": "average", "models": [str(m) for m in models]}
+    weights = models[1] / "2_Dense" / "model.safetensors"
+    torch.save(load_file(weights), models[1] / "2_Dense" / "pytorch_model.bin")
+    weights.rename(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(gm.InputError, match="pickle"):
+        gm.merge(recipe, tmp_path / "out")
+    (models[0] / "2_Dense").rename(tmp_path / "dense")
+    (models[0] / "2_Dense").symlink_to(tmp_path / "dense")
+    with pytest.raises(gm.InputError, match="leads out"):
+        gm.merge(recipe, tmp_path / "out", allow_pickle=True)
