@@ -147,6 +147,8 @@ def advice(base: Path, tuned: Path, prior: Path, curvature: Path, damping: float
         "models": [{"model": str(tuned), "curvature": str(curvature)}],
         "damping": damping,
     }
-    notes = [n for n in gm.merge(recipe, out, threads=2, force=True).notes if "cannot be trusted" in n]
+    notes = [
+        n for n in gm.merge(recipe, out, threads=2, force=True, accept_untrusted=True).notes if "cannot be trusted" in n
+    ]
     found = ADVICE.search(notes[0]) if notes else None
     return {"note": notes[0] if notes else None, "damping": float(found.group(1)) if found else None}
