@@ -118,6 +118,17 @@ def test_reports_with_force_delete_none_of_their_inputs(
     assert contents(recipe.parent) == before
 
 
+def test_the_best_setting_is_not_written_over_the_data_that_chose_it(recipe: Path) -> None:
+    """Also where the data lie in a folder that gradmerge wrote."""
+    place = recipe.parent
+    gm.merge(recipe, place / "merged")
+    (place / "data" / "x.npz").rename(place / "merged" / "x.npz")
+    before = contents(place)
+    words = ("preview", recipe, "--data", f"a={place / 'merged' / 'x.npz'}:test", "-o", place / "report", "--force")
+    refused(*words, "--save-best", place / "merged", says="would be lost")
+    assert contents(place) == before
+
+
 # Unfinished work of others.
 
 

@@ -123,7 +123,7 @@ def preview(
                 "--objective is for --suggest and for predictions; with --data the average metric decides which setting is best"
             )
         if save_best is not None:
-            _check_free(save_best, out, force)
+            _check_free(save_best, out, force, Path(recipe), named(data or []))
         options: dict[str, Any] = {
             "weights": weights, "methods": methods, "data": named(data or []), "seed": seed, "objective": objective or "worst",
             "task": task, "columns": parse_columns(columns), "limit": limit, "max_length": max_length, "device": device,
@@ -162,10 +162,13 @@ def preview(
             typer.echo(f"{save_best} holds the best setting; {out / 'recipe.yml'} is its recipe.")
 
 
-def _check_free(save_best: Path, out: Path, force: bool) -> None:
+def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:
     """Say so before the work if the best setting will have no place."""
+    from ..api.reads import data_paths
     from ..errors import InputError
+    from ..storage.staging import check_place
 
+    check_place(save_best, [recipe, *(path for source in data.values() for path in data_paths(source))])
     if save_best.absolute() == out.absolute():
         raise InputError(f"--save-best {save_best}: is the folder of the report; name another one")
     if save_best.suffix == ".safetensors":

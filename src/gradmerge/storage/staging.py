@@ -61,20 +61,19 @@ class Staging:
         self._replaces_any = replaces_any
         self._lock = -1
         reads = list(reads)
-        needed = [*reads, Path.cwd(), Path(os.path.expanduser("~"))]  # noqa: PTH111 - never raises
         try:
             for folder in (self.folder, self._replaced):
                 _check_no_link(folder)
-                _check_loses_nothing(folder, needed)
-            _check_lies_outside(self.out, reads, inside)
-            self._check_replaceable(needed)
+                _check_loses_nothing(folder, [*reads, *_own_places()])
+            check_place(self.out, reads, inside)
+            self._check_replaceable()
             self._lock_folder()
             # Only the process that holds the lock may look at what another one left.
             self._check_own()
             if not (self.folder / MARK).exists():
                 (self.folder / MARK).write_text(json.dumps({"kind": kind}))
             self._recover()
-            self._check_replaceable(needed)
+            self._check_replaceable()
             if not resume:
                 self.clear()
         except BaseException as error:
@@ -123,14 +122,13 @@ class Staging:
                 self._check_ours(self._replaced)
                 shutil.rmtree(self._replaced, ignore_errors=True)
 
-    def _check_replaceable(self, needed: Iterable[Path]) -> None:
+    def _check_replaceable(self) -> None:
         if not self.out.exists() and not self.out.is_symlink():
             return
         if not self.force:
             raise InputError(f"{self.out}: exists already. Choose another place, or pass --force to replace it.")
         if not self.out.is_dir() or self.out.is_symlink():
             raise InputError(f"{self.out}: is no folder; --force replaces folders only")
-        _check_loses_nothing(self.out, needed)
         self._check_ours(self.out)
 
     def _check_ours(self, folder: Path) -> None:
@@ -257,13 +255,20 @@ def _check_loses_nothing(folder: Path, needed: Iterable[Path]) -> None:
             raise InputError(f"{folder}: holds {path}, which would be lost. Choose another place to write to.")
 
 
-def _check_lies_outside(out: Path, reads: Iterable[Path], inside: Iterable[Path]) -> None:
-    """Stop if the result would become part of something that is read."""
+def check_place(out: Path, reads: Iterable[Path], inside: Iterable[Path] = ()) -> None:
+    """Stop if a result would replace something that is read, or become part of it (but for the folders in ``inside``)."""
+    out, reads = Path(os.path.abspath(out)), list(reads)
+    _check_loses_nothing(out, [*reads, *_own_places()])
     fine = {_identity(path) for path in inside}
     above = {_identity(path) for path in _upwards(out)[1:]} - {None} - fine
     for path in reads:
         if path.is_dir() and _identity(path) in above:
             raise InputError(f"{out}: lies in {path}, which is read. Choose another place to write to.")
+
+
+def _own_places() -> list[Path]:
+    """What no command replaces, whatever it reads: the working directory and the user's home."""
+    return [Path.cwd(), Path(os.path.expanduser("~"))]  # noqa: PTH111 - it never raises
 
 
 def _upwards(path: Path) -> list[Path]:
