@@ -1,0 +1,217 @@
+"""The measurements kept in `results/`, as Markdown for the documentation.
+
+`python -m docs.pages` (`make pages`) writes them into the pages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    def line(cells: tuple[str, ...]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
+
+    return "\n".join([line(header), "|" + "---|" * len(header), *(line(row) for row in rows)])
+
+
+def benchmark_results() -> str:
+    """The table of the last benchmark that was kept, if there is one."""
+    path = RESULTS / "merge.json"
+    if not path.is_file():
+        return "No results are kept in this version; `make bench` measures them on your machine."
+    report = json.loads(path.read_text("utf-8"))
+    machine, versions, settings = report["machine"], report["versions"], report["settings"]
+    peer = versions["mergekit"] or {}
+    copy = report["copy_gb_s"]
+    rows = []
+    for row in report["rows"]:
+        moved = row["moved_gb_s"]
+        share = f" ({100 * moved / copy:.0f} %)" if moved and copy and row["case"] != "copy" else ""
+        rows.append(
+            (
+                row["case"],
+                row["program"],
+                str(row["runs"]),
+                f"{row['wall_s']:.1f}",
+                f"{row['peak_rss_gib']:.2f}",
+                f"{moved:.2f}{share}" if moved else "",
+                row["ratio"],
+                "; ".join(bar_text(bar) for bar in row["bars"]),
+            )
+        )
+    header = ("case", "program", "runs", "wall s", "peak RSS GiB", "moved GB/s (of a copy)", "ratio", "bars")
+    return (
+        f"Measured {report['created'][:10]} on {machine['cores']} cores and {machine['memory_bytes'] / 2**30:.0f} GiB "
+        f"({machine['system']}), files in the page cache where they fit: Llama checkpoints of "
+        f"{settings['parameters'] / 1e9:.2f} B parameters in bfloat16, {settings['model_bytes'] / 1e9:.1f} GB each. "
+        f"gradmerge {versions['gradmerge']} with torch {versions['torch']}, mergekit {peer.get('mergekit', '(not run)')} "
+        f"with torch {peer.get('torch', '(not run)')}, Python {versions['python']}. "
+        "Times are medians and include starting the program; memory is the highest peak.\n\n" + table(header, rows)
+    )
+
+
+def bar_text(bar: dict[str, Any]) -> str:
+    return f"{bar['name']} {bar['sense']} {bar['bar']:g}: {'met' if bar['passed'] else '**missed**'}"
+
+
+def device_results() -> str:
+    """CPU against GPU, and threads, from the last `python -m benchmarks.devices` that was kept."""
+    report = json.loads((RESULTS / "devices.json").read_text("utf-8"))
+    rules = [
+        (r["method"], f"{r['cpu_s']:.1f}", f"{r['device_s']:.1f}", "yes" if r["same_bytes"] else "no")
+        for r in report["rules"]
+    ]
+    counts = sorted({t["threads"] for t in report["threads"]})
+    seconds = {(t["method"], t["threads"]): f"{t['seconds']:.1f}" for t in report["threads"]}
+    methods = list(dict.fromkeys(t["method"] for t in report["threads"]))
+    threads = [(method, *(seconds[method, count] for count in counts)) for method in methods]
+    return (
+        f"`python -m benchmarks.devices --data DIR` on {report['cores']} cores and an {report['device']}, seconds for "
+        f"{report['layers']} layers (as in the table below, but fewer) on 4 threads:\n\n"
+        + table(("rule", "cpu s", "cuda s", "same bytes"), rules)
+        + f"\n\nand for {report['thread_layers']} layers by number of threads, on the CPU:\n\n"
+        + table(("rule", *(f"{count} thread{'s' if count > 1 else ''}, s" for count in counts)), threads)
+    )
+
+
+#: What a row of a curvature benchmark is called.
+WAYS = {
+    "plain": "plain forward and backward pass",
+    "ours": "**gradmerge**",
+    "loop": "loop, one example a pass",
+    "vmap": "torch.func.vmap",
+    "opacus": "Opacus",
+    "backpack": "BackPACK",
+}
+
+
+def curvature_results() -> str:
+    """Every `python -m benchmarks.curvature` that was kept: one table each."""
+    paths = sorted(RESULTS.glob("curvature-*.json"))
+    if not paths:
+        return "No results are kept in this version; `make bench-curvature` measures them on your machine."
+    return "\n\n".join(one_curvature_result(path) for path in paths)
+
+
+def one_curvature_result(path: Path) -> str:
+    report = json.loads(path.read_text("utf-8"))
+    machine, versions, settings = report["machine"], report["versions"], report["settings"]
+    where = machine["gpu"] or f"{machine['threads']} threads of an {machine['cpu']}"
+    peers = [f"{WAYS[name]} {versions[package]}" for name, package in PEERS.items() if versions.get(package)]
+    text = (
+        f"**{settings['model']}**, {settings['parameters'] / 1e6:,.1f} M parameters with random values in "
+        f"{settings['dtype']}, {settings['layers']} layers, batches of {settings['batch_size']} × {settings['tokens']} "
+        f"tokens, on {where}; {report['created'][:10]}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}{''.join(f', {peer}' for peer in peers)} (`benchmarks/results/{path.name}`):"
+    )
+    rows = [way_row(WAYS.get(name, name), result) for name, result in report["methods"].items()]
+    header = ("way", "s per batch", "× plain pass", "examples/s", "largest error", "remarks")
+    memory = report["memory"]
+    peak = ""
+    if memory:
+        sizes = [f"{memory[key] / 2**30:.2f} GiB" for key in ("plain_peak_bytes", "ours_peak_bytes")]
+        peak = (
+            f"\n\nPeak GPU memory, weights included: plain pass {sizes[0]}, gradmerge {sizes[1]}; the sums themselves are "
+            f"{memory['float32_parameter_bytes'] / 2**30:.2f} GiB of that."
+        )
+    return f"{text}\n\n{table(header, rows)}{peak}"
+
+
+#: Who else measures, and the package that it comes from.
+PEERS = {"opacus": "opacus", "backpack": "backpack-for-pytorch"}
+
+
+def way_row(name: str, result: dict[str, Any]) -> tuple[str, ...]:
+    def number(key: str, form: str) -> str:
+        return "" if result[key] is None else format(result[key], form)
+
+    remarks = [result["setting"]]
+    if result["missing_parameters"]:
+        remarks.append(f"{result['missing_parameters']} parameters missing: a time for less work")
+    if (wrong := (result["wrong_parameters"] or 0) - (result["missing_parameters"] or 0)) > 0:
+        remarks.append(f"{wrong} parameters wrong")
+    if result["examples_timed"]:
+        remarks.append(f"time of {result['examples_timed']} examples, scaled up")
+    if result["seconds_per_batch"] is None:
+        remarks.append(result["note"])
+    return (
+        name,
+        number("seconds_per_batch", ".3g"),
+        number("ratio_to_plain", ".2f"),
+        number("examples_per_second", ",.0f"),
+        "0" if result["error"] == 0 else number("error", ".1e"),
+        "; ".join(remark for remark in remarks if remark),
+    )
+
+
+def precision_results() -> str:
+    """Accuracy of merges with curvature in each precision, from the last `python -m benchmarks.precision` that was kept."""
+    report = json.loads((RESULTS / "precision.json").read_text("utf-8"))
+    settings, sizes = report["settings"], report["curvature_bytes_of_a_model"]
+    names = [*settings["tasks"], "mean"]
+    rows = []
+    for model, accuracy in report["accuracy"].items():
+        label = f"**merged, {model}**" if model in sizes else model
+        rows.append((label, *(f"{100 * accuracy[name]:.2f}" for name in names)))
+    bytes_of = [(precision, f"{size:,}", f"{size / sizes['float32']:.2f}") for precision, size in sizes.items()]
+    changes = {p: 100 * change for p, change in report["largest_change"].items() if p != "float32"}
+    worst = ", ".join(f"{p} {change:.2f} points" for p, change in changes.items())
+    machine = report["machine"]
+    return (
+        table(("accuracy, %", *(name.replace("_", " ") for name in names)), rows)
+        + "\n\n"
+        + table(("precision", "bytes of one model's curvature", "of float32"), bytes_of)
+        + f"\n\nLargest change of an accuracy against float32: {worst}. Measured on an {machine['device']} with torch "
+        f"{machine['torch']}, {settings['epochs']} epochs of fine-tuning, at most {settings['limit']:,} rows of each set, "
+        f"seed {settings['seed']} (`benchmarks/results/precision.json`); {report['note']}."
+    )
+
+
+def ranking_results() -> str:
+    """How well predictions ranked merges, from the last `python -m benchmarks.ranking` that was kept."""
+    report = json.loads((RESULTS / "ranking.json").read_text("utf-8"))
+    settings = report["settings"]
+    rows = [(task, f"{v['loss']:.2f}", f"{v['error']:.2f}") for task, v in report["spearman"].items()]
+    weights = [
+        (method, *(f"{picked[how]:g}" for how in ("by accuracy", "by worst predicted", "by summed prediction")))
+        for method, picked in report["best_weight"].items()
+        if len({row["weight"] for row in report["rows"] if row["method"] == method}) > 1
+    ]
+    return (
+        f"`python -m benchmarks.ranking` fine-tunes {settings['encoder']} on {settings['tasks'][0]} and from there on "
+        f"{', '.join(settings['tasks'][1:])} (at most {settings['limit']:,} rows each, one seed), and holds the predictions for "
+        f"{report['merges']} merges of five methods against test data. Spearman's ρ:\n\n"
+        + table(("task", "predicted and true loss", "predicted loss and true error"), rows)
+        + "\n\nThe weight (of TIES: the scale) that each picks from "
+        + ", ".join(f"{w:g}" for w in sorted({row["weight"] for row in report["rows"]}))
+        + ":\n\n"
+        + table(("method", "by mean accuracy", "by the worst prediction", "by the sum of predictions"), weights)
+    )
+
+
+def diagnose_results() -> str:
+    """What diagnosing costs beside merging, from the last `python -m benchmarks.diagnose` that was kept."""
+    report = json.loads((RESULTS / "diagnose.json").read_text("utf-8"))
+    median = report["median_s"]
+    return (
+        f"`gradmerge diagnose` on a recipe of {report['tasks']} tasks and models of 1.1 B parameters took "
+        f"{median['diagnose']:.1f} s, {report['ratio']:.1f} times as long as merging it ({median['merge']:.1f} s; "
+        "`python -m benchmarks.diagnose`, medians)."
+    )
+
+
+#: What a page may ask for, by the name that it uses.
+TABLES: dict[str, Callable[[], str]] = {
+    "benchmark": benchmark_results,
+    "curvature-benchmark": curvature_results,
+    "devices": device_results,
+    "diagnose": diagnose_results,
+    "precision": precision_results,
+    "ranking": ranking_results,
+}

@@ -1,0 +1,215 @@
+"""What the pages take from the program itself: `python -m docs.pages` (`make pages`) writes it into them.
+
+Between the lines `<!-- generated: NAME -->` and `<!-- end of generated -->` of a page stands what the function for NAME
+returns. It is committed with the page, so that the page can be read where it lies; a test says when it has fallen behind.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from benchmarks.tables import TABLES, table
+from pydantic import BaseModel
+
+import gradmerge
+from gradmerge.cli.app import app
+from gradmerge.recipe import Base, Identity, Model, Output, Recipe
+from gradmerge.rules import RULES, Rule
+from gradmerge.tasks import MEANINGS, columns
+
+DOCS = Path(__file__).parent
+BEGIN = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.MULTILINE)
+PART = re.compile(BEGIN.pattern + r"(.*?)^<!-- end of generated -->$", re.MULTILINE | re.DOTALL)
+
+
+def main() -> None:
+    for page in pages():
+        before = page.read_text("utf-8")
+        if (after := filled(before)) != before:
+            page.write_text(after, "utf-8")
+            print(f"{page.relative_to(DOCS.parent)} is brought up to date")
+
+
+def pages() -> list[Path]:
+    """The pages with generated parts."""
+    return [page for page in sorted(DOCS.rglob("*.md")) if BEGIN.search(page.read_text("utf-8"))]
+
+
+def filled(page: str) -> str:
+    """The text of a page with every generated part made anew."""
+    parts = PART.findall(page)
+    if [name for name, _ in parts] != BEGIN.findall(page):
+        raise ValueError("A generated part of the page has no line <!-- end of generated -->.")
+    return PART.sub(lambda part: generated(part[1]), page)
+
+
+def generated(name: str) -> str:
+    text = re.sub(r"[ \t]+$", "", GENERATED[name](), flags=re.MULTILINE)
+    return f"<!-- generated: {name} -->\n\n{text}\n\n<!-- end of generated -->"
+
+
+def recipe_reference() -> str:
+    """Every key of a recipe, from the schema that checks it."""
+    sections: list[tuple[str, str, type[BaseModel]]] = [
+        ("The top level", "", Recipe),
+        ("`base`", "", Base),
+        ("`models[…]`", "", Model),
+        ("Curvature", "Wherever a recipe names curvature, this may stand instead of a path.", Identity),
+        ("`output`", "", Output),
+    ]
+    parts = []
+    for title, text, model in sections:
+        about = text or (model.__doc__ or "").strip()
+        parts.append(f"## {title}\n\n{about}\n\n{fields_table(model)}")
+    return "\n\n".join(parts)
+
+
+def fields_table(model: type[BaseModel]) -> str:
+    schema = model.model_json_schema()
+    required = set(schema.get("required", ()))
+    rows = []
+    for name, field in schema["properties"].items():
+        default = "required" if name in required else default_text(field.get("default"), model, name)
+        rows.append((f"`{name}`", kind(field), default, model.model_fields[name].description or ""))
+    return table(("key", "value", "default", "meaning"), rows)
+
+
+def kind(field: dict[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "$ref" in field:
+        name = field["$ref"].rpartition("/")[2]
+        return {"Identity": "`{identity: c}`", "Base": "mapping or path", "Model": "mapping or path"}.get(
+            name, "mapping"
+        )
+    if "enum" in field:
+        return " | ".join(f"`{value}`" for value in field["enum"])
+    if "anyOf" in field:
+        words = [kind(part) for part in field["anyOf"] if part.get("type") != "null"]
+        return " or ".join(dict.fromkeys(words))
+    if field.get("type") == "array":
+        return f"list of {kind(field['items'])}"
+    word = {"string": "text", "number": "number", "integer": "size", "boolean": "`true` | `false`", "object": "mapping"}
+    return word[field["type"]] + (f", at least {field['minimum']:g}" if "minimum" in field else "")
+
+
+def default_text(value: Any, model: type[BaseModel], name: str) -> str:
+    if model.model_fields[name].default_factory is not None:
+        return "all defaults"
+    if value is None:
+        return "none"
+    if name == "shard_size":
+        return f"`{value / 1e9:g}GB`"
+    return f"`{json.dumps(value) if not isinstance(value, str) else value}`"
+
+
+def methods_table() -> str:
+    """The rules as rows of one equation."""
+    rows = [(f"[`{r.name}`](methods.md#{r.name})", *r.row) for r in RULES.values()]
+    return table(("method", "α_t", "H_0", "H_t"), rows)
+
+
+def methods_reference() -> str:
+    return methods_table() + "\n\n" + "\n\n".join(method(rule) for rule in RULES.values())
+
+
+def method(rule: Rule) -> str:
+    formula, _, text = rule.explanation.partition("\n")
+    weights = "" if "weights" in rule.inputs else " Weights have no meaning here and are refused."
+    own = "`output.curvature: true` writes H̄ beside the result." if rule.precision else ""
+    options = ""
+    if rule.options:
+        rows = [
+            (
+                f"`{o.name}`",
+                o.kind,
+                "required" if o.required else f"`{json.dumps(o.default).strip(chr(34))}`",
+                o.help.text,
+            )
+            for o in rule.options
+        ]
+        options = "\n\n" + table(("option", "value", "default", "meaning"), rows)
+    return f"""## {rule.name}
+
+**{formula}**
+
+{text.strip()}
+
+Needs: {rule.needs_in_words}.{weights} {own}
+
+Reference: {rule.reference}.{options}"""
+
+
+def cli_reference() -> str:
+    """The help of every command, as the program prints it."""
+    parts = []
+    for context in contexts(typer.main.get_command(app), "gradmerge"):
+        parts.append(f"## {context.command_path}\n\n```text\n{context.get_help().rstrip()}\n```")
+    return "\n\n".join(parts)
+
+
+def contexts(command: Any, name: str, parent: Any = None) -> Iterator[Any]:
+    """A command and those below it, each as it would be called, on a terminal of 80 columns."""
+    settings = command.context_settings | {"terminal_width": 80, "max_content_width": 80}
+    context = command.context_class(command, info_name=name, parent=parent, **settings)
+    yield context
+    for child_name, child in getattr(command, "commands", {}).items():
+        yield from contexts(child, child_name, context)
+
+
+def usual_columns() -> str:
+    """The names that a column is recognised by, from the lists that the program looks through."""
+
+    def names(words: Sequence[str]) -> str:
+        return ", ".join(f"`{word}`" for word in words)
+
+    rows = [
+        ("`classify`", "`text`", names(columns.TEXT) + "; or else the only column with text"),
+        ("", "`text`, `text2`", ", ".join(f"`{a}` + `{b}`" for a, b in columns.PAIRS)),
+        ("", "`label`", names(columns.LABEL)),
+        ("`causal-lm`", "`messages`", "`messages`"),
+        ("", "`text`", "`text`; if there is neither this nor a prompt with its completion, as for `classify`"),
+        ("", "`prompt`", names(columns.PROMPT)),
+        ("", "`completion`", names(columns.COMPLETION)),
+        ("`seq2seq`", "`source`", names(columns.SOURCE) + "; or else the only column with text"),
+        ("", "`target`", names(columns.TARGET)),
+        ("`image`", "`image`", names(columns.IMAGE)),
+        ("", "`label`", "`label`, `labels`, `fine_label`; or else as for `classify`"),
+    ]
+    return table(("task", "key", "names that are recognised, the first that is there"), rows)
+
+
+def metrics_reference() -> str:
+    """What each number of `gradmerge evaluate` is, in the program's own words."""
+    return table(("metric", "meaning"), [(f"`{name}`", meaning) for name, meaning in MEANINGS.items()])
+
+
+def python_names() -> str:
+    """The functions and classes that `import gradmerge` gives, each with the first paragraph of its docstring."""
+    found = [(name, getattr(gradmerge, name)) for name in gradmerge.__all__]
+    rows = [
+        (f"`gm.{name}`", (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " "))
+        for name, value in found
+        if inspect.isclass(value) or inspect.isfunction(value)
+    ]
+    return table(("name", "what it is"), rows)
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "cli": cli_reference,
+    "columns": usual_columns,
+    "methods": methods_reference,
+    "metrics": metrics_reference,
+    "python": python_names,
+    "recipe": recipe_reference,
+    **TABLES,
+}
+
+
+if __name__ == "__main__":
+    main()
