@@ -12,14 +12,14 @@ from gradmerge.recipe import make_recipe, parse_yaml
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """A recipe that the program would refuse stops the build; entries for mkdocstrings come out of their comments."""
+    """A recipe that the program would refuse stops the build; what only the site can show comes out of its comment."""
     for block in re.findall(r"^```yaml[^\n]*\n(.*?)^```", markdown, re.DOTALL | re.MULTILINE):
         if re.search(r"^method:", block, re.MULTILINE):
             try:
                 make_recipe(parse_yaml(block, "recipe"))
             except InputError as error:
                 raise PluginError(f"{page.file.src_uri} shows a recipe that is not valid: {error}") from error
-    return re.sub(r"^<!--\n(::: .*?\n)-->$", r"\1", markdown, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^<!-- only on the site$(.*?)^-->$", r"\1", markdown, flags=re.DOTALL | re.MULTILINE)
 
 
 def on_page_content(html: str, **_: Any) -> str:
