@@ -34,7 +34,7 @@ _LLAMA: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "bert": (
         BertForSequenceClassification,
         BertConfig,

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from gradmerge.cli.app import app
 from gradmerge.storage.staging import Staging
@@ -33,7 +32,7 @@ from tests.making import (
 )
 
 
-def invoke(*arguments: str | Path) -> click.testing.Result:
+def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 

@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click.testing
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from gradmerge.cli.app import app
 from tests.demo.making import tiny
@@ -20,7 +19,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradmerge.demo.Settings", tiny)
 
 
-def invoke(*arguments: str | Path) -> click.testing.Result:
+def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["demo", *map(str, arguments)])
 
 

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
 import torch
 from torch import Tensor
 from transformers import BertForSequenceClassification
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import gradmerge as gm
 from gradmerge.cli.app import app
@@ -21,7 +20,7 @@ from tests.tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
 DAMPING = 1e-3
 
 
-def invoke(*arguments: str | Path) -> click.testing.Result:
+def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["diagnose", *map(str, arguments)])
 
 

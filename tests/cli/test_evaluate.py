@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import gradmerge as gm
 from gradmerge.cli.app import app
@@ -27,7 +26,7 @@ from tests.tasks.making import (
 )
 
 
-def invoke(*arguments: str | Path) -> click.testing.Result:
+def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
 
 

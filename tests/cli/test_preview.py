@@ -7,9 +7,8 @@ import json
 import shutil
 from pathlib import Path
 
-import click.testing
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import gradmerge as gm
 from gradmerge.cli.app import app
@@ -17,7 +16,7 @@ from tests.diagnose.conftest import write_texts
 from tests.making import random_curvature, read_model, three_models, weight_bytes, write_model, write_recipe
 
 
-def invoke(*arguments: str | Path) -> click.testing.Result:
+def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["preview", *map(str, arguments)])
 
 

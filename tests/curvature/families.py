@@ -281,7 +281,7 @@ FAMILIES: Mapping[str, Family] = {
     "vit": Family(_of(t.ViTForImageClassification, t.ViTConfig, **_VIT), "images", "classes", zero=("k_proj.bias",)),
     "clip": Family(
         lambda: t.CLIPForImageClassification(
-            t.CLIPConfig(
+            t.CLIPConfig(  # type: ignore[call-arg]
                 text_config={"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
                              "vocab_size": VOCABULARY, "max_position_embeddings": 8},
                 vision_config={k: v for k, v in _VIT.items() if k != "num_labels"},

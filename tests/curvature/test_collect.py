@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 import gradmerge as gm
 from gradmerge.curvature import collect, kernels
+from gradmerge.curvature.batches import examples_in
 from gradmerge.curvature.estimate import estimate_curvature
+from gradmerge.curvature.outputs import logits_of
 
 from ..checkpoints.families import randomise
 from . import slow
@@ -27,6 +29,8 @@ WIDTH, TOKENS = 6, 4
 
 class Body(nn.Module):
     """A head on the mean of what ``inner`` makes of the tokens."""
+
+    layer: Any
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -401,7 +405,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, place: str, fits: int, at: int) -> 
     if place == "forward":
         monkeypatch.setattr(
             "gradmerge.curvature.estimate.logits_of",
-            memory.guard(gm.curvature.estimate.logits_of, lambda _, batch: collect.examples_in(batch)),
+            memory.guard(logits_of, lambda _, batch: examples_in(batch)),
         )
     else:
         guarded = memory.guard(getattr(kernels, place), PLACES[place])

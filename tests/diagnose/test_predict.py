@@ -95,14 +95,16 @@ def plan_of(states: Sequence[State], curvature: Sequence[State], damping: float 
 @pytest.fixture
 def models() -> tuple[list[State], list[State]]:
     base = random_state(0, dtype=torch.float64)
-    states = [base, near(base, 1), near(base, 2)]
-    curvature = [{n: v.square() for n, v in random_state(seed, dtype=torch.float64).items()} for seed in (10, 11, 12)]
+    states: list[State] = [base, near(base, 1), near(base, 2)]
+    curvature: list[State] = [
+        {n: v.square() for n, v in random_state(seed, dtype=torch.float64).items()} for seed in (10, 11, 12)
+    ]
     return states, curvature
 
 
 def on_disk(tmp_path: Path, dtype: torch.dtype, reduction: str) -> tuple[dict[str, Any], list[State], list[State]]:
     folders, states = three_models(tmp_path, dtype)
-    found = []
+    found: list[State] = []
     for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
         curvature = random_curvature(seed, state, examples=10 * (seed + 1))
         curvature.save(folder / "curvature")
@@ -114,7 +116,7 @@ def on_disk(tmp_path: Path, dtype: torch.dtype, reduction: str) -> tuple[dict[st
         "damping": DAMPING,
         "reduction": reduction,
     }
-    return recipe, states, found
+    return recipe, [*states], found
 
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.name)

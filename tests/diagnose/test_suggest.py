@@ -115,7 +115,7 @@ def test_every_round_is_one_pass_over_the_files(tmp_path: Path, monkeypatch: pyt
     from gradmerge.diagnose import looking
 
     passes = []
-    predict = looking.predict
+    predict = looking.predict  # type: ignore[attr-defined]
     monkeypatch.setattr(looking, "predict", lambda *a, **k: passes.append(len(a[2])) or predict(*a, **k))  # type: ignore[func-returns-value]
     found = gm.suggest_weights(Regression(tmp_path).recipe)
     assert len(passes) == 4 and sum(passes) == len(found.evaluated.rows)

@@ -214,7 +214,7 @@ def test_the_sample_is_bounded_and_has_a_part_of_every_tensor(big: Case, monkeyp
     monkeypatch.setattr(trust, "MOST", 20_000)
     monkeypatch.setattr(trust, "RUN", 1000)
     read: list[tuple[str, int, int]] = []
-    real = trust.read_block
+    real = trust.read_block  # type: ignore[attr-defined]
 
     def watched(plan, job, start, stop, *rest):
         read.append((job.name, start, stop))

@@ -70,7 +70,7 @@ def setting(request: pytest.FixtureRequest) -> tuple[Case, float]:
 def test_average_is_the_mean(setting: tuple[Case, float], include_base: bool) -> None:
     case, tolerance = setting
     got = RULES["average"](case.tuned, case.base, include_base=include_base)
-    check(got, slow.average(*case.lists("base", "tuned"), include_base), tolerance)
+    check(got, slow.average(*case.lists("base", "tuned"), include_base=include_base), tolerance)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -78,7 +78,11 @@ def test_average_is_the_mean(setting: tuple[Case, float], include_base: bool) ->
 def test_weighted_average_uses_weights(setting: tuple[Case, float], normalize: bool, base_weight: float | None) -> None:
     case, tolerance = setting
     got = RULES["weighted-average"](case.base, case.tuned, case.weights, base_weight, normalize=normalize)
-    check(got, slow.weighted_average(*case.lists("base", "tuned", "weights"), base_weight, normalize), tolerance)
+    check(
+        got,
+        slow.weighted_average(*case.lists("base", "tuned", "weights"), base_weight=base_weight, normalize=normalize),
+        tolerance,
+    )
 
 
 def test_weighted_average_refuses_weights_that_sum_to_zero() -> None:
@@ -119,7 +123,11 @@ def test_sparse_finetuning_keeps_the_largest_changes(
 ) -> None:
     case, tolerance = setting
     got = RULES["sparse-finetuning"](case.base, case.tuned, case.weights, case.thresholds(density), normalize=normalize)
-    check(got, slow.sparse_finetuning(*case.lists("base", "tuned", "weights"), density, normalize), tolerance)
+    check(
+        got,
+        slow.sparse_finetuning(*case.lists("base", "tuned", "weights"), density=density, normalize=normalize),
+        tolerance,
+    )
 
 
 @pytest.mark.parametrize("density", [0.001, 0.2, 1.0])
@@ -128,7 +136,7 @@ def test_ties_trims_elects_and_averages(setting: tuple[Case, float], density: fl
     case, tolerance = setting
     weights = getattr(case, signs)
     got = RULES["ties"](case.base, case.tuned, weights, case.thresholds(density), scale=0.8)
-    check(got, slow.ties(*case.lists("base", "tuned"), weights, density, 0.8), 4 * tolerance)
+    check(got, slow.ties(*case.lists("base", "tuned"), weights=weights, density=density, scale=0.8), 4 * tolerance)
 
 
 def test_ties_leaves_the_base_where_the_vote_is_a_draw() -> None:
@@ -151,7 +159,7 @@ def test_trimming_keeps_entries_that_equal_the_threshold(dtype: torch.dtype, lim
 def test_dare_drops_and_rescales(setting: tuple[Case, float], combine: str) -> None:
     case, tolerance = setting
     got = RULES["dare"](case.base, case.tuned, case.positive, case.kept, density=0.5, combine=combine)
-    check(got, slow.dare(*case.lists("base", "tuned", "positive", "kept"), 0.5, combine), 4 * tolerance)
+    check(got, slow.dare(*case.lists("base", "tuned", "positive", "kept"), density=0.5, combine=combine), 4 * tolerance)
 
 
 def geometry(a: Tensor, b: Tensor) -> Geometry:
@@ -351,7 +359,7 @@ ELEMENTWISE = ["average", "weighted-average", "task-arithmetic", "fisher-averagi
 def arguments(name: str, models: int, seed: int) -> dict[str, Any]:
     case = Case(torch.float64, models=3, seed=seed)
     order = [i % 3 for i in range(models)]
-    every = {
+    every: dict[str, Any] = {
         "base": case.base,
         "tuned": [case.tuned[i] + 0.01 * n for n, i in enumerate(order)],
         "weights": [case.positive[i] for i in order],

@@ -78,7 +78,7 @@ def test_classes(place: Path, classes: int) -> None:
 
 def test_pairs_of_texts_go_in_as_pairs(place: Path) -> None:
     model = made(place, "bert2", tiny_bert_checkpoint)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"premise": a, "hypothesis": b, "label": n % 2}
         for n, (a, b) in enumerate(zip(sentences(5), sentences(5, 1), strict=True))
     ]
@@ -285,7 +285,7 @@ def test_in_a_conversation_the_assistant_counts(place: Path, marked: bool) -> No
 
 def test_text_to_text(place: Path) -> None:
     model = made(place, "t5", tiny_t5_checkpoint)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"knowledge": a, "history": [b, a], "response": b}
         for a, b in zip(sentences(6, 7), sentences(6, 8), strict=True)
     ]

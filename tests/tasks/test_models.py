@@ -207,7 +207,8 @@ def test_lengths_stay_within_the_models_positions(tmp_path: Path) -> None:
 
 def test_a_decoder_that_classifies_gives_the_same_in_batches(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=1, n_head=2, num_labels=3)
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    config.num_labels = 3
     model = GPT2ForSequenceClassification(config).eval()
     model.score.weight.data.normal_()
     model.save_pretrained(tmp_path / "model")
