@@ -5,7 +5,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 BENCH_DATA ?= bench-data
 BENCH_FLAGS ?=
 
-.PHONY: help install demo test lint format bench bench-curvature docs clean
+.PHONY: help install demo test coverage lint format bench bench-curvature pages docs clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -22,10 +22,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 test: install  ## Run the tests.
 	$(BIN)/python -m pytest -n 2
 
+coverage: install  ## Run the tests and show which lines of src/ they reach, line by line in htmlcov/.
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=term --cov-report=html
+
 demo: install  ## Train, measure, merge by every rule and compare, on scikit-learn's digits, into demo/ (minutes).
 	$(BIN)/gradmerge demo -o demo
 
-lint: install  ## Check style, formatting and types.
+lint: install  ## Check style, formatting and types, of the tests too.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -43,9 +46,12 @@ bench: install  ## Compare speed and memory with mergekit on models of 1.1 B par
 bench-curvature: install  ## Compare measuring curvature with a plain pass and a loop over examples (BENCH_FLAGS='--device cuda --model gpt2').
 	$(BIN)/python -m benchmarks.curvature $(BENCH_FLAGS)
 
+pages: install  ## Write the references and tables that come from the code into the pages of docs/.
+	$(BIN)/python -m docs.pages
+
 docs: install  ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## Remove everything that make has made.
-	rm -rf $(VENV) .venv-mergekit $(BENCH_DATA) demo site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-mergekit $(BENCH_DATA) demo site build dist htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
