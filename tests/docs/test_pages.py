@@ -12,7 +12,7 @@ from docs.pages import BEGIN, DOCS, GENERATED, filled, pages
 ROOT = DOCS.parent
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 #: Packages whose own words stand in generated parts.
-QUOTED = ("click", "pydantic", "typer")
+QUOTED = ("pydantic", "typer")
 
 
 def name_of(page: Path) -> str:
