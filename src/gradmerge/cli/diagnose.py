@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..words import one_line
 from .options import Attn, BatchSize, Columns, Device, Dtype, Limit, MaxLength, Task, Tokenizer
 from .output import AllowPickle, Debug, Json, Quiet, guarded, heavy_imports, note, print_json, print_table, progress
 from .streams import say
@@ -88,7 +89,7 @@ def diagnose(
         rows = [[_shown(cell) for cell in row] for row in table.rows]
         print_table(list(table.columns), rows, right=range(1, len(table.columns)))
         if not quiet:
-            say("\n" + "\n".join(verdict(found)))
+            say("\n" + "\n".join(map(one_line, verdict(found))))
             say(f"\n{out / 'report.html'} has the rest. Predictions rank; they are no losses in nats.")
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..words import one_line
 from .options import Attn, BatchSize, Columns, Device, Dtype, Limit, MaxLength, Task, Tokenizer
 from .output import AllowPickle, Debug, Json, Quiet, guarded, heavy_imports, note, print_json, print_table, progress
 from .streams import say
@@ -157,7 +158,7 @@ def preview(
         print_table(list(table.columns), rows, right=range(2, len(table.columns) - 1))
         if quiet:
             return
-        say("\n" + "\n".join(text.replace("**", "").replace("`", "") for text in verdict(found, suggestion)))
+        say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in verdict(found, suggestion)))
         say(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
         if saved is not None:
             say(f"{save_best} holds the best setting; {out / 'recipe.yml'} is its recipe.")

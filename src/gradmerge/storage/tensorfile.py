@@ -232,6 +232,15 @@ def local_path(reference: str, relative_to: Path | None) -> Path:
     return path
 
 
+def in_utf8(path: Path) -> Path:
+    """The path, if libraries that are not written in Python can open it."""
+    if not _is_text(str(path)):
+        raise InputError(
+            f"{path}: the name is not UTF-8, and cannot be opened for that. Rename it, or link to it (ln -s)."
+        )
+    return path
+
+
 def open_files(folder: Path, stem: str) -> list[TensorFile] | None:
     """The files ``stem.safetensors``, or the shards of ``stem.safetensors.index.json``; None when neither is there."""
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
