@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from .._version import __version__
 from ..words import to_json
 from . import curvature, demo, diagnose, evaluate, inspect, merge, methods, preview
+from .output import OUT_OF_MEMORY
 from .streams import prepare_streams, say, settle
 
 #: By its version typer brings a click of its own, or takes the one that is installed.
@@ -34,6 +35,9 @@ class Commands(TyperGroup):
             status = error.exit_code
             if "--json" in words:
                 say(to_json({"error": error.format_message(), "status": status}, indent=None))
+        except MemoryError:  # so little is left that not even the words for it could be found
+            status = 1
+            say(f"error: {OUT_OF_MEMORY}", err=True)
         sys.exit(settle(status))
 
 

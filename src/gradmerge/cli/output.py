@@ -58,14 +58,17 @@ def fail(message: str, status: int, as_json: bool) -> None:
 
 def continued(message: str) -> str:
     """A message whose lines after the first are indented: a line feed in a name must not make it two messages."""
-    return re.sub(r"\n(?=[^\s•])", "\n  ", message)
+    return _NEXT_LINE.sub("\n  ", message)
 
 
-#: Failures of the machine, which may hide behind an error that takes them for the input's.
-_OF_THE_MACHINE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EIO}
+# Made beforehand: there may be no memory left to make them when they are needed.
+_NEXT_LINE = re.compile(r"\n(?=[^\s•])")
 _NO_MEMORY = re.compile(
     "DefaultCPUAllocator|std::bad_alloc|can't start new thread|[Cc]annot allocate memory|failed to map segment|not enough memory"
 )
+OUT_OF_MEMORY = "out of memory. Try fewer --threads, a smaller --batch-size, or a higher limit (ulimit -v)."
+#: Failures of the machine, which may hide behind an error that takes them for the input's.
+_OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
 
 def explain(error: BaseException) -> tuple[str, int]:
@@ -74,7 +77,7 @@ def explain(error: BaseException) -> tuple[str, int]:
         if isinstance(reason, OSError) and reason.errno in (errno.EMFILE, errno.ENFILE):
             return _too_many_files(error, reason), 1
         if _is_memory(reason):
-            return "out of memory. Try fewer --threads, a smaller --batch-size, or a higher limit (ulimit -v).", 1
+            return OUT_OF_MEMORY, 1
     if isinstance(error, GradmergeError):
         machine = any(isinstance(r, OSError) and r.errno in _OF_THE_MACHINE for r in _chain(error))
         return str(error), 1 if machine else error.status
@@ -106,12 +109,11 @@ def _is_memory(error: BaseException) -> bool:
 def _too_many_files(error: BaseException, reason: OSError) -> str:
     import resource
 
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    higher = f" (the highest allowed here is {most})" if most != resource.RLIM_INFINITY else ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     where = str(error) if isinstance(error, GradmergeError) else f"{reason.filename or 'file'}: {reason.strerror}"
     return (
-        f"{where}. This process may have {limit} files open at a time. Raise the limit with `ulimit -n 4096`{higher}, merge "
-        "fewer models at once, or store them in fewer, larger files."
+        f"{where}. This process may have {limit} files open at a time: raise the limit (ulimit -n), merge fewer models at once, "
+        "or store them in fewer, larger files."
     )
 
 
