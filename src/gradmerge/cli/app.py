@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
@@ -11,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from .._version import __version__
-from ..words import to_json
+from ..words import printable, to_json
 from . import curvature, demo, diagnose, evaluate, inspect, merge, methods, preview
 from .output import OUT_OF_MEMORY
 from .streams import prepare_streams, say, settle
@@ -35,6 +36,9 @@ class Commands(TyperGroup):
             status = error.exit_code
             if "--json" in words:
                 say(to_json({"error": error.format_message(), "status": status}, indent=None))
+        except typer.Abort:
+            status = 1
+            say("error: interrupted", err=True)
         except MemoryError:  # so little is left that not even the words for it could be found
             status = 1
             say(f"error: {OUT_OF_MEMORY}", err=True)
@@ -83,4 +87,6 @@ app.add_typer(curvature.app, name="curvature")
 def main() -> None:
     """Entry point of the `gradmerge` script."""
     prepare_streams()
+    plain = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **more: printable(plain(*args, **more))
     app()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from ..words import one_line
 from .options import Attn, BatchSize, Columns, Data, Device, Dtype, Limit, MaxLength, Model, Task, Tokenizer
 from .output import Debug, Json, Quiet, guarded, heavy_imports, note, print_json, print_table, progress
 from .streams import say
@@ -73,7 +74,7 @@ def evaluate(
 def _print(model: str, data: str, numbers: dict[str, Any], loaded: Any, meanings: Any, quiet: bool) -> None:
     if not quiet:
         read = ", ".join(f"{role} from {' + '.join(names)}" for role, names in loaded.columns.items())
-        say(f"{model} on {data}: {numbers['task']}, {read}")
+        say(one_line(f"{model} on {data}: {numbers['task']}, {read}"))
     rows = [[name, _shown(value), meanings[name]] for name, value in numbers.items() if name in meanings]
     print_table(["metric", "value", "meaning"], rows, right=(1,))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import GradmergeError
+from ..errors import GradmergeError, MachineError
 from ..words import one_line, size, to_json
 from .streams import say, write
 
@@ -76,7 +76,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     for reason in _chain(error):
         if isinstance(reason, OSError) and reason.errno in (errno.EMFILE, errno.ENFILE):
             return _too_many_files(error, reason), 1
-        if _is_memory(reason):
+        if _is_memory(reason) and not isinstance(error, MachineError):
             return OUT_OF_MEMORY, 1
     if isinstance(error, GradmergeError):
         machine = any(isinstance(r, OSError) and r.errno in _OF_THE_MACHINE for r in _chain(error))
@@ -112,7 +112,7 @@ def _too_many_files(error: BaseException, reason: OSError) -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     where = str(error) if isinstance(error, GradmergeError) else f"{reason.filename or 'file'}: {reason.strerror}"
     return (
-        f"{where}. This process may have {limit} files open at a time: raise the limit (ulimit -n), merge fewer models at once, "
+        f"{where.rstrip('.')}. This process may have {limit} files open at a time: raise the limit (ulimit -n), merge fewer models at once, "
         "or store them in fewer, larger files."
     )
 
