@@ -83,7 +83,10 @@ def settle(status: int) -> int:
     error = _lost.get(1)
     if error is not None and error.errno != errno.EPIPE:  # a reader that went, such as `head`, has seen enough
         done = "" if status else " The work itself is done."
-        say(f"error: standard output cannot be written: {error.strerror}. What it should have said is lost.{done}", err=True)
+        say(
+            f"error: standard output cannot be written: {error.strerror}. What it should have said is lost.{done}",
+            err=True,
+        )
     failed = bool(_lost)
     _lost.clear()
     return status or int(failed)
