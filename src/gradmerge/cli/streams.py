@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import select
 import sys
 from typing import Any, TextIO
 
@@ -26,7 +27,9 @@ class _Outlet(io.FileIO):
         try:
             if self._closed:
                 raise OSError(errno.EBADF, "it is closed")
-            return super().write(data)
+            while (written := super().write(data)) is None:  # a pipe that does not block, and is full
+                select.select([], [self], [])
+            return written
         except OSError as error:
             _lost.setdefault(self.fileno(), error)
             return memoryview(data).nbytes
