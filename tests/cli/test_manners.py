@@ -21,6 +21,7 @@ import yaml
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+import gradmerge.cli
 from gradmerge.cli.app import app
 from gradmerge.cli.output import continued, explain
 from gradmerge.errors import InputError
@@ -103,6 +104,12 @@ def test_a_merge_of_hostile_names_leaves_files_that_are_safe_to_look_at(hostile:
         assert printable(text) == text
     front = yaml.safe_load((tmp_path / "out" / "README.md").read_text("utf-8").split("---\n")[1])
     assert front.keys() == {"library_name", "tags"}
+
+
+def test_the_commands_print_through_one_place() -> None:
+    folder = Path(gradmerge.cli.__file__).parent
+    elsewhere = [p.name for p in folder.glob("*.py") if re.search(r"\b(typer\.echo|print)\(", p.read_text("utf-8"))]
+    assert elsewhere == ["output.py"]  # where rich draws tables into a string
 
 
 class Scripts(HTMLParser):
