@@ -34,6 +34,7 @@ from ..report.card import model_card
 from ..storage.bytesof import bytes_of
 from ..storage.staging import Staging
 from ..storage.tensorwriter import TensorWriter
+from ..words import to_json
 from .reads import State, changed, recipe_paths, state_of
 from .record import merge_record
 
@@ -357,7 +358,7 @@ class _Output:
             self._timings | {"total": seconds},
             self._resumed,
         )
-        (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        (folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
         card = model_card(self.recipe, self.staging.out.name, (folder / "config.json").is_file())
         (folder / "README.md").write_text(card, "utf-8")
         self.journal.remove()

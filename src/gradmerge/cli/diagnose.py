@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ..words import one_line
 from .options import Attn, BatchSize, Columns, Device, Dtype, Limit, MaxLength, Task, Tokenizer
 from .output import AllowPickle, Debug, Json, Quiet, guarded, heavy_imports, note, print_json, print_table, progress
+from .streams import say
 
 EXAMPLE = (
     "Examples: gradmerge diagnose recipe.yml -o report   ·   gradmerge diagnose recipe.yml --data yelp=yelp.jsonl "
@@ -87,8 +89,8 @@ def diagnose(
         rows = [[_shown(cell) for cell in row] for row in table.rows]
         print_table(list(table.columns), rows, right=range(1, len(table.columns)))
         if not quiet:
-            typer.echo("\n" + "\n".join(verdict(found)))
-            typer.echo(f"\n{out / 'report.html'} has the rest. Predictions rank; they are no losses in nats.")
+            say("\n" + "\n".join(map(one_line, verdict(found))))
+            say(f"\n{out / 'report.html'} has the rest. Predictions rank; they are no losses in nats.")
 
 
 def named(pairs: list[str]) -> dict[str, str]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..words import count, size
-from .output import AllowPickle, Debug, Json, Quiet, guarded, print_json, print_table
+from ..words import count, one_line, size
+from .output import AllowPickle, Debug, Json, Quiet, continued, guarded, print_json, print_table
+from .streams import say
 
 if TYPE_CHECKING:
     from ..checkpoints import Checkpoint
@@ -59,7 +60,7 @@ def inspect(
                 _print_comparison(comparison)
             elif comparison is not None:
                 for problem in comparison.problems:
-                    typer.echo(f"error: {problem}", err=True)
+                    say(f"error: {continued(problem)}", err=True)
         for checkpoint in (*others, first):
             checkpoint.close()
         if comparison is not None and comparison.problems:
@@ -105,13 +106,11 @@ def _architecture(checkpoint: Checkpoint) -> str | None:
 
 
 def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -> None:
-    typer.echo(f"{facts['model']} ({facts['architecture'] or facts['kind']})")
+    say(one_line(f"{facts['model']} ({facts['architecture'] or facts['kind']})"))
     if "base" in facts:
-        typer.echo(f"  LoRA adapter with {count(facts['adapter_parameters'])} parameters, on top of {facts['base']}")
+        say(f"  LoRA adapter with {count(facts['adapter_parameters'])} parameters, on top of {one_line(facts['base'])}")
     shares = ", ".join(f"{dtype} {count(numel)}" for dtype, numel in facts["types"].items())
-    typer.echo(
-        f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({shares})"
-    )
+    say(f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({shares})")
     details = []
     if facts["vocabulary"]:
         details.append(f"vocabulary {facts['vocabulary']}")
@@ -120,11 +119,10 @@ def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -
     if facts["buffers"]:
         details.append(f"{len(facts['buffers'])} buffers")
     details.append("with curvature" if facts["curvature"] else "no curvature/ folder")
-    typer.echo(
-        f"  {', '.join(details)}; files: {', '.join(facts['files'][:3])}{' …' if len(facts['files']) > 3 else ''}"
-    )
+    files = ", ".join(facts["files"][:3]) + (" …" if len(facts["files"]) > 3 else "")
+    say(one_line(f"  {', '.join(details)}; files: {files}"))
     if "digest" in facts:
-        typer.echo(f"  digest {facts['digest']}")
+        say(f"  digest {facts['digest']}")
     if tensors:
         rows = [[f"  {n}", i.dtype, str(list(i.shape)), size(i.nbytes)] for n, i in checkpoint.tensors.items()]
         print_table(["  tensor", "type", "shape", "size"], rows, right=(3,))
@@ -132,10 +130,10 @@ def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -
 
 def _print_comparison(comparison: Any) -> None:
     for text in comparison.notes:
-        typer.echo(f"note: {text}")
+        say(f"note: {continued(text)}")
     if comparison.problems:
-        typer.echo("These cannot be merged:")
+        say("These cannot be merged:")
         for problem in comparison.problems:
-            typer.echo(f"• {problem}")
+            say(f"• {continued(problem)}")
     else:
-        typer.echo(f"These can be merged: {len(comparison.merged)} tensors merged, {len(comparison.copied)} copied.")
+        say(f"These can be merged: {len(comparison.merged)} tensors merged, {len(comparison.copied)} copied.")

@@ -14,6 +14,7 @@ from .output import (
     Durable,
     Json,
     Quiet,
+    continued,
     guarded,
     heavy_imports,
     note,
@@ -21,6 +22,7 @@ from .output import (
     print_table,
     progress,
 )
+from .streams import say
 
 if TYPE_CHECKING:
     from ..engine import Plan
@@ -226,10 +228,10 @@ def _run(
     if quiet:
         return
     if result.already_done:
-        typer.echo(f"{out} is complete already")
+        say(f"{out} is complete already")
     else:
         moved = result.bytes_read + result.bytes_written
-        typer.echo(
+        say(
             f"{recipe.method}: {result.merged} tensors merged, {result.copied} copied → {out} "
             f"({size(result.bytes_written)} in {result.seconds:.1f} s, {size(moved / max(result.seconds, 1e-9))}/s moved)"
         )
@@ -264,20 +266,16 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, as_j
     if as_json:
         print_json(facts)
         return
-    typer.echo(f"{recipe.method}: {plan.rule.summary}")
+    say(f"{recipe.method}: {plan.rule.summary}")
     if inputs.options:
-        typer.echo("options: " + ", ".join(f"{k}={v}" for k, v in inputs.options.items()))
+        say("options: " + ", ".join(f"{k}={v}" for k, v in inputs.options.items()))
     rows = [
         [s["source"], s["kind"], count(s["parameters"]) if "parameters" in s else "", size(s["bytes"])] for s in sources
     ]
     print_table(["input", "kind", "parameters", "size"], rows, right=(2, 3))
-    typer.echo(
-        f"tensors: {facts['merged_tensors']} merged, {facts['copied_tensors']} copied from {inputs.template.label}"
-    )
-    typer.echo(f"reads:   {size(plan.total_read + plan.statistics_read)}")
-    typer.echo(
-        f"writes:  {size(plan.total_written)} in {files} file{'s' if files > 1 else ''}" + (f" → {out}" if out else "")
-    )
-    typer.echo(f"memory:  about {size(plan.memory(threads))} with {threads} thread{'s' if threads > 1 else ''}")
+    say(f"tensors: {facts['merged_tensors']} merged, {facts['copied_tensors']} copied from {inputs.template.label}")
+    say(f"reads:   {size(plan.total_read + plan.statistics_read)}")
+    say(f"writes:  {size(plan.total_written)} in {files} file{'s' if files > 1 else ''}" + (f" → {out}" if out else ""))
+    say(f"memory:  about {size(plan.memory(threads))} with {threads} thread{'s' if threads > 1 else ''}")
     for text in plan.notes:
-        typer.echo(f"note: {text}")
+        say(f"note: {continued(text)}")

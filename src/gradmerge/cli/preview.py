@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ..words import one_line
 from .options import Attn, BatchSize, Columns, Device, Dtype, Limit, MaxLength, Task, Tokenizer
 from .output import AllowPickle, Debug, Json, Quiet, guarded, heavy_imports, note, print_json, print_table, progress
+from .streams import say
 
 EXAMPLE = (
     "Examples: gradmerge preview recipe.yml --weights 0:1:0.1 --methods gradient-matching,task-arithmetic -o preview   ·   "
@@ -156,10 +158,10 @@ def preview(
         print_table(list(table.columns), rows, right=range(2, len(table.columns) - 1))
         if quiet:
             return
-        typer.echo("\n" + "\n".join(text.replace("**", "").replace("`", "") for text in verdict(found, suggestion)))
-        typer.echo(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
+        say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in verdict(found, suggestion)))
+        say(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
         if saved is not None:
-            typer.echo(f"{save_best} holds the best setting; {out / 'recipe.yml'} is its recipe.")
+            say(f"{save_best} holds the best setting; {out / 'recipe.yml'} is its recipe.")
 
 
 def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..checkpoints.opening import HUB_ID, fetch_from_hub
 from ..errors import InputError
-from ..storage.tensorfile import local_path, open_files
+from ..storage.tensorfile import in_utf8, local_path, open_files
 from ..words import listed, nearest
 
 TASKS = ("classify", "causal-lm", "seq2seq", "image")
@@ -194,7 +194,7 @@ def quiet_transformers() -> Iterator[None]:
 def _folder_of(reference: str) -> Path:
     path = local_path(reference, None)
     if path.is_dir():
-        return path
+        return in_utf8(path)
     if path.is_file():
         raise InputError(f"{reference}: a file is not enough to run a model; give the folder with its config.json")
     if HUB_ID.fullmatch(reference) and not reference.startswith("."):
