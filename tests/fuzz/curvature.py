@@ -229,7 +229,7 @@ class Unfinished(Merging):
         gm.merge(self.given, self.place.out, threads=1, block=8)
         self.whole = weight_bytes(self.place.out)
         self.place.restore()
-        stop = _Stop(200)
+        stop = _Stop("merging", 400)
         with contextlib.suppress(KeyboardInterrupt):
             gm.merge(self.given, self.place.out, threads=1, block=8, progress=stop)
         self.left = files_in(self.place.out.parent)
@@ -254,26 +254,27 @@ class Unfinished(Merging):
 
 
 class _Stop:
-    """A progress that ends the work after so many bytes."""
+    """A progress that ends the work after so many bytes or examples of it, but not while thresholds are measured."""
 
-    def __init__(self, most: int) -> None:
-        self.left = most
+    def __init__(self, what: str, most: int) -> None:
+        self.what, self.left = what, most
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
-        pass
+        self.counts = what == self.what
 
     def advance(self, amount: int) -> None:
-        self.left -= amount
+        self.left -= amount if self.counts else 0
         if self.left < 0:
             raise KeyboardInterrupt
 
 
 def mutate_lines(raw: bytes, rng: random.Random) -> bytes:
-    """Lines of JSON, of which one is changed."""
-    lines = raw.splitlines(keepends=True)
+    """Lines of JSON, all but the first with a checksum, of which one is changed."""
+    lines = raw.splitlines()
     number = rng.randrange(len(lines))
-    lines[number] = mutate_json_file(lines[number], rng).replace(b"\n", b"") + b"\n"
-    return b"".join(lines)
+    text, space, checksum = lines[number].rpartition(b" ") if number else (lines[0], b"", b"")
+    lines[number] = mutate_json_file(text, rng).replace(b"\n", b"") + space + checksum
+    return b"\n".join(lines) + b"\n"
 
 
 class Records(Merging):
@@ -310,7 +311,7 @@ class SoFar(Kind):
 
         tiny_bert_checkpoint(Path("bert"), num_hidden_layers=1)
         write_jsonl(Path("data.jsonl"), labelled(6))
-        stop = _Stop(3)
+        stop = _Stop("measuring", 3)
         with contextlib.suppress(KeyboardInterrupt):
             self._measure(progress=stop, save_every=0.0)
         self.left = files_in(self.place.out.parent)

@@ -27,7 +27,7 @@ from gradmerge.errors import GradmergeError, InputError, MachineError
 #: Seconds and bytes that one case may take; the slowest takes a tenth.
 MOST_SECONDS = 10.0
 MOST_MEMORY = 500_000_000
-LONGEST_MESSAGE = 5000
+LONGEST_MESSAGE = 20_000
 
 #: How a case may end. All but the first three are failures.
 WORKED, REFUSED, MACHINE = "worked", "refused", "machine"

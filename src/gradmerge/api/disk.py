@@ -188,7 +188,7 @@ def _fingerprint(recipe: Recipe, plan: Plan, allow_nonfinite: bool) -> str:
 def _is_complete(out: Path, fingerprint: str) -> bool:
     try:
         return bool(json.loads((out / RECORD).read_text("utf-8"))["fingerprint"] == fingerprint)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
