@@ -225,10 +225,20 @@ class Images(Data):
             gm.evaluate("vit", "images", batch_size=2, device="cpu")
 
 
+def mutate_config(raw: bytes, rng: random.Random) -> bytes:
+    """A config that transformers builds a model from: often with one size that is another."""
+    value = json.loads(raw)
+    sizes = [key for key, number in value.items() if isinstance(number, int)]
+    if rng.random() < 0.6 or not sizes:
+        return mutate_json_file(raw, rng)
+    value[rng.choice(sizes)] = rng.choice([0, -1, 3, 100, 10**4, 10**6, 2**31, 10**30, 0.5, "3", None, [3]])
+    return json.dumps(value).encode()
+
+
 class Loaded(Kind):
     """What transformers reads of a model's folder before it runs: config, weights, tokenizer, image processor."""
 
-    name, share = "transformers-folder", 0.6
+    name, share = "transformers-folder", 1.0
 
     def make(self) -> None:
         from tests.tasks.making import tiny_bert_checkpoint, tiny_vit_checkpoint
@@ -244,7 +254,7 @@ class Loaded(Kind):
             found = sorted(p for p in Path(model).iterdir() if p.suffix in (".json", ".safetensors", ".txt"))
             path = rng.choice(found)
             raw = self.place.original(str(path))
-            change: Any = {".json": mutate_json_file, ".safetensors": mutate_file, ".txt": mutate_text}[path.suffix]
+            change: Any = {".json": mutate_config, ".safetensors": mutate_file, ".txt": mutate_text}[path.suffix]
             self.place.put(str(path), change(raw, rng))
         gm.evaluate(model, "data.jsonl" if model == "bert" else "data.npz", device="cpu")
 
@@ -279,7 +289,7 @@ class ImportConfig(Kind):
 
     def run(self, rng: random.Random | None) -> None:
         if rng is not None:
-            self.place.put("config.json", mutate_json_file(self.place.original("config.json"), rng))
+            self.place.put("config.json", mutate_config(self.place.original("config.json"), rng))
         gm.import_curvature(".", examples=10, batch_size=2)
 
     def check(self, outcome: str) -> None:

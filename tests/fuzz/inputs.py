@@ -83,7 +83,7 @@ def run_inputs(
     """Counts by kind."""
     chunks = _chunks(names, total, seed)
     results: dict[str, dict[str, Any]] = {
-        n: dict.fromkeys(["cases", *OUTCOMES, "slowest s", "most MB"], 0) for n in names
+        n: dict.fromkeys(["cases", *OUTCOMES, "slowest s", "slowest", "most MB"], 0) for n in names
     }
     workers: list[Worker] = []
     last = time.monotonic()
@@ -102,7 +102,8 @@ def run_inputs(
         done += 1
         row["cases"] += 1
         row[result.outcome] += 1
-        row["slowest s"] = round(max(row["slowest s"], result.seconds), 2)
+        if result.seconds > row["slowest s"]:
+            row["slowest s"], row["slowest"] = round(result.seconds, 2), result.number
         row["most MB"] = max(row["most MB"], result.memory // 1_000_000)
         if result.outcome not in GOOD:
             keep(result, failures, sum(row[o] for o in OUTCOMES if o not in GOOD))

@@ -34,6 +34,7 @@ from .trial import MACHINE, WORKED, Broken, Kind, command
 SHAPES = {"embed.weight": (6, 4), "a.weight": (4, 3), "a.bias": (4,), "norm.weight": (4,), "b.weight": (2, 4)}
 CONFIG: dict[str, Any] = {
     "architectures": ["BertForSequenceClassification"], "model_type": "bert", "vocab_size": 6, "hidden_size": 4, "num_attention_heads": 2,
+    "num_hidden_layers": 1, "intermediate_size": 4, "max_position_embeddings": 8,
     "layer_norm_eps": 1e-12, "hidden_act": "gelu", "tie_word_embeddings": True, "torch_dtype": "float32", "id2label": {"0": "no", "1": "yes"},
     "label2id": {"no": 0, "yes": 1}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "text_config": {"vocab_size": 6},
     "_name_or_path": "base", "quantization_config": None, "num_labels": 2, "auto_map": {},
@@ -397,7 +398,7 @@ class CommandLine(Kind):
         value = rng.choice([w for w in WRONG if isinstance(w, str | int | float)])
         if "=" in word and rng.random() < 0.7:
             return word.partition("=")[0] + "=" + str(value)
-        changed = mutate_text(word.encode(), rng)[:500].replace(b"\x00", b"").decode("utf-8", "surrogateescape")
+        changed = os.fsdecode(mutate_text(os.fsencode(word), rng)[:500].replace(b"\x00", b""))
         # No option that writes, and no path that leads elsewhere.
         return changed if not changed.startswith(("-", "/", "~", "..")) else "x" + changed
 
