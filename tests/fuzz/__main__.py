@@ -87,7 +87,7 @@ def run_all(given: argparse.Namespace, root: Path) -> int:
 
 
 def print_table(results: dict[str, Any], counts: Any) -> None:
-    if not results:
+    if not any(row["cases"] for row in results.values()):
         return
     columns = ["cases", *OUTCOMES, "slowest s", "most MB"]
     print(f"{'kind':20}" + "".join(f"{c.rpartition(' ')[0] or c:>10}" for c in columns))
@@ -96,8 +96,11 @@ def print_table(results: dict[str, Any], counts: Any) -> None:
 
 
 def print_kills(kills: dict[str, Any]) -> None:
-    for name, row in kills.items():
-        print(f"{name:20}" + ", ".join(f"{what} {number}" for what, number in row.items()))
+    """What was under OUT after a command was killed; `moved` is the old folder, set aside."""
+    for number, (name, row) in enumerate(kills.items()):
+        if number == 0:
+            print(f"\n{'killed':20}" + "".join(f"{what:>13}" for what in row))
+        print(f"{name:20}" + "".join(f"{count:>13}" for count in row.values()))
 
 
 def show_case(case: str, seed: int, root: Path) -> int:

@@ -29,6 +29,9 @@ from .trial import Broken, command, files_in, write_files
 #: Seconds that a command may take; it is killed then, and counted as a failure.
 PATIENCE = 120.0
 
+#: Of a command that was not killed after all.
+ENDED = "ended before"
+
 Content = dict[str, Any]
 
 
@@ -229,7 +232,7 @@ def kill_once(scenario: Scenario, rng: random.Random) -> str:
         raise Broken(f"left behind: {', '.join(left)}")
     if files_in(scenario.inputs) != scenario.before:
         raise Broken("the inputs were changed")
-    return "ended" if ended.status == 0 else found
+    return ENDED if ended.status == 0 else found
 
 
 def _found(scenario: Scenario, force: bool) -> str:
@@ -270,8 +273,12 @@ def _share(arguments: tuple[int, int, int, int, Path, Path]) -> dict[str, Counte
             scenarios[kind.name] = kind(root / f"kills-{first}" / kind.name)
         scenario = scenarios[kind.name]
         os.chdir(scenario.inputs)
+        rng = random.Random(f"{seed}/{kind.name}/{number}")
         try:
-            what = kill_once(scenario, random.Random(f"{seed}/{kind.name}/{number}"))
+            # A command that ends before its time has come is no kill.
+            while (what := kill_once(scenario, rng)) == ENDED:
+                counts.setdefault(kind.name, Counter())[ENDED] += 1
+                scenario.clear()
         except Exception as error:
             what = "failures"
             print(f"kill {number}, {kind.name}: {error}", flush=True)
@@ -296,5 +303,5 @@ def run_kills(kills: int, seed: int, processes: int, root: Path, failures: Path)
             for counts in pool.map(_share, shares, chunksize=1):
                 for name, counter in counts.items():
                     total[name] = total.get(name, Counter()) + counter
-    words = ("nothing", "old", "moved", "new", "ended", "failures")
-    return {name: {"kills": c.total(), **{word: c[word] for word in words}} for name, c in total.items()}
+    words = ("nothing", "old", "moved", "new", "failures", ENDED)
+    return {name: {"kills": c.total() - c[ENDED], **{w: c[w] for w in words}} for name, c in total.items()}

@@ -84,18 +84,16 @@ class Place:
         found, want = files_in(self.inputs), self._sealed | self.changed
         if found != want:
             odd = sorted(str(p) for p in found.keys() | want.keys() if found.get(p) != want.get(p))
-            self.restore(found)
             raise Broken(f"the inputs were changed: {', '.join(odd)}")
 
-    def restore(self, found: dict[Path, bytes] | None = None) -> None:
+    def restore(self) -> None:
         """As it was before the case."""
-        for name in [*self.changed, *((found or {}).keys() - self._sealed.keys())]:
-            (self.inputs / name).unlink(missing_ok=True)
-            if name not in self._sealed:
-                with contextlib.suppress(OSError):  # of a folder that holds more
-                    (self.inputs / name).parent.rmdir()
-        lost = self._sealed.keys() - (found if found is not None else self._sealed).keys()
-        write_files(self.inputs, {n: self._sealed[n] for n in {*self.changed, *lost} if n in self._sealed})
+        found = files_in(self.inputs)
+        for name in found.keys() - self._sealed.keys():
+            (self.inputs / name).unlink()
+            with contextlib.suppress(OSError):  # of a folder that holds more
+                (self.inputs / name).parent.rmdir()
+        write_files(self.inputs, {n: c for n, c in self._sealed.items() if found.get(n) != c})
         self.changed, self.prepared = {}, {}
         for child in self.out.parent.iterdir():
             shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
