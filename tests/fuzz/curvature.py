@@ -228,7 +228,7 @@ class Unfinished(Merging):
         self.given = recipe(method="ties", options={"density": 0.5})
         gm.merge(self.given, self.place.out, threads=1, block=8)
         self.whole = weight_bytes(self.place.out)
-        self.place.restore()
+        self.place.clear_out()
         stop = _Stop("merging", 400)
         with contextlib.suppress(KeyboardInterrupt):
             gm.merge(self.given, self.place.out, threads=1, block=8, progress=stop)
@@ -315,7 +315,7 @@ class SoFar(Kind):
         with contextlib.suppress(KeyboardInterrupt):
             self._measure(progress=stop, save_every=0.0)
         self.left = files_in(self.place.out.parent)
-        self.place.restore()
+        self.place.clear_out()
         self._measure()
         self.whole = files_in(self.place.out)
 

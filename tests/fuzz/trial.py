@@ -95,6 +95,9 @@ class Place:
                 (self.inputs / name).parent.rmdir()
         write_files(self.inputs, {n: c for n, c in self._sealed.items() if found.get(n) != c})
         self.changed, self.prepared = {}, {}
+        self.clear_out()
+
+    def clear_out(self) -> None:
         for child in self.out.parent.iterdir():
             shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
 
