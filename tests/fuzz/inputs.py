@@ -21,7 +21,7 @@ from .kinds import KINDS
 from .trial import CRASH, GOOD, HANG, OUTCOMES, Kind, Result, run_case
 
 #: Seconds after which a process that does not answer is killed: it hangs where no signal is heard.
-PATIENCE = 60.0
+PATIENCE = 120.0
 #: Address space that a process may take beyond what it begins with, so that a bomb ends the case and not the machine.
 ROOM = 8 << 30
 CHUNK = 50
