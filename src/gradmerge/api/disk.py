@@ -192,7 +192,7 @@ def _is_complete(out: Path, fingerprint: str) -> bool:
         return bool(record["fingerprint"] == fingerprint) and all(
             (out / name).stat().st_size == nbytes for name, nbytes in sizes
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 

@@ -116,7 +116,8 @@ def task_of(reference: str, config: Any, task: str, adapter: dict[str, Any] | No
         return _ADAPTER_TASKS[adapter["task_type"]]
     from transformers.models.auto import modeling_auto
 
-    architectures = getattr(config, "architectures", None) or []
+    named = getattr(config, "architectures", None)
+    architectures = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     for name, (_, table) in _AUTO_CLASSES.items():
         known: set[str] = set()
         for value in getattr(modeling_auto, table).values():
