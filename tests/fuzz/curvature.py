@@ -329,7 +329,7 @@ class SoFar(Kind):
         left = dict(self.left)
         if rng is not None:
             name = rng.choice(list(left))
-            json_like = name.suffix == ".json"
+            json_like = name.suffix != ".safetensors"
             left[name] = (
                 mutate_json_file(left[name], rng)
                 if json_like
