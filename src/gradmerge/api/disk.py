@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,9 +79,11 @@ def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
 
 
 @contextlib.contextmanager
-def planned(recipe: str | Path | Recipe | Mapping[str, Any], *, allow_pickle: bool = False) -> Iterator[Plan]:
+def planned(
+    recipe: str | Path | Recipe | Mapping[str, Any], *, allow_pickle: bool = False, allow_config: Sequence[str] = ()
+) -> Iterator[Plan]:
     """The plan of a recipe, with its inputs open."""
-    plan = open_plan(as_recipe(recipe), allow_pickle=allow_pickle)
+    plan = open_plan(as_recipe(recipe), allow_pickle=allow_pickle, allow_config=allow_config)
     try:
         yield plan
     finally:
@@ -97,6 +99,7 @@ def merge(
     force: bool = False,
     resume: bool = False,
     allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
     allow_nonfinite: bool = False,
     progress: Progress | None = None,
     block: int = BLOCK,
@@ -105,7 +108,8 @@ def merge(
 
     Everything is streamed: memory depends on the number of models and threads, not on their size. The folder appears
     under its name when it is complete; until then the work is in ``OUT.gradmerge-partial``, and ``resume`` goes on from there.
-    The bytes of the weights depend on the inputs and the recipe alone.
+    The bytes of the weights depend on the inputs and the recipe alone. Models whose configs make another function of the weights are
+    refused, but for differences in the keys ``allow_config``.
     """
     recipe = as_recipe(recipe)
     out = Path(out)
@@ -114,7 +118,7 @@ def merge(
     threads = threads or default_threads()
     _check_device(device)
     _allow_many_files()
-    with planned(recipe, allow_pickle=allow_pickle) as plan:
+    with planned(recipe, allow_pickle=allow_pickle, allow_config=allow_config) as plan:
         plan.block = block
         fingerprint = _fingerprint(recipe, plan, allow_nonfinite)
         if resume and _is_complete(out, fingerprint):

@@ -54,6 +54,7 @@ def preview(
     batch_size: int = 8,
     threads: int | None = None,
     allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
     force: bool = False,
     progress: Progress | None = None,
     command: str = "",
@@ -75,7 +76,8 @@ def preview(
     settings = grid(chosen, ranges) if samples is None else sample(chosen, ranges, samples, seed)
     progress = progress or NoProgress()
     with _folder(recipe, out, data or {}, force) as staging:
-        with _looker(recipe, chosen, data, loading, batch_size, threads, allow_pickle) as looker:
+        allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config}
+        with _looker(recipe, chosen, data, loading, batch_size, threads, allowed) as looker:
             found = compare(
                 recipe,
                 looker,
@@ -104,6 +106,7 @@ def suggest_weights(
     batch_size: int = 8,
     threads: int | None = None,
     allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
     force: bool = False,
     progress: Progress | None = None,
     command: str = "",
@@ -123,7 +126,8 @@ def suggest_weights(
     ranges = search_ranges(given, tasks, recipe, shared)
     counted = _Counted(progress or NoProgress())
     with _folder(recipe, out, data or {}, force) as staging:
-        with _looker(recipe, chosen, data, loading, batch_size, threads, allow_pickle) as looker:
+        allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config}
+        with _looker(recipe, chosen, data, loading, batch_size, threads, allowed) as looker:
             found = suggest(
                 recipe,
                 looker,
@@ -184,7 +188,7 @@ def _looker(
     loading: Mapping[str, Any],
     batch_size: int,
     threads: int | None,
-    allow_pickle: bool,
+    allowed: Mapping[str, Any],
 ) -> Iterator[Looker]:
     wrong = sorted(set(loading) - set(Loading.__annotations__))
     if wrong:
@@ -192,11 +196,9 @@ def _looker(
     threads = threads or default_threads()
     looker: Looker
     if data:
-        looker = Measurer(
-            recipe, methods, data, loading, batch_size=batch_size, threads=threads, allow_pickle=allow_pickle
-        )
+        looker = Measurer(recipe, methods, data, loading, batch_size=batch_size, threads=threads, **allowed)
     else:
-        looker = Predictor(recipe, methods, threads=threads, allow_pickle=allow_pickle)
+        looker = Predictor(recipe, methods, threads=threads, **allowed)
     try:
         yield looker
     finally:

@@ -10,7 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from .options import Attn, BatchSize, Columns, Device, Dtype, Limit, MaxLength, Task, Tokenizer
-from .output import AllowPickle, Debug, Json, Quiet, guarded, heavy_imports, note, print_json, print_table, progress
+from .output import (
+    AllowConfig,
+    AllowPickle,
+    Debug,
+    Json,
+    Quiet,
+    guarded,
+    heavy_imports,
+    note,
+    print_json,
+    print_table,
+    progress,
+)
 
 EXAMPLE = (
     "Examples: gradmerge diagnose recipe.yml -o report   ·   gradmerge diagnose recipe.yml --data yelp=yelp.jsonl "
@@ -53,6 +65,7 @@ def diagnose(
         int | None, typer.Option("--threads", metavar="N", min=1, help="Threads; by default one a core, at most 4.")
     ] = None,
     allow_pickle: AllowPickle = False,
+    allow_config: AllowConfig = None,
     force: Annotated[bool, typer.Option("--force", help="Replace REPORT_DIR if it exists.")] = False,
     json_: Json = False,
     quiet: Quiet = False,
@@ -75,7 +88,7 @@ def diagnose(
         with progress(quiet or json_) as shown:
             found = write_diagnosis(
                 recipe, out, merged=merged, target=target, data=named(data or []), loading=loading, batch_size=batch_size,
-                threads=threads, allow_pickle=allow_pickle, force=force, progress=shown,
+                threads=threads, allow_pickle=allow_pickle, allow_config=allow_config or (), force=force, progress=shown,
                 command=shlex.join(["gradmerge", *sys.argv[1:]]),
             )  # fmt: skip
         if json_:

@@ -9,6 +9,7 @@ import typer
 
 from ..words import count, size
 from .output import (
+    AllowConfig,
     AllowPickle,
     Debug,
     Json,
@@ -97,6 +98,7 @@ def merge(
     resume: Resume = False,
     dry_run: DryRun = False,
     allow_pickle: AllowPickle = False,
+    allow_config: AllowConfig = None,
     allow_nonfinite: AllowNonfinite = False,
     json_: Json = False,
     quiet: Quiet = False,
@@ -121,7 +123,7 @@ def merge(
             raise InputError("--base, --model and --curvature go without a recipe file; with one, use --set")
         built = build_recipe(recipe, given, set_ or [], method if recipe is not None else None)
         settings = {"threads": threads, "device": device, "force": force, "resume": resume, "allow_pickle": allow_pickle,
-                    "allow_nonfinite": allow_nonfinite}  # fmt: skip
+                    "allow_config": allow_config or (), "allow_nonfinite": allow_nonfinite}  # fmt: skip
         _run(built, out, settings, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
@@ -150,6 +152,7 @@ def remove(
     resume: Resume = False,
     dry_run: DryRun = False,
     allow_pickle: AllowPickle = False,
+    allow_config: AllowConfig = None,
     allow_nonfinite: AllowNonfinite = False,
     json_: Json = False,
     quiet: Quiet = False,
@@ -173,7 +176,7 @@ def remove(
             entry["weight"] *= strength if method == "removal" else -strength
         built = build_recipe(None, given, set_ or [], None)
         settings = {"threads": threads, "device": device, "force": force, "resume": resume, "allow_pickle": allow_pickle,
-                    "allow_nonfinite": allow_nonfinite}  # fmt: skip
+                    "allow_config": allow_config or (), "allow_nonfinite": allow_nonfinite}  # fmt: skip
         _run(built, out, settings, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
@@ -188,7 +191,8 @@ def _run(
         from ..engine.trust import trust_notes
 
     if dry_run:
-        with api.planned(recipe, allow_pickle=settings["allow_pickle"]) as plan:
+        allowed = {key: settings[key] for key in ("allow_pickle", "allow_config")}
+        with api.planned(recipe, **allowed) as plan:
             plan.notes += trust_notes(plan)
             _print_plan(recipe, plan, out, settings["threads"] or api.default_threads(), as_json)
         return

@@ -1,0 +1,85 @@
+"""Whether models stem from one another, judged on a sample of their weight matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..words import count
+from .model import Buffers, Checkpoint
+
+#: Fine-tuning moves weight matrices by a few hundredths of their own size, long training on other data by a few tenths; matrices that
+#: have nothing to do with one another are about √2 apart.
+FAR = 0.7
+#: At most so many matrices are looked at, in so many runs of so many entries each: a million entries of each model.
+MATRICES = 64
+RUNS = 2
+RUN = 1 << 13
+
+
+@dataclass
+class Kinship:
+    """How far a model is from another one: sums over weight matrices, each sample standing for all of its matrix."""
+
+    ours: float = 0.0
+    """Σ θ_0²"""
+    theirs: float = 0.0
+    """Σ θ_t²"""
+    product: float = 0.0
+    """Σ θ_0 θ_t"""
+    looked_at: int = 0
+
+    @property
+    def distance(self) -> float:
+        """‖θ_t − θ_0‖ / ‖θ_0‖; 0 where it cannot be told."""
+        square = self.ours + self.theirs - 2 * self.product
+        return math.sqrt(max(0.0, square) / self.ours) if self.ours and math.isfinite(square) else 0.0
+
+    @property
+    def cosine(self) -> float:
+        norms = math.sqrt(self.ours) * math.sqrt(self.theirs)
+        return self.product / norms if norms else 0.0
+
+
+def kinship(first: Checkpoint, other: Checkpoint, names: Sequence[str]) -> Kinship:
+    """Compare the matrices among some tensors that both models have."""
+    found = Kinship()
+    buffers = Buffers()
+    matrices = [name for name in names if len(first.tensors[name].shape) >= 2 and first.tensors[name].numel]
+    most = min(MATRICES, len(matrices))
+    for name in (matrices[place * len(matrices) // most] for place in range(most)):
+        numel = first.tensors[name].numel
+        runs = list(_runs(numel))
+        looked_at = sum(stop - start for start, stop in runs)
+        for start, stop in runs:
+            a = first.read(name, start, stop, buffers, "ours").double()
+            b = other.read(name, start, stop, buffers, "theirs").double()
+            found.ours += float(a @ a) * numel / looked_at
+            found.theirs += float(b @ b) * numel / looked_at
+            found.product += float(a @ b) * numel / looked_at
+        found.looked_at += looked_at
+    return found
+
+
+def _runs(numel: int) -> Iterator[tuple[int, int]]:
+    """Where to look in a tensor: all of a small one, else runs at even distances."""
+    if numel <= RUNS * RUN:
+        yield 0, numel
+        return
+    for index in range(RUNS):
+        start = (2 * index + 1) * numel // (2 * RUNS) - RUN // 2
+        yield start, start + RUN
+
+
+def kinship_note(first: Checkpoint, other: Checkpoint, found: Kinship, first_is_base: bool) -> str | None:
+    """A warning with the numbers if a model is too far from the one that it should stem from."""
+    if found.distance < FAR:
+        return None
+    what = first.label if first_is_base else f"the same base as {first.label}"
+    return (
+        f"WARNING: {other.label} may not stem from {what}: its weight matrices differ from those of {first.label} by {found.distance:.2f} "
+        f"times their size (‖difference‖ / ‖{first.label}‖), and their cosine is {found.cosine:.2f} (on a sample of "
+        f"{count(found.looked_at)} entries). After fine-tuning these are near 0 and 1. Merged models without a common base are noise: check "
+        "that these are the models you mean."
+    )
