@@ -264,6 +264,13 @@ def test_the_bytes_do_not_depend_on_the_size_of_blocks(tmp_path: Path) -> None:
         assert weight_bytes(tmp_path / name) == weight_bytes(tmp_path / "x/out")
 
 
+def test_an_adapter_that_goes_far_from_its_base_still_stems_from_it(tmp_path: Path) -> None:
+    base, adapters, _ = two_adapters(tmp_path)
+    edit_config(adapters[0], lora_alpha=1000)
+    result = gm.merge({"method": "average", "base": str(base), "models": [str(adapters[0])]}, tmp_path / "out")
+    assert not result.notes
+
+
 # Where the base comes from
 
 

@@ -302,6 +302,10 @@ def _other_labels(first: Checkpoint, other: Checkpoint, result: Comparison) -> I
 def _note_ancestry(
     first: Checkpoint, other: Checkpoint, result: Comparison, aliases: Mapping[str, str], first_is_base: bool
 ) -> None:
+    below: Checkpoint | None = other
+    while below := getattr(below, "base", None):
+        if below is first:  # an adapter on the first model is of its making, however far it goes
+            return
     there = {name: other.tensors.get(name) for name in result.merged if name not in aliases}
     shared = [n for n, info in there.items() if info and info.is_float and info.shape == first.tensors[n].shape]
     text = kinship_note(first, other, kinship(first, other, shared), first_is_base)

@@ -179,7 +179,7 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any] | None:
 def _of_modest_depth(config: Mapping[str, Any]) -> bool:
     """Classes make lists as long as a model is deep."""
     return not any(
-        isinstance(value, int) and value > MOST_LAYERS and re.search("layer|block|depth|stage", key)
+        isinstance(value, int) and value > MOST_LAYERS and re.search("(layer|block|depth|stage)s?$", key)
         for _, section in parts(config)
         for key, value in section.items()
     )
@@ -187,16 +187,8 @@ def _of_modest_depth(config: Mapping[str, Any]) -> bool:
 
 def _of_the_function(config: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
     """Without what a class would act on and the function does not depend on: labels, code, types, quantisation."""
-    left_out = {
-        "id2label",
-        "label2id",
-        "num_labels",
-        "auto_map",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        *NO_MODEL,
-    }
+    left_out = {"id2label", "label2id", "num_labels", "auto_map", "dtype", "torch_dtype", "transformers_version"}
+    left_out |= {"time_step_limit", *NO_MODEL}  # which is written with an infinity that cannot be read again
     return {
         key: _of_the_function(value, depth + 1) if isinstance(value, dict) and depth < DEPTH else value
         for key, value in config.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..words import count
@@ -12,10 +12,9 @@ from .model import Buffers, Checkpoint
 #: Fine-tuning moves weight matrices by a few hundredths of their own size, long training on other data by a few tenths; matrices that
 #: have nothing to do with one another are about √2 apart.
 FAR = 0.7
-#: At most so many matrices are looked at, in so many runs of so many entries each: a million entries of each model.
+#: At most so many matrices are looked at, and so many entries from the middle of each: a million of each model.
 MATRICES = 64
-RUNS = 2
-RUN = 1 << 13
+RUN = 1 << 14
 
 
 @dataclass
@@ -50,26 +49,16 @@ def kinship(first: Checkpoint, other: Checkpoint, names: Sequence[str]) -> Kinsh
     most = min(MATRICES, len(matrices))
     for name in (matrices[place * len(matrices) // most] for place in range(most)):
         numel = first.tensors[name].numel
-        runs = list(_runs(numel))
-        looked_at = sum(stop - start for start, stop in runs)
-        for start, stop in runs:
-            a = first.read(name, start, stop, buffers, "ours").double()
-            b = other.read(name, start, stop, buffers, "theirs").double()
-            found.ours += float(a @ a) * numel / looked_at
-            found.theirs += float(b @ b) * numel / looked_at
-            found.product += float(a @ b) * numel / looked_at
-        found.looked_at += looked_at
+        length = min(RUN, numel)
+        start = (numel - length) // 2
+        a = first.read(name, start, start + length, buffers, "ours").double()
+        b = other.read(name, start, start + length, buffers, "theirs").double()
+        # Sums of products, not `@`: it wakes every thread of the machine for a few microseconds of work.
+        found.ours += float((a * a).sum()) * numel / length
+        found.theirs += float((b * b).sum()) * numel / length
+        found.product += float((a * b).sum()) * numel / length
+        found.looked_at += length
     return found
-
-
-def _runs(numel: int) -> Iterator[tuple[int, int]]:
-    """Where to look in a tensor: all of a small one, else runs at even distances."""
-    if numel <= RUNS * RUN:
-        yield 0, numel
-        return
-    for index in range(RUNS):
-        start = (2 * index + 1) * numel // (2 * RUNS) - RUN // 2
-        yield start, start + RUN
 
 
 def kinship_note(first: Checkpoint, other: Checkpoint, found: Kinship, first_is_base: bool) -> str | None:
