@@ -36,7 +36,9 @@ def notes_on_files(first: Checkpoint, other: Checkpoint) -> Iterator[str]:
     keys = _other_defaults(ours / "generation_config.json", theirs / "generation_config.json")
     if keys:
         yield (
-            f"{other.label}: its defaults for generation differ from those of {first.label}, which the result has: {', '.join(keys)}"
+            f"{other.label}: its defaults for generation differ from those of {first.label}, which the result has: "
+            + ", ".join(keys[:6])
+            + (" …" if len(keys) > 6 else "")
         )
 
 

@@ -44,7 +44,7 @@ HEADS = [name for name in TIED if name.endswith(".weight") and not name.startswi
 
 #: Constants that older versions of transformers saved with the weights and newer ones do not: by name alone, and those
 #: that share their name with a bias and are told by their four dimensions.
-BUFFERS = ["*position_ids", "*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attention.masked_bias", "*.num_batches_tracked",
+BUFFERS = ["*position_ids", "*token_type_ids", "*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attention.masked_bias", "*.num_batches_tracked",
            "*relative_position_index"]  # fmt: skip
 MASKS = ["*.attn.bias", "*.attention.bias"]
 
@@ -230,11 +230,14 @@ def _compare_configs(
     first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool], allowed: Sequence[str]
 ) -> set[str]:
     """Refuse models whose configs make another function of the same weights; returns the keys that allowed a difference."""
-    found, unknown = differences(first.config, other.config)
-    lines = {
-        key: f"{key}: {shown(here)} in {first.label}, {shown(there)} in {other.label}"
-        for key, (here, there) in found.items()
-    }
+    try:
+        found, unknown = differences(first.config, other.config)
+        lines = {
+            key: f"{key}: {shown(here)} in {first.label}, {shown(there)} in {other.label}"
+            for key, (here, there) in found.items()
+        }
+    except RecursionError:
+        raise InputError(f"{other.label}: its config.json, or that of {first.label}, is nested too deeply") from None
     lines |= dict(_other_ties(first, other, chosen))
     lines |= dict(_other_labels(first, other, result))
     allowing = {key: by for key in lines if (by := allows(allowed, key))}
@@ -249,6 +252,11 @@ def _compare_configs(
         result.notes.append(
             f"{other.label}: merged with another config, as --allow-config says; the result has that of {first.label}. "
             + "; ".join(lines[key] for key in allowing)
+        )
+    kinds = [checkpoint.config.get("problem_type") for checkpoint in (first, other)]
+    if all(kinds) and kinds[0] != kinds[1]:
+        result.notes.append(
+            f"{other.label}: its problem_type is {shown(kinds[1])}, that of {first.label} {shown(kinds[0])}"
         )
     if unknown:
         result.notes.append(

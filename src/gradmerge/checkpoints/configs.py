@@ -186,9 +186,10 @@ def _of_modest_depth(config: Mapping[str, Any]) -> bool:
 
 
 def _of_the_function(config: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
-    """Without what a class would act on and the function does not depend on: labels, code, types, quantisation."""
+    """Without what a class would act on and the function does not depend on: labels, code, types, models of the Hub."""
     left_out = {"id2label", "label2id", "num_labels", "auto_map", "dtype", "torch_dtype", "transformers_version"}
-    left_out |= {"time_step_limit", *NO_MODEL}  # which is written with an infinity that cannot be read again
+    left_out |= {"backbone", "backbone_kwargs", *NO_MODEL}
+    left_out |= {"time_step_limit"}  # which is written with an infinity that cannot be read again
     return {
         key: _of_the_function(value, depth + 1) if isinstance(value, dict) and depth < DEPTH else value
         for key, value in config.items()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..words import count
 from .model import Buffers, Checkpoint
 
+WARNING = "WARNING: "
 #: Fine-tuning moves weight matrices by a few hundredths of their own size, long training on other data by a few tenths; matrices that
 #: have nothing to do with one another are about √2 apart.
 FAR = 0.7
@@ -67,7 +68,7 @@ def kinship_note(first: Checkpoint, other: Checkpoint, found: Kinship, first_is_
         return None
     what = first.label if first_is_base else f"the same base as {first.label}"
     return (
-        f"WARNING: {other.label} may not stem from {what}: its weight matrices differ from those of {first.label} by {found.distance:.2f} "
+        f"{WARNING}{other.label} may not stem from {what}: its weight matrices differ from those of {first.label} by {found.distance:.2f} "
         f"times their size (‖difference‖ / ‖{first.label}‖), and their cosine is {found.cosine:.2f} (on a sample of "
         f"{count(found.looked_at)} entries). After fine-tuning these are near 0 and 1. Merged models without a common base are noise: check "
         "that these are the models you mean."

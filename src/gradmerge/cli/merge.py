@@ -215,10 +215,11 @@ def _run(
             }
         )
         return
+    from ..checkpoints.kinship import WARNING
     from ..engine.trust import UNTRUSTED
 
     for text in result.notes:
-        note(text, quiet and not text.startswith(UNTRUSTED))
+        note(text, quiet and not text.startswith((UNTRUSTED, WARNING)))
     if quiet:
         return
     if result.already_done:
