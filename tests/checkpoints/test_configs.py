@@ -1,4 +1,4 @@
-"""Models that do not belong together: their configs make another function of the weights, or they stem from another model."""
+"""Models that do not belong together: other functions of the weights, or another origin."""
 
 from __future__ import annotations
 
@@ -81,6 +81,11 @@ OTHER: dict[str, tuple[Config, Config, set[str]]] = {
         LLAMA | {"rope_scaling": DYNAMIC, "max_position_embeddings": 99},
         {"max_position_embeddings"},
     ),
+    "heads and a base renamed": (
+        {"model_type": "gpt_neox", "num_attention_heads": 8, "rotary_emb_base": 10000},
+        {"model_type": "gpt_neox", "num_attention_heads": 4, "rotary_emb_base": 20000},
+        {"num_attention_heads", "rope_theta"},
+    ),
     "heads": (LLAMA, LLAMA | {"num_attention_heads": 8}, {"num_attention_heads"}),
     "key-value heads": (LLAMA, LLAMA | {"num_key_value_heads": 2}, {"num_key_value_heads"}),
     "gpt2's heads": ({"model_type": "gpt2"}, {"model_type": "gpt2", "n_head": 8}, {"n_head"}),
@@ -145,6 +150,24 @@ def test_a_config_with_a_billion_layers_or_labels_is_compared_without_making_the
     ]
 
 
+@pytest.mark.parametrize("wrong", [None, 3, "x", [], [[1]], {}, {"a": {"b": []}}, float("nan"), True, "\x1b[31m"])
+def test_a_config_of_any_shape_is_compared_without_an_accident(wrong: Any) -> None:
+    keys = [
+        "model_type",
+        "rope_scaling",
+        "rope_parameters",
+        "layer_types",
+        "text_config",
+        "id2label",
+        "label2id",
+        "n_head",
+    ]
+    odd = [{key: wrong} for key in keys] + [{"rope_scaling": {"rope_type": wrong}}, {"label2id": {"a": wrong}}]
+    plain = Checkpoint("base", memory=random_state(0), config=LLAMA | {"id2label": {"0": "a"}, "architectures": wrong})
+    for config in odd:
+        compare(plain, [Checkpoint("tuned", memory=random_state(0), config=LLAMA | config)])
+
+
 def test_filling_in_defaults_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers looks a backbone up on the Hub when it makes a config that names one."""
     asked: list[Any] = []
@@ -189,7 +212,8 @@ def test_all_differences_stand_in_one_message_beside_the_others_and_each_can_be_
     assert "• tuned: 1 tensor that base does not have" in message
     assert (
         "• tuned: its config makes another function of the weights than that of base\n"
-        "  rms_norm_eps: 1e-06 in base, 1e-05 in tuned\n  rope_scaling.rope_type: 'default' in base, 'linear' in tuned\n"
+        "  rms_norm_eps: 1e-06 in base, 1e-05 in tuned\n"
+        "  rope_scaling.rope_type: 'default' in base, 'linear' in tuned\n"
         "  Take models that agree; if a difference is meant, pass --allow-config KEY for each key."
     ) in message
     recipe["exclude"] = ["more.*"]

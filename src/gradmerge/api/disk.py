@@ -108,8 +108,8 @@ def merge(
 
     Everything is streamed: memory depends on the number of models and threads, not on their size. The folder appears
     under its name when it is complete; until then the work is in ``OUT.gradmerge-partial``, and ``resume`` goes on from there.
-    The bytes of the weights depend on the inputs and the recipe alone. Models whose configs make another function of the weights are
-    refused, but for differences in the keys ``allow_config``.
+    The bytes of the weights depend on the inputs and the recipe alone. Models whose configs make another function of the
+    weights are refused, but for differences in the keys ``allow_config``.
     """
     recipe = as_recipe(recipe)
     out = Path(out)

@@ -1,4 +1,4 @@
-"""What lies beside the weights and goes with them: notes where tokenizer, chat template or generation defaults differ."""
+"""What lies beside the weights: notes where tokenizers, chat templates or defaults for generation differ."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ HEADS = [name for name in TIED if name.endswith(".weight") and not name.startswi
 
 #: Constants that older versions of transformers saved with the weights and newer ones do not: by name alone, and those
 #: that share their name with a bias and are told by their four dimensions.
-BUFFERS = ["*position_ids", "*token_type_ids", "*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attention.masked_bias", "*.num_batches_tracked",
-           "*relative_position_index"]  # fmt: skip
+BUFFERS = ["*position_ids", "*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attention.masked_bias", "*.num_batches_tracked",
+           "*relative_position_index", "*token_type_ids"]  # fmt: skip
 MASKS = ["*.attn.bias", "*.attention.bias"]
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight",
@@ -95,7 +95,7 @@ def compare(
     allow_config: Sequence[str] = (),
     first_is_base: bool = True,
 ) -> Comparison:
-    """Compare every checkpoint with the first: names, shapes, types, vocabulary, tied heads, buffers, configs, ancestry.
+    """Compare every checkpoint with the first: names, shapes, types, vocabulary, tied heads, buffers, configs, origin.
 
     Differences between configs in the keys ``allow_config`` are noted instead of refused.
     """
@@ -114,8 +114,8 @@ def compare(
     if odd and id(first) not in quantised:
         more = f" (and {len(odd) - 1} more are of such types)" if len(odd) > 1 else ""
         result.problems.append(
-            f"{first.label}: {odd[0]} has the type {first.tensors[odd[0]].dtype}{more}; only float64, float32, float16 and bfloat16 "
-            "can be merged. Exclude it, or convert the model."
+            f"{first.label}: {odd[0]} has the type {first.tensors[odd[0]].dtype}{more}; only float64, float32, float16 and "
+            "bfloat16 can be merged. Exclude it, or convert the model."
         )
     used: set[str] = set()
     for other in others:
@@ -229,7 +229,7 @@ def _equal_integers(one: Checkpoint, two: Checkpoint, name: str, block: int = 1 
 def _compare_configs(
     first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool], allowed: Sequence[str]
 ) -> set[str]:
-    """Refuse models whose configs make another function of the same weights; returns the keys that allowed a difference."""
+    """Refuse configs that make another function of the same weights; returns the keys that allowed a difference."""
     try:
         found, unknown = differences(first.config, other.config)
         lines = {
@@ -260,7 +260,8 @@ def _compare_configs(
         )
     if unknown:
         result.notes.append(
-            f"{other.label}: its config or that of {first.label} leaves out {_some(unknown)}; whether they agree is not known"
+            f"{other.label}: its config or that of {first.label} leaves out {_some(unknown)}; "
+            "whether they agree is not known"
         )
     return set(allowing.values())
 
@@ -302,7 +303,7 @@ def _other_labels(first: Checkpoint, other: Checkpoint, result: Comparison) -> I
         yield "id2label", f"id2label: classes in another order in {first.label} and {other.label}: {_some(moved)}"
     else:
         result.notes.append(
-            f"{other.label}: its classes have other names (id2label) than those of {first.label}, whose names the result has; "
+            f"{other.label}: its classes have other names (id2label) than those of {first.label}, which the result has; "
             f"exclude {heads[0]} if they are other classes"
         )
 
@@ -324,8 +325,8 @@ def _note_running_statistics(result: Comparison) -> None:
     averaged = [name for name in result.merged if name.endswith(("running_mean", "running_var"))]
     if averaged:
         result.notes.append(
-            f"{_count(averaged)} of batch-norm statistics ({_some(averaged, 2)}) are merged like weights and need not fit the merged "
-            "model: estimate them again on data, or exclude '*running_mean' and '*running_var'"
+            f"{_count(averaged)} of batch-norm statistics ({_some(averaged, 2)}) are merged like weights and need not "
+            "fit the merged model: estimate them again on data, or exclude '*running_mean' and '*running_var'"
         )
 
 

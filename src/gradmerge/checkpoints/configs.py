@@ -6,37 +6,44 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-#: Keys that change what a model computes from the same weights. Others (dropout, token ids, caches, initial values) do not, or
-#: change names and shapes, which are compared as such.
+#: Keys that change what a model computes from the same weights. Others (dropout, token ids, caches, initial values) do
+#: not, or change names and shapes, which are compared as such.
 FUNCTION = re.compile(
     "|".join(
         (
             "model_type|is_decoder|is_encoder_decoder|add_cross_attention",
             # heads
-            r".*heads?|n_head_kv|.*head_dim|d_kv|d_head|kv_channels|attention_head_size|multi_query.*|new_decoder_architecture",
+            r".*heads?|n_head_kv|.*head_dim|d_kv|d_head|kv_channels|attention_head_size|multi_query.*",
+            "new_decoder_architecture",
             # norms and where they stand
-            r".*eps|.*epsilon|do_layer_norm_before|normalize_before|.*_post_layernorm|use_parallel_residual|parallel_attn",
+            r".*eps|.*epsilon|do_layer_norm_before|normalize_before|.*_post_layernorm|use_parallel_residual",
+            "parallel_attn",
             # activations
             r"(.*_)?act|(.*_)?activation|(.*_)?act_fn|(.*_)?activation_f(unctio)?n|afn|feed_forward_proj|is_gated_act",
             # positions; rope has a reading of its own
-            r"position_embedding_type|.*rotary_pct|rotary_dim|rotary_emb_base|rope_local_base_freq|(local|global)_rope_theta|rope_interleave.*",
-            r"alibi|use_alibi|relative_attention.*|max_relative_positions|position_biased_input|pos_att_type|no_rope_layer.*",
+            r"position_embedding_type|.*rotary_pct|rotary_dim|rotary_emb_base|rope_local_base_freq|rope_interleave.*",
+            r"(local|global)_rope_theta|alibi|use_alibi|relative_attention.*|max_relative_positions|no_rope_layer.*",
+            "position_biased_input|pos_att_type",
             # which positions are attended to
-            r"layer_types|sliding_window.*|max_window_layers|attention_window|local_attention|window_size|attention_chunk_size",
-            r"global_attn_every_n_layers|attention_types|attention_layers",
+            r"layer_types|sliding_window.*|max_window_layers|attention_window|local_attention|window_size",
+            "attention_chunk_size|global_attn_every_n_layers|attention_types|attention_layers",
             # factors
-            r".*_multipliers?|.*softcap(ping)?|query_pre_attn_scalar|logit_scale|logits_scaling|scale_attn_.*|scale_embeddings?|scale_emb",
-            r"scale_depth|dim_model_base|attention_scale|routed_scaling_factor",
+            r".*_multipliers?|.*softcap(ping)?|query_pre_attn_scalar|logit_scale|logits_scaling|scale_attn_.*",
+            "scale_embeddings?|scale_emb|scale_depth|dim_model_base|attention_scale|routed_scaling_factor",
             # experts
-            r"num_experts_per_tok(en)?|num_selected_experts|moe_top_?k|norm_topk_prob|n_group|topk_group|topk_method|scoring_func",
+            "num_experts_per_tok(en)?|num_selected_experts|moe_top_?k|norm_topk_prob|n_group|topk_group|topk_method",
+            "scoring_func",
             # images and sound
-            r"image_size|patch_size|num_channels|tubelet_size|temporal_patch_size|spatial_merge_size|conv_stride|vision_feature_.*",
+            "image_size|patch_size|num_channels|tubelet_size|temporal_patch_size|spatial_merge_size|conv_stride",
+            r"vision_feature_.*",
             # pooling
-            r"classifier_pooling|pool(er|ing)_?(type|mode)|use_mean_pooling|summary_type",
+            "classifier_pooling|pool(er|ing)_?(type|mode)|use_mean_pooling|summary_type",
         )
     )
 )
 NOT_THESE = {"pruned_heads"}
+#: Keys whose default follows from the number of heads.
+FOLLOWS = {"head_dim", "num_key_value_heads"}
 #: What a key that is left out stands for in every model that has it.
 ABSENT = {
     "position_embedding_type": "absolute",
@@ -67,7 +74,7 @@ def parts(config: Mapping[str, Any], place: str = "", depth: int = 0) -> Iterato
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
-    """Key → both values where two configs compute something else, and keys of one config that nobody knows the default of."""
+    """Key → both values where two configs make another function, and keys of one of them whose default is not known."""
     ours, theirs = effective(first), effective(other)
     if not first or not other or ours == theirs:
         return {}, []
@@ -77,8 +84,7 @@ def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dic
         ours, theirs = (effective(config or {}) for config in known)
     found = _differing(ours, theirs)
     certain = {key: pair for key, pair in found.items() if pair[0] is not MISSING and pair[1] is not MISSING}
-    # What follows from keys that the configs do state needs no line of its own.
-    certain = {key: pair for key, pair in certain.items() if key in stated} or certain
+    certain = {k: pair for k, pair in certain.items() if k in stated or k.rpartition(".")[2] not in FOLLOWS} or certain
     # A key that the model's own class does not have changes nothing.
     return certain, [] if None not in known else sorted(found.keys() - certain.keys())
 
@@ -140,7 +146,7 @@ def _rope(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_rope(given: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = str(given.get("rope_type", given.get("type", "default")))
     found = {
         key: part[key] for part in (section, given) for key in ("rope_theta", "partial_rotary_factor") if key in part
     }
@@ -198,15 +204,15 @@ def _of_the_function(config: Mapping[str, Any], depth: int = 0) -> dict[str, Any
 
 
 def allows(allowed: Sequence[str], key: str) -> str | None:
-    """Which of some keys allows a difference: the key itself, a leading or trailing part of its path, or a name of its group."""
-    rope = {"rope_scaling", "rope_parameters"} if re.search(r"rope|rotary|max_position", key) else set()
-    names = {key, *rope}
+    """Which of some keys allows a difference: the key itself, or a leading or trailing part of its path.
+
+    `rope_scaling` and `rope_parameters` are names for all of rope.
+    """
     pieces = key.split(".")
-    names |= {".".join(pieces[:end]) for end in range(1, len(pieces))}
-    names |= {".".join(pieces[start:]) for start in range(1, len(pieces))}
-    names |= {name.replace("rope_scaling.", "rope_parameters.") for name in names} | (
-        {f"rope_parameters.{key}"} if rope else set()
-    )
+    names = {".".join(pieces[:end]) for end in range(1, len(pieces) + 1)}
+    names |= {".".join(pieces[start:]) for start in range(len(pieces))}
+    if re.search("rope|rotary|max_position", key):
+        names |= {"rope_scaling", "rope_parameters", f"rope_parameters.{pieces[-1]}"}
     return next((name for name in allowed if name in names), None)
 
 
@@ -215,7 +221,7 @@ def labels(config: Mapping[str, Any]) -> dict[str, str]:
     stated = config.get("id2label")
     if not isinstance(stated, dict):
         stated = config.get("label2id")
-        stated = {place: name for name, place in stated.items()} if isinstance(stated, dict) else {}
+        stated = {str(place): name for name, place in stated.items()} if isinstance(stated, dict) else {}
     names = {str(name).strip().casefold(): str(place) for place, name in stated.items()}
     return {} if all(re.fullmatch(r"label_\d+", name) for name in names) else names
 

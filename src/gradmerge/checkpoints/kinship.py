@@ -10,8 +10,8 @@ from ..words import count
 from .model import Buffers, Checkpoint
 
 WARNING = "WARNING: "
-#: Fine-tuning moves weight matrices by a few hundredths of their own size, long training on other data by a few tenths; matrices that
-#: have nothing to do with one another are about √2 apart.
+#: Fine-tuning moves weight matrices by a few hundredths of their own size, long training on other data by a few tenths;
+#: matrices that have nothing to do with one another are about √2 apart.
 FAR = 0.7
 #: At most so many matrices are looked at, and so many entries from the middle of each: a million of each model.
 MATRICES = 64
@@ -68,8 +68,8 @@ def kinship_note(first: Checkpoint, other: Checkpoint, found: Kinship, first_is_
         return None
     what = first.label if first_is_base else f"the same base as {first.label}"
     return (
-        f"{WARNING}{other.label} may not stem from {what}: its weight matrices differ from those of {first.label} by {found.distance:.2f} "
-        f"times their size (‖difference‖ / ‖{first.label}‖), and their cosine is {found.cosine:.2f} (on a sample of "
-        f"{count(found.looked_at)} entries). After fine-tuning these are near 0 and 1. Merged models without a common base are noise: check "
-        "that these are the models you mean."
+        f"{WARNING}{other.label} may not stem from {what}: its weight matrices differ from those of {first.label} by "
+        f"{found.distance:.2f} times their size (‖difference‖ / ‖{first.label}‖), and their cosine is {found.cosine:.2f} "
+        f"(on a sample of {count(found.looked_at)} entries). After fine-tuning these are near 0 and 1. A merge of models "
+        "without a common base is noise: check that these are the models you mean."
     )

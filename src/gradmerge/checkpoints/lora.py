@@ -156,7 +156,8 @@ class AdapterCheckpoint(Checkpoint):
             factors[target] = Factors(pair["A"], pair["B"], scale, self._orientation(target, pair, transposed))
         if twice:
             raise InputError(
-                f"{self.folder}: two tensors of the adapter are for one tensor of {self.base.label}, and only one could count:\n"
+                f"{self.folder}: two tensors of the adapter are for one tensor of {self.base.label}, of which one would be "
+                "lost:\n"
                 f"{listed(twice)}\nSave the adapter again from the model that was trained."
             )
         tied = [module for module in lost if tied_to(f"{module}.weight", self.base)]
@@ -172,8 +173,8 @@ class AdapterCheckpoint(Checkpoint):
     def _check_ties(self) -> None:
         """Refuse to change one of two tensors that the base stores as one.
 
-        PEFT changes a copy of the module that it is told to and leaves the other as it was; the merged model, with the config of
-        the base, would have them both changed, or neither.
+        PEFT changes a copy of the module that it is told to and leaves the other as it was; the merged model, with the
+        config of the base, would have them both changed, or neither.
         """
         changed = self._replaced.keys() | self._factors.keys()
         for name in TIED:
@@ -186,9 +187,9 @@ class AdapterCheckpoint(Checkpoint):
                 continue
             which, rest = (source, name) if source in changed else (name, source)
             raise InputError(
-                f"{self.folder}: the adapter changes {which}, which {self.base.label} shares with {rest}, and PEFT changes it "
-                "alone: the result would no longer be one tensor. Give a base whose embeddings are untied (tie_word_embeddings "
-                "false, both tensors stored), or train with ensure_weight_tying."
+                f"{self.folder}: the adapter changes {which}, which {self.base.label} shares with {rest}, and PEFT changes "
+                "it alone: the result would no longer be one tensor. Give a base whose embeddings are untied "
+                "(tie_word_embeddings false, both tensors stored), or train with ensure_weight_tying."
             )
 
     def _alpha(self, config: Mapping[str, Any], module: str) -> float:

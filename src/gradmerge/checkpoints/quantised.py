@@ -1,4 +1,4 @@
-"""Whether a checkpoint is quantised: its numbers are codes, and only scales that lie beside them say what they stand for."""
+"""Whether a checkpoint is quantised: its numbers are codes, and scales that lie beside them say what they stand for."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ SCALES = {
     "scales": "gptq or awq",
 }
 ADVICE = (
-    "Codes and scales cannot be merged. Take the original, unquantised checkpoint, or dequantise it first: load it with "
-    "transformers, call model.dequantize(), and save it with save_pretrained."
+    "Codes and scales cannot be merged. Take the original, unquantised checkpoint, or dequantise it first: load it "
+    "with transformers, call model.dequantize(), and save it with save_pretrained."
 )
 
 
@@ -66,7 +66,7 @@ class Quantisation:
 def quantisation(checkpoint: Checkpoint, chosen: Callable[[str], bool] = lambda name: True) -> Quantisation | None:
     """How a checkpoint is quantised, or None.
 
-    ``chosen`` says which tensors matter: a checkpoint whose codes are all left out of the merge counts as not quantised.
+    ``chosen`` says which tensors matter: a checkpoint whose codes are all left out of the merge counts as plain.
     """
     methods: dict[str, str] = dict(_codes(checkpoint.tensors))
     tensors = [name for name in methods if chosen(name)]
@@ -82,8 +82,8 @@ def refuse_quantised(base: Checkpoint, adapter: str) -> None:
     found = quantisation(base)
     if found is not None:
         raise InputError(
-            f"{adapter}: its base {found.problem(base.label)} Then give that one as the base; an adapter that was trained on a "
-            "quantised model fits the model that this was made from."
+            f"{adapter}: its base {found.problem(base.label)} Then give that one as the base; an adapter that was trained "
+            "on a quantised model fits the model that this was made from."
         )
 
 

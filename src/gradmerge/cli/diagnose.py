@@ -88,8 +88,8 @@ def diagnose(
         with progress(quiet or json_) as shown:
             found = write_diagnosis(
                 recipe, out, merged=merged, target=target, data=named(data or []), loading=loading, batch_size=batch_size,
-                threads=threads, allow_pickle=allow_pickle, allow_config=allow_config or (), force=force, progress=shown,
-                command=shlex.join(["gradmerge", *sys.argv[1:]]),
+                threads=threads, allow_pickle=allow_pickle, allow_config=allow_config or (), force=force,
+                progress=shown, command=shlex.join(["gradmerge", *sys.argv[1:]]),
             )  # fmt: skip
         if json_:
             print_json({**as_json(found), "report": str(out / "report.html")})

@@ -141,7 +141,8 @@ def preview(
             "weights": weights, "methods": methods, "data": named(data or []), "seed": seed, "objective": objective or "worst",
             "task": task, "columns": parse_columns(columns), "limit": limit, "max_length": max_length, "device": device,
             "dtype": dtype, "attn": attn, "tokenizer": tokenizer, "batch_size": batch_size, "threads": threads,
-            "allow_pickle": allow_pickle, "allow_config": allow_config or (), "force": force, "command": shlex.join(["gradmerge", *sys.argv[1:]]),
+            "allow_pickle": allow_pickle, "allow_config": allow_config or (), "force": force,
+            "command": shlex.join(["gradmerge", *sys.argv[1:]]),
         }  # fmt: skip
         suggestion = None
         with progress(quiet or json_, "merges") as shown:
