@@ -316,9 +316,10 @@ def test_a_model_that_says_untied_and_stores_no_head_is_refused(tmp_path: Path) 
     embedding = {"model.embed_tokens.weight": torch.ones(9, 8)}
     recipe = write_pair(tmp_path, config, config | {"tie_word_embeddings": False}, **embedding)
     assert "tie_word_embeddings: false in tuned, which stores no lm_head.weight" in refusal(tmp_path, recipe)
-    classifier = config | {"architectures": ["LlamaForSequenceClassification"]}
-    recipe = write_pair(tmp_path, classifier, classifier | {"tie_word_embeddings": False}, **embedding)
-    gm.merge(recipe, tmp_path / "out")
+    for headless in (["LlamaForSequenceClassification"], None):
+        config["architectures"] = headless
+        recipe = write_pair(tmp_path, config, config | {"tie_word_embeddings": False}, **embedding)
+        assert not gm.merge(recipe, tmp_path / "out", force=True).notes
 
 
 # Ancestry

@@ -276,8 +276,8 @@ def _other_ties(first: Checkpoint, other: Checkpoint, chosen: Callable[[str], bo
         if None in sources or stored == [False, True] or (stored[0] == stored[1] and untied[0] == untied[1]):
             continue
         if stored == [False, False]:
-            if any(says and has_head(checkpoint) for says, checkpoint in zip(untied, pair, strict=True)):
-                which = first if untied[0] else other
+            which = first if untied[0] else other
+            if which.config.get("architectures") and has_head(which):
                 yield "tie_word_embeddings", f"tie_word_embeddings: false in {which.label}, which stores no {head}"
             continue
         tied = [
