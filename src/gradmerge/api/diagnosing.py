@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ def write_diagnosis(
     batch_size: int = 8,
     threads: int | None = None,
     allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
     force: bool = False,
     progress: Progress | None = None,
     command: str = "",
@@ -52,6 +53,7 @@ def write_diagnosis(
             batch_size=batch_size,
             threads=threads or default_threads(),
             allow_pickle=allow_pickle,
+            allow_config=allow_config,
             begin=progress.begin,
             advance=progress.advance,
         )

@@ -52,6 +52,7 @@ def preview(
     batch_size: int = 8,
     threads: int | None = None,
     allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
     force: bool = False,
     progress: Progress | None = None,
     command: str = "",
@@ -72,8 +73,9 @@ def preview(
         raise InputError(f"--objective {objective}: known are {', '.join(OBJECTIVES)}")
     settings = grid(chosen, ranges) if samples is None else sample(chosen, ranges, samples, seed)
     progress = progress or NoProgress()
+    allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config}
     with _folder(recipe, out, data or {}, force, loading) as staging:
-        with _looker(recipe, chosen, data, loading, batch_size, threads, allow_pickle) as looker:
+        with _looker(recipe, chosen, data, loading, batch_size, threads, allowed) as looker:
             found = compare(
                 recipe,
                 looker,
@@ -102,6 +104,7 @@ def suggest_weights(
     batch_size: int = 8,
     threads: int | None = None,
     allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
     force: bool = False,
     progress: Progress | None = None,
     command: str = "",
@@ -120,8 +123,9 @@ def suggest_weights(
     given = parse_weights(weights, tasks, recipe) if weights is not None else None
     ranges = search_ranges(given, tasks, recipe, shared)
     counted = _Counted(progress or NoProgress())
+    allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config}
     with _folder(recipe, out, data or {}, force, loading) as staging:
-        with _looker(recipe, chosen, data, loading, batch_size, threads, allow_pickle) as looker:
+        with _looker(recipe, chosen, data, loading, batch_size, threads, allowed) as looker:
             found = suggest(
                 recipe,
                 looker,
@@ -182,7 +186,7 @@ def _looker(
     loading: Mapping[str, Any],
     batch_size: int,
     threads: int | None,
-    allow_pickle: bool,
+    allowed: Mapping[str, Any],
 ) -> Iterator[Looker]:
     wrong = sorted(set(loading) - set(Loading.__annotations__))
     if wrong:
@@ -190,11 +194,9 @@ def _looker(
     threads = threads or default_threads()
     looker: Looker
     if data:
-        looker = Measurer(
-            recipe, methods, data, loading, batch_size=batch_size, threads=threads, allow_pickle=allow_pickle
-        )
+        looker = Measurer(recipe, methods, data, loading, batch_size=batch_size, threads=threads, **allowed)
     else:
-        looker = Predictor(recipe, methods, threads=threads, allow_pickle=allow_pickle)
+        looker = Predictor(recipe, methods, threads=threads, **allowed)
     try:
         yield looker
     finally:

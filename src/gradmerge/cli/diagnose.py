@@ -11,7 +11,19 @@ import typer
 
 from ..words import one_line
 from .options import Attn, BatchSize, Columns, Device, Dtype, Limit, MaxLength, Task, Tokenizer
-from .output import AllowPickle, Debug, Json, Quiet, guarded, heavy_imports, note, print_json, print_table, progress
+from .output import (
+    AllowConfig,
+    AllowPickle,
+    Debug,
+    Json,
+    Quiet,
+    guarded,
+    heavy_imports,
+    note,
+    print_json,
+    print_table,
+    progress,
+)
 from .streams import say
 
 EXAMPLE = (
@@ -55,6 +67,7 @@ def diagnose(
         int | None, typer.Option("--threads", metavar="N", min=1, help="Threads; by default one a core, at most 4.")
     ] = None,
     allow_pickle: AllowPickle = False,
+    allow_config: AllowConfig = None,
     force: Annotated[bool, typer.Option("--force", help="Replace REPORT_DIR if it exists.")] = False,
     json_: Json = False,
     quiet: Quiet = False,
@@ -77,8 +90,8 @@ def diagnose(
         with progress(quiet or json_) as shown:
             found = write_diagnosis(
                 recipe, out, merged=merged, target=target, data=named(data or []), loading=loading, batch_size=batch_size,
-                threads=threads, allow_pickle=allow_pickle, force=force, progress=shown,
-                command=shlex.join(["gradmerge", *sys.argv[1:]]),
+                threads=threads, allow_pickle=allow_pickle, allow_config=allow_config or (), force=force,
+                progress=shown, command=shlex.join(["gradmerge", *sys.argv[1:]]),
             )  # fmt: skip
         if json_:
             print_json({**as_json(found), "report": str(out / "report.html")})

@@ -9,6 +9,7 @@ import typer
 
 from ..words import count, size
 from .output import (
+    AllowConfig,
     AllowPickle,
     Debug,
     Durable,
@@ -103,6 +104,7 @@ def merge(
     resume: Resume = False,
     dry_run: DryRun = False,
     allow_pickle: AllowPickle = False,
+    allow_config: AllowConfig = None,
     allow_nonfinite: AllowNonfinite = False,
     accept_untrusted: AcceptUntrusted = False,
     durable: Durable = False,
@@ -129,7 +131,8 @@ def merge(
             raise InputError("--base, --model and --curvature go without a recipe file; with one, use --set")
         built = build_recipe(recipe, given, set_ or [], method if recipe is not None else None)
         settings = {"threads": threads, "device": device, "force": force, "resume": resume, "allow_pickle": allow_pickle,
-                    "allow_nonfinite": allow_nonfinite, "accept_untrusted": accept_untrusted, "durable": durable}  # fmt: skip
+                    "allow_config": allow_config or (), "allow_nonfinite": allow_nonfinite, "accept_untrusted": accept_untrusted,
+                    "durable": durable}  # fmt: skip
         _run(built, out, settings, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
@@ -158,6 +161,7 @@ def remove(
     resume: Resume = False,
     dry_run: DryRun = False,
     allow_pickle: AllowPickle = False,
+    allow_config: AllowConfig = None,
     allow_nonfinite: AllowNonfinite = False,
     accept_untrusted: AcceptUntrusted = False,
     durable: Durable = False,
@@ -183,7 +187,8 @@ def remove(
             entry["weight"] *= strength if method == "removal" else -strength
         built = build_recipe(None, given, set_ or [], None)
         settings = {"threads": threads, "device": device, "force": force, "resume": resume, "allow_pickle": allow_pickle,
-                    "allow_nonfinite": allow_nonfinite, "accept_untrusted": accept_untrusted, "durable": durable}  # fmt: skip
+                    "allow_config": allow_config or (), "allow_nonfinite": allow_nonfinite, "accept_untrusted": accept_untrusted,
+                    "durable": durable}  # fmt: skip
         _run(built, out, settings, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
@@ -198,7 +203,8 @@ def _run(
         from ..engine.trust import trust_notes
 
     if dry_run:
-        with api.planned(recipe, allow_pickle=settings["allow_pickle"]) as plan:
+        allowed = {key: settings[key] for key in ("allow_pickle", "allow_config")}
+        with api.planned(recipe, **allowed) as plan:
             plan.notes += trust_notes(plan)
             _print_plan(recipe, plan, out, settings["threads"] or api.default_threads(), as_json)
         return
@@ -221,10 +227,11 @@ def _run(
             }
         )
         return
+    from ..checkpoints.kinship import WARNING
     from ..engine.trust import UNTRUSTED
 
     for text in result.notes:
-        note(text, quiet and not text.startswith(UNTRUSTED))
+        note(text, quiet and not text.startswith((UNTRUSTED, WARNING)))
     if quiet:
         return
     if result.already_done:

@@ -30,6 +30,15 @@ AllowPickle = Annotated[
     bool,
     typer.Option("--allow-pickle", help="Also read .bin/.pt checkpoints (only their tensors: weights_only)."),
 ]
+AllowConfig = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-config",
+        metavar="KEY",
+        help="Go on although the models' configs differ in KEY, as the message names it. Repeatable.",
+        show_default=False,
+    ),
+]
 
 Durable = Annotated[
     bool,
