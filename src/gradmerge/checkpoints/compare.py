@@ -99,6 +99,7 @@ def compare(
 
     Differences between configs in the keys ``allow_config`` are noted instead of refused.
     """
+    allow_config = [allow_config] if isinstance(allow_config, str) else allow_config
     result = Comparison()
     selected, result.notes = select(list(first.tensors), include, exclude)
     wanted = {n for n in selected if first.tensors[n].is_float and not is_buffer(n, first.tensors[n])}
