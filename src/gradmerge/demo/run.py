@@ -21,6 +21,7 @@ from ..api.previewing import preview
 from ..engine.workers import one_thread_each
 from ..recipe import load_recipe
 from ..storage.staging import Staging
+from ..words import to_json
 from . import commands, recipes, tables
 from .commands import Command
 from .digits import load_digits, write_data
@@ -216,7 +217,7 @@ class _Work:
             images={"train": self.settings.train, "valid": self.settings.valid, "test": self.settings.test},
             tuned_weight=weight, damping=damping, preview=_previewed(),
         )  # fmt: skip
-        write_text(Path("results.json"), json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        write_text(Path("results.json"), to_json(results) + "\n")
 
     def _script(self, advance: Advance) -> None:
         damping = load_recipe(f"recipes/{REMOVAL}.yml").damping
