@@ -1,0 +1,23 @@
+"""Where links of a model's folder may lead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def lies_within(path: Path, folder: Path) -> bool:
+    """True if what ``path`` is, once its links are followed, lies inside ``folder``.
+
+    Also true where the folder is, or lies in, a snapshot of a Hub cache (…/snapshots/REVISION with …/blobs beside) and
+    the file is one of these blobs. The folder may itself be a link.
+    """
+    try:
+        target, home = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a name that is none
+        return False
+    if home in target.parents:
+        return True
+    return any(
+        place.parent.name == "snapshots" and target.parent == place.parent.parent / "blobs"
+        for place in (home, *home.parents)
+    )
