@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ..errors import InputError
+from ..storage.smallfile import MAX_TOKENIZER, read_bounded
 from ..storage.tensorfile import TensorInfo
 from ..words import listed, nearest
 from .model import Buffers, Checkpoint
@@ -239,11 +240,11 @@ def _note_tokenizer(first: Checkpoint, other: Checkpoint, result: Comparison) ->
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_bounded(path, MAX_TOKENIZER)).hexdigest()
 
 
 def _vocabulary(path: Path) -> object:
     try:
-        return json.loads(path.read_text("utf-8"))["model"]["vocab"]
+        return json.loads(read_bounded(path, MAX_TOKENIZER))["model"]["vocab"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

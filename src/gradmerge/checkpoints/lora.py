@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..storage.tensorfile import PositionalFile, parse_json_object
+from ..storage.links import require_within
+from ..storage.smallfile import read_json
+from ..storage.tensorfile import PositionalFile
 from ..words import listed
 from .compare import tied_to
 from .model import Buffers, Checkpoint
@@ -58,7 +60,8 @@ def is_adapter(folder: Path) -> bool:
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     path = folder / "adapter_config.json"
-    config = parse_json_object(path.read_bytes(), lambda why: InputError(f"{path}: {why}"))
+    require_within(path, folder)
+    config = read_json(path)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise InputError(f"{folder}: a PEFT adapter of type {kind}; only LORA adapters can be merged from disk. "

@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InputError
-from ..storage.tensorfile import PositionalFile, TensorFile, local_path, open_files, parse_json_object, read_index
+from ..storage.links import require_within
+from ..storage.smallfile import read_json
+from ..storage.tensorfile import PositionalFile, TensorFile, close_files, local_path, open_files, read_index
 from ..words import listed
 from .lora import AdapterCheckpoint, is_adapter, read_adapter_config
 from .model import Checkpoint
@@ -158,11 +160,18 @@ def _weight_files(
     if index.is_file():
         paths = [folder / name for name in read_index(index)]
     elif single.is_file():
+        require_within(single, folder)
         paths = [single]
     else:
         raise InputError(_no_weights(folder, stem))
     _require_pickle_allowed(paths[0], allow_pickle)
-    pickles = [PickleFile(path) for path in paths]
+    pickles: list[PickleFile] = []
+    try:
+        for path in paths:
+            pickles.append(PickleFile(path))
+    except BaseException:
+        close_files(pickles)
+        raise
     return list(pickles), {name: tensor for file in pickles for name, tensor in file.memory.items()}
 
 
@@ -178,4 +187,5 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         return {}
-    return parse_json_object(path.read_bytes(), lambda why: InputError(f"{path}: {why}"))
+    require_within(path, folder)
+    return read_json(path)
