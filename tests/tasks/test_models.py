@@ -83,7 +83,7 @@ def test_attention_can_be_chosen(tmp_path: Path) -> None:
     folder = str(tiny_bert_checkpoint(tmp_path / "model"))
     model: Any = load_model(folder, attn="eager")[0]
     assert model.config._attn_implementation == "eager"
-    with pytest.raises(InputError, match="cannot be loaded for task classify"):
+    with pytest.raises(InputError, match="--attn: 'nonsense' is none of eager, sdpa"):
         load_model(folder, attn="nonsense")
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from ..storage.modelconfig import refuse_hub_code
 from ..storage.smallfile import MAX_CONFIG, read_bounded
 from ..words import listed
 
@@ -32,6 +33,7 @@ def empty_model(folder: Path) -> nn.Module:
         architecture = config["architectures"][0]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise InputError(f"{path}: does not name the model's class under `architectures`") from error
+    refuse_hub_code(config, path)
     model_class = _model_class(path, architecture)
     try:
         with quiet(), torch.device("meta"):

@@ -15,8 +15,11 @@ from torch import nn
 from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..checkpoints.opening import HUB_ID, fetch_from_hub
 from ..errors import InputError
+from ..storage.modelconfig import check_implementation, refuse_hub_code
+from ..storage.smallfile import read_json
 from ..storage.tensorfile import local_path, open_files
 from ..words import listed, nearest
+from .folders import check_small_files, check_weights
 
 TASKS = ("classify", "causal-lm", "seq2seq", "image")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -71,17 +74,21 @@ def load_model(
     place = device_of(device)
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: not known{nearest(dtype, DTYPES)}\n  Known are {', '.join(DTYPES)}.")
+    check_implementation("attn_implementation", attn, "--attn")
     folder = _folder_of(reference)
+    check_small_files(folder)
     adapter = read_adapter_config(folder) if is_adapter(folder) else None
     base_folder = folder if adapter is None else _base_of(reference, folder, adapter)
+    check_small_files(base_folder)
     config = _config_of(reference, folder, base_folder, adapter)
     task = task_of(reference, config, task, adapter)
     info = LoadingInfo(folder, base_folder, task)
-    _require_safetensors(reference, base_folder, "model")
-    with quiet_transformers():
+    check_weights(reference, base_folder, "model")
+    if adapter is not None:
+        check_weights(reference, folder, "adapter_model")
+    with quiet_transformers(), offline():
         model = _loaded(reference, base_folder, config, task, dtype, attn, info)
         if adapter is not None:
-            _require_safetensors(reference, folder, "adapter_model")
             model = _with_adapter(reference, model, folder, info)
     if whole:
         _refuse_random_weights(reference, model, info)
@@ -133,6 +140,7 @@ def load_tokenizer(reference: str, info: LoadingInfo, tokenizer: str | None = No
     """The tokenizer that a user names, or the one beside the model, or beside the base of an adapter."""
     if tokenizer is not None:
         folders = [_folder_of(tokenizer)]
+        check_small_files(folders[0])
     else:
         folders = list(dict.fromkeys([info.folder, info.base_folder]))
     folder = next((f for f in folders if any(any(f.glob(name)) for name in _TOKENIZER_FILES)), None)
@@ -144,7 +152,7 @@ def load_tokenizer(reference: str, info: LoadingInfo, tokenizer: str | None = No
     from transformers import AutoTokenizer
 
     try:
-        with quiet_transformers():
+        with quiet_transformers(), offline():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers passes on errors of every kind, from JSON to sentencepiece
         raise InputError(
@@ -163,7 +171,7 @@ def load_image_processor(reference: str, info: LoadingInfo) -> Any:
 
     kind: Any = transformers.AutoImageProcessor
     try:
-        with quiet_transformers():
+        with quiet_transformers(), offline():
             # The same pixels with and without torchvision: its resizing differs from that of PIL.
             return kind.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -189,6 +197,19 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Without the Hub: all that a model needs lies in its folder by now, whatever its config may ask for."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _folder_of(reference: str) -> Path:
@@ -224,7 +245,12 @@ def _config_of(reference: str, folder: Path, base_folder: Path, adapter: dict[st
     if not (where / "config.json").is_file():
         raise InputError(f"{reference}: no config.json in {where}, so what model this is cannot be told")
     try:
-        with quiet_transformers():
+        written = read_json(where / "config.json")
+    except InputError as error:
+        raise InputError(f"{reference}: {where / 'config.json'} cannot be used. {error}") from error
+    refuse_hub_code(written, where / "config.json")
+    try:
+        with quiet_transformers(), offline():
             config = AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # bad JSON, an unknown model type, values that do not fit
         raise InputError(f"{reference}: {where / 'config.json'} cannot be used: {_first_line(error)}") from error
@@ -245,13 +271,6 @@ def _classes_of(folder: Path) -> int | None:
                     if entry is not None:
                         return entry.shape[0]
     return None
-
-
-def _require_safetensors(reference: str, folder: Path, stem: str) -> None:
-    if not any((folder / f"{stem}.safetensors{tail}").is_file() for tail in ("", ".index.json")):
-        raise InputError(
-            f"{reference}: no {stem}.safetensors in {folder}. Models in other formats are not loaded here."
-        )
 
 
 def _loaded(
