@@ -33,6 +33,9 @@ _AUTO_CLASSES = {
 _ADAPTER_TASKS = {"SEQ_CLS": "classify", "CAUSAL_LM": "causal-lm", "SEQ_2_SEQ_LM": "seq2seq"}
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.tiktoken", "tekken.json")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_PROCESSOR_SIZES = ("size", "crop_size", "pad_size")
+#: Pixels along the longer edge of what an image processor makes.
+LONGEST_EDGE = 10_000
 
 #: Layers at the top whose number of rows is the number of classes.
 _HEADS = ("score", "classifier", "classifier.out_proj")
@@ -173,11 +176,17 @@ def load_image_processor(reference: str, info: LoadingInfo) -> Any:
     try:
         with quiet_transformers(), offline():
             # The same pixels with and without torchvision: its resizing differs from that of PIL.
-            return kind.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+            processor = kind.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+            sizes = [n for key in _PROCESSOR_SIZES for n in dict(getattr(processor, key, None) or {}).values()]
     except Exception as error:
         raise InputError(
             f"{reference}: the image processor in {folder} cannot be loaded: {_first_line(error)}"
         ) from error
+    if any(isinstance(n, int) and n > LONGEST_EDGE for n in sizes):
+        raise InputError(
+            f"{reference}: the image processor in {folder} makes images of {max(sizes)} pixels an edge; {LONGEST_EDGE} is the limit"
+        )
+    return processor
 
 
 @contextlib.contextmanager
