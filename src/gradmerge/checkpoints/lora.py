@@ -20,6 +20,7 @@ from ..storage.tensorfile import PositionalFile
 from ..words import listed
 from .compare import tied_to
 from .model import Buffers, Checkpoint
+from .patterns import Patterns
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16
@@ -99,6 +100,7 @@ class AdapterCheckpoint(Checkpoint):
         self._owns_base = owns_base
         # A cache of its own: one around the method would keep every adapter alive.
         self._product_of = functools.lru_cache(maxsize=8)(self._form_product)
+        self._patterns = Patterns(f"{folder / 'adapter_config.json'}: alpha_pattern")
         self._factors, self._replaced = self._resolve(config)
         self.tensors = dict(base.tensors)
         for name, stored in self._replaced.items():
@@ -152,8 +154,8 @@ class AdapterCheckpoint(Checkpoint):
 
     def _alpha(self, config: Mapping[str, Any], module: str) -> float:
         try:
-            alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
-        except (TypeError, ValueError, AttributeError, OverflowError, re.error) as error:
+            alpha = _by_pattern(self._patterns, config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise InputError(
                 f"{self.folder}: adapter_config.json: lora_alpha or alpha_pattern cannot be read: {error}"
             ) from error
@@ -262,9 +264,9 @@ class AdapterCheckpoint(Checkpoint):
             self.base.close()
 
 
-def _by_pattern(patterns: Any, module: str, default: Any) -> float:
+def _by_pattern(patterns: Patterns, stated: Any, module: str, default: Any) -> float:
     """The value of the first pattern that matches the end of a module's path, as PEFT reads its patterns."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+    for pattern, value in (stated or {}).items():
+        if patterns.fits(rf"(.*\.)?({pattern})", module):
             return float(value)
     return float(default)

@@ -19,6 +19,7 @@ from ..storage.modelconfig import check_implementation, refuse_hub_code
 from ..storage.smallfile import read_json
 from ..storage.tensorfile import local_path, open_files
 from ..words import listed, nearest
+from .adapters import without_patterns
 from .folders import check_small_files, check_weights
 
 TASKS = ("classify", "causal-lm", "seq2seq", "image")
@@ -320,15 +321,18 @@ def _loaded(
 
 def _with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingInfo) -> nn.Module:
     try:
-        from peft import PeftModel
+        from peft import PeftConfig, PeftModel
     except ImportError as error:
         raise InputError(
             f"{reference}: this is a PEFT adapter, which needs the library peft: pip install peft"
         ) from error
     try:
-        wrapped = PeftModel.from_pretrained(model, str(folder))
+        config = without_patterns(PeftConfig.from_pretrained(str(folder)), dict(model.named_modules()), folder)
+        wrapped = PeftModel.from_pretrained(model, str(folder), config=config)
         brought = _modules_to_save(wrapped)
         merged = wrapped.merge_and_unload()
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(
             f"{reference}: the adapter cannot be put on its base {info.base_folder}: {_first_line(error)}"
