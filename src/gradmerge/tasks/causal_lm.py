@@ -71,11 +71,11 @@ class LanguageExamples:
     def _completion(self, index: int) -> tuple[list[int], list[int]]:
         tokenizer = self.tokens.tokenizer
         eos = tokenizer.eos_token_id
-        prompt = list(tokenizer(self.rows.text(index, self.fields["prompt"]))["input_ids"])
+        prompt = self.tokens.all_of(index, self.rows.text(index, self.fields["prompt"]))["input_ids"]
         if prompt and prompt[-1] == eos:  # put there by the tokenizer, but the text goes on
             prompt.pop()
         answer = self.rows.text(index, self.fields["completion"])
-        completion = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+        completion = self.tokens.all_of(index, answer, add_special_tokens=False)["input_ids"]
         if eos is not None:
             completion.append(eos)
         if len(prompt) + len(completion) > self.tokens.max_length:
