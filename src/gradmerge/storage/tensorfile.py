@@ -135,7 +135,7 @@ def _parse_header(file: TensorFile, total: int) -> tuple[dict[str, Entry], dict[
     spans: list[tuple[int, int, str]] = []
     entries: dict[str, Entry] = {}
     for name, value in header.items():
-        if not _is_text(name):
+        if not is_text(name):
             raise broken(f"the tensor name {_quoted(name)} is no valid Unicode")
         dtype, shape, begin, end = _check_entry(name, value, broken)
         entry = Entry(dtype, shape, data_start + begin)
@@ -281,7 +281,7 @@ def _quoted(name: str) -> str:
     return repr(name if len(name) <= 100 else name[:99] + "…")
 
 
-def _is_text(name: str) -> bool:
+def is_text(name: str) -> bool:
     """Whether a name can be written again: JSON can hold halves of characters, which UTF-8 cannot."""
     try:
         name.encode()
@@ -292,7 +292,7 @@ def _is_text(name: str) -> bool:
 
 def _is_plain_name(filename: str) -> bool:
     return (
-        _is_text(filename)
+        is_text(filename)
         and filename not in ("", ".", "..")
         and not set(filename) & set("/\\\0")
         and len(filename.encode()) < 256
