@@ -276,3 +276,22 @@ def test_a_text_that_the_tokenizer_cannot_take_is_named_by_its_row(tmp_path: Pat
     loaded = load_task(str(model), str(data), device="cpu")
     with pytest.raises(InputError, match="row 2: the tokenizer cannot take its text"):
         list(loaded.batches(1))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"architectures": [5]},
+        {"architectures": [{}]},
+        {"architectures": "x"},
+        {"num_attention_heads": -1},
+        {"hidden_act": 5},
+    ],
+)
+def test_a_config_with_strange_values_is_refused_or_its_model_is(tmp_path: Path, values: dict[str, Any]) -> None:
+    model = tiny_bert_checkpoint(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | values))
+    data = str(write_jsonl(tmp_path / "a.jsonl", labelled(2)))
+    with pytest.raises(InputError):
+        evaluate(load_task(str(model), data, device="cpu"))

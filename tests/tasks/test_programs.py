@@ -83,10 +83,10 @@ TEMPLATES = {
         "takes longer than 0.2",
     ),
     "a large power": ("{{ 9 ** (9 ** 9) }}", "takes longer than 0.2 seconds"),
-    "a large text": ("{{ 'a' * 10 ** 12 }}", "takes more than 4.0 GB of memory"),
+    "a large text": ("{{ 'a' * 10 ** 12 }}", "takes more than 300.0 MB of memory"),
     "a doubled text": (
         "{% set n = namespace(x='aaaaaaaaaa') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-        "takes more than 4.0 GB of memory|takes longer than",
+        "takes more than 300.0 MB of memory|takes longer than",
     ),
     "a long text": ("{{ 'a' * 32000001 }}", "makes a text longer than 32.0 MB"),
     "a way out of the sandbox": (
@@ -103,6 +103,7 @@ def test_a_hostile_chat_template_is_stopped_and_named(
 ) -> None:
     template, reason = TEMPLATES[case]
     monkeypatch.setattr(causal_lm, "SECONDS", 0.2 if "0.2" in reason else 20.0)
+    monkeypatch.setattr(causal_lm, "MEMORY", 300_000_000)
     model = tiny_gpt2_checkpoint(tmp_path / "model")
     (model / "chat_template.jinja").write_text(template)
     talk = [{"role": "user", "content": "what is it ?"}]

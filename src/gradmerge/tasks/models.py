@@ -127,7 +127,7 @@ def task_of(reference: str, config: Any, task: str, adapter: dict[str, Any] | No
         return _ADAPTER_TASKS[adapter["task_type"]]
     from transformers.models.auto import modeling_auto
 
-    architectures = getattr(config, "architectures", None) or []
+    architectures = _architectures(config)
     for name, (_, table) in _AUTO_CLASSES.items():
         known: set[str] = set()
         for value in getattr(modeling_auto, table).values():
@@ -138,6 +138,11 @@ def task_of(reference: str, config: Any, task: str, adapter: dict[str, Any] | No
     raise InputError(
         f"{reference}: the task cannot be told from the model's architecture ({stated}). Give --task, one of {', '.join(TASKS)}"
     )
+
+
+def _architectures(config: Any) -> list[str]:
+    stated = getattr(config, "architectures", None)
+    return [name for name in stated if isinstance(name, str)] if isinstance(stated, list | tuple) else []
 
 
 def load_tokenizer(reference: str, info: LoadingInfo, tokenizer: str | None = None) -> Any:
@@ -305,7 +310,7 @@ def _loaded(
     except MemoryError:
         raise
     except Exception as error:  # no such model for the task, a corrupt file, an unknown attention
-        stated = ", ".join(getattr(config, "architectures", None) or ["unknown"])
+        stated = ", ".join(_architectures(config)) or "unknown"
         raise InputError(
             f"{reference}: the model (architecture {stated}) cannot be loaded for task {task}: {_first_line(error)}"
         ) from error
