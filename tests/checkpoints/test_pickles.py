@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradmerge.checkpoints import open_checkpoint, pickles
+from gradmerge.checkpoints import open_checkpoint
 from gradmerge.checkpoints.model import Buffers
 from gradmerge.errors import InputError
+from gradmerge.storage import smallfile
 
 T = torch.arange(6.0).reshape(2, 3)
 
@@ -56,8 +57,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "sparse": ({"a": T.to_sparse()}, "cannot be"),
     "sparse rows": (T.to_sparse_csr, "cannot be"),
     "no data": ({"a": T.to("meta")}, "has no data"),
-    "one number a billion times": ({"a": torch.zeros(1).expand(10**9)}, "its tensors take 4.0 GB, more than 1.0 GB"),
-    "one number too often to count": ({"a": torch.zeros(1).expand(2**60)}, "its tensors take"),
+    "one number a billion times": ({"a": torch.zeros(1).expand(10**9)}, "unpacks to more than 1.0 GB"),
+    "one number too often to count": ({"a": torch.zeros(1).expand(2**60)}, "unpacks to more than"),
     "names that are no words": ({(1, 2): T}, "names are no words"),
     "two of a name": ({0: T, "0": T}, "two of one name"),
     "half a character": ({"a\ud800": T}, "no valid Unicode"),
@@ -86,12 +87,12 @@ def members(path: Path) -> dict[str, bytes]:
 
 
 def test_an_archive_that_unpacks_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickles, "UNPACKED_BYTES", 100_000)
+    monkeypatch.setattr(smallfile, "UNPACKED_BYTES", 100_000)
     saved(tmp_path / "m.bin", {"a": torch.zeros(1_000_000)})
     with zipfile.ZipFile(tmp_path / "packed.bin", "w", zipfile.ZIP_DEFLATED) as archive:
         for name, raw in members(tmp_path / "m.bin").items():
             archive.writestr(name, raw)
-    with pytest.raises(InputError, match="more than 100 times the file's size"):
+    with pytest.raises(InputError, match="more than 100 times its size"):
         open_checkpoint(str(tmp_path / "packed.bin"), allow_pickle=True)
 
 

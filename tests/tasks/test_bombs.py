@@ -18,6 +18,7 @@ import pyarrow.parquet
 import pytest
 
 from gradmerge.errors import InputError
+from gradmerge.storage import smallfile
 from gradmerge.tasks import sources
 from gradmerge.tasks.columns import choose_columns
 from gradmerge.tasks.sources import LONGEST_ROW, read_rows
@@ -54,7 +55,7 @@ def test_a_row_without_end_is_refused_with_the_limit(
 
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "UNPACKED_BYTES", 1_000_000)
+    monkeypatch.setattr(smallfile, "UNPACKED_BYTES", 1_000_000)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "txt"])

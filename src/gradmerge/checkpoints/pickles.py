@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..storage.smallfile import require_unpackable
 from ..storage.tensorfile import Entry, PositionalFile, is_text
-from ..words import size
 from .model import STORED_TYPES
 
 SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
-
-#: What a file may stand for in memory, where its tensors are not simply read from it: this, or this many times its size.
-UNPACKED_BYTES, UNPACKED_TIMES = 1_000_000_000, 100
 
 
 class PickleFile(PositionalFile):
@@ -61,7 +58,7 @@ class PickleFile(PositionalFile):
             entries[name] = entry
         if scattered:
             # A tensor may repeat one number any number of times.
-            _check_size(path, sum(tensors[name].numel() * tensors[name].element_size() for name in scattered))
+            require_unpackable(path, sum(tensors[name].numel() * tensors[name].element_size() for name in scattered))
             whole = _load(path, fake=False) if zipped else tensors
             self.memory = {name: whole[name].resolve_conj().resolve_neg().contiguous() for name in scattered}
         return entries
@@ -73,15 +70,7 @@ def _check_archive(path: Path) -> None:
             total = sum(info.file_size for info in archive.infolist())
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise _unreadable(path, error) from error
-    _check_size(path, total)
-
-
-def _check_size(path: Path, nbytes: int) -> None:
-    if nbytes > max(UNPACKED_BYTES, UNPACKED_TIMES * path.stat().st_size):
-        raise InputError(
-            f"{path}: its tensors take {size(nbytes)}, more than {size(UNPACKED_BYTES)} and more than {UNPACKED_TIMES} times the "
-            "file's size, which is the limit"
-        )
+    require_unpackable(path, total)
 
 
 def _stored_records(path: Path) -> dict[int, int]:

@@ -15,6 +15,9 @@ from ..words import size
 MAX_CONFIG = 10_000_000
 #: Bytes of a tokenizer's file: the largest vocabularies in use take a third of this.
 MAX_TOKENIZER = 100_000_000
+#: What a packed file may become: this many bytes, or this many times its size. gzip packs up to a thousandfold, and a parquet
+#: file or a pickle may repeat one value a billion times.
+UNPACKED_BYTES, UNPACKED_TIMES = 1_000_000_000, 100
 
 
 def open_regular(path: Path) -> int:
@@ -39,6 +42,15 @@ def read_bounded(path: Path, limit: int) -> bytes:
     if len(raw) > limit:
         raise InputError(f"{path}: larger than {size(limit)}, the limit for such a file")
     return raw
+
+
+def require_unpackable(path: Path, nbytes: int) -> None:
+    """Refuse what a file unpacks to if it is larger than honest files become."""
+    if nbytes > max(UNPACKED_BYTES, UNPACKED_TIMES * path.stat().st_size):
+        raise InputError(
+            f"{path}: unpacks to more than {size(UNPACKED_BYTES)} and more than {UNPACKED_TIMES} times its size, which is the "
+            "limit. If you trust it, give it unpacked."
+        )
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def without_patterns(config: Any, modules: Iterable[str], folder: Path) -> Any:
         stated = getattr(config, key, None)
         if isinstance(stated, str) and stated != "all-linear":
             setattr(config, key, set(fitting(stated)))
-    if not config.target_modules:
+    if config.target_modules is not None and not config.target_modules:
         raise InputError(f"{where}: target_modules fits no module of the base. Was it trained on another base?")
     for key in ("rank_pattern", "alpha_pattern"):
         stated = getattr(config, key, None) or {}

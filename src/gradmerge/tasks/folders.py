@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 
 from ..errors import InputError
 from ..storage.links import require_within
-from ..storage.smallfile import MAX_CONFIG, MAX_TOKENIZER, read_json
+from ..storage.smallfile import MAX_CONFIG, MAX_TOKENIZER, read_bounded
 from ..storage.tensorfile import TensorFile, close_files, open_files
 from ..words import size
 
@@ -38,7 +39,10 @@ def check_small_files(folder: Path) -> None:
             raise InputError(f"{path}: larger than {size(limit)}, the limit for such a file")
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
-        named = read_json(settings).get("fast_tokenizer_files") or []
+        try:
+            named = json.loads(read_bounded(settings, MAX_CONFIG)).get("fast_tokenizer_files") or []
+        except (ValueError, AttributeError, RecursionError):
+            return  # what is wrong with it is said when the tokenizer is loaded
         if not isinstance(named, list) or any(not isinstance(n, str) or "/" in n or "\\" in n for n in named):
             raise InputError(f"{settings}: fast_tokenizer_files must be names of files in the folder")
 

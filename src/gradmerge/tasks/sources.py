@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import InputError, MachineError
+from ..storage.smallfile import require_unpackable
 from ..storage.tensorfile import local_path
 from ..words import listed, size
 from .rows import Row, Rows, shown
@@ -30,8 +31,6 @@ SPLIT = re.compile(r"(?P<place>.+):(?P<split>\w[\w.-]*)")
 
 #: Bytes of one row as text, which may hold a whole document. As JSON it may take forty times that in memory.
 LONGEST_ROW = 32_000_000
-#: What a file may unpack to: this, or this many times its size. gzip can pack a thousandfold, parquet a millionfold.
-UNPACKED_BYTES, UNPACKED_TIMES = 1_000_000_000, 100
 #: Bytes of a batch of rows of a parquet file, where the rows may all be as long as its longest column.
 BATCH_BYTES = 500_000_000
 MOST_COLUMNS = 10_000
@@ -122,15 +121,6 @@ class _Unpacked(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-def require_unpackable(path: Path, nbytes: int) -> None:
-    """Refuse what a file unpacks to if it is larger than any honest file becomes."""
-    if nbytes > max(UNPACKED_BYTES, UNPACKED_TIMES * path.stat().st_size):
-        raise InputError(
-            f"{path}: unpacks to more than {size(UNPACKED_BYTES)} and more than {UNPACKED_TIMES} times its size, which is the "
-            "limit. If you trust it, unpack it and give the plain file."
-        )
 
 
 def _numbered(source: str, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
