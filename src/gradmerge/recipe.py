@@ -18,8 +18,8 @@ from .words import nearest
 
 MAX_BYTES = 1_000_000
 MAX_NODES = 20_000
-#: Characters of a number. Python takes the square of their number to read some of them.
-LONGEST_NUMBER = 100
+#: Characters of a number.
+LONGEST_NUMBER = 10_000
 
 
 def _parse_size(value: Any) -> int:
@@ -318,7 +318,9 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(
                 None, None, f"a number of {len(text)} characters; {LONGEST_NUMBER} is the limit", node.start_mark
             )
-        if ":" in text:  # which YAML 1.1 takes for 60 · 1 + 30 in 1:30, and nobody else does
+        if (
+            ":" in text
+        ):  # 1:30, which YAML 1.1 and nobody else takes for 60 · 1 + 30, and needs very long for if it goes on
             return text
         number: int | float = (
             self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)

@@ -26,16 +26,20 @@ class Patterns:
         """Whether the pattern matches the whole name, as ``re.fullmatch`` does."""
         began = time.perf_counter()
         try:
+            if self._left <= 0:
+                raise TimeoutError
             if pattern not in self._compiled:
                 self._compiled[pattern] = self._compile(pattern)
-            return self._compiled[pattern].fullmatch(name, timeout=max(self._left, 1e-3)) is not None
+            return self._compiled[pattern].fullmatch(name, timeout=self._left) is not None
         except TimeoutError:
             raise InputError(
                 f"{self._where}: its regular expressions take longer than {SECONDS:g} seconds to match, the last of them "
                 f"{self._shown(pattern)}. Put names in their place."
             ) from None
         finally:
-            self._left -= time.perf_counter() - began
+            taken = time.perf_counter() - began
+            if taken > 1e-4:  # an honest match takes microseconds, and there may be millions of them
+                self._left -= taken
 
     def _compile(self, pattern: str) -> Any:
         if len(pattern) > LONGEST_PATTERN:
