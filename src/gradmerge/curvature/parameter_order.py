@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from ..storage.modelconfig import refuse_hub_code
+from ..storage.smallfile import MAX_CONFIG, read_bounded
 from ..words import listed
 
 Shape = tuple[int, ...]
@@ -29,11 +31,12 @@ def empty_model(folder: Path) -> nn.Module:
             "config.json there, or pass the model in Python: gm.import_curvature(folder, model=model)."
         )
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_bounded(path, MAX_CONFIG))
         architecture = config["architectures"][0]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise InputError(f"{path}: does not name the model's class under `architectures`") from error
     _check_layers(path, config)
+    refuse_hub_code(config, path)
     model_class = _model_class(path, architecture)
     try:
         with quiet(), torch.device("meta"):

@@ -19,6 +19,7 @@ from types import TracebackType
 
 from ..errors import InputError, MachineError
 from ..words import size
+from .smallfile import read_json
 
 #: Lies in an unfinished folder and says whose it is.
 MARK = ".gradmerge"
@@ -238,8 +239,8 @@ def _written_by_us(folder: Path) -> bool:
 def _kind_of(folder: Path) -> str | None:
     """What an unfinished folder is to become; None if its mark was not written to the end."""
     try:
-        return str(json.loads((folder / MARK).read_bytes()[:1000])["kind"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(read_json(folder / MARK, 1000)["kind"])
+    except (InputError, KeyError):
         return None
 
 
