@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..common.training import half_precision
 from .settings import PREFIX
 
 #: Tokens in one batch, at most.
@@ -20,7 +20,8 @@ BATCH_TOKENS = 1 << 14
 def windows(ids: Tensor, context: int) -> list[tuple[int, int, int]]:
     """(start, end, first that counts) of windows over a text: every token after the first counts once.
 
-    Windows of ``context`` tokens start half of that apart, so that all tokens but the first half have at least half of it before them.
+    Windows of ``context`` tokens start half of that apart, so that all tokens but the first half have at least half of
+    it before them.
     """
     if len(ids) <= context:
         return [(0, len(ids), 1)]
@@ -46,10 +47,6 @@ def batches(ids: Tensor, context: int) -> Iterator[tuple[Tensor, Tensor]]:
         places = torch.arange(longest)
         counts = torch.stack([(places >= begin) & (places < end - start) for start, end, begin in part])
         yield tokens, counts
-
-
-def half_precision(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def log_probabilities(model: Any, tokens: Tensor) -> Tensor:
