@@ -78,7 +78,6 @@ def run_program(
         else:
             _check(args)
             disable_progress_bar()
-            args.out.mkdir(parents=True, exist_ok=True)
             # Through JSON, so that tables see what they see with --render-only.
             results = json.loads(json.dumps(_finite(run(args))))
     except gm.InputError as error:
@@ -127,18 +126,23 @@ def public_name(place: str) -> str:
     return Path(place).name if Path(place).exists() else place
 
 
-def machine(device: str) -> dict[str, Any]:
-    """Where results come from."""
+def head(name: str, args: argparse.Namespace, options: Sequence[str] = ()) -> Results:
+    """What all results begin with: where they come from. ``options`` are the experiment's own, where given."""
+    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU, {os.cpu_count()} cores"
     return {
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "gradmerge": gm.__version__,
+        "experiment": name,
+        "command": _command(name, args, options),
+        "machine": {
+            "device": device,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "gradmerge": gm.__version__,
+        },
     }
 
 
-def command(name: str, args: argparse.Namespace, options: Sequence[str] = ()) -> str:
+def _command(name: str, args: argparse.Namespace, options: Sequence[str]) -> str:
     """The command that makes these results, with folders cut to their names."""
     parts = [f"python -m experiments.{name} --scale {args.scale}"]
     if args.model is not None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import gradmerge as gm
 
-from ..common.program import command, machine, make_parser, need, public_name, run_program
-from ..common.seeds import over_seeds
+from ..common.program import head, make_parser, need, public_name, run_program
+from ..common.seeds import run_seeds
 from . import report
-from .run import prepare, run_seed
+from .run import Seed, prepare
 from .settings import SCALES, Settings
 
 DESCRIPTION = """
@@ -99,12 +99,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     options += [f"--critic {public_name(args.critic)}"] if args.critic else []
     written = replace(settings, **{k: public_name(v) for k in ("model", "critic") if (v := getattr(settings, k))})
     return {
-        "experiment": "hallucination",
-        "command": command("hallucination", args, options),
+        **head("hallucination", args, options),
         "settings": asdict(written),
-        "machine": machine(args.device),
         "start": shared.start_facts,
-        "seeds": over_seeds(run_seed, args.seeds, args.jobs, shared),
+        "seeds": run_seeds(Seed, shared, args.seeds, args.jobs),
     }
 
 

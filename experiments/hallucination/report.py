@@ -271,7 +271,7 @@ def _along(seeds: Sequence[Seed], method: str, settings: Mapping[str, Any]) -> l
 
 
 def _draw_damping(results: Mapping[str, Any], path: Path) -> None:
-    """Perplexity and grounding of the validation turns over the strength, a line for every damping."""
+    """Perplexity and grounding of the validation turns over the strength, with a line per damping."""
     seeds, settings = results["seeds"], results["settings"]
     dampings = (None, *settings["dampings"])
     strengths = [0.0, *settings["strengths"]]

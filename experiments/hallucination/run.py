@@ -15,6 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
 import gradmerge as gm
 from gradmerge.tasks.models import model_with
 
+from ..common import seeds
 from ..common.data import Collate
 from ..common.seeds import stages_in
 from ..common.states import read_state
@@ -31,12 +32,8 @@ SAMPLES = 3
 
 
 @dataclass(frozen=True)
-class Run:
-    """What the seeds share."""
-
-    out: Path
+class Run(seeds.Run):
     settings: Settings
-    device: str
     turns: Turns
     start: Path
     """The model that every seed starts from."""
@@ -76,15 +73,12 @@ def _with_tags(folder: Path, name: str) -> dict[str, Any]:
     return {"parameters": model.num_parameters(), "tokens": len(tokenizer)}
 
 
-def run_seed(seed: int, run: Run) -> dict[str, Any]:
-    """Everything that one seed gives; what has been done already is read from disk."""
-    return Seed(seed, run).results()
+class Seed(seeds.Seed):
+    run: Run
+    settings: Settings
 
-
-class Seed:
     def __init__(self, seed: int, run: Run) -> None:
-        self.seed, self.run, self.settings = seed, run, run.settings
-        self.stages = stages_in(run.out / f"seed-{seed}")
+        super().__init__(seed, run)
         self.tokenizer = AutoTokenizer.from_pretrained(run.start)
         self.collate = Collate(self.tokenizer.pad_token_id)
         turns, settings = run.turns, run.settings

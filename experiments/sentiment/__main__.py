@@ -9,12 +9,12 @@ from typing import Any
 
 import gradmerge as gm
 
-from ..common.program import command, machine, make_parser, need, run_program
-from ..common.seeds import over_seeds
+from ..common.program import head, make_parser, need, run_program
+from ..common.seeds import run_seeds
 from . import report
 from .data import SETS
 from .models import is_seq2seq
-from .run import prepare, run_seed
+from .run import Seed, prepare
 from .settings import settings_for
 
 DESCRIPTION = """\
@@ -61,14 +61,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     source = args.data_dir or ("made up" if args.scale == "tiny" else "hub")
     shared = prepare(args.out, settings, args.device, model, source)
     return {
-        "experiment": "sentiment",
-        "command": command("sentiment", args),
+        **head("sentiment", args),
         "scale": args.scale,
         "seq2seq": seq2seq,
         "settings": asdict(settings),
-        "machine": machine(args.device),
         "rows": shared.rows,
-        "seeds": over_seeds(run_seed, args.seeds, args.jobs, shared),
+        "seeds": run_seeds(Seed, shared, args.seeds, args.jobs),
     }
 
 

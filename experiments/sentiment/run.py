@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, set_seed
 import gradmerge as gm
 from gradmerge.tasks.models import model_with
 
+from ..common import seeds
 from ..common.seeds import stages_in
 from ..common.states import distance, norm, read_state
 from ..common.training import fine_tune
@@ -28,12 +29,8 @@ TARGETS = (ALL_DATA, JOINT)
 
 
 @dataclass(frozen=True)
-class Run:
-    """What the seeds share."""
-
-    out: Path
+class Run(seeds.Run):
     settings: Settings
-    device: str
     model: str
     data: Path
     rows: dict[str, dict[str, int]]
@@ -71,15 +68,12 @@ def prepare(out: Path, settings: Settings, device: str, model: str | None, sourc
     return Run(out, settings, device, model, data, rows, given)
 
 
-def run_seed(seed: int, run: Run) -> dict[str, Any]:
-    """Everything that one seed gives; what has been done already is read from disk."""
-    return Seed(seed, run).results()
+class Seed(seeds.Seed):
+    run: Run
+    settings: Settings
 
-
-class Seed:
     def __init__(self, seed: int, run: Run) -> None:
-        self.seed, self.run, self.settings = seed, run, run.settings
-        self.stages = stages_in(run.out / f"seed-{seed}")
+        super().__init__(seed, run)
         self._examples = cache(self._read)
 
     def results(self) -> dict[str, Any]:

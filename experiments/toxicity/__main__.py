@@ -9,10 +9,10 @@ from typing import Any
 
 import gradmerge as gm
 
-from ..common.program import command, machine, make_parser, need, public_name, run_program
-from ..common.seeds import over_seeds
+from ..common.program import head, make_parser, need, public_name, run_program
+from ..common.seeds import run_seeds
 from . import report
-from .run import prepare, run_seed
+from .run import Seed, prepare
 from .scorer import DETOXIFY, TFIDF
 from .settings import SCALES
 
@@ -71,14 +71,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     shared = prepare(args.out, settings, args.device, model, args.data_dir, scorer)
     options = [f"--scorer {public_name(scorer)}"] if args.scorer else []
     return {
-        "experiment": "toxicity",
-        "command": command("toxicity", args, options),
+        **head("toxicity", args, options),
         "model": "a GPT-2 trained here" if model is None else public_name(model),
         "scorer": public_name(scorer),
         "settings": asdict(settings),
-        "machine": machine(args.device),
         "data": shared.counts,
-        "seeds": over_seeds(run_seed, args.seeds, args.jobs, shared),
+        "seeds": run_seeds(Seed, shared, args.seeds, args.jobs),
     }
 
 

@@ -58,7 +58,7 @@ def log_probabilities(model: Any, tokens: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def loss_on(model: Any, ids: Tensor, context: int) -> float:
-    """The mean negative log-likelihood of the tokens of a text, in nats a token."""
+    """The mean negative log-likelihood of the tokens of a text, in nats per token."""
     total, number = torch.zeros((), dtype=torch.float64, device=model.device), 0
     for tokens, counts in batches(ids, context):
         tokens, counts = tokens.to(model.device), counts[:, 1:].to(model.device)
@@ -70,7 +70,7 @@ def loss_on(model: Any, ids: Tensor, context: int) -> float:
 
 @torch.inference_mode()
 def divergence(target: Any, model: Any, ids: Tensor, context: int) -> float:
-    """The mean of KL(target ‖ model) of the next token over a text, in nats a token."""
+    """The mean of KL(target ‖ model) of the next token over a text, in nats per token."""
     total, number = torch.zeros((), dtype=torch.float64, device=model.device), 0
     for tokens, counts in batches(ids, context):
         tokens, counts = tokens.to(model.device), counts[:, 1:].to(model.device)

@@ -58,7 +58,7 @@ class Task:
 
 @dataclass
 class Point:
-    """A removal, and what it makes of held-out text: losses in nats a token, by kind."""
+    """A removal, and what it makes of held-out text: losses in nats per token, by kind."""
 
     method: str
     strength: float

@@ -213,7 +213,7 @@ def _value(test: dict[str, Any], column: str) -> float | None:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp of a loss in nats a token; None where that is no number."""
+    """exp of a loss in nats per token; None where that is no number."""
     return None if loss is None else math.exp(min(loss, 700.0))
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import gradmerge as gm
 from gradmerge.tasks.models import model_with
 
+from ..common import seeds
 from ..common.seeds import stages_in
 from ..common.states import distance, norm
 from . import models
@@ -27,12 +28,8 @@ from .settings import Settings
 
 
 @dataclass(frozen=True)
-class Run:
-    """What the seeds share."""
-
-    out: Path
+class Run(seeds.Run):
     settings: Settings
-    device: str
     model: str | None
     """The base; None where one is trained from nothing."""
     data_dir: Path | None
@@ -69,17 +66,12 @@ def prepare(out: Path, settings: Settings, device: str, model: str | None, data_
     return Run(out, settings, device, model, data_dir, scorer, {**counts, "prompts": asked}, json.dumps(given))
 
 
-def run_seed(seed: int, run: Run) -> dict[str, Any]:
-    """Everything that one seed gives; what has been done already is read from disk."""
-    return Seed(seed, run).results()
-
-
-class Seed:
-    """The stages of one seed; models and scorer are loaded when they are first needed."""
+class Seed(seeds.Seed):
+    run: Run
+    settings: Settings
 
     def __init__(self, seed: int, run: Run) -> None:
-        self.seed, self.run, self.settings = seed, run, run.settings
-        self.stages = stages_in(run.out / f"seed-{seed}")
+        super().__init__(seed, run)
         self.data = Data.load(run.out / "data" / "prepared", run.settings)
         self.prompts = json.loads((run.out / "data" / "prompts" / "prompts.json").read_text())
         kind = run.device.split(":")[0]

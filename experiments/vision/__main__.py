@@ -9,10 +9,10 @@ from typing import Any
 
 import gradmerge as gm
 
-from ..common.program import command, machine, make_parser, need, public_name, run_program
-from ..common.seeds import over_seeds
+from ..common.program import head, make_parser, need, public_name, run_program
+from ..common.seeds import run_seeds
 from . import report
-from .run import prepare, run_seed
+from .run import Seed, prepare
 from .settings import CLIP, SCALES, Settings
 
 DESCRIPTION = """\
@@ -86,18 +86,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = settings_of(args)
     model = (args.model or CLIP) if args.scale == "full" else None
     shared = prepare(args.out, settings, args.device, model, args.data_dir)
-    found = over_seeds(run_seed, args.seeds, args.jobs, shared)
+    found = run_seeds(Seed, shared, args.seeds, args.jobs)
     changed = {"learning-rate": args.learning_rate, "strength": args.strength}
     options = [f"--{name} {value:g}" for name, value in changed.items() if value is not None]
     if args.weights is not None:
         options.append(f"--weights {','.join(f'{weight:g}' for weight in args.weights)}")
     return {
-        "experiment": "vision",
-        "command": command("vision", args, options),
+        **head("vision", args, options),
         "scale": args.scale,
         "model": model and public_name(model),
         "settings": asdict(settings),
-        "machine": machine(args.device),
         "data": {task: {**facts, "classes": len(facts["classes"])} for task, facts in shared.sets.items()},
         "seeds": {str(seed): one for seed, one in zip(args.seeds, found, strict=True)},
     }

@@ -35,7 +35,7 @@ TEMPLATES = {
 
 
 class Heads(nn.Module):
-    """A linear classifier for each task: logits of an example under its own task's head.
+    """A linear classifier per task: logits of an example under its own task's head.
 
     Tasks have different numbers of classes: all have as many rows as the largest, and rows without a class count as −∞.
     """

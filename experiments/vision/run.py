@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 import gradmerge as gm
 
+from ..common import seeds
 from ..common.seeds import stages_in
 from ..common.states import distance
 from ..common.training import Training, fine_tune
@@ -24,12 +25,8 @@ from .settings import HUB, Settings, epochs_on
 
 
 @dataclass(frozen=True)
-class Run:
-    """What the seeds share."""
-
-    out: Path
+class Run(seeds.Run):
     settings: Settings
-    device: str
     model: str | None
     """The CLIP model that lends its encoder; None where one is pre-trained."""
     size: int
@@ -71,15 +68,12 @@ def _image_size(model: str | None, settings: Settings) -> int:
     return int(config.vision_config.image_size)
 
 
-def run_seed(seed: int, run: Run) -> dict[str, Any]:
-    """Everything that one seed gives; what has been done already is read from disk."""
-    return Seed(seed, run).results()
+class Seed(seeds.Seed):
+    run: Run
+    settings: Settings
 
-
-class Seed:
     def __init__(self, seed: int, run: Run) -> None:
-        self.seed, self.run, self.settings = seed, run, run.settings
-        self.stages = stages_in(run.out / f"seed-{seed}")
+        super().__init__(seed, run)
         self.numbers = {task: number for number, task in enumerate(run.settings.tasks)}
 
     def results(self) -> dict[str, Any]:

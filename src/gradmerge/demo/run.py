@@ -20,14 +20,13 @@ from ..api.measuring import measure_curvature
 from ..api.previewing import preview
 from ..engine.workers import one_thread_each
 from ..recipe import load_recipe
-from ..storage.staging import Staging
 from . import commands, recipes, tables
 from .commands import Command
 from .digits import load_digits, write_data
 from .recipes import MATCHING, NEGATION, REMOVAL, TUNED
 from .scoring import accuracies
 from .settings import BASE, REMOVED, TASKS, Settings
-from .stages import Advance, Stage, Stages, claimed, run_all, write_text
+from .stages import Advance, Stage, Stages, claimed, run_all, whole_folder, write_text
 from .training import steps_of, train
 
 FORMAT = 1
@@ -112,8 +111,8 @@ class _Work:
         ]
 
     def _data(self, advance: Advance) -> None:
-        with _staged("data") as staging:
-            write_data(staging.folder, *self.digits, self.settings)
+        with whole_folder(Path("data")) as folder:
+            write_data(folder, *self.digits, self.settings)
 
     def _trainings(self) -> Iterator[Stage]:
         yield self._training("base", None, BASE, 1, 0)
@@ -125,9 +124,9 @@ class _Work:
 
     def _training(self, name: str, start: str | None, data: str, parts: int, stream: int) -> Stage:
         def make(advance: Advance) -> None:
-            with _staged(f"models/{name}") as staging:
+            with whole_folder(Path("models", name)) as folder:
                 begin = Path("models", start) if start else None
-                train(begin, Path("data", f"{data}.npz"), staging.folder, self.settings, stream=stream, advance=advance)
+                train(begin, Path("data", f"{data}.npz"), folder, self.settings, stream=stream, advance=advance)
 
         epochs = self.settings.epochs if start else self.settings.base_epochs
         steps = steps_of(parts * self.settings.train, epochs, self.settings.batch_size)
@@ -245,11 +244,6 @@ class _Work:
     def _page(self) -> str:
         results = json.loads(Path("results.json").read_text("utf-8"))
         return tables.page(results)
-
-
-def _staged(out: str) -> Staging:
-    """A folder that appears under its name when it is complete, in the place of an older one of the demonstration."""
-    return Staging(Path(out), "demonstration", force=True, replaces_any=True)
 
 
 def _data(split: str) -> dict[str, str]:

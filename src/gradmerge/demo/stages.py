@@ -60,7 +60,12 @@ class Stages:
         folder again, and may go on from what is there. ``given`` is all that the stage depends on besides the stages
         named in ``after``, which must have been run before.
         """
-        return self._run(name, partial(self._fill, name, make), given, after)
+
+        def fill(resumes: bool) -> Any:
+            with whole_folder(self.path(name), resumes) as folder:
+                return make(folder)
+
+        return self._run(name, fill, given, after)
 
     def run_in_place(
         self, name: str, make: Callable[[], object], *, given: Any = None, after: Sequence[str] = ()
@@ -88,17 +93,6 @@ class Stages:
         seconds = self.made[name] = time.perf_counter() - begun
         self._write(name, {"digest": digest, **facts, "seconds": seconds, "result": result})
         self._say(f"{self.folder.name}: {name} done in {seconds:.0f} s")
-        return result
-
-    def _fill(self, name: str, make: Callable[[Path], Any], resumes: bool) -> Any:
-        unfinished, done = self.path(f"{name}.partial"), self.path(name)
-        if unfinished.exists() and not resumes:
-            shutil.rmtree(unfinished)
-        unfinished.mkdir(parents=True, exist_ok=True)
-        result = make(unfinished)
-        if done.exists():
-            shutil.rmtree(done)
-        unfinished.rename(done)
         return result
 
     def _record(self, name: str) -> Path:
@@ -158,6 +152,19 @@ class _Told:
 
     def finish(self) -> None:
         self.advance(self._left)
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path, resumes: bool = False) -> Iterator[Path]:
+    """A folder to fill, which takes the place of ``path`` at the end; ``resumes`` keeps what an interrupted one left."""
+    unfinished = path.with_name(path.name + ".partial")
+    if unfinished.exists() and not resumes:
+        shutil.rmtree(unfinished)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    yield unfinished
+    if path.exists():
+        shutil.rmtree(path)
+    unfinished.rename(path)
 
 
 def write_text(path: Path, text: str) -> None:

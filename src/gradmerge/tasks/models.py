@@ -179,7 +179,12 @@ def model_with(model: Any, state: Mapping[str, Tensor], name: str | None = None)
     """
     with quiet_transformers():
         made, info = type(model).from_pretrained(
-            None, config=model.config, state_dict=dict(state), dtype=model.dtype, output_loading_info=True
+            None,
+            config=model.config,
+            state_dict=dict(state),
+            dtype=model.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below, with a message
         )
     unfit = {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
     lacking = sorted(unfit & {parameter for parameter, _ in made.named_parameters()})
