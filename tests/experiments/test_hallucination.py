@@ -186,10 +186,15 @@ def tiny_critic(folder: Path, tokenizer: Path) -> Path:
     torch.manual_seed(0)
     model = BertForSequenceClassification(
         BertConfig(
-            vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-            id2label={0: "Hallucination", 1: "Entailment"}, label2id={"Hallucination": 0, "Entailment": 1},
+            vocab_size=len(words),
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            id2label={0: "Hallucination", 1: "Entailment"},
+            label2id={"Hallucination": 0, "Entailment": 1},
         )
-    )  # fmt: skip
+    )
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     return folder
@@ -284,8 +289,15 @@ def test_a_turn_becomes_knowledge_then_tagged_utterances_and_the_oldest_are_left
     turn = Turn("one two three", ("four five", "six", "seven"), "two three")
     (row,) = encode([turn], words, Lengths(knowledge=2, history=5, response=2))
     assert words.convert_ids_to_tokens(row["input_ids"]) == [
-        "<knowledge>", "Ġone", "Ġtwo", "<system>", "Ġsix", "<user>", "Ġseven", "</s>",
-    ]  # fmt: skip
+        "<knowledge>",
+        "Ġone",
+        "Ġtwo",
+        "<system>",
+        "Ġsix",
+        "<user>",
+        "Ġseven",
+        "</s>",
+    ]
     assert words.convert_ids_to_tokens(row["labels"]) == ["Ġtwo", "</s>"]
     (whole,) = encode([turn], words, Lengths(knowledge=9, history=99, response=9))
     assert words.decode(whole["input_ids"]).replace(" ", "") == (
