@@ -4,8 +4,9 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 BENCH_DATA ?= bench-data
 BENCH_FLAGS ?=
+FUZZ_FLAGS ?=
 
-.PHONY: help install demo test lint format bench bench-curvature docs clean
+.PHONY: help install demo test fuzz lint format bench bench-curvature docs clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -21,6 +22,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 test: install  ## Run the tests.
 	$(BIN)/python -m pytest -n 2
+
+fuzz: install  ## Mutate inputs of every kind and kill commands at work (an hour; FUZZ_FLAGS='--inputs 5000 --kills 20').
+	$(BIN)/python -m tests.fuzz --out docs/fuzz.json $(FUZZ_FLAGS)
 
 demo: install  ## Train, measure, merge by every rule and compare, on scikit-learn's digits, into demo/ (minutes).
 	$(BIN)/gradmerge demo -o demo
@@ -47,5 +51,5 @@ docs: install  ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## Remove everything that make has made.
-	rm -rf $(VENV) .venv-mergekit $(BENCH_DATA) demo site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-mergekit $(BENCH_DATA) demo fuzz-failures site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,39 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+#: What a terminal or a viewer obeys instead of showing it: control characters but the line feed, marks that turn the direction of
+#: text, separators of lines, and halves of characters, which no file can hold.
+_UNSEEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text from elsewhere for people to see: what would act on their terminal is spelled out, as \\x1b."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """A name from elsewhere: printable, and without line feeds, so that it cannot pass for a line of ours."""
+    return printable(text).replace("\n", "\\n")
+
+
+def to_json(value: Any, indent: int | None = 2) -> str:
+    """JSON for files and machines. It has no word for infinity and NaN, which become null; any text can be encoded and shown."""
+    text = json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -14,13 +46,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def natural(name: str) -> list[tuple[int, int, str]]:
     """A sort key for dotted names that puts layer 2 before layer 10."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
+    return [(0, int(part), "") if part.isdecimal() and len(part) < 19 else (1, 0, part) for part in name.split(".")]
 
 
 def listed(items: Iterable[str], limit: int = 8) -> str:
     """At most ``limit`` items, one an indented line, and how many more there are."""
     items = list(items)
-    lines = [f"  {item if len(item) <= 300 else item[:299] + '…'}" for item in items[:limit]]
+    shown = [one_line(item[:301]) for item in items[:limit]]
+    lines = [f"  {item if len(item) <= 300 else item[:299] + '…'}" for item in shown]
     if len(items) > limit:
         lines.append(f"  … and {len(items) - limit} more")
     return "\n".join(lines)

@@ -360,26 +360,32 @@ def test_an_untied_model_without_its_head_is_incomplete(tmp_path: Path) -> None:
         gm.merge(trio.recipe("average"), tmp_path / "out")
 
 
-def test_a_tied_model_merges_into_an_untied_base_by_its_embeddings(tmp_path: Path) -> None:
+def test_a_tied_model_merges_into_an_untied_base_by_its_embeddings_if_that_is_allowed(tmp_path: Path) -> None:
     untied = make_trio(tmp_path / "untied", "llama-untied")
     tied = make_trio(tmp_path / "tied", "llama-tied")
     base, tuned = double(untied.stored[0]), double(tied.stored[1])
-    gm.merge(
-        {"method": "task-arithmetic", "base": str(untied.folders[0]), "models": [str(tied.folders[1])]},
-        tmp_path / "out",
-    )
+    recipe = {"method": "task-arithmetic", "base": str(untied.folders[0]), "models": [str(tied.folders[1])]}
+    with pytest.raises(
+        InputError, match=r"tie_word_embeddings: lm_head\.weight is the embedding in .*tied.*, and a tensor"
+    ):
+        gm.merge(recipe, tmp_path / "out")
+    gm.merge(recipe, tmp_path / "out", allow_config=["tie_word_embeddings"])
     tuned["lm_head.weight"] = tuned["model.embed_tokens.weight"]
     assert_close(read_model(tmp_path / "out"), slow.task_arithmetic(base, [tuned], [1]), 1e-6)
     load("llama-untied", tmp_path / "out")
 
 
-def test_a_head_of_its_own_is_merged_with_the_copy_that_a_tied_base_stores(tmp_path: Path) -> None:
+def test_a_head_of_its_own_is_merged_with_the_copy_that_a_tied_base_stores_if_that_is_allowed(tmp_path: Path) -> None:
     trio = make_trio(tmp_path, "llama-tied")
     head, embedding = TIED["llama-tied"]
     other = trio.stored[1][embedding] + 1.0
     trio.folders[0] = put_head(trio.folders[0], tmp_path / "copy", head, trio.stored[0][embedding])
     trio.folders[1] = put_head(trio.folders[1], tmp_path / "untied", head, other, tie_word_embeddings=False)
-    gm.merge(trio.recipe("average"), tmp_path / "out")
+    with pytest.raises(
+        InputError, match=r"tie_word_embeddings: lm_head\.weight is the embedding in .*copy, and a tensor"
+    ):
+        gm.merge(trio.recipe("average"), tmp_path / "out")
+    gm.merge(trio.recipe("average"), tmp_path / "out", allow_config=["tie_word_embeddings"])
     want = (other.double() + trio.stored[2][embedding]) / 2
     assert (load("llama-tied", tmp_path / "out").lm_head.weight.double() - want).abs().max() < 1e-6
 

@@ -106,7 +106,7 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         {"r": 4, "lora_alpha": 5, "target_modules": ["embed_tokens", "q_proj"]},
         {"embed_tokens", "q_proj"},
     ),
-    "embeddings-of-a-tied-model": ("gpt2", {"r": 4, "target_modules": ["wte", "wpe"]}, {"wte", "wpe"}),
+    "positions-of-a-tied-model": ("gpt2", {"r": 4, "target_modules": ["wpe", "c_fc"]}, {"wpe", "c_fc"}),
     "bias-all": ("bert", {"r": 2, "target_modules": ["query", "key"], "bias": "all"}, {"query", "key", "bias"}),
     "bias-all-and-a-classifier": (
         "bert",
@@ -191,6 +191,12 @@ def two_adapters(
     return base, [tmp_path / "adapter0", tmp_path / "adapter1"], states
 
 
+def write_whole(tmp_path: Path, state: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Path:
+    """A whole model in the place of an adapter, with the config of the base."""
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    return write_model(tmp_path / "whole", {n: v.to(dtype) for n, v in state.items()}, 3, config)
+
+
 RULES = {
     "task-arithmetic": ({}, lambda base, tuned: slow.task_arithmetic(base, tuned, [0.7, -0.4])),
     "sparse-finetuning": ({"density": 0.1}, lambda base, tuned: slow.sparse(base, tuned, [0.7, -0.4], 0.1)),
@@ -227,7 +233,7 @@ def test_gradient_matching_takes_adapters_with_curvature_of_the_whole_model(tmp_
 
 def test_an_adapter_and_a_whole_model_merge_together(tmp_path: Path) -> None:
     base, adapters, (first, one, two) = two_adapters(tmp_path)
-    whole = write_model(tmp_path / "whole", {n: v.float() for n, v in two.items()}, 3)
+    whole = write_whole(tmp_path, two)
     gm.merge({"method": "ties", "base": str(base), "models": [str(adapters[0]), str(whole)]}, tmp_path / "out")
     assert_close(read_model(tmp_path / "out"), slow.ties(first, [one, two], [1, 1], 0.2), 1e-6)
 
@@ -256,6 +262,13 @@ def test_the_bytes_do_not_depend_on_the_size_of_blocks(tmp_path: Path) -> None:
     for name, block, threads in (("y/out", 1000, 2), ("z/out", 70_001, 1)):
         gm.merge(recipe, tmp_path / name, block=block, threads=threads)
         assert weight_bytes(tmp_path / name) == weight_bytes(tmp_path / "x/out")
+
+
+def test_an_adapter_that_goes_far_from_its_base_still_stems_from_it(tmp_path: Path) -> None:
+    base, adapters, _ = two_adapters(tmp_path)
+    edit_config(adapters[0], lora_alpha=1000)
+    result = gm.merge({"method": "average", "base": str(base), "models": [str(adapters[0])]}, tmp_path / "out")
+    assert not result.notes
 
 
 # Where the base comes from
@@ -290,7 +303,7 @@ def test_a_relative_base_is_looked_for_from_the_adapters_folder(
 
 def test_an_adapter_can_be_the_base_of_a_merge(tmp_path: Path) -> None:
     _, adapters, (_, one, two) = two_adapters(tmp_path)
-    whole = write_model(tmp_path / "whole", {n: v.float() for n, v in two.items()}, 3)
+    whole = write_whole(tmp_path, two)
     models = [{"model": str(whole), "weight": 0.6}]
     gm.merge({"method": "task-arithmetic", "base": str(adapters[0]), "models": models}, tmp_path / "out")
     assert_close(read_model(tmp_path / "out"), slow.task_arithmetic(one, [two], [0.6]), 1e-6)
@@ -306,7 +319,7 @@ def test_an_adapter_beside_an_adapter_as_base_goes_on_the_model_that_both_name(t
 
 def test_tensors_excluded_from_a_merge_on_an_adapter_are_the_adapted_ones_in_the_bases_type(tmp_path: Path) -> None:
     _, adapters, (_, one, two) = two_adapters(tmp_path, torch.bfloat16)
-    whole = write_model(tmp_path / "whole", {n: v.bfloat16() for n, v in two.items()}, 3)
+    whole = write_whole(tmp_path, two, torch.bfloat16)
     gm.merge(
         {"method": "average", "base": str(adapters[0]), "models": [str(whole)], "exclude": ["*q_proj*", "*norm*"]},
         tmp_path / "out",
@@ -384,6 +397,89 @@ def test_a_closed_adapter_is_not_kept_in_memory(tmp_path: Path) -> None:
     del checkpoint
     gc.collect()
     assert left() is None
+
+
+# Tensors that are two in PEFT and one in the base, or the reverse
+
+
+def logits(model: Any) -> Tensor:
+    ids = torch.arange(12)[None]
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model.double().eval()(input_ids=ids, **more).logits
+
+
+ONE_OF_TWO = {
+    "embeddings saved whole": ("llama-tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    "a head saved whole": ("llama-tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "both saved whole": ("llama-tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "factors of embeddings": ("gpt2", {"target_modules": ["wte"]}),
+    "gpt2's embeddings saved whole": ("gpt2", {"target_modules": ["c_attn"], "modules_to_save": ["wte"]}),
+    "t5's embeddings saved whole": ("t5", {"target_modules": ["q"], "modules_to_save": ["shared"]}),
+    "factors of a head": ("llama-tied", {"target_modules": ["q_proj", "lm_head"]}),
+}
+
+
+@pytest.mark.parametrize("case", ONE_OF_TWO)
+def test_an_adapter_that_changes_one_of_two_tied_tensors_is_refused(case: str, tmp_path: Path) -> None:
+    """PEFT leaves the other one as it was, which a tied model cannot."""
+    family, settings = ONE_OF_TWO[case]
+    base = make_base(tmp_path / "base", family)
+    model = tune(base, family, tmp_path / "adapter", LoraConfig(r=2, **settings))
+    tied = copy.deepcopy(model).merge_and_unload()
+    tied.config.tie_word_embeddings = True
+    tied.tie_weights()
+    assert (logits(model) - logits(tied)).abs().max() > 1e-3
+    with pytest.raises(InputError, match=r"adapter changes .* shares with .* no longer be one tensor"):
+        merge_one(base, tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_that_keeps_tied_embeddings_tied_is_what_peft_computes(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-tied", torch.float64)
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    model = tune(base, "llama-tied", tmp_path / "adapter", config)
+    merge_one(base, tmp_path / "adapter", tmp_path / "out")
+    got, want = logits(load("llama-tied", tmp_path / "out", dtype="auto")), logits(model)
+    assert (got - want).abs().max() < 1e-12
+
+
+def test_embeddings_of_a_classifier_are_tied_to_nothing(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "bert")
+    config = LoraConfig(r=2, target_modules=["query"], modules_to_save=["word_embeddings", "classifier"])
+    model = tune(base, "bert", tmp_path / "adapter", config)
+    got = merge_one(base, tmp_path / "adapter", tmp_path / "out")
+    assert_close(got, merged_by_peft(model, tmp_path / "want"), 1e-6)
+
+
+PREFIX, Q = "base_model.model.", "layers.0.self_attn.q_proj"
+SECOND_KEYS = {
+    # the key that is there → another one for the same tensor
+    "without a prefix": (f"{PREFIX}model.{Q}.lora_B.weight", f"model.{Q}.lora_B.weight"),
+    "with half a prefix": (f"{PREFIX}model.{Q}.lora_{{}}.weight", f"{Q}.lora_{{}}.weight"),
+    "factors and a whole tensor": (f"{PREFIX}model.{Q}.lora_A.weight", f"{PREFIX}model.{Q}.weight"),
+    "a whole tensor twice": (f"{PREFIX}model.norm.weight", f"{PREFIX}model.norm.modules_to_save.weight"),
+}
+
+
+@pytest.mark.parametrize("case", SECOND_KEYS)
+def test_two_keys_for_one_tensor_are_refused_by_name_unless_they_hold_the_same(case: str, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied")
+    config = LoraConfig(r=16, target_modules=["q_proj"], modules_to_save=["norm"])
+    model = tune(base, "llama-untied", tmp_path / "adapter", config)
+    path = tmp_path / "adapter/adapter_model.safetensors"
+    plain = load_file(path)
+    there, second = SECOND_KEYS[case]
+    pairs = [(there.format(letter), second.format(letter)) for letter in ("AB" if "{}" in there else "B")]
+    save_file(plain | {new: plain[old].clone() + 0.5 for old, new in pairs}, path)
+    with pytest.raises(InputError, match="two tensors of the adapter are for one tensor") as error:
+        merge_one(base, tmp_path / "adapter", tmp_path / "out")
+    assert all(key in str(error.value) for key in pairs[-1])
+    if case == "factors and a whole tensor":
+        return
+    save_file(plain | {new: plain[old].clone() for old, new in pairs}, path)
+    got = merge_one(base, tmp_path / "adapter", tmp_path / "out")
+    assert_close(got, merged_by_peft(model, tmp_path / "want"), 1e-6)
 
 
 # What is not base + scale · BA

@@ -32,27 +32,18 @@ torch.set_num_threads(1)
 import gradmerge as gm
 from gradmerge.errors import GradmergeError
 
+from tests.fuzz.killing import kill_before_change
+
 gm.merge  # imported when it is first named
-CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
 
 def merge(order):
-    seen = 0
-    folder = os.path.dirname(order["out"])
-    def listen(event, arguments):
-        nonlocal seen
-        if event not in CHANGES and not (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
-            return
-        if isinstance(arguments[0], int) or str(arguments[0]).startswith(folder) or order["out"] in str(arguments[0]):
-            seen += 1
-            if order.get("at") == seen:
-                os.kill(os.getpid(), signal.SIGKILL)
-    sys.addaudithook(listen)
+    changes = kill_before_change(order["out"], order.get("at"))
     message, status = "", 0
     try:
         gm.merge(order["recipe"], order["out"], threads=2, block=4096, force=order["force"], resume=order["resume"])
     except GradmergeError as error:
         message, status = str(error), error.status
-    os.write(1, json.dumps({"killed": False, "status": status, "message": message, "changes": seen}).encode() + b"\\n")
+    os.write(1, json.dumps({"killed": False, "status": status, "message": message, "changes": changes()}).encode() + b"\\n")
 
 for line in sys.stdin:
     order = json.loads(line)
@@ -82,7 +73,9 @@ class Driver:
     """Runs merges in processes of their own, cheaply."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+        )
 
     def merge(self, recipe: dict[str, Any], out: Path, *, force: bool = False, resume: bool = False, **order: Any) -> dict[str, Any]:  # fmt: skip
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from gradmerge.report import numbers, palette
 from gradmerge.report.charts import BarChart, Chart, HeatMap, LineChart, ScatterChart, Series
+from gradmerge.report.page import Table
+from gradmerge.words import printable
 
 SVG = "{http://www.w3.org/2000/svg}"
 NASTY = '<script>alert("x")</script> & \x00 \ud800 '
@@ -267,3 +269,21 @@ def test_long_names_lose_their_middle() -> None:
     chart = BarChart("t", "t", "y", ["a" * 40 + "b" * 40], {"m": [1.0]})
     label = next(t for t in parsed(chart).iter(f"{SVG}text") if t.find(f"{SVG}title") is not None)
     assert label[0].text == "a" * 40 + "b" * 40 and "…" in (label[0].tail or "")
+
+
+@pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "＝1", "\n=1"])
+def test_no_name_becomes_a_formula_in_a_spreadsheet(name: str) -> None:
+    for chart in every_kind(name):
+        for row in csv.reader(io.StringIO(chart.csv())):
+            assert not any(cell.startswith(tuple("=+@\t\r\n＝")) for cell in row), row
+            assert not any(cell.startswith("-") for cell in row), row
+    table = Table(name, "t", [name, "x"], [[name, -0.5], ["-0.5", 2.0]])
+    assert list(csv.reader(io.StringIO(table.csv())))[1][1] == "-0.5"
+    assert list(csv.reader(io.StringIO(table.csv())))[2] == ["-0.5", "2.0"]
+
+
+def test_controls_in_names_are_shown_in_a_chart() -> None:
+    for chart in every_kind("a\x1b[31m\u202e\x9b\u2028b\udce9"):
+        for text in (chart.svg(), chart.svg(standalone=True), chart.csv()):
+            assert printable(text) == text and "\\x1b" in text and "\\udce9" in text
+        ET.fromstring(chart.svg(standalone=True))

@@ -158,3 +158,14 @@ def test_a_machine_is_told_of_the_plot(tmp_path: Path) -> None:
     arguments = ["curvature", "show", str(saved(tmp_path / "c")), "--plot", str(tmp_path / "p.svg"), "--json"]
     done = runner.invoke(app, arguments)
     assert json.loads(done.stdout)["plot"] == str(tmp_path / "p.svg")
+
+
+def test_a_dollar_sign_in_a_name_begins_no_formula(tmp_path: Path) -> None:
+    value = torch.ones(3)
+    saved(tmp_path / "$c^{$", {"$\\frac{$.weight": value, "a\x1b[1m\nb.weight": value})
+    show(tmp_path / "$c^{$", tmp_path / "plot.svg")
+    with open_curvature(str(tmp_path / "$c^{$")) as file:
+        figure = draw(spread(file), "$c^{$", "likelihood $x$")
+    labels = figure.axes[0].get_yticklabels()
+    assert sorted(t.get_text() for t in labels) == ["$\\frac{$", "a\\x1b[1m\\nb"]
+    assert not any(t.get_parse_math() for t in [*labels, *figure.texts])

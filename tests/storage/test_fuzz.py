@@ -25,14 +25,13 @@ from gradmerge.checkpoints.model import Buffers
 from gradmerge.curvature.files import open_curvature
 from gradmerge.curvature.summary import pieces, summarize
 from gradmerge.errors import InputError, MachineError
+from tests.fuzz.mutate import WRONG, Json, mutate_bytes, mutate_file, mutate_json, with_length
 from tests.making import near, random_curvature, random_state, write_model
 
 HEADERS, INDEXES, CURVATURES, ADAPTERS = 1600, 700, 500, 300
 #: Far above what any case takes; only there so that a hang ends with a traceback.
 PATIENCE = 300
 MOST_MEMORY = 50_000_000
-
-Json = dict[str, Any]
 
 _opened: list[str] | None = None
 
@@ -107,124 +106,6 @@ def little_memory() -> Iterator[None]:
         tracemalloc.stop()
     assert peak < MOST_MEMORY
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident < 300_000  # kB
-
-
-# Mutations of a header or an index, as bytes and as JSON.
-
-WRONG: list[Any] = [
-    None, True, False, -1, -(2**63), 2**31, 2**53, 2**63, 2**64, 10**30, 0.5, 1e308, float("nan"), float("inf"), "", "x", "F32",
-    "\x00", "\ud800", "é" * 300, [], [[]], {}, {"a": 1}, [1, 2, 3], [0], [-1, 0], [0.0, 8.0], [True, False], [2**62, 2**62], [2**40] * 8,
-    ["0", "8"], "../secret.safetensors", "/etc/passwd", "..", ".", "a/b", "a\\b", "~", "~root/x", "file:///etc/passwd", "con", "x" * 5000,
-    "model.safetensors\x00", "%2e%2e/secret.safetensors", "..\u2215secret.safetensors", [1] * 100, [0] * 100,
-]  # fmt: skip
-DTYPES = ["F32", "F64", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "F8_E8M0", "C64", "F4", "f32", "Q8", ""]
-
-
-def deep(depth: int, rng: random.Random) -> bytes:
-    opening, closing = rng.choice([(b"[", b"]"), (b'{"a":', b"}")])
-    return opening * depth + b"0" + closing * depth
-
-
-def mutate_bytes(raw: bytes, rng: random.Random) -> bytes:
-    data = bytearray(raw)
-    kind = rng.randrange(6)
-    if kind == 0:
-        for _ in range(rng.choice([1, 1, 2, 8])):
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    elif kind == 1:
-        del data[rng.randrange(len(data)) :]
-    elif kind == 2:
-        place = rng.randrange(len(data))
-        data[place:place] = rng.randbytes(rng.choice([1, 2, 100]))
-    elif kind == 3:
-        place = rng.randrange(len(data))
-        del data[place : place + rng.choice([1, 2, 8, 50])]
-    elif kind == 4:
-        place = rng.randrange(len(data))
-        data[place : place + 4] = rng.choice(
-            [b"\x00\x00\x00\x00", b"\xff\xfe\xfd\xfc", b'"":{', b"]]]]", b"9999", b"-1e9"]
-        )
-    else:
-        data += rng.randbytes(rng.choice([1, 8, 1000]))
-    return bytes(data)
-
-
-def places_in(value: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a JSON value."""
-    found: list[tuple[Any, Any]] = []
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in items:
-        found.append((value, key))
-        found += places_in(child)
-    return found
-
-
-def mutate_json(value: Json, rng: random.Random) -> bytes:
-    value = json.loads(json.dumps(value))
-    for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        places = places_in(value)
-        if not places:
-            break
-        container, key = rng.choice(places)
-        kind = rng.randrange(7)
-        if kind == 0:
-            container[key] = rng.choice(WRONG)
-        elif kind == 1 and isinstance(container[key], int) and not isinstance(container[key], bool):
-            container[key] += rng.choice([-4, -1, 1, 4, 2**32, -(2**32)])
-        elif kind == 2:
-            del container[key]
-        elif kind == 3 and isinstance(container, dict):
-            container[rng.choice([w for w in WRONG if isinstance(w, str)])] = container.pop(key)
-        elif kind == 4 and isinstance(container, dict):
-            other = rng.choice(list(container))
-            container[key], container[other] = container[other], container[key]
-        elif kind == 5 and isinstance(container, dict) and "dtype" in container:
-            container["dtype"] = rng.choice(DTYPES)
-        else:
-            container[key] = [container[key]] if rng.random() < 0.5 else {"x": container[key]}
-    text = json.dumps(value)
-    extra = rng.randrange(12)
-    if extra == 0 and text.startswith("{") and len(value) > 0:  # a key twice
-        name = next(iter(value))
-        text = text[:-1] + f", {json.dumps(name)}: {json.dumps(value[name])}}}"
-    raw = text.encode("utf-8", "surrogatepass")
-    if extra == 1:
-        raw = raw[:-1] + b', "deep": ' + deep(rng.choice([10, 300, 900, 950, 980, 990, 100_000]), rng) + b"}"
-    elif extra == 2:
-        raw = (
-            raw[:-1]
-            + b', "number": '
-            + rng.choice([b"9" * 5000, b"-" + b"9" * 4000, b"1e999999", b"NaN", b"0x1"])
-            + b"}"
-        )
-    return raw
-
-
-def with_length(header: bytes, data: bytes, rng: random.Random | None = None) -> bytes:
-    length = len(header)
-    if rng is not None and rng.random() < 0.25:
-        length = rng.choice(
-            [0, 1, length - 1, length + 1, length + 8, 2**31, 2**32, 2**63, 2**64 - 1, 100_000_001, 10**8]
-        )
-    return length.to_bytes(8, "little") + header + data
-
-
-def split(raw: bytes) -> tuple[Json, bytes]:
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
-
-
-def mutate_file(raw: bytes, rng: random.Random) -> bytes:
-    header, data = split(raw)
-    kind = rng.randrange(4)
-    if kind == 0:
-        return mutate_bytes(raw, rng)
-    if kind == 1:
-        return with_length(json.dumps(header).encode(), data, rng)[: rng.choice([None, -1, -4, 8, 7, 0, 20])]  # type: ignore[misc]
-    text = mutate_json(header, rng)
-    if kind == 3:
-        text += b" " * rng.choice([0, 1, 8])
-    return with_length(text, data, rng if rng.random() < 0.2 else None)
 
 
 def check_reads_stay_inside(checkpoint: Checkpoint, folder: Path) -> None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import datetime
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from .._version import __version__
 from ..diagnose.diagnosis import Diagnosis, diagnose
 from ..engine.progress import NoProgress, Progress
 from ..recipe import Recipe
+from ..report.card import to_yaml
 from ..report.diagnosis_page import costliest, diagnosis_page, rank, reference_of, relative
 from ..report.page import write_report
 from ..storage.staging import Staging
+from ..words import to_json
 from .disk import as_recipe, default_threads
 from .reads import data_paths, model_paths, recipe_paths
 
@@ -33,6 +32,7 @@ def write_diagnosis(
     batch_size: int = 8,
     threads: int | None = None,
     allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
     force: bool = False,
     progress: Progress | None = None,
     command: str = "",
@@ -53,6 +53,7 @@ def write_diagnosis(
             batch_size=batch_size,
             threads=threads or default_threads(),
             allow_pickle=allow_pickle,
+            allow_config=allow_config,
             begin=progress.begin,
             advance=progress.advance,
         )
@@ -60,9 +61,7 @@ def write_diagnosis(
         page = diagnosis_page(found, provenance(recipe, data or {}), text, [command] if command else [])
         write_report(staging.folder, page)
         (staging.folder / "recipe.yml").write_text(text, "utf-8")
-        (staging.folder / "diagnosis.json").write_text(
-            json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n", "utf-8"
-        )
+        (staging.folder / "diagnosis.json").write_text(to_json(as_json(found)) + "\n", "utf-8")
     return found
 
 
@@ -78,7 +77,7 @@ def report_folder(
 
 def recipe_text(recipe: Recipe) -> str:
     """The full recipe, defaults filled in."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return to_yaml(recipe.model_dump(mode="json"))
 
 
 def provenance(recipe: Recipe, data: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from ..report.card import model_card
 from ..storage.bytesof import bytes_of
 from ..storage.staging import Staging
 from ..storage.tensorwriter import TensorWriter
+from ..words import to_json
 from .reads import State, changed, recipe_paths, state_of
 from .record import merge_record
 
@@ -68,9 +69,11 @@ def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
 
 
 @contextlib.contextmanager
-def planned(recipe: str | Path | Recipe | Mapping[str, Any], *, allow_pickle: bool = False) -> Iterator[Plan]:
+def planned(
+    recipe: str | Path | Recipe | Mapping[str, Any], *, allow_pickle: bool = False, allow_config: Sequence[str] = ()
+) -> Iterator[Plan]:
     """The plan of a recipe, with its inputs open."""
-    plan = open_plan(as_recipe(recipe), allow_pickle=allow_pickle)
+    plan = open_plan(as_recipe(recipe), allow_pickle=allow_pickle, allow_config=allow_config)
     try:
         yield plan
     finally:
@@ -86,6 +89,7 @@ def merge(
     force: bool = False,
     resume: bool = False,
     allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
     allow_nonfinite: bool = False,
     accept_untrusted: bool = False,
     durable: bool = False,
@@ -96,8 +100,9 @@ def merge(
 
     Everything is streamed: memory depends on the number of models and threads, not on their size. The folder appears
     under its name when it is complete; until then the work is in ``OUT.gradmerge-partial``, and ``resume`` goes on from there.
-    The bytes of the weights depend on the inputs and the recipe alone. A removal whose step cannot be trusted is refused, unless
-    ``accept_untrusted``; with ``durable`` the folder is on the disk before it gets its name.
+    The bytes of the weights depend on the inputs and the recipe alone. Models whose configs make another function of the
+    weights are refused, but for differences in the keys ``allow_config``; a removal whose step cannot be trusted is refused unless
+    ``accept_untrusted``. With ``durable`` the folder is on the disk before it gets its name.
     """
     recipe = as_recipe(recipe)
     out = Path(out)
@@ -106,7 +111,7 @@ def merge(
     threads = threads or default_threads()
     _check_device(device)
     _allow_many_files()
-    with planned(recipe, allow_pickle=allow_pickle) as plan:
+    with planned(recipe, allow_pickle=allow_pickle, allow_config=allow_config) as plan:
         plan.block = block
         progress = progress or NoProgress()
         files = _files(plan)
@@ -191,7 +196,7 @@ def _is_complete(out: Path, fingerprint: str) -> bool:
         return bool(record["fingerprint"] == fingerprint) and all(
             (out / name).stat().st_size == nbytes for name, nbytes in sizes
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
@@ -357,7 +362,7 @@ class _Output:
             self._timings | {"total": seconds},
             self._resumed,
         )
-        (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        (folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
         card = model_card(self.recipe, self.staging.out.name, (folder / "config.json").is_file())
         (folder / "README.md").write_text(card, "utf-8")
         self.journal.remove()

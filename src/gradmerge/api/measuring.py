@@ -232,7 +232,7 @@ class _Saved:
                     "the same ones, or without --resume to begin anew."
                 )
             return Curvature.load(self._curvature)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(
                 f"{self._request.parent}: what it holds cannot be read ({error}). Run without --resume to begin anew."
             ) from error

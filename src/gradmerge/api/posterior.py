@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import threading
 import warnings
@@ -30,7 +29,7 @@ from ..storage.bytesof import bytes_of
 from ..storage.staging import Staging
 from ..storage.tensorfile import FLOATS
 from ..storage.tensorwriter import TensorWriter
-from ..words import count, listed
+from ..words import count, listed, to_json
 from .disk import default_threads
 
 #: No number that :func:`standard_normal` gives is farther from 0.
@@ -307,7 +306,7 @@ def _write(posterior: _Posterior, n: int, out: Path, force: bool, threads: int) 
                 writer.close()
             copy_sidecars(posterior.model, folder, posterior.settings.dtype)
         record = {"gradmerge": __version__, "samples": n, "of": posterior.model.label, **asdict(posterior.settings)}
-        (staging.folder / "gradmerge.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        (staging.folder / "gradmerge.json").write_text(to_json(record) + "\n", "utf-8")
     return [out / str(sample) for sample in range(n)]
 
 

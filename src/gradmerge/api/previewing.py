@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
-
-import yaml
 
 from ..diagnose.looking import Measurer, Predictor
 from ..diagnose.predict import task_names
@@ -20,11 +16,12 @@ from ..diagnose.suggest import OBJECTIVES, Suggestion, search_ranges, suggest
 from ..engine.progress import NoProgress, Progress
 from ..errors import InputError
 from ..recipe import Base, Identity, Model, Recipe
-from ..report.card import recipe_as_written
+from ..report.card import recipe_as_written, to_yaml
 from ..report.page import write_report
 from ..report.preview_page import preview_page, settings_table
 from ..storage.staging import Staging
 from ..storage.tensorfile import local_path
+from ..words import to_json
 from .diagnosing import provenance, recipe_text, report_folder
 from .disk import MergeResult, as_recipe, default_threads, merge
 
@@ -55,6 +52,7 @@ def preview(
     batch_size: int = 8,
     threads: int | None = None,
     allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
     force: bool = False,
     progress: Progress | None = None,
     command: str = "",
@@ -75,8 +73,9 @@ def preview(
         raise InputError(f"--objective {objective}: known are {', '.join(OBJECTIVES)}")
     settings = grid(chosen, ranges) if samples is None else sample(chosen, ranges, samples, seed)
     progress = progress or NoProgress()
+    allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config}
     with _folder(recipe, out, data or {}, force, loading) as staging:
-        with _looker(recipe, chosen, data, loading, batch_size, threads, allow_pickle) as looker:
+        with _looker(recipe, chosen, data, loading, batch_size, threads, allowed) as looker:
             found = compare(
                 recipe,
                 looker,
@@ -105,6 +104,7 @@ def suggest_weights(
     batch_size: int = 8,
     threads: int | None = None,
     allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
     force: bool = False,
     progress: Progress | None = None,
     command: str = "",
@@ -123,8 +123,9 @@ def suggest_weights(
     given = parse_weights(weights, tasks, recipe) if weights is not None else None
     ranges = search_ranges(given, tasks, recipe, shared)
     counted = _Counted(progress or NoProgress())
+    allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config}
     with _folder(recipe, out, data or {}, force, loading) as staging:
-        with _looker(recipe, chosen, data, loading, batch_size, threads, allow_pickle) as looker:
+        with _looker(recipe, chosen, data, loading, batch_size, threads, allowed) as looker:
             found = suggest(
                 recipe,
                 looker,
@@ -185,7 +186,7 @@ def _looker(
     loading: Mapping[str, Any],
     batch_size: int,
     threads: int | None,
-    allow_pickle: bool,
+    allowed: Mapping[str, Any],
 ) -> Iterator[Looker]:
     wrong = sorted(set(loading) - set(Loading.__annotations__))
     if wrong:
@@ -193,11 +194,9 @@ def _looker(
     threads = threads or default_threads()
     looker: Looker
     if data:
-        looker = Measurer(
-            recipe, methods, data, loading, batch_size=batch_size, threads=threads, allow_pickle=allow_pickle
-        )
+        looker = Measurer(recipe, methods, data, loading, batch_size=batch_size, threads=threads, **allowed)
     else:
-        looker = Predictor(recipe, methods, threads=threads, allow_pickle=allow_pickle)
+        looker = Predictor(recipe, methods, threads=threads, **allowed)
     try:
         yield looker
     finally:
@@ -226,12 +225,11 @@ def _write(
     )
     write_report(folder, page)
     (folder / "preview.csv").write_text(settings_table(found).csv(), "utf-8")
-    text = json.dumps(as_json(found, suggestion), indent=2, ensure_ascii=False)
-    (folder / "preview.json").write_text(text + "\n", "utf-8")
+    (folder / "preview.json").write_text(to_json(as_json(found, suggestion)) + "\n", "utf-8")
     best = found.best()
     if best is not None:
         header = f"# The best setting of the preview: {best.setting.name}\n# gradmerge merge recipe.yml -o merged\n"
-        written = yaml.safe_dump(_moved(best_recipe(found), staging.out), sort_keys=False, allow_unicode=True)
+        written = to_yaml(_moved(best_recipe(found), staging.out))
         (folder / "recipe.yml").write_text(header + written, "utf-8")
 
 
@@ -280,8 +278,7 @@ def as_json(found: Preview, suggestion: Suggestion | None = None) -> dict[str, A
             "lost_share" if suggestion.measured else "times_reference": suggestion.costs,
         }
     result["notes"] = found.notes
-    clean: dict[str, Any] = _finite(result)
-    return clean
+    return result
 
 
 def _row(found: Preview, row: Row) -> dict[str, Any]:
@@ -305,12 +302,3 @@ def _best(found: Preview, method: str | None) -> dict[str, Any] | None:
     }
     flat = {task: [min(weights), max(weights)] for task, weights in tried.items()}
     return {**_row(found, best), "within_1_percent": {"settings": len(close), "weights": flat}}
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no word for infinity and NaN."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

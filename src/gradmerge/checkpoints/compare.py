@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
-import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from ..errors import InputError
 from ..storage.tensorfile import TensorInfo
 from ..words import listed, nearest
+from .beside import notes_on_files
+from .configs import allows, differences, labels, shown
+from .kinship import kinship, kinship_note
 from .model import Buffers, Checkpoint
+from .quantised import quantisation
 
 #: Heads that models leave out of a checkpoint when they are the same tensor as an embedding, and those embeddings.
 TIED = {
@@ -36,10 +38,14 @@ TIED = {
     "vocab_projector.weight": ("distilbert.embeddings.word_embeddings.weight",),
 }  # fmt: skip
 
+#: Tensors that encoder and decoder share, whether or not the head is one with them.
+STACKS = ("encoder.", "decoder.", "model.encoder.", "model.decoder.")
+HEADS = [name for name in TIED if name.endswith(".weight") and not name.startswith(STACKS)]
+
 #: Constants that older versions of transformers saved with the weights and newer ones do not: by name alone, and those
 #: that share their name with a bias and are told by their four dimensions.
 BUFFERS = ["*position_ids", "*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attention.masked_bias", "*.num_batches_tracked",
-           "*relative_position_index"]  # fmt: skip
+           "*relative_position_index", "*token_type_ids"]  # fmt: skip
 MASKS = ["*.attn.bias", "*.attention.bias"]
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight",
@@ -85,26 +91,53 @@ def compare(
     others: Sequence[Checkpoint],
     include: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
+    *,
+    allow_config: Sequence[str] = (),
+    first_is_base: bool = True,
 ) -> Comparison:
-    """Compare every checkpoint with the first: names, shapes, types, vocabulary, tied heads, buffers."""
+    """Compare every checkpoint with the first: names, shapes, types, vocabulary, tied heads, buffers, configs, origin.
+
+    Differences between configs in the keys ``allow_config`` are noted instead of refused.
+    """
     result = Comparison()
     selected, result.notes = select(list(first.tensors), include, exclude)
     wanted = {n for n in selected if first.tensors[n].is_float and not is_buffer(n, first.tensors[n])}
     result.merged = [n for n in first.tensors if n in wanted]
     result.copied = [n for n in first.tensors if n not in wanted]
-    for name in selected:
-        if first.tensors[name].dtype.startswith(("F8", "C64")):
-            result.problems.append(f"{first.label}: {name} has the type {first.tensors[name].dtype}; only float64, float32, "
-                                   "float16 and bfloat16 can be merged. Exclude it, or convert the model.")  # fmt: skip
+
+    def chosen(name: str) -> bool:
+        return matches(name, include) and not matches(name, exclude)
+
+    quantised = {id(c): found.problem(c.label) for c in (first, *others) if (found := quantisation(c, chosen))}
+    result.problems += quantised.values()
+    odd = [n for n in selected if first.tensors[n].dtype.startswith(("F8", "C64"))]
+    if odd and id(first) not in quantised:
+        more = f" (and {len(odd) - 1} more are of such types)" if len(odd) > 1 else ""
+        result.problems.append(
+            f"{first.label}: {odd[0]} has the type {first.tensors[odd[0]].dtype}{more}; only float64, float32, float16 and "
+            "bfloat16 can be merged. Exclude it, or convert the model."
+        )
+    used: set[str] = set()
     for other in others:
-        result.aliases.append(_compare_one(first, other, result, include, exclude))
+        aliases: dict[str, str] = {}
+        if not quantised.keys() & {id(first), id(other)}:
+            aliases = _compare_one(first, other, result, chosen)
+            _compare_integers(first, other, result, set(selected) - set(odd))
+            _note_ancestry(first, other, result, aliases, first_is_base)
+        result.aliases.append(aliases)
+        used |= _compare_configs(first, other, result, chosen, allow_config)
+        result.notes += notes_on_files(first, other)
+    result.notes += [
+        f"--allow-config {key}: the configs do not differ in it" for key in allow_config if key not in used
+    ]
+    _note_running_statistics(result)
     if not result.merged and not result.problems:
         result.problems.append("nothing is left to merge: no float tensor is included and not excluded")
     return result
 
 
 def _compare_one(
-    first: Checkpoint, other: Checkpoint, result: Comparison, include: Sequence[str], exclude: Sequence[str]
+    first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool]
 ) -> dict[str, str]:
     aliases: dict[str, str] = {}
     missing: list[str] = []
@@ -127,14 +160,7 @@ def _compare_one(
             (vocabulary if is_vocabulary else shapes).append(line)
         elif not there.is_float:
             types.append(f"{name}: {here} in {first.label}, {there} in {other.label}")
-    extra = [
-        n
-        for n in other.tensors
-        if n not in first.tensors
-        and matches(n, include)
-        and not matches(n, exclude)
-        and not is_buffer(n, other.tensors[n])
-    ]
+    extra = [n for n in other.tensors if n not in first.tensors and chosen(n) and not is_buffer(n, other.tensors[n])]
     extra = [n for n in extra if not _is_copy_of_tied(n, first, other, result)]
 
     if vocabulary:
@@ -159,8 +185,154 @@ def _compare_one(
         pairs = ", ".join(f"{name} = {tied}" for name, tied in aliases.items())
         result.notes.append(f"{other.label}: tied weights are stored once: {pairs}")
     _note_types(first, other, result)
-    _note_tokenizer(first, other, result)
     return aliases
+
+
+def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, names: set[str]) -> None:
+    """Integers are not merged but copied from the first: where they are more than buffers, they have to be the same."""
+    refused: list[str] = []
+    noted: list[str] = []
+    for name in (n for n in result.copied if n in names):
+        here, there = first.tensors[name], other.tensors.get(name)
+        if here.is_float or is_buffer(name, here):
+            continue
+        if there is None:
+            noted.append(f"{name} (which it does not have)")
+        elif there.is_float or there.shape != here.shape:
+            refused.append(f"{name}: {here} in {first.label}, {there} in {other.label}")
+        elif _equal_integers(first, other, name):
+            continue
+        elif len(here.shape) > 1:
+            refused.append(f"{name}: {here}, with other values")
+        else:
+            noted.append(name)
+    if refused:
+        result.problems.append(
+            f"{other.label}: integers, which are not merged, differ from those of {first.label}\n{listed(refused)}\n"
+            f"  Convert the model, or exclude these tensors to keep those of {first.label}."
+        )
+    if noted:
+        result.notes.append(f"{other.label}: integers that differ are taken from {first.label}: {_some(noted)}")
+
+
+def _equal_integers(one: Checkpoint, two: Checkpoint, name: str, block: int = 1 << 18) -> bool:
+    buffers = Buffers()
+    numel = one.tensors[name].numel
+    for start in range(0, numel, block):
+        stop = min(start + block, numel)
+        here = one.read(name, start, stop, buffers, "left").to(torch.int64)
+        if not torch.equal(here, two.read(name, start, stop, buffers, "right").to(torch.int64)):
+            return False
+    return True
+
+
+def _compare_configs(
+    first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool], allowed: Sequence[str]
+) -> set[str]:
+    """Refuse configs that make another function of the same weights; returns the keys that allowed a difference."""
+    try:
+        found, unknown = differences(first.config, other.config)
+        lines = {
+            key: f"{key}: {shown(here)} in {first.label}, {shown(there)} in {other.label}"
+            for key, (here, there) in found.items()
+        }
+    except RecursionError:
+        raise InputError(f"{other.label}: its config.json, or that of {first.label}, is nested too deeply") from None
+    lines |= dict(_other_ties(first, other, chosen))
+    lines |= dict(_other_labels(first, other, result))
+    allowing = {key: by for key in lines if (by := allows(allowed, key))}
+    refused = [line for key, line in lines.items() if key not in allowing]
+    if refused:
+        result.problems.append(
+            f"{other.label}: its config makes another function of the weights than that of {first.label}\n"
+            f"{listed(refused, 20)}\n"
+            "  Take models that agree; if a difference is meant, pass --allow-config KEY for each key."
+        )
+    if allowing:
+        result.notes.append(
+            f"{other.label}: merged with another config, as --allow-config says; the result has that of {first.label}. "
+            + "; ".join(lines[key] for key in allowing)
+        )
+    kinds = [checkpoint.config.get("problem_type") for checkpoint in (first, other)]
+    if all(kinds) and kinds[0] != kinds[1]:
+        result.notes.append(
+            f"{other.label}: its problem_type is {shown(kinds[1])}, that of {first.label} {shown(kinds[0])}"
+        )
+    if unknown:
+        result.notes.append(
+            f"{other.label}: its config or that of {first.label} leaves out {_some(unknown)}; "
+            "whether they agree is not known"
+        )
+    return set(allowing.values())
+
+
+def _other_ties(first: Checkpoint, other: Checkpoint, chosen: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+    """Heads that are the embedding in one model and a tensor of their own, or none, in the other."""
+    for head in (name for name in HEADS if first.config and other.config and chosen(name)):
+        pair = first, other
+        stored = [head in checkpoint.tensors for checkpoint in pair]
+        untied = [_says_untied(checkpoint) for checkpoint in pair]
+        sources = [next((s for s in TIED[head] if s in checkpoint.tensors), None) for checkpoint in pair]
+        if None in sources or stored == [False, True] or (stored[0] == stored[1] and untied[0] == untied[1]):
+            continue
+        if stored == [False, False]:
+            which = first if untied[0] else other
+            if which.config.get("architectures") and has_head(which):
+                yield "tie_word_embeddings", f"tie_word_embeddings: false in {which.label}, which stores no {head}"
+            continue
+        tied = [
+            not there or same_values(checkpoint, head, source or "")
+            for there, checkpoint, source in zip(stored, pair, sources, strict=True)
+        ]
+        if tied[0] != tied[1]:
+            one, two = pair if tied[0] else pair[::-1]
+            yield (
+                "tie_word_embeddings",
+                f"tie_word_embeddings: {head} is the embedding in {one.label}, and a tensor of its own in {two.label}",
+            )
+
+
+def _other_labels(first: Checkpoint, other: Checkpoint, result: Comparison) -> Iterator[tuple[str, str]]:
+    """Classes of one name at two places, where a head for them is merged; a note where the names are others."""
+    ours, theirs = labels(first.config), labels(other.config)
+    heads = [n for n in result.merged if "embed" not in n and first.tensors[n].shape[:1] == (len(ours),)]
+    if not ours or not theirs or ours == theirs or not heads:
+        return
+    moved = [f"{n!r} is {ours[n]} and {theirs[n]}" for n in ours if n in theirs and ours[n] != theirs[n]]
+    if moved:
+        yield "id2label", f"id2label: classes in another order in {first.label} and {other.label}: {_some(moved)}"
+    else:
+        result.notes.append(
+            f"{other.label}: its classes have other names (id2label) than those of {first.label}, which the result has; "
+            f"exclude {heads[0]} if they are other classes"
+        )
+
+
+def _note_ancestry(
+    first: Checkpoint, other: Checkpoint, result: Comparison, aliases: Mapping[str, str], first_is_base: bool
+) -> None:
+    below: Checkpoint | None = other
+    while below := getattr(below, "base", None):
+        if below is first:  # an adapter on the first model is of its making, however far it goes
+            return
+    there = {name: other.tensors.get(name) for name in result.merged if name not in aliases}
+    shared = [n for n, info in there.items() if info and info.is_float and info.shape == first.tensors[n].shape]
+    text = kinship_note(first, other, kinship(first, other, shared), first_is_base)
+    result.notes += [text] if text else []
+
+
+def _note_running_statistics(result: Comparison) -> None:
+    averaged = [name for name in result.merged if name.endswith(("running_mean", "running_var"))]
+    if averaged:
+        result.notes.append(
+            f"{_count(averaged)} of batch-norm statistics ({_some(averaged, 2)}) are merged like weights and need not "
+            "fit the merged model: estimate them again on data, or exclude '*running_mean' and '*running_var'"
+        )
+
+
+def _some(items: Sequence[str], limit: int = 4) -> str:
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
 
 
 def _count(names: Sequence[str]) -> str:
@@ -169,7 +341,7 @@ def _count(names: Sequence[str]) -> str:
 
 def tied_to(name: str, checkpoint: Checkpoint) -> str | None:
     """The tensor that stands for a head which a checkpoint leaves out, or None if it is not tied there."""
-    if _says_untied(checkpoint) and not name.startswith(("encoder.", "decoder.", "model.encoder.", "model.decoder.")):
+    if _says_untied(checkpoint) and not name.startswith(STACKS):
         return None
     return next((source for source in TIED.get(name, ()) if source in checkpoint.tensors), None)
 
@@ -178,6 +350,12 @@ def _says_untied(checkpoint: Checkpoint) -> bool:
     text = checkpoint.config.get("text_config")
     inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None
     return checkpoint.config.get("tie_word_embeddings", inner) is False
+
+
+def has_head(checkpoint: Checkpoint) -> bool:
+    """Whether the architecture that a checkpoint was saved from, where it says so, gives tokens out."""
+    stated = checkpoint.config.get("architectures")
+    return not isinstance(stated, list) or any(re.search("LM|Generation|PreTraining", str(name)) for name in stated)
 
 
 def _is_copy_of_tied(name: str, first: Checkpoint, other: Checkpoint, result: Comparison) -> bool:
@@ -224,26 +402,3 @@ def _note_types(first: Checkpoint, other: Checkpoint, result: Comparison) -> Non
         result.notes.append(
             f"{other.label} is stored as {', '.join(sorted(types(other)))}, {first.label} as {', '.join(sorted(types(first)))}"
         )
-
-
-def _note_tokenizer(first: Checkpoint, other: Checkpoint, result: Comparison) -> None:
-    """Warns when both bring a tokenizer and the same token is not the same row: the result would be garbage."""
-    if first.folder is None or other.folder is None or first.folder == other.folder:
-        return
-    ours, theirs = (c.folder / "tokenizer.json" for c in (first, other) if c.folder)
-    if not (ours.is_file() and theirs.is_file()) or _sha256(ours) == _sha256(theirs):
-        return
-    if _vocabulary(ours) != _vocabulary(theirs):
-        result.notes.append(f"{other.label}: its tokenizer maps words to other rows than that of {first.label}; "
-                            "unless you know why, the merged embeddings will be garbage")  # fmt: skip
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _vocabulary(path: Path) -> object:
-    try:
-        return json.loads(path.read_text("utf-8"))["model"]["vocab"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None

@@ -16,8 +16,9 @@ from torch import Tensor
 from ..errors import InputError
 from ..storage.tensorfile import PositionalFile, parse_json_object
 from ..words import listed
-from .compare import tied_to
+from .compare import HEADS, TIED, has_head, same_values, tied_to
 from .model import Buffers, Checkpoint
+from .quantised import refuse_quantised
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16
@@ -37,6 +38,8 @@ UNSUPPORTED = {
     "monteclora_config": "MonteCLoRA",
     "megatron_config": "Megatron layers",
 }
+#: Tasks whose models have no head that could be tied to an embedding.
+HEADLESS = {"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"}
 #: Initialisations that also change the base's weights, which the adapter file does not show.
 CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
 
@@ -91,6 +94,7 @@ class AdapterCheckpoint(Checkpoint):
         hub_id: str | None = None,
     ) -> None:
         super().__init__(label, folder=folder, config=base.config, hub_id=hub_id, modules=base.modules)
+        refuse_quantised(base, adapter=label)
         self.adapter = Checkpoint(label, files=files, memory=memory)
         self.base = base
         self._owns_base = owns_base
@@ -100,6 +104,8 @@ class AdapterCheckpoint(Checkpoint):
         self.tensors = dict(base.tensors)
         for name, stored in self._replaced.items():
             self.tensors[name] = self.adapter.tensors[stored]
+        if str(config.get("task_type")) not in HEADLESS:
+            self._check_ties()
         for name, factors in self._factors.items():
             self._check_shapes(name, factors)
 
@@ -107,26 +113,37 @@ class AdapterCheckpoint(Checkpoint):
         parts: dict[str, dict[str, str]] = {}
         replaced: dict[str, str] = {}
         unknown: list[str] = []
+        twice: list[str] = []
+
+        def only(known: dict[str, str], target: str, key: str) -> None:
+            """Take a key for a target that has none; PEFT also writes the same bias under two names."""
+            if target in known and not same_values(self.adapter, known[target], key):
+                twice.append(f"{known[target]} and {key}")
+            known[target] = key
+
         for key in self.adapter.tensors:
             path = key.removeprefix("base_model.model.")
             match = re.fullmatch(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", path)
             if match:
-                parts.setdefault(match[1], {})[match[2]] = key
+                only(parts.setdefault(match[1], {}), match[2], key)
             elif "lora_" in path or "trainable_tokens" in path:
                 unknown.append(key)
             elif ".original_module." not in path:  # which PEFT writes beside a module saved whole if bias is "all"
                 name = re.sub(r"\.(modules_to_save(\.default)?|base_layer)(?=\.)", "", path)
-                replaced[self._find(name) or name] = key
+                only(replaced, self._find(name) or name, key)
         if unknown:
             raise InputError(f"{self.folder}: the adapter holds tensors that are not LoRA's A and B:\n{listed(unknown)}\n"
                              "Merge it into its base with PEFT (merge_and_unload) first.")  # fmt: skip
         factors: dict[str, Factors] = {}
+        used = {"A": {name: key for name, key in replaced.items() if ".base_layer." not in key}, "B": {}}
         lost: list[str] = []
         for module, pair in parts.items():
             target = self._find(f"{module}.weight")
             if target is None or pair.keys() != {"A", "B"}:
                 lost.append(module)
                 continue
+            for letter, key in pair.items():
+                only(used[letter], target, key)
             embedding = "lora_embedding_" in pair["A"]
             shapes = [self.adapter.tensors[key].shape for key in pair.values()]
             if any(len(shape) < 2 or 0 in shape for shape in shapes):
@@ -137,6 +154,12 @@ class AdapterCheckpoint(Checkpoint):
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             transposed = embedding or bool(config.get("fan_in_fan_out"))
             factors[target] = Factors(pair["A"], pair["B"], scale, self._orientation(target, pair, transposed))
+        if twice:
+            raise InputError(
+                f"{self.folder}: two tensors of the adapter are for one tensor of {self.base.label}, of which one would be "
+                "lost:\n"
+                f"{listed(twice)}\nSave the adapter again from the model that was trained."
+            )
         tied = [module for module in lost if tied_to(f"{module}.weight", self.base)]
         if tied:
             raise InputError(f"{self.folder}: the adapter changes {tied[0]}.weight, which {self.base.label} shares with "
@@ -146,6 +169,28 @@ class AdapterCheckpoint(Checkpoint):
             raise InputError(f"{self.folder}: the adapter changes modules that {self.base.label} does not have:\n"
                              f"{listed(lost)}\nWas it trained on another base?")  # fmt: skip
         return factors, replaced
+
+    def _check_ties(self) -> None:
+        """Refuse to change one of two tensors that the base stores as one.
+
+        PEFT changes a copy of the module that it is told to and leaves the other as it was; the merged model, with the
+        config of the base, would have them both changed, or neither.
+        """
+        changed = self._replaced.keys() | self._factors.keys()
+        for name in TIED:
+            source = tied_to(name, self.base)
+            if source is None or not {name, source} & changed or (name in HEADS and not has_head(self.base)):
+                continue
+            if name in self.base.tensors and not same_values(self.base, name, source):
+                continue
+            if {name, source} <= self._replaced.keys() - self._factors.keys() and same_values(self, name, source):
+                continue
+            which, rest = (source, name) if source in changed else (name, source)
+            raise InputError(
+                f"{self.folder}: the adapter changes {which}, which {self.base.label} shares with {rest}, and PEFT changes "
+                "it alone: the result would no longer be one tensor. Give a base whose embeddings are untied "
+                "(tie_word_embeddings false, both tensors stored), or train with ensure_weight_tying."
+            )
 
     def _alpha(self, config: Mapping[str, Any], module: str) -> float:
         try:

@@ -23,7 +23,7 @@ class PickleFile(PositionalFile):
     def __init__(self, path: Path) -> None:
         self.memory: dict[str, Tensor] = {}
         """Tensors that do not lie in the file as one contiguous run, loaded at once."""
-        zipped = zipfile.is_zipfile(path)
+        zipped = _is_archive(path)
         tensors = _load(path, fake=zipped)
         records = _stored_records(path) if zipped else {}
         entries: dict[str, Entry] = {}
@@ -46,6 +46,13 @@ class PickleFile(PositionalFile):
             self.memory = {name: whole[name].contiguous() for name in scattered}
         self.entries = entries
         super().__init__(path)
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except (zipfile.BadZipFile, ValueError):  # the end of an archive, with numbers in it that cannot be
+        return False
 
 
 def _stored_records(path: Path) -> dict[int, int]:
@@ -88,5 +95,21 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
         *(loaded.get(key) for key in ("state_dict", "model") if isinstance(loaded, dict)),
     ):
         if isinstance(candidate, dict) and candidate and all(isinstance(v, Tensor) for v in candidate.values()):
-            return {str(k): v for k, v in candidate.items()}
+            return {_name(path, k): _dense(path, k, v) for k, v in candidate.items()}
     raise InputError(f"{path}: holds no state dict (a mapping from names to tensors)")
+
+
+def _name(path: Path, key: Any) -> str:
+    name = str(key)
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{path}: {name[:80]!a} is no name for a tensor: it holds half a character") from error
+    return name
+
+
+def _dense(path: Path, name: Any, tensor: Tensor) -> Tensor:
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        what = "only a shape" if tensor.device.type == "meta" else "sparse"
+        raise InputError(f"{path}: tensor {str(name)[:80]!a} is {what}; only dense tensors can be merged")
+    return tensor

@@ -105,4 +105,4 @@ def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
     if dtype != "auto" and config_path.is_file():
         config = json.loads(config_path.read_text("utf-8"))
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-        config_path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        config_path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -4,15 +4,50 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Annotated
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from .._version import __version__
+from ..words import printable, to_json
 from . import curvature, demo, diagnose, evaluate, inspect, merge, methods, preview
+from .output import OUT_OF_MEMORY
+from .streams import prepare_streams, say, settle
+
+#: By its version typer brings a click of its own, or takes the one that is installed.
+UsageError: Any = typer.BadParameter.__base__
+
+
+class Commands(TyperGroup):
+    """All commands: where each of them ends."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> NoReturn:
+        words = list(sys.argv[1:] if args is None else args)
+        try:
+            ended = super().main(words, *rest, **more | {"standalone_mode": False})
+            status = ended if isinstance(ended, int) else 0
+        except UsageError as error:
+            shown = io.StringIO()
+            error.show(file=shown)
+            say(shown.getvalue().rstrip("\n"), err=True)
+            status = error.exit_code
+            if "--json" in words:
+                say(to_json({"error": error.format_message(), "status": status}, indent=None))
+        except typer.Abort:
+            status = 1
+            say("error: interrupted", err=True)
+        except MemoryError:  # so little is left that not even the words for it could be found
+            status = 1
+            say(f"error: {OUT_OF_MEMORY}", err=True)
+        sys.exit(settle(status))
+
 
 app = typer.Typer(
     name="gradmerge",
+    cls=Commands,
     help="Merge fine-tuned models, and remove what a model has learned, by matching gradients with curvature.",
     epilog="Start with: gradmerge demo, gradmerge methods, then gradmerge merge --help",
     no_args_is_help=True,
@@ -25,7 +60,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"gradmerge {__version__}")
+        say(f"gradmerge {__version__}")
         raise typer.Exit
 
 
@@ -51,7 +86,7 @@ app.add_typer(curvature.app, name="curvature")
 
 def main() -> None:
     """Entry point of the `gradmerge` script."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a Greek letter is no reason to fail on a terminal that has none
-            stream.reconfigure(errors="backslashreplace")
+    prepare_streams()
+    plain = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **more: printable(plain(*args, **more))
     app()

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..words import count
+from ..words import count, one_line
 from . import estimate, importing
 from .output import Debug, Json, Quiet, guarded, print_json, print_table
+from .streams import say
 
 app = typer.Typer(
     help="Measure curvature, take it from an optimizer's state, and look at curvature files.",
@@ -74,9 +75,9 @@ def show(
         if json_:
             print_json(facts)
             return
-        typer.echo(
-            f"{path}: {_what(file)}, sum over {file.examples} examples, "
-            f"measured on {facts['model'] or 'a model that is not named'}, stored as {file.precision}"
+        say(
+            f"{one_line(path)}: {_what(file)}, sum over {file.examples} examples, "
+            f"measured on {one_line(facts['model']) or 'a model that is not named'}, stored as {file.precision}"
         )
         rows = [
             [
@@ -91,10 +92,10 @@ def show(
         ]
         print_table(["group", "entries", "sum", "mean per entry", "zeros", "max"], rows, right=(1, 2, 3, 4, 5))
         if not quiet:
-            typer.echo("Sums over examples; divide by the number of examples for `reduction: mean`.")
+            say("Sums over examples; divide by the number of examples for `reduction: mean`.")
 
 
 def _what(file: Any) -> str:
     if file.kind == "gram":
         return "Gram matrices XᵀX of linear layers' inputs"
-    return f"{file.kind} curvature, likelihood {file.likelihood or 'not stated'}"
+    return f"{file.kind} curvature, likelihood {one_line(file.likelihood) or 'not stated'}"

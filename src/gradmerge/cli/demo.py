@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .output import Debug, Json, Quiet, guarded, heavy_imports, print_json, print_table, progress
+from .streams import say
 
 if TYPE_CHECKING:
     from ..demo import Outcome
@@ -49,10 +49,10 @@ def demo(
         silent = quiet or json_
         try:
             with progress(silent, "steps") as shown:
-                # Through sys.stderr as it is then: the bar of a terminal puts these lines above itself.
+                # On sys.stderr as it is then: the bar of a terminal puts these lines above itself.
                 outcome = run_demo(
                     out, settings=Settings(seed=seed), force=force, progress=shown,
-                    say=lambda text: None if silent else print(text, file=sys.stderr),
+                    say=lambda text: None if silent else say(text, err=True, needed=False),
                 )  # fmt: skip
         except KeyboardInterrupt:
             raise MachineError("interrupted. The same command goes on where it was.") from None
@@ -75,11 +75,11 @@ def _print_tables(outcome: Outcome) -> None:
     from ..demo.settings import REMOVED
     from ..demo.tables import merge_table, removal_table
 
-    typer.echo(f"Accuracy on {outcome.results['images']['test']} test images a task, per cent:\n")
+    say(f"Accuracy on {outcome.results['images']['test']} test images a task, per cent:\n")
     for columns, rows in (merge_table(outcome.merging), removal_table(outcome.removal)):
         print_table(columns, rows, right=range(1, len(columns)))
         if columns[-1] == "mean":
-            typer.echo(f"\nTaking {REMOVED} out of the model trained on all:\n")
+            say(f"\nTaking {REMOVED} out of the model trained on all:\n")
 
 
 def _print_rest(outcome: Outcome, seconds: float) -> None:
@@ -87,14 +87,14 @@ def _print_rest(outcome: Outcome, seconds: float) -> None:
     from ..demo.tables import flatness
 
     folder = outcome.folder
-    typer.echo("\nOver one weight for all tasks, mean accuracy on validation images:")
-    typer.echo("\n".join(flatness(outcome.results)))
+    say("\nOver one weight for all tasks, mean accuracy on validation images:")
+    say("\n".join(flatness(outcome.results)))
     done = f"{outcome.stages - outcome.kept} of {outcome.stages} stages made, {outcome.kept} kept"
-    typer.echo(f"\n{done}; {seconds:.0f} s. {folder / 'results.md'} explains the tables.")
-    typer.echo(f"Reports: {folder / 'preview' / 'report.html'}, {folder / 'diagnose' / 'report.html'}")
-    typer.echo(f"\nTo repeat the steps (all of them are in {folder / 'commands.sh'}):\n")
+    say(f"\n{done}; {seconds:.0f} s. {folder / 'results.md'} explains the tables.")
+    say(f"Reports: {folder / 'preview' / 'report.html'}, {folder / 'diagnose' / 'report.html'}")
+    say(f"\nTo repeat the steps (all of them are in {folder / 'commands.sh'}):\n")
     if shutil.which("gradmerge") is None:
-        typer.echo(finding())
-    typer.echo(f"cd {shlex.quote(os.fspath(folder))}")
+        say(finding())
+    say(f"cd {shlex.quote(os.fspath(folder))}")
     for command in highlights(outcome.commands):
-        typer.echo(shlex.join(command))
+        say(shlex.join(command))

@@ -9,8 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
+from ..words import one_line
 from .options import Attn, BatchSize, Columns, Device, Dtype, Limit, MaxLength, Task, Tokenizer
-from .output import AllowPickle, Debug, Json, Quiet, guarded, heavy_imports, note, print_json, print_table, progress
+from .output import (
+    AllowConfig,
+    AllowPickle,
+    Debug,
+    Json,
+    Quiet,
+    guarded,
+    heavy_imports,
+    note,
+    print_json,
+    print_table,
+    progress,
+)
+from .streams import say
 
 EXAMPLE = (
     "Examples: gradmerge diagnose recipe.yml -o report   ·   gradmerge diagnose recipe.yml --data yelp=yelp.jsonl "
@@ -53,6 +67,7 @@ def diagnose(
         int | None, typer.Option("--threads", metavar="N", min=1, help="Threads; by default one a core, at most 4.")
     ] = None,
     allow_pickle: AllowPickle = False,
+    allow_config: AllowConfig = None,
     force: Annotated[bool, typer.Option("--force", help="Replace REPORT_DIR if it exists.")] = False,
     json_: Json = False,
     quiet: Quiet = False,
@@ -75,8 +90,8 @@ def diagnose(
         with progress(quiet or json_) as shown:
             found = write_diagnosis(
                 recipe, out, merged=merged, target=target, data=named(data or []), loading=loading, batch_size=batch_size,
-                threads=threads, allow_pickle=allow_pickle, force=force, progress=shown,
-                command=shlex.join(["gradmerge", *sys.argv[1:]]),
+                threads=threads, allow_pickle=allow_pickle, allow_config=allow_config or (), force=force,
+                progress=shown, command=shlex.join(["gradmerge", *sys.argv[1:]]),
             )  # fmt: skip
         if json_:
             print_json({**as_json(found), "report": str(out / "report.html")})
@@ -87,8 +102,8 @@ def diagnose(
         rows = [[_shown(cell) for cell in row] for row in table.rows]
         print_table(list(table.columns), rows, right=range(1, len(table.columns)))
         if not quiet:
-            typer.echo("\n" + "\n".join(verdict(found)))
-            typer.echo(f"\n{out / 'report.html'} has the rest. Predictions rank; they are no losses in nats.")
+            say("\n" + "\n".join(map(one_line, verdict(found))))
+            say(f"\n{out / 'report.html'} has the rest. Predictions rank; they are no losses in nats.")
 
 
 def named(pairs: list[str]) -> dict[str, str]:

@@ -24,7 +24,8 @@ from .options import (
     Task,
     Tokenizer,
 )
-from .output import Debug, Durable, Json, Quiet, guarded, heavy_imports, note, print_json, progress
+from .output import Debug, Durable, Json, Notes, Quiet, guarded, heavy_imports, note, print_json, progress
+from .streams import say
 
 EXAMPLE = (
     "Examples: gradmerge curvature estimate ./yelp --data reviews.jsonl -o ./yelp/curvature   ·   gradmerge curvature estimate "
@@ -83,7 +84,7 @@ def estimate(
             from ..api.measuring import measure_curvature
             from ..tasks import parse_columns
 
-        logging.basicConfig(format="note: %(message)s", level=logging.ERROR if quiet else logging.WARNING)
+        logging.basicConfig(handlers=[Notes()], level=logging.ERROR if quiet else logging.WARNING)
         with progress(quiet or json_, "examples") as shown:
             result = measure_curvature(
                 model, data, out, task=task, likelihood=likelihood, kind=kind, at_delta=at_delta,
@@ -99,7 +100,7 @@ def estimate(
             note(text, quiet)
         if not quiet:
             what = "Gram matrices" if kind == "gram" else f"{likelihood} curvature"
-            typer.echo(
+            say(
                 f"{out}: {what} of {result.tensors} tensors, {count(result.entries)} entries, sum over {result.examples} examples "
                 f"({result.task}), stored as {precision}; {result.seconds:.1f} s on {result.device}"
             )

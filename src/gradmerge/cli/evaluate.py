@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
-import typer
-
+from ..words import one_line
 from .options import Attn, BatchSize, Columns, Data, Device, Dtype, Limit, MaxLength, Model, Task, Tokenizer
 from .output import Debug, Json, Quiet, guarded, heavy_imports, note, print_json, print_table, progress
+from .streams import say
 
 EXAMPLE = (
     "Examples: gradmerge evaluate ./yelp --data reviews.jsonl --columns text=review,label=stars   ·   "
@@ -58,7 +57,7 @@ def evaluate(
         facts: dict[str, Any] = {
             "model": model,
             "data": data,
-            **{name: _json(value) for name, value in numbers.items()},
+            **numbers,
             "columns": {role: list(names) for role, names in loaded.columns.items()},
             "device": str(loaded.device),
             "seconds": time.perf_counter() - begun,
@@ -72,15 +71,10 @@ def evaluate(
         _print(model, data, numbers, loaded, tasks.MEANINGS, quiet)
 
 
-def _json(value: Any) -> Any:
-    """JSON has no word for infinity and NaN."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _print(model: str, data: str, numbers: dict[str, Any], loaded: Any, meanings: Any, quiet: bool) -> None:
     if not quiet:
         read = ", ".join(f"{role} from {' + '.join(names)}" for role, names in loaded.columns.items())
-        typer.echo(f"{model} on {data}: {numbers['task']}, {read}")
+        say(one_line(f"{model} on {data}: {numbers['task']}, {read}"))
     rows = [[name, _shown(value), meanings[name]] for name, value in numbers.items() if name in meanings]
     print_table(["metric", "value", "meaning"], rows, right=(1,))
 

@@ -10,6 +10,7 @@ import typer
 from ..words import count
 from .options import Precision
 from .output import Debug, Json, Quiet, guarded, heavy_imports, note, print_json
+from .streams import say
 
 EXAMPLE = "Example: gradmerge curvature import ./yelp/checkpoint-500 -o ./yelp-curvature"
 
@@ -91,7 +92,7 @@ def import_(
             note(text, quiet)
         if not quiet:
             steps = f" in steps of {result.batch_size}" if result.batch_size else ""
-            typer.echo(
+            say(
                 f"{out}: {curvature.likelihood} curvature of {len(curvature)} tensors, {count(parameters)} entries, sum over "
                 f"{curvature.examples} examples{steps}, stored as {precision}"
             )

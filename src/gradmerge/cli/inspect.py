@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..words import count, size
-from .output import AllowPickle, Debug, Json, Quiet, guarded, print_json, print_table
+from ..words import count, one_line, size
+from .output import AllowConfig, AllowPickle, Debug, Json, Quiet, continued, guarded, print_json, print_table
+from .streams import say
 
 if TYPE_CHECKING:
     from ..checkpoints import Checkpoint
@@ -28,18 +30,25 @@ def inspect(
         bool, typer.Option("--digest", help="Also digest the weights, as gradmerge.json records it.")
     ] = False,
     allow_pickle: AllowPickle = False,
+    allow_config: AllowConfig = None,
     json_: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Show what is inside a model; with several, whether they can be merged (exit status 2 if not)."""
-    with guarded(debug, json_):
+    with guarded(debug, json_), contextlib.ExitStack() as opened:
         from ..checkpoints import compare, open_checkpoint
 
-        first = open_checkpoint(model[0], allow_pickle=allow_pickle)
-        others = [open_checkpoint(reference, adapter_base=first, allow_pickle=allow_pickle) for reference in model[1:]]
+        first = opened.enter_context(open_checkpoint(model[0], allow_pickle=allow_pickle))
+        others = [
+            opened.enter_context(open_checkpoint(reference, adapter_base=first, allow_pickle=allow_pickle))
+            for reference in model[1:]
+        ]
         facts = [_facts(checkpoint, tensors, digest) for checkpoint in (first, *others)]
-        comparison = compare(first, others, exclude=exclude or ()) if others else None
+        comparison = None
+        if others:
+            comparison = compare(first, others, exclude=exclude or (), allow_config=allow_config or ())
+            comparison.notes += [text for checkpoint in (first, *others) for text in checkpoint.notes]
         if json_:
             result: dict[str, Any] = {"models": facts}
             if comparison is not None:
@@ -59,9 +68,7 @@ def inspect(
                 _print_comparison(comparison)
             elif comparison is not None:
                 for problem in comparison.problems:
-                    typer.echo(f"error: {problem}", err=True)
-        for checkpoint in (*others, first):
-            checkpoint.close()
+                    say(f"error: {continued(problem)}", err=True)
         if comparison is not None and comparison.problems:
             raise typer.Exit(2)
 
@@ -70,6 +77,7 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
     from ..api import digest_of
     from ..checkpoints.compare import is_buffer
     from ..checkpoints.lora import AdapterCheckpoint
+    from ..checkpoints.quantised import quantisation
     from ..curvature.files import default_curvature
 
     types: Counter[str] = Counter()
@@ -85,6 +93,7 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
         "types": dict(types),
         "vocabulary": checkpoint.config.get("vocab_size"),
         "tied_embeddings": checkpoint.config.get("tie_word_embeddings"),
+        "quantised": str(quantised) if (quantised := quantisation(checkpoint)) else None,
         "buffers": [name for name, info in checkpoint.tensors.items() if is_buffer(name, info)],
         "files": [path.name for path in checkpoint.files()],
         "curvature": default_curvature(checkpoint.folder) is not None,
@@ -105,13 +114,15 @@ def _architecture(checkpoint: Checkpoint) -> str | None:
 
 
 def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -> None:
-    typer.echo(f"{facts['model']} ({facts['architecture'] or facts['kind']})")
+    say(one_line(f"{facts['model']} ({facts['architecture'] or facts['kind']})"))
     if "base" in facts:
-        typer.echo(f"  LoRA adapter with {count(facts['adapter_parameters'])} parameters, on top of {facts['base']}")
+        say(f"  LoRA adapter with {count(facts['adapter_parameters'])} parameters, on top of {one_line(facts['base'])}")
     shares = ", ".join(f"{dtype} {count(numel)}" for dtype, numel in facts["types"].items())
-    typer.echo(
-        f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({shares})"
-    )
+    say(f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({shares})")
+    if facts["quantised"]:
+        from ..checkpoints.quantised import ADVICE
+
+        say(f"  {one_line(facts['quantised'])}. {ADVICE}")
     details = []
     if facts["vocabulary"]:
         details.append(f"vocabulary {facts['vocabulary']}")
@@ -120,11 +131,10 @@ def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -
     if facts["buffers"]:
         details.append(f"{len(facts['buffers'])} buffers")
     details.append("with curvature" if facts["curvature"] else "no curvature/ folder")
-    typer.echo(
-        f"  {', '.join(details)}; files: {', '.join(facts['files'][:3])}{' …' if len(facts['files']) > 3 else ''}"
-    )
+    files = ", ".join(facts["files"][:3]) + (" …" if len(facts["files"]) > 3 else "")
+    say(one_line(f"  {', '.join(details)}; files: {files}"))
     if "digest" in facts:
-        typer.echo(f"  digest {facts['digest']}")
+        say(f"  digest {facts['digest']}")
     if tensors:
         rows = [[f"  {n}", i.dtype, str(list(i.shape)), size(i.nbytes)] for n, i in checkpoint.tensors.items()]
         print_table(["  tensor", "type", "shape", "size"], rows, right=(3,))
@@ -132,10 +142,10 @@ def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -
 
 def _print_comparison(comparison: Any) -> None:
     for text in comparison.notes:
-        typer.echo(f"note: {text}")
+        say(f"note: {continued(text)}")
     if comparison.problems:
-        typer.echo("These cannot be merged:")
+        say("These cannot be merged:")
         for problem in comparison.problems:
-            typer.echo(f"• {problem}")
+            say(f"• {continued(problem)}")
     else:
-        typer.echo(f"These can be merged: {len(comparison.merged)} tensors merged, {len(comparison.copied)} copied.")
+        say(f"These can be merged: {len(comparison.merged)} tensors merged, {len(comparison.copied)} copied.")

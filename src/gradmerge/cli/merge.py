@@ -9,11 +9,13 @@ import typer
 
 from ..words import count, size
 from .output import (
+    AllowConfig,
     AllowPickle,
     Debug,
     Durable,
     Json,
     Quiet,
+    continued,
     guarded,
     heavy_imports,
     note,
@@ -21,6 +23,7 @@ from .output import (
     print_table,
     progress,
 )
+from .streams import say
 
 if TYPE_CHECKING:
     from ..engine import Plan
@@ -101,6 +104,7 @@ def merge(
     resume: Resume = False,
     dry_run: DryRun = False,
     allow_pickle: AllowPickle = False,
+    allow_config: AllowConfig = None,
     allow_nonfinite: AllowNonfinite = False,
     accept_untrusted: AcceptUntrusted = False,
     durable: Durable = False,
@@ -127,7 +131,8 @@ def merge(
             raise InputError("--base, --model and --curvature go without a recipe file; with one, use --set")
         built = build_recipe(recipe, given, set_ or [], method if recipe is not None else None)
         settings = {"threads": threads, "device": device, "force": force, "resume": resume, "allow_pickle": allow_pickle,
-                    "allow_nonfinite": allow_nonfinite, "accept_untrusted": accept_untrusted, "durable": durable}  # fmt: skip
+                    "allow_config": allow_config or (), "allow_nonfinite": allow_nonfinite, "accept_untrusted": accept_untrusted,
+                    "durable": durable}  # fmt: skip
         _run(built, out, settings, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
@@ -156,6 +161,7 @@ def remove(
     resume: Resume = False,
     dry_run: DryRun = False,
     allow_pickle: AllowPickle = False,
+    allow_config: AllowConfig = None,
     allow_nonfinite: AllowNonfinite = False,
     accept_untrusted: AcceptUntrusted = False,
     durable: Durable = False,
@@ -181,7 +187,8 @@ def remove(
             entry["weight"] *= strength if method == "removal" else -strength
         built = build_recipe(None, given, set_ or [], None)
         settings = {"threads": threads, "device": device, "force": force, "resume": resume, "allow_pickle": allow_pickle,
-                    "allow_nonfinite": allow_nonfinite, "accept_untrusted": accept_untrusted, "durable": durable}  # fmt: skip
+                    "allow_config": allow_config or (), "allow_nonfinite": allow_nonfinite, "accept_untrusted": accept_untrusted,
+                    "durable": durable}  # fmt: skip
         _run(built, out, settings, dry_run=dry_run, as_json=json_, quiet=quiet)
 
 
@@ -196,7 +203,8 @@ def _run(
         from ..engine.trust import trust_notes
 
     if dry_run:
-        with api.planned(recipe, allow_pickle=settings["allow_pickle"]) as plan:
+        allowed = {key: settings[key] for key in ("allow_pickle", "allow_config")}
+        with api.planned(recipe, **allowed) as plan:
             plan.notes += trust_notes(plan)
             _print_plan(recipe, plan, out, settings["threads"] or api.default_threads(), as_json)
         return
@@ -219,17 +227,18 @@ def _run(
             }
         )
         return
+    from ..checkpoints.kinship import WARNING
     from ..engine.trust import UNTRUSTED
 
     for text in result.notes:
-        note(text, quiet and not text.startswith(UNTRUSTED))
+        note(text, quiet and not text.startswith((UNTRUSTED, WARNING)))
     if quiet:
         return
     if result.already_done:
-        typer.echo(f"{out} is complete already")
+        say(f"{out} is complete already")
     else:
         moved = result.bytes_read + result.bytes_written
-        typer.echo(
+        say(
             f"{recipe.method}: {result.merged} tensors merged, {result.copied} copied → {out} "
             f"({size(result.bytes_written)} in {result.seconds:.1f} s, {size(moved / max(result.seconds, 1e-9))}/s moved)"
         )
@@ -264,20 +273,16 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, as_j
     if as_json:
         print_json(facts)
         return
-    typer.echo(f"{recipe.method}: {plan.rule.summary}")
+    say(f"{recipe.method}: {plan.rule.summary}")
     if inputs.options:
-        typer.echo("options: " + ", ".join(f"{k}={v}" for k, v in inputs.options.items()))
+        say("options: " + ", ".join(f"{k}={v}" for k, v in inputs.options.items()))
     rows = [
         [s["source"], s["kind"], count(s["parameters"]) if "parameters" in s else "", size(s["bytes"])] for s in sources
     ]
     print_table(["input", "kind", "parameters", "size"], rows, right=(2, 3))
-    typer.echo(
-        f"tensors: {facts['merged_tensors']} merged, {facts['copied_tensors']} copied from {inputs.template.label}"
-    )
-    typer.echo(f"reads:   {size(plan.total_read + plan.statistics_read)}")
-    typer.echo(
-        f"writes:  {size(plan.total_written)} in {files} file{'s' if files > 1 else ''}" + (f" → {out}" if out else "")
-    )
-    typer.echo(f"memory:  about {size(plan.memory(threads))} with {threads} thread{'s' if threads > 1 else ''}")
+    say(f"tensors: {facts['merged_tensors']} merged, {facts['copied_tensors']} copied from {inputs.template.label}")
+    say(f"reads:   {size(plan.total_read + plan.statistics_read)}")
+    say(f"writes:  {size(plan.total_written)} in {files} file{'s' if files > 1 else ''}" + (f" → {out}" if out else ""))
+    say(f"memory:  about {size(plan.memory(threads))} with {threads} thread{'s' if threads > 1 else ''}")
     for text in plan.notes:
-        typer.echo(f"note: {text}")
+        say(f"note: {continued(text)}")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from .output import Debug, Json, Quiet, guarded, print_json, print_table
+from .streams import say
 
 EXAMPLE = "Examples: gradmerge methods   ·   gradmerge methods ties"
 
@@ -29,8 +30,8 @@ def methods(
             else:
                 print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.row] for r in RULES.values()])
                 if not quiet:
-                    typer.echo("\nEach is a row of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
-                    typer.echo("gradmerge methods NAME explains one, with its options.")
+                    say("\nEach is a row of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
+                    say("gradmerge methods NAME explains one, with its options.")
             return
         if name not in RULES:
             raise InputError(f"there is no rule {name!r}{nearest(name, RULES)}\n  Known are {', '.join(RULES)}.")
@@ -38,13 +39,13 @@ def methods(
         if json_:
             print_json(_facts(rule))
             return
-        typer.echo(f"{rule.name}\n")
-        typer.echo(rule.explanation)
-        typer.echo(f"\nrow:        α_t = {rule.row[0]};  H_0 = {rule.row[1]};  H_t = {rule.row[2]}")
-        typer.echo(f"reference:  {rule.reference}")
-        typer.echo(f"needs:      {rule.needs_in_words}")
+        say(f"{rule.name}\n")
+        say(rule.explanation)
+        say(f"\nrow:        α_t = {rule.row[0]};  H_0 = {rule.row[1]};  H_t = {rule.row[2]}")
+        say(f"reference:  {rule.reference}")
+        say(f"needs:      {rule.needs_in_words}")
         if rule.options:
-            typer.echo("\noptions:")
+            say("\noptions:")
             rows = [
                 [f"  {o.name}", o.kind, "required" if o.required else _shown(o.default), o.help.text]
                 for o in rule.options

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
-import json
-import os
+import logging
+import re
 import sys
 import threading
 import time
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import GradmergeError
-from ..words import size
+from ..errors import GradmergeError, MachineError
+from ..words import one_line, size, to_json
+from .streams import say, write
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -27,6 +29,15 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 AllowPickle = Annotated[
     bool,
     typer.Option("--allow-pickle", help="Also read .bin/.pt checkpoints (only their tensors: weights_only)."),
+]
+AllowConfig = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-config",
+        metavar="KEY",
+        help="Go on although the models' configs differ in KEY, as the message names it. Repeatable.",
+        show_default=False,
+    ),
 ]
 
 Durable = Annotated[
@@ -43,31 +54,81 @@ def guarded(debug: bool, as_json: bool = False) -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except BrokenPipeError:  # whoever reads the output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     except BaseException as error:
         if debug:
-            traceback.print_exc()
-        message, status = _explain(error)
-        typer.echo(f"error: {message}", err=True)
-        if as_json:
-            typer.echo(json.dumps({"error": message, "status": status}))
+            say(traceback.format_exc().rstrip(), err=True)
+        message, status = explain(error)
+        fail(message, status, as_json)
         raise typer.Exit(status) from None
 
 
-def _explain(error: BaseException) -> tuple[str, int]:
+def fail(message: str, status: int, as_json: bool) -> None:
+    """Say what went wrong, to people and, where they asked for it, to machines."""
+    say(f"error: {continued(message)}", err=True)
+    if as_json:
+        say(to_json({"error": message, "status": status}, indent=None))
+
+
+def continued(message: str) -> str:
+    """A message whose lines after the first are indented: a line feed in a name must not make it two messages."""
+    return _NEXT_LINE.sub("\n  ", message)
+
+
+# Made beforehand: there may be no memory left to make them when they are needed.
+_NEXT_LINE = re.compile(r"\n(?=[^\s•])")
+_NO_MEMORY = re.compile(
+    "DefaultCPUAllocator|std::bad_alloc|can't start new thread|[Cc]annot allocate memory|failed to map segment|not enough memory"
+)
+OUT_OF_MEMORY = "out of memory. Try fewer --threads, a smaller --batch-size, or a higher limit (ulimit -v)."
+#: Failures of the machine, which may hide behind an error that takes them for the input's.
+_OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """What to say of an error, and the exit status."""
+    for reason in _chain(error):
+        if isinstance(reason, OSError) and reason.errno in (errno.EMFILE, errno.ENFILE):
+            return _too_many_files(error, reason), 1
+        if _is_memory(reason) and not isinstance(error, MachineError):
+            return OUT_OF_MEMORY, 1
     if isinstance(error, GradmergeError):
-        return str(error), error.status
+        machine = any(isinstance(r, OSError) and r.errno in _OF_THE_MACHINE for r in _chain(error))
+        return str(error), 1 if machine else error.status
     if isinstance(error, KeyboardInterrupt):
         return "interrupted. Nothing was written under its final name; a merge goes on with --resume.", 1
-    if isinstance(error, MemoryError):
-        return "out of memory. Try fewer --threads.", 1
     # torch's own, of a GPU; importing torch for the name would take a second
     if type(error).__name__ == "OutOfMemoryError":
         return "out of memory on the device. Try a smaller --batch-size, or a smaller --max-length for texts.", 1
     if isinstance(error, OSError):
         return f"{error.filename or 'file'}: {error.strerror or error}", 1
     return f"internal error: {type(error).__name__}: {error}. Please report it with the output of --debug.", 1
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return isinstance(error, RuntimeError | ImportError) and _NO_MEMORY.search(str(error)) is not None
+
+
+def _too_many_files(error: BaseException, reason: OSError) -> str:
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    where = str(error) if isinstance(error, GradmergeError) else f"{reason.filename or 'file'}: {reason.strerror}"
+    return (
+        f"{where.rstrip('.')}. This process may have {limit} files open at a time: raise the limit (ulimit -n), merge fewer models at once, "
+        "or store them in fewer, larger files."
+    )
 
 
 @contextlib.contextmanager
@@ -82,7 +143,7 @@ def heavy_imports() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    say(to_json(value))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
@@ -92,16 +153,26 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
 
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index in right else "left", overflow="fold")
+        table.add_column(one_line(column), justify="right" if index in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
-    width = None if sys.stdout.isatty() else 240
-    Console(highlight=False, markup=False, width=width).print(table)
+        table.add_row(*map(one_line, row))
+    width = None if sys.stdout is not None and sys.stdout.isatty() else 240
+    console = Console(highlight=False, markup=False, width=width)
+    with console.capture() as drawn:
+        console.print(table)
+    write(drawn.get())
 
 
 def note(text: str, quiet: bool) -> None:
     if not quiet:
-        typer.echo(f"note: {text}", err=True)
+        say(f"note: {continued(text)}", err=True)
+
+
+class Notes(logging.Handler):
+    """What a room has to say while it works, as a note."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage(), quiet=False)
 
 
 class PlainProgress:
@@ -128,10 +199,8 @@ class PlainProgress:
                 rate = (self._done - self._skipped) / (now - self._begun)
                 left = (self._total - self._done) / rate if rate else 0
                 share = 100 * self._done / max(1, self._total)
-                typer.echo(
-                    f"{self._what}: {share:.0f} % ({self._amounts(rate)}/s, {left:.0f} s left)",
-                    err=True,
-                )
+                text = f"{self._what}: {share:.0f} % ({self._amounts(rate)}/s, {left:.0f} s left)"
+                say(text, err=True, needed=False)
 
     def _amounts(self, rate: float) -> str:
         if self._unit == "bytes":
@@ -190,7 +259,7 @@ def progress(quiet: bool, unit: str = "bytes") -> Iterator[PlainProgress | BarPr
     """
     if quiet:
         yield None
-    elif sys.stderr.isatty():
+    elif sys.stderr is not None and sys.stderr.isatty():
         with BarProgress(unit) as bar:
             yield bar
     else:

@@ -9,8 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
+from ..words import one_line
 from .options import Attn, BatchSize, Columns, Device, Dtype, Limit, MaxLength, Task, Tokenizer
-from .output import AllowPickle, Debug, Json, Quiet, guarded, heavy_imports, note, print_json, print_table, progress
+from .output import (
+    AllowConfig,
+    AllowPickle,
+    Debug,
+    Json,
+    Quiet,
+    guarded,
+    heavy_imports,
+    note,
+    print_json,
+    print_table,
+    progress,
+)
+from .streams import say
 
 EXAMPLE = (
     "Examples: gradmerge preview recipe.yml --weights 0:1:0.1 --methods gradient-matching,task-arithmetic -o preview   ·   "
@@ -95,6 +109,7 @@ def preview(
         typer.Option("--threads", metavar="N", min=1, max=256, help="Threads; by default one a core, at most 4."),
     ] = None,
     allow_pickle: AllowPickle = False,
+    allow_config: AllowConfig = None,
     force: Annotated[bool, typer.Option("--force", help="Replace REPORT_DIR, and OUT, if they exist.")] = False,
     json_: Json = False,
     quiet: Quiet = False,
@@ -128,7 +143,8 @@ def preview(
             "weights": weights, "methods": methods, "data": named(data or []), "seed": seed, "objective": objective or "worst",
             "task": task, "columns": parse_columns(columns), "limit": limit, "max_length": max_length, "device": device,
             "dtype": dtype, "attn": attn, "tokenizer": tokenizer, "batch_size": batch_size, "threads": threads,
-            "allow_pickle": allow_pickle, "force": force, "command": shlex.join(["gradmerge", *sys.argv[1:]]),
+            "allow_pickle": allow_pickle, "allow_config": allow_config or (), "force": force,
+            "command": shlex.join(["gradmerge", *sys.argv[1:]]),
         }  # fmt: skip
         suggestion = None
         with progress(quiet or json_, "merges") as shown:
@@ -142,9 +158,8 @@ def preview(
         saved: api.MergeResult | None = None
         if save_best is not None:
             with progress(quiet or json_) as shown:
-                saved = merge_best(
-                    found, save_best, threads=threads, force=force, allow_pickle=allow_pickle, progress=shown
-                )
+                allowed = {key: options[key] for key in ("allow_pickle", "allow_config")}
+                saved = merge_best(found, save_best, threads=threads, force=force, progress=shown, **allowed)
         if json_:
             more = {"report": str(out / "report.html")} | ({"saved": str(save_best)} if saved is not None else {})
             print_json({**as_json(found, suggestion), **more})
@@ -156,10 +171,10 @@ def preview(
         print_table(list(table.columns), rows, right=range(2, len(table.columns) - 1))
         if quiet:
             return
-        typer.echo("\n" + "\n".join(text.replace("**", "").replace("`", "") for text in verdict(found, suggestion)))
-        typer.echo(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
+        say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in verdict(found, suggestion)))
+        say(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
         if saved is not None:
-            typer.echo(f"{save_best} holds the best setting; {out / 'recipe.yml'} is its recipe.")
+            say(f"{save_best} holds the best setting; {out / 'recipe.yml'} is its recipe.")
 
 
 def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:

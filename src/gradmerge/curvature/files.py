@@ -18,6 +18,7 @@ from . import log8
 
 FORMAT = "gradmerge-curvature/1"
 STEM = "curvature"
+KINDS = ("diagonal", "gram")
 #: How a value is stored, by precision.
 PRECISIONS = {"float32": "F32", "bfloat16": "BF16", "log8": "U8"}
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
@@ -53,8 +54,12 @@ class CurvatureFile:
     def _check_format(self) -> None:
         found = self.metadata.get("format")
         if found != FORMAT:
-            raise InputError(f"{self.label}: not a curvature file: its header says format {found!r}, not {FORMAT!r}. "
+            shown = repr(found if found is None else found[:40])
+            raise InputError(f"{self.label}: not a curvature file: its header says format {shown}, not {FORMAT!r}. "
                              "Is it a model?")  # fmt: skip
+        kind = self.metadata.get("kind", "diagonal")
+        if kind not in KINDS:
+            raise InputError(f"{self.label}: curvature of an unknown kind, {kind[:40]!r}; known are {', '.join(KINDS)}")
 
     def _examples(self) -> int:
         text = self.metadata.get("examples", "")

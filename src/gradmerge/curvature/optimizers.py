@@ -21,6 +21,7 @@ import math
 import re
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,7 @@ from ..words import listed
 from .curvature import Curvature
 from .parameter_order import Shape, check_names, empty_model, parameter_names
 from .stored_names import stored_shapes, stored_tensors
-from .trainer_facts import doubts, examples_and_batch, read_facts
+from .trainer_facts import MOST, doubts, examples_and_batch, read_facts
 
 STATE = "optimizer.pt"
 #: What the state of a parameter may hold when `exp_avg_sq` means what it does in Adam; the last two are PriorAdamW's.
@@ -127,8 +128,8 @@ def read_optimizer(
 ) -> Imported:
     """``import_curvature``, with its notes in the result."""
     for flag, number in (("--examples", examples), ("--batch-size", batch_size)):
-        if number is not None and number < 1:
-            raise InputError(f"{flag} {number}: at least 1")
+        if number is not None and not 1 <= number <= MOST:
+            raise InputError(f"{flag} {number}: at least 1" if number < 1 else f"{flag}: at most {MOST}")
     folder = Path(checkpoint)
     _check_folder(folder)
     state = _read_state(folder / STATE)
@@ -140,6 +141,10 @@ def read_optimizer(
             notes.append("--batch-size is not used: IVON's estimate does not depend on it")
     else:
         n, b = examples_and_batch(folder, facts, examples, batch_size, notes)
+        if max(n, b) > MOST:
+            raise InputError(
+                f"{folder}: by what its files say, it was trained on {n} examples in steps of {b}. Pass --examples and --batch-size."
+            )
         factor = float(n) * b
         notes += doubts(facts)
     if model is None:
@@ -208,8 +213,9 @@ def _read_state(path: Path) -> OptimizerState:
         if any("hess" in group and "ess" in group for group in groups):
             return _ivon(groups)
         return _adam(path, groups, states)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
-        raise InputError(f"{path}: not a state that Adam or IVON saves ({type(error).__name__}: {error})") from error
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise InputError(f"{path}: not a state that Adam or IVON saves ({type(error).__name__}: {reason})") from error
 
 
 def _adam(path: Path, groups: list[dict[str, Any]], states: Mapping[Any, Any]) -> OptimizerState:
@@ -252,11 +258,19 @@ def second_moment(state: Mapping[str, Any] | None, beta: float) -> tuple[Tensor,
     steps = float(state.get("step", 0)) if state else 0.0  # PriorAdamW holds anchors before the first step
     if not state or steps < 1:
         return None
-    squares = state["exp_avg_sq"]
-    if not isinstance(squares, Tensor) or not squares.is_floating_point():
-        raise TypeError("exp_avg_sq is not a tensor of real numbers")
+    squares = _real_numbers(state, "exp_avg_sq")
+    if not 0 <= beta < 1:
+        raise ValueError(f"beta2 is {beta}, not from 0 to 1")
     # expm1 keeps the digits where β₂ is close to 1.
     return squares, 1 / -math.expm1(steps * math.log(beta)) if beta > 0 else 1.0
+
+
+def _real_numbers(state: Mapping[str, Any], key: str) -> Tensor:
+    """A tensor that holds what it says: dense, and not on the meta device, which has shapes only."""
+    value = state[key]
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout != torch.strided or value.is_meta:
+        raise TypeError(f"{key} is not a tensor of real numbers")
+    return value
 
 
 def _ivon(groups: list[dict[str, Any]]) -> OptimizerState:
@@ -266,9 +280,7 @@ def _ivon(groups: list[dict[str, Any]]) -> OptimizerState:
 
 def _ivon_group(group: Mapping[str, Any]) -> Group:
     """IVON keeps the parameters of a group behind one another in one vector."""
-    hess = group["hess"]
-    if not isinstance(hess, Tensor) or not hess.is_floating_point():
-        raise TypeError("hess is not a tensor of real numbers")
+    hess = _real_numbers(group, "hess").reshape(-1)
     ess = float(group["ess"])
 
     def values(shapes: Sequence[Shape], factor: float) -> list[Tensor | None]:
@@ -297,6 +309,9 @@ def _named_sums(model: nn.Module, state: OptimizerState, factor: float, frozen: 
         names = [group.names or [] for group in state.groups]
         for group, own in zip(state.groups, names, strict=True):
             check_names(model, own, group.shapes)
+        repeated = [name for name, times in Counter(name for own in names for name in own).items() if times > 1]
+        if repeated:
+            raise InputError(f"the optimizer gives two of its parameters one name:\n{listed(repeated, 5)}")
     else:
         names = parameter_names(model, [group.shapes for group in state.groups], frozen)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
@@ -350,7 +365,7 @@ def _loaded(folder: Path, model: nn.Module) -> nn.Module | None:
 def _ivon_examples(folder: Path, state: OptimizerState, examples: int | None, notes: list[str]) -> int:
     ess = state.ess
     if examples is None:
-        if ess is None or ess < 1 or ess != int(ess):
+        if ess is None or not 1 <= ess <= MOST or ess != int(ess):
             raise InputError(
                 f"{folder}: the number of examples is not known: IVON's ess is {ess or 'not the same for all parameters'}. "
                 "Pass --examples."

@@ -101,7 +101,7 @@ def _reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
         return tensors
     try:
         result: dict[str, Tensor] = revert(model, tensors)
-    except (RuntimeError, ValueError, KeyError, IndexError) as error:
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(
             f"{type(model).__name__}: the names of its checkpoint cannot be worked out ({error}). A checkpoint may store "
             "several parameters in one tensor; then all of them need curvature."

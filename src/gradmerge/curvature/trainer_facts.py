@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pickletools
 import re
 import sys
@@ -16,6 +15,8 @@ from ..errors import InputError
 
 #: More than any training_args.bin is long.
 _LONGEST = 1 << 24
+#: More than any training run has of steps, examples or processes.
+MOST = 10**15
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Facts:
 
     @property
     def steps_per_epoch(self) -> float | None:
-        return self.steps / self.epochs if self.steps and self.epochs else None
+        steps = self.steps / self.epochs if self.steps and self.epochs else None
+        # An epoch has at least one step.
+        return steps if steps is not None and 0.5 < steps <= MOST else None
 
 
 def read_facts(folder: Path) -> Facts:
@@ -154,11 +157,11 @@ def _state(path: Path) -> dict[str, Any]:
 
 def _positive(value: Any) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) and value > 0 else None
+    return float(value) if is_number and 0 < value <= sys.float_info.max else None
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST else None
 
 
 def _processes(folder: Path) -> int | None:
@@ -189,7 +192,7 @@ def _numbers(path: Path, names: set[str]) -> dict[str, int | float]:
                 if name is not None and isinstance(value, int | float) and word.name in _LITERALS:
                     found.setdefault(name, value)
                 name = value if isinstance(value, str) and value in names else None
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
+    except Exception:  # zipfile, what unpacks for it, and pickletools each fail in their own ways
         return {}
     return found
 

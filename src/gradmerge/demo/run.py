@@ -20,6 +20,7 @@ from ..api.measuring import measure_curvature
 from ..api.previewing import preview
 from ..engine.workers import one_thread_each
 from ..recipe import load_recipe
+from ..words import to_json
 from . import commands, recipes, tables
 from .commands import Command
 from .digits import load_digits, write_data
@@ -235,7 +236,7 @@ class _Work:
             damping=damping,
             preview=_previewed(),
         )
-        write_text(Path("results.json"), json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        write_text(Path("results.json"), to_json(results) + "\n")
 
     def _script(self, advance: Advance) -> None:
         damping = load_recipe(f"recipes/{REMOVAL}.yml").damping

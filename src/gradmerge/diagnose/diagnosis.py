@@ -76,6 +76,7 @@ def diagnose(
     batch_size: int = 8,
     threads: int = 1,
     allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
     begin: Callable[[str, int], None] = lambda what, total: None,
     advance: Advance = lambda nbytes: None,
 ) -> Diagnosis:
@@ -89,7 +90,7 @@ def diagnose(
     given = match_data(data or {}, [*tasks, BASE])
     if target is not None and not given:
         raise InputError("--target: the true mismatch is measured on data; give some with --data NAME=SRC")
-    plan = open_to_look(recipe, allow_pickle=allow_pickle)
+    plan = open_to_look(recipe, allow_pickle=allow_pickle, allow_config=allow_config)
     opened: list[Checkpoint] = []
 
     def checkpoint(reference: str) -> Checkpoint:

@@ -68,13 +68,21 @@ class Predictor:
 
     measured = False
 
-    def __init__(self, recipe: Recipe, methods: Sequence[str], *, threads: int = 1, allow_pickle: bool = False) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        methods: Sequence[str],
+        *,
+        threads: int = 1,
+        allow_pickle: bool = False,
+        allow_config: Sequence[str] = (),
+    ) -> None:
         if "fa1" in methods:
             raise InputError(
                 "fa1: its curvature is measured at the differences to the base, and says nothing about the loss of a merge. "
                 "Give data of the tasks: --data NAME=SRC"
             )
-        self.plan = open_to_look(recipe, allow_pickle=allow_pickle)
+        self.plan = open_to_look(recipe, allow_pickle=allow_pickle, allow_config=allow_config)
         try:
             _check_prior(recipe, methods, self.plan)
         except InputError:
@@ -167,11 +175,12 @@ class Measurer:
         batch_size: int = 8,
         threads: int = 1,
         allow_pickle: bool = False,
+        allow_config: Sequence[str] = (),
     ) -> None:
         names = task_names(recipe)
         given = match_data(data, [*names, *([BASE] if recipe.base is not None else [])])
         self.tasks = [name for name in (*names, BASE) if name in given]
-        self.plan = _open_for(recipe, methods, allow_pickle)
+        self.plan = _open_for(recipe, methods, allow_pickle, allow_config)
         try:
             _check_prior(recipe, methods, self.plan)
             self._data = _load(recipe, {name: given[name] for name in self.tasks}, loading, batch_size)
@@ -275,7 +284,7 @@ class Measurer:
         return list(dict.fromkeys([*notes, *self._candidates.notes(), *self._broken[:5]]))
 
 
-def _open_for(recipe: Recipe, methods: Sequence[str], allow_pickle: bool) -> Plan:
+def _open_for(recipe: Recipe, methods: Sequence[str], allow_pickle: bool, allow_config: Sequence[str]) -> Plan:
     """A plan that reads what some rules need, and no more."""
     needs: frozenset[str] = frozenset()
     for method in methods:
@@ -291,7 +300,7 @@ def _open_for(recipe: Recipe, methods: Sequence[str], allow_pickle: bool) -> Pla
         reading = "task-arithmetic" if recipe.base is not None else "weighted-average"
     same = recipe.model_copy(update={"method": reading, "options": {}})
     try:
-        plan = open_plan(same, allow_pickle=allow_pickle)
+        plan = open_plan(same, allow_pickle=allow_pickle, allow_config=allow_config)
     except InputError as error:
         raise InputError(str(error).replace(f"{reading} needs", f"{', '.join(methods)} needs")) from error
     plan.needs |= {"base"}

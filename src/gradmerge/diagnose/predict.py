@@ -103,7 +103,7 @@ class Prediction:
         return sum((v for (a, b, _), v in self.interference.items() if (a, b) in pairs), Interference())
 
 
-def open_to_look(recipe: Recipe, *, allow_pickle: bool = False) -> Plan:
+def open_to_look(recipe: Recipe, *, allow_pickle: bool = False, allow_config: Sequence[str] = ()) -> Plan:
     """A plan that reads the curvature of every tuned model, and the base's where there is one, whatever rule the recipe is for."""
     if recipe.base is None:
         raise InputError(
@@ -115,7 +115,7 @@ def open_to_look(recipe: Recipe, *, allow_pickle: bool = False) -> Plan:
         method = "removal"
     reading = recipe.model_copy(update={"method": method, "options": {}})
     try:
-        plan = open_plan(reading, allow_pickle=allow_pickle)
+        plan = open_plan(reading, allow_pickle=allow_pickle, allow_config=allow_config)
     except InputError as error:
         text = str(error).replace(f"{reading.method} needs", "looking at a merge needs")
         raise InputError(text) from error

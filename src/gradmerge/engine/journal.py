@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import threading
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ class Journal:
     A guess of the statistics may come first; then the line of statistics follows where they are known.
 
     A line is written after the unit's bytes are, so that a unit in the journal is a unit on disk. After a crash of the
-    whole machine that need not hold, so the header names the boot; a journal of another boot is not believed.
+    whole machine that need not hold, so the header names the boot; a journal of another boot is not believed. Nor is one
+    with a line that has changed since: it could name a unit that is not there, so every line ends with its checksum.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
@@ -52,11 +54,11 @@ class Journal:
             lines = self.path.read_bytes().split(b"\n")[:-1]
         except OSError:
             return None
-        with contextlib.suppress(ValueError, IndexError, KeyError, AttributeError, TypeError):
+        with contextlib.suppress(ValueError, IndexError, KeyError, AttributeError, TypeError, RecursionError):
             if json.loads(lines[0]) == self._header:
                 finished = Finished()
                 for line in lines[1:]:
-                    record = json.loads(line)
+                    record = _checked(line)
                     if isinstance(record, dict) and "guess" in record:
                         finished.guess = record["guess"]
                     elif isinstance(record, dict):
@@ -71,7 +73,7 @@ class Journal:
         try:
             header = json.loads(self.path.read_bytes().partition(b"\n")[0])
             return bool(header["fingerprint"] != self._header["fingerprint"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
     def open(self, fresh: bool) -> None:
@@ -82,7 +84,7 @@ class Journal:
         except OSError as error:
             raise MachineError(f"{self.path}: {error.strerror}") from error
         if fresh:
-            self._append(self._header)
+            self._write(json.dumps(self._header).encode() + b"\n")
 
     def guess(self, value: dict[str, Any]) -> None:
         self._append({"guess": value})
@@ -94,7 +96,10 @@ class Journal:
         self._append([number, *digests])
 
     def _append(self, record: Any) -> None:
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        text = json.dumps(record, separators=(",", ":")).encode()
+        self._write(text + b" %08x\n" % zlib.crc32(text))
+
+    def _write(self, line: bytes) -> None:
         with self._lock:
             try:
                 while line:
@@ -110,6 +115,13 @@ class Journal:
     def remove(self) -> None:
         self.close()
         self.path.unlink(missing_ok=True)
+
+
+def _checked(line: bytes) -> Any:
+    text, _, checksum = line.rpartition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text):
+        raise ValueError("a line that is not as it was written")
+    return json.loads(text)
 
 
 def _boot() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoints.model import Checkpoint
@@ -13,8 +14,11 @@ from .inputs import CurvatureInput, Inputs
 from .plan import Plan, make_plan
 
 
-def open_plan(recipe: Recipe, *, allow_pickle: bool = False) -> Plan:
-    """Open what a recipe names and plan its merge. Close ``plan.inputs`` when done."""
+def open_plan(recipe: Recipe, *, allow_pickle: bool = False, allow_config: Sequence[str] = ()) -> Plan:
+    """Open what a recipe names and plan its merge. Close ``plan.inputs`` when done.
+
+    ``allow_config`` are keys in which the configs of the models may differ.
+    """
     inputs = open_inputs(recipe, allow_pickle=allow_pickle)
     try:
         plan = make_plan(
@@ -25,6 +29,7 @@ def open_plan(recipe: Recipe, *, allow_pickle: bool = False) -> Plan:
             missing=recipe.missing,
             dtype=recipe.output.dtype,
             write_precision=recipe.output.curvature,
+            allow_config=allow_config,
         )
         plan.notes += _unused(recipe)
         return plan

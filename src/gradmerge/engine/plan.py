@@ -137,6 +137,7 @@ def make_plan(
     missing: str = "error",
     dtype: str = "auto",
     write_precision: bool = False,
+    allow_config: Sequence[str] = (),
 ) -> Plan:
     """Compare all inputs and lay out the work; raises with every difference if they do not fit together."""
     needs = set(rule.needs(inputs.options))
@@ -144,7 +145,9 @@ def make_plan(
         needs -= rule.optional & {"base"}
     template = inputs.template
     others = [c for c in inputs.tuned if c is not template]
-    comparison = compare(template, others, include, exclude)
+    comparison = compare(
+        template, others, include, exclude, allow_config=allow_config, first_is_base=inputs.base is not None
+    )
     inputs.aliases = {id(c): a for c, a in zip(others, comparison.aliases, strict=True)}
     problems = list(comparison.problems)
     diagonals = [source for source in inputs.curvatures if source not in inputs.grams]

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, block_digest
 from ..errors import InputError
+from ..words import one_line
 from .inputs import CurvatureInput
 from .plan import Job, Plan
 from .randomness import keep_mask
@@ -86,8 +87,10 @@ def is_transposed(plan: Plan, job: Job) -> bool:
 
 
 def not_finite(label: str, name: str) -> InputError:
-    return InputError(f"{label}: {name} has values that are NaN or infinite. The model is damaged; to merge it all the same, "
-                      "pass --allow-nonfinite.")  # fmt: skip
+    return InputError(
+        f"{label}: {one_line(name)} has values that are NaN or infinite. The model is damaged; to merge it all the same, "
+        "pass --allow-nonfinite."
+    )
 
 
 def all_finite(values: Tensor) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+
+from ..errors import MachineError
 
 Item = TypeVar("Item")
 
@@ -27,7 +29,7 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
     """Call a worker on every item, in order of the items, on some threads.
 
     ``make_worker`` makes one function for each thread, so that it can own buffers. The first error stops all threads
-    and is raised here, and so is Ctrl-C.
+    and is raised here, and so is Ctrl-C. Where the machine allows fewer threads, those do the work.
     """
     stream = iter(items)
     lock = threading.Lock()
@@ -59,9 +61,8 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
     ends = [threading.Event() for _ in range(max(1, threads))]
     pool = [threading.Thread(target=loop, args=(over,), name=f"gradmerge-{i}") for i, over in enumerate(ends)]
     try:
-        for thread in pool:
-            thread.start()
-        for over in ends:
+        started = _start(pool)
+        for over in ends[:started]:
             while not over.wait(timeout=0.2):
                 pass
     except BaseException:
@@ -70,7 +71,21 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
             if thread.ident is not None:
                 over.wait()
         raise
-    for thread in pool:
+    for thread in pool[:started]:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def _start(pool: Sequence[threading.Thread]) -> int:
+    """Start threads, and say how many could be: a limit on processes or memory need not stop the first ones."""
+    for number, thread in enumerate(pool):
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            if number == 0:
+                raise MachineError(
+                    f"no thread can be started: {error}. Raise the limit on processes (ulimit -u) or memory."
+                ) from error
+            return number
+    return len(pool)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -9,30 +12,31 @@ import yaml
 from .._version import __version__
 from ..checkpoints.opening import HUB_ID
 from ..recipe import Recipe
+from ..storage.tensorfile import local_path
+from ..words import one_line, printable
 
 
 def model_card(recipe: Recipe, name: str, has_config: bool) -> str:
     """README.md: what was merged, by which rule, and the recipe to do it again. The same inputs give the same text."""
     rule = recipe.rule
     every = [*([recipe.base.model] if recipe.base else []), *(m.model for m in recipe.models)]
-    front: dict[str, Any] = {
-        "base_model": list(dict.fromkeys(_repository(reference) for reference in every)),
-        "tags": ["merge", "gradmerge"],
-    }
-    if has_config:
-        front = {"base_model": front["base_model"], "library_name": "transformers", "tags": front["tags"]}
-    yaml_recipe = yaml.safe_dump(recipe_as_written(recipe), sort_keys=False, allow_unicode=True)
+    on_the_hub = dict.fromkeys(_repository(text) for text in every if _is_on_the_hub(text, recipe.folder))
+    front: dict[str, Any] = {"base_model": list(on_the_hub)} if on_the_hub else {}
+    front |= {"library_name": "transformers"} if has_config else {}
+    front["tags"] = ["merge", "gradmerge"]
     rows = []
     if recipe.base:
         rows.append(
-            f"| base | `{recipe.base.model}` | {_number(recipe.base.weight)} | {_curvature(recipe.base.curvature)} |"
+            f"| base | {_code(recipe.base.model)} | {_number(recipe.base.weight)} | {_curvature(recipe.base.curvature)} |"
         )
-    rows += [f"| tuned | `{m.model}` | {_number(m.weight)} | {_curvature(m.curvature)} |" for m in recipe.models]
+    rows += [f"| tuned | {_code(m.model)} | {_number(m.weight)} | {_curvature(m.curvature)} |" for m in recipe.models]
     table = "\n".join(["| | model | weight | curvature |", "|---|---|---|---|", *rows])
+    written = to_yaml(recipe_as_written(recipe))
+    fence = "`" * max(3, _longest_run(written) + 1)
     return f"""---
-{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---
+{to_yaml(front)}---
 
-# {name}
+# {_plain(name)}
 
 {"Made from" if rule.name == "removal" else "A merge of"} {len(recipe.models)} fine-tuned {_plural(len(recipe.models))} by \
 **{rule.name}** with gradmerge {__version__}.
@@ -44,8 +48,8 @@ def model_card(recipe: Recipe, name: str, has_config: bool) -> str:
 
 ## Recipe
 
-```yaml
-{yaml_recipe}```
+{fence}yaml
+{written}{fence}
 
 `gradmerge.json` in this repository holds the full recipe with defaults, digests of the inputs and versions.
 """
@@ -56,9 +60,37 @@ def recipe_as_written(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json", exclude_defaults=True)
 
 
+def to_yaml(value: Mapping[str, Any]) -> str:
+    """YAML for files and people: what would act on a terminal, or cannot be encoded, is escaped."""
+    text = yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True)
+    return text if printable(text) == text else yaml.safe_dump(dict(value), sort_keys=False)
+
+
+def _is_on_the_hub(reference: str, folder: Path) -> bool:
+    return HUB_ID.fullmatch(reference) is not None and not local_path(reference, folder).exists()
+
+
 def _repository(reference: str) -> str:
-    """A Hub id without its revision; anything else as it is."""
-    return reference.partition("@")[0] if HUB_ID.fullmatch(reference) else reference
+    """A Hub id without its revision."""
+    return reference.partition("@")[0]
+
+
+def _code(text: str) -> str:
+    """A name as code in a cell of a table: nothing in it is markup, nor does it end the cell."""
+    text = one_line(text).replace("|", "\\|")
+    if "`" not in text:
+        return f"`{text}`"
+    fence = "`" * (_longest_run(text) + 1)
+    return f"{fence} {text} {fence}"
+
+
+def _longest_run(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
+
+
+def _plain(text: str) -> str:
+    """A name as text of Markdown: nothing in it is a link, an image, code or HTML."""
+    return re.sub(r"([\\`*\[\]<>&!|~$])", r"\\\1", one_line(text))
 
 
 def _plural(count: int) -> str:
@@ -72,4 +104,4 @@ def _number(value: float | None) -> str:
 def _curvature(value: Any) -> str:
     if value is None:
         return ""
-    return f"`{value}`" if isinstance(value, str) else f"{value.identity:g} · I"
+    return _code(value) if isinstance(value, str) else f"{value.identity:g} · I"

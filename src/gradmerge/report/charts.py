@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..words import one_line
 from .bars import draw_bars
 from .heat import draw_heat
 from .xy import draw_lines, draw_scatter
@@ -134,8 +135,21 @@ def as_csv(rows: Iterable[Sequence[object]]) -> str:
 
 
 def _cell(value: object) -> object:
+    if isinstance(value, str):
+        return _not_a_formula(one_line(value))
     # Numbers of numpy are floats too, but name their type.
     return repr(float(value)) if isinstance(value, float) else value
+
+
+def _not_a_formula(text: str) -> str:
+    """A cell that a spreadsheet shows as it is, where it would compute what begins so; a number stays one."""
+    if not text.startswith(("=", "+", "-", "@", "＝", "＋", "－", "＠")):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
 
 
 def _points(series: Sequence[Series]) -> Iterable[Sequence[object]]:

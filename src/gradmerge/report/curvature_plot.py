@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..curvature.files import CurvatureFile
 from ..curvature.summary import group_of
 from ..errors import InputError, MachineError
-from ..words import count, natural
+from ..words import count, natural, one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +32,8 @@ _LOW, _HIGH, _WIDTH = -64.0, 40.0, 0.05
 _BINS = round((_HIGH - _LOW) / _WIDTH)
 _CENTRES = _LOW + _WIDTH * (np.arange(_BINS) + 0.5)
 _INK, _FAINT = "#22303c", "#d7dde2"
+#: For words from files: a dollar sign in a name begins no formula.
+_AS_IT_IS: dict[str, Any] = {"parse_math": False, "usetex": False}
 
 
 @dataclass
@@ -78,9 +80,9 @@ def plot_curvature(file: CurvatureFile, path: Path) -> None:
             f"{file.label}: holds {file.kind} matrices. The plot shows diagonal curvature, one number a parameter, only."
         )
     rows = legible(spread(file))
-    facts = f"mean over {file.examples:,} examples · likelihood {file.likelihood or 'not stated'} · "
+    facts = f"mean over {file.examples:,} examples · likelihood {one_line(file.likelihood) or 'not stated'} · "
     facts += f"{count(sum(row.entries for row in rows))} entries · stored as {file.precision}"
-    _write(draw(rows, Path(file.label).name or file.label, facts), path)
+    _write(draw(rows, one_line(Path(file.label).name or file.label), facts), path)
 
 
 def spread(file: CurvatureFile) -> list[Row]:
@@ -156,8 +158,9 @@ def draw(rows: Sequence[Row], title: str, facts: str) -> Figure:
     zeros = figure.add_subplot(grid[1], sharey=ridges)
     _draw_ridges(ridges, rows, size=8.5 if len(rows) <= 40 else 7)
     _draw_zeros(zeros, rows)
-    figure.suptitle(f"Curvature by layer: {title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK)
-    figure.text(0.01, 1 - 0.42 / height, facts, fontsize=8.5, color=_INK, va="center")
+    heading = f"Curvature by layer: {title}\n"
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK, **_AS_IT_IS)
+    figure.text(0.01, 1 - 0.42 / height, facts, fontsize=8.5, color=_INK, va="center", **_AS_IT_IS)
     return figure
 
 
@@ -186,7 +189,7 @@ def _draw_ridges(axes: Axes, rows: Sequence[Row], size: float) -> None:
         axes.plot(mean, place - 0.16, "o", color=_INK, markeredgecolor="white", markersize=4.2, zorder=1000)
     axes.set_ylim(len(rows) - 0.4, -1.5)
     axes.set_xlim(left, right)
-    axes.set_yticks(range(len(rows)), [_short(row.label) for row in rows], fontsize=size, color=_INK)
+    axes.set_yticks(range(len(rows)), [_short(row.label) for row in rows], fontsize=size, color=_INK, **_AS_IT_IS)
     axes.xaxis.set_major_formatter(lambda value, _: f"$10^{{{value:.0f}}}$" if value == round(value) else "")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
     axes.grid(axis="x", color=_FAINT, linewidth=0.6)
@@ -251,6 +254,7 @@ def _smooth(counts: NDArray[np.int64], width: float = 0.12) -> NDArray[np.float6
 
 
 def _short(label: str, most: int = 36) -> str:
+    label = one_line(label)
     return label if len(label) <= most else "…" + label[-(most - 1) :]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape as _escape
 
+from ..words import printable
 from . import palette
 from .numbers import fit, text_width, wrapped
 
@@ -16,12 +17,12 @@ WIDE, NARROW, BOTH = 760.0, 340.0, 420.0
 TEXT, LINE = 12.0, 16.0
 #: White around a chart in a file of its own.
 _EDGE = 16.0
-_NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+_NOT_XML = re.compile("[\ufffe\uffff]")
 
 
 def escape(text: str) -> str:
     """Safe in text and in attributes, of HTML and of XML."""
-    return _escape(_NOT_XML.sub("\ufffd", text), quote=True)
+    return _escape(_NOT_XML.sub("\ufffd", printable(text)), quote=True)
 
 
 def safe_name(slug: str) -> str:

@@ -91,12 +91,13 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.finish()
-        elif self.keep:
-            self.leave()
-        else:
-            self.discard()
+        try:
+            if kind is None:
+                self.finish()
+            elif not self.keep:
+                self.discard()
+        finally:
+            self._unlock()
 
     def _check_own(self) -> None:
         """Stop if the unfinished folder is not ours, or the unfinished work of another command."""
@@ -204,8 +205,10 @@ class Staging:
 
     def discard(self) -> None:
         """Remove what was written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._unlock()
+        try:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            self._unlock()
 
     def leave(self) -> None:
         """Keep what was written for a later run to go on with."""

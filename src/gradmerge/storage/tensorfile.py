@@ -7,6 +7,7 @@ at once. A header is untrusted: everything in it is checked before any of it is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -88,7 +89,8 @@ class PositionalFile:
     def will_need(self, offset: int, nbytes: int) -> None:
         """Ask the operating system to start reading these bytes."""
         if hasattr(os, "posix_fadvise") and self._fd >= 0:
-            os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+            with contextlib.suppress(OSError):  # it is advice: some file systems take none
+                os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -201,7 +203,9 @@ def header_bytes(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, Entry]]:
     """The first bytes of a file that holds these tensors (name → dtype, shape) in this order, and their places."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    # The name of a folder may be no UTF-8.
+    words = {key: value.encode(errors="backslashreplace").decode() for key, value in metadata.items()}
+    header: dict[str, Any] = {"__metadata__": words} if words else {}
     offset = 0
     for name, (dtype, shape) in tensors.items():
         nbytes = math.prod(shape) * ITEM_SIZE[dtype]
@@ -225,6 +229,15 @@ def local_path(reference: str, relative_to: Path | None) -> Path:
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "there is no such user"
         raise InputError(f"{reference[:200]}: cannot be opened: {reason}") from error
+    return path
+
+
+def in_utf8(path: Path) -> Path:
+    """The path, if libraries that are not written in Python can open it."""
+    if not _is_text(str(path)):
+        raise InputError(
+            f"{path}: the name is not UTF-8, and cannot be opened for that. Rename it, or link to it (ln -s)."
+        )
     return path
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..errors import MachineError
@@ -61,7 +64,7 @@ class TensorWriter:
         """Bytes of each file."""
         for prefix, group in _by_folder(tensors, folders).items():
             self._lay_out(prefix, group, shard_size, metadata)
-        self._fds: dict[str, int] = {}
+        self._files = _OpenFiles()
 
     def _lay_out(self, prefix: str, tensors: Tensors, shard_size: int, metadata: Mapping[str, str]) -> None:
         shards = split_into_shards(tensors, shard_size)
@@ -91,12 +94,11 @@ class TensorWriter:
             path = self.folder / filename
             try:
                 path.parent.mkdir(exist_ok=True)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-                self._fds[filename] = fd
-                if os.fstat(fd).st_size != self.sizes[filename]:
-                    os.ftruncate(fd, self.sizes[filename])
-                    all_there = False
-                _write(fd, memoryview(header), 0)
+                with self._files.opened(path, create=True) as fd:
+                    if os.fstat(fd).st_size != self.sizes[filename]:
+                        os.ftruncate(fd, self.sizes[filename])
+                        all_there = False
+                    _write(fd, memoryview(header), 0)
             except OSError as error:
                 raise MachineError(f"{path}: {error.strerror}") from error
         return all_there
@@ -105,7 +107,8 @@ class TensorWriter:
         """Put a block at element ``start`` of the flattened tensor."""
         filename, entry = self._places[name]
         try:
-            _write(self._fds[filename], block, entry.start + start * ITEM_SIZE[entry.dtype])
+            with self._files.opened(self.folder / filename) as fd:
+                _write(fd, block, entry.start + start * ITEM_SIZE[entry.dtype])
         except OSError as error:
             raise MachineError(f"{self.folder / filename}: writing failed: {error.strerror}") from error
 
@@ -123,9 +126,43 @@ class TensorWriter:
             TensorFile(self.folder / filename).close()
 
     def close(self) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds = {}
+        self._files.close()
+
+
+class _OpenFiles:
+    """Files to write to, of which a few are open at a time: a result may have more than a process may open."""
+
+    most = 64
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fds: dict[Path, int] = {}
+        """The one that was used last comes last."""
+        self._users: Counter[Path] = Counter()
+
+    @contextlib.contextmanager
+    def opened(self, path: Path, create: bool = False) -> Iterator[int]:
+        """The descriptor of a file; it stays open at least as long as somebody uses it."""
+        with self._lock:
+            fd = self._fds.pop(path, -1)
+            if fd < 0:
+                self._close_idle(self.most - 1)
+                fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
+            self._fds[path] = fd
+            self._users[path] += 1
+        try:
+            yield fd
+        finally:
+            with self._lock:
+                self._users[path] -= 1
+
+    def _close_idle(self, left: int) -> None:
+        for path in [path for path in self._fds if not self._users[path]][: max(0, len(self._fds) - left)]:
+            os.close(self._fds.pop(path))
+
+    def close(self) -> None:
+        with self._lock:
+            self._close_idle(0)
 
 
 def _by_folder(tensors: Tensors, folders: Iterable[str]) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:

@@ -21,7 +21,12 @@ class ClassNames:
     def __init__(self, config: Any) -> None:
         self.count = int(config.num_labels)
         stated = getattr(config, "label2id", None) or {}
-        self.by_name = {str(name).strip().lower(): int(number) for name, number in stated.items()}
+        try:
+            self.by_name = {str(name).strip().lower(): int(number) for name, number in stated.items()}
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise InputError(
+                f"label2id of the model's config does not map names to numbers: {shown(stated)}"
+            ) from error
 
     def number(self, name: str) -> int | None:
         return self.by_name.get(name.strip().lower())

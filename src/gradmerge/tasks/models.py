@@ -15,7 +15,7 @@ from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..checkpoints.opening import HUB_ID, fetch_from_hub
 from ..errors import InputError
 from ..quiet import quiet_transformers
-from ..storage.tensorfile import local_path, open_files
+from ..storage.tensorfile import in_utf8, local_path, open_files
 from ..words import listed, nearest
 
 TASKS = ("classify", "causal-lm", "seq2seq", "image")
@@ -116,7 +116,8 @@ def task_of(reference: str, config: Any, task: str, adapter: dict[str, Any] | No
         return _ADAPTER_TASKS[adapter["task_type"]]
     from transformers.models.auto import modeling_auto
 
-    architectures = getattr(config, "architectures", None) or []
+    named = getattr(config, "architectures", None)
+    architectures = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     for name, (_, table) in _AUTO_CLASSES.items():
         known: set[str] = set()
         for value in getattr(modeling_auto, table).values():
@@ -199,7 +200,7 @@ def model_with(model: Any, state: Mapping[str, Tensor], name: str | None = None)
 def _folder_of(reference: str) -> Path:
     path = local_path(reference, None)
     if path.is_dir():
-        return path
+        return in_utf8(path)
     if path.is_file():
         raise InputError(f"{reference}: a file is not enough to run a model; give the folder with its config.json")
     if HUB_ID.fullmatch(reference) and not reference.startswith("."):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import InputError
-from ..storage.tensorfile import local_path
+from ..storage.tensorfile import in_utf8, local_path
 from ..words import listed
 from .rows import Row, Rows
 
@@ -77,7 +77,7 @@ def _file(source: str, path: Path, split: str | None, limit: int | None) -> Rows
     readers = {".jsonl": _jsonl, ".csv": _csv, ".txt": _lines}
     try:
         if kind == ".parquet":
-            return _parquet(source, path, limit)
+            return _parquet(source, in_utf8(path), limit)
         with _opened(path) as file:
             rows = list(islice(readers[kind](source, file), limit))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -33,10 +33,16 @@ class Tokens:
 
     def encode(self, index: int, *texts: str, **options: Any) -> dict[str, list[int]]:
         """The tokens of a row's text or pair of texts, cut to ``max_length`` as the tokenizer cuts."""
-        full = self.tokenizer(*texts, **options)
-        if len(full["input_ids"]) > self.max_length:
-            self.truncated.add(index)
-            full = self.tokenizer(*texts, truncation=True, max_length=self.max_length, **options)
+        try:
+            full = self.tokenizer(*texts, **options)
+            if len(full["input_ids"]) > self.max_length:
+                self.truncated.add(index)
+                full = self.tokenizer(*texts, truncation=True, max_length=self.max_length, **options)
+        except Exception as error:  # of a tokenizer that cannot be, or a text with half a character (a lone surrogate)
+            reason = str(error).partition("\n")[0][:200]
+            raise InputError(
+                f"{self.rows.label}: row {self.rows.number(index)}: the tokenizer cannot take its text apart ({reason})"
+            ) from error
         return {name: list(values) for name, values in full.items()}
 
     def check(self, index: int, ids: Sequence[int]) -> None:
@@ -79,7 +85,9 @@ def length_of(model: nn.Module, tokenizer: Any, wanted: int | None) -> int:
             raise InputError(f"--max-length {wanted}: the model has positions for {positions} tokens only")
         return wanted
     stated = getattr(tokenizer, "model_max_length", None)
-    return min(n for n in (DEFAULT_LENGTH, positions, stated) if n)
+    # Tokenizers that know no limit state 10^30.
+    limits = [n for n in (DEFAULT_LENGTH, positions, stated) if isinstance(n, int | float) and n >= 1]
+    return int(min(limits))
 
 
 def positions_of(model: nn.Module) -> int | None:

@@ -1,0 +1,95 @@
+"""Standard output and error as they are found: open, closed, full, or with nobody who reads them any more."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import select
+import sys
+from typing import Any, TextIO
+
+from ..words import printable
+
+#: File descriptor → why something that was to be said there got lost.
+_lost: dict[int, OSError] = {}
+
+
+class _Outlet(io.FileIO):
+    """A standard stream that never fails: half of the work is no place to stop at because a log is full. It remembers instead."""
+
+    def __init__(self, fd: int, closed: bool) -> None:
+        super().__init__(fd, "w", closefd=False)
+        self._closed = closed
+
+    def write(self, data: Any) -> int:
+        try:
+            if self._closed:
+                raise OSError(errno.EBADF, "it is closed")
+            while (written := super().write(data)) is None:  # a pipe that does not block, and is full
+                select.select([], [self], [])
+            return written
+        except OSError as error:
+            _lost.setdefault(self.fileno(), error)
+            return memoryview(data).nbytes
+
+
+def prepare_streams() -> None:
+    """Make standard output and error ready for whatever may become of them; the first thing that a process does."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # Else the next file to be opened, such as the weights, would take the place, and be written to by whoever complains.
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is sys.__stdout__:  # not where a test or a notebook has put something else
+        sys.stdout = _wrapped(sys.stdout, 1)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _wrapped(sys.stderr, 2)
+
+
+def _wrapped(stream: TextIO | None, fd: int) -> TextIO:
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Outlet(fd, closed=stream is None)),
+        encoding=stream.encoding if stream is not None else "utf-8",
+        errors="backslashreplace",  # a Greek letter is no reason to fail on a terminal that has none
+        line_buffering=fd == 2 or (stream is not None and stream.isatty()),
+    )
+
+
+def say(text: str = "", *, err: bool = False, needed: bool = True) -> None:
+    """Print lines, on standard error with ``err``, with what a terminal would obey made visible.
+
+    Where that fails, the exit status will be 1, unless what was said is not ``needed``.
+    """
+    before = dict(_lost)
+    write(printable(text) + "\n", err=err)
+    if not needed:
+        _lost.clear()
+        _lost.update(before)
+
+
+def write(text: str, *, err: bool = False) -> None:
+    """Print text as it is."""
+    stream: TextIO | None = sys.stderr if err else sys.stdout
+    if stream is not None:
+        stream.write(text)
+        stream.flush()
+
+
+def settle(status: int) -> int:
+    """The exit status of a command that ends with ``status``, when it is known what could be said."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    error = _lost.get(1)
+    if error is not None and error.errno != errno.EPIPE:  # a reader that went, such as `head`, has seen enough
+        done = "" if status else " The work itself is done."
+        say(
+            f"error: standard output cannot be written: {error.strerror}. What it should have said is lost.{done}",
+            err=True,
+        )
+    failed = bool(_lost)
+    _lost.clear()
+    return status or int(failed)

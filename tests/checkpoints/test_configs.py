@@ -1,0 +1,418 @@
+"""Models that do not belong together: other functions of the weights, or another origin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.checkpoints import Checkpoint, compare
+from gradmerge.checkpoints.configs import differences
+from gradmerge.checkpoints.kinship import kinship
+from gradmerge.cli.app import app
+from gradmerge.errors import InputError
+from tests.making import near, random_state, read_model, write_model, write_recipe
+
+Config = dict[str, Any]
+LLAMA: Config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+LINEAR = {"type": "linear", "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+QWEN = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28}
+CLIP = {"model_type": "clip", "text_config": {"num_attention_heads": 8}}
+BERT = {"model_type": "bert"}
+
+
+def full(config: Config) -> Config:
+    """A config as transformers writes it, with every default."""
+    settings = {key: value for key, value in config.items() if key != "model_type"}
+    return json.loads(CONFIG_MAPPING[config["model_type"]](**settings).to_json_string(use_diff=False))
+
+
+SAME: dict[str, tuple[Config, Config]] = {
+    "defaults written out": (LLAMA, full(LLAMA)),
+    "theta moved": (
+        LLAMA | {"rope_theta": 5e5},
+        LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+    ),
+    "scaling moved": (
+        LLAMA | {"rope_scaling": LINEAR},
+        full(LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ),
+    "no scaling": (LLAMA | {"rope_scaling": None}, LLAMA | {"rope_scaling": {"rope_type": "default"}}),
+    "key-value heads": (LLAMA, LLAMA | {"num_key_value_heads": 4, "head_dim": 16}),
+    "another word": (LLAMA | {"hidden_act": "silu"}, LLAMA | {"hidden_act": "swish"}),
+    "another name": ({"model_type": "gpt2", "n_head": 12}, {"model_type": "gpt2", "num_attention_heads": 12}),
+    "longer positions": (LLAMA, LLAMA | {"max_position_embeddings": 99}),
+    "windows unused": (QWEN, QWEN | {"sliding_window": None, "max_window_layers": 2}),
+    "windows unused by default": (QWEN, {"model_type": "qwen2"}),
+    "old gemma": (
+        {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        full({"model_type": "gemma3_text"}),
+    ),
+    "old neox": (
+        {"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000},
+        full({"model_type": "gpt_neox"}),
+    ),
+    "an inner default": (CLIP, {"model_type": "clip"}),
+    "height and width": ({"model_type": "vit", "image_size": [8, 8]}, {"model_type": "vit", "image_size": 8}),
+    "absolute positions": (BERT | {"position_embedding_type": "absolute"}, BERT),
+    "what changes no function": (BERT | {"hidden_dropout_prob": 0.5, "pad_token_id": 3, "_name_or_path": "a"}, BERT),
+    "no config": ({}, LLAMA),
+    "flags that are off": ({"model_type": "mine", "is_decoder": False}, {"model_type": "mine"}),
+}
+OTHER: dict[str, tuple[Config, Config, set[str]]] = {
+    "theta": (LLAMA, LLAMA | {"rope_theta": 5e5}, {"rope_theta"}),
+    "theta, moved": (LLAMA, LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_theta"}),
+    "scaling": (LLAMA, LLAMA | {"rope_scaling": LINEAR}, {"rope_scaling.rope_type"}),
+    "factor": (
+        LLAMA | {"rope_scaling": LINEAR},
+        LLAMA | {"rope_scaling": LINEAR | {"factor": 4.0}},
+        {"rope_scaling.factor"},
+    ),
+    "length": (
+        LLAMA | {"rope_scaling": DYNAMIC},
+        LLAMA | {"rope_scaling": DYNAMIC, "max_position_embeddings": 99},
+        {"max_position_embeddings"},
+    ),
+    "heads and a base renamed": (
+        {"model_type": "gpt_neox", "num_attention_heads": 8, "rotary_emb_base": 10000},
+        {"model_type": "gpt_neox", "num_attention_heads": 4, "rotary_emb_base": 20000},
+        {"num_attention_heads", "rope_theta"},
+    ),
+    "heads": (LLAMA, LLAMA | {"num_attention_heads": 8}, {"num_attention_heads"}),
+    "key-value heads": (LLAMA, LLAMA | {"num_key_value_heads": 2}, {"num_key_value_heads"}),
+    "gpt2's heads": ({"model_type": "gpt2"}, {"model_type": "gpt2", "n_head": 8}, {"n_head"}),
+    "epsilon": (BERT, BERT | {"layer_norm_eps": 1e-5}, {"layer_norm_eps"}),
+    "gelu": ({"model_type": "gpt2"}, {"model_type": "gpt2", "activation_function": "gelu"}, {"activation_function"}),
+    "window": ({"model_type": "mistral"}, {"model_type": "mistral", "sliding_window": None}, {"sliding_window"}),
+    "a flag": ({"model_type": "gpt2"}, {"model_type": "gpt2", "scale_attn_weights": False}, {"scale_attn_weights"}),
+    "inside": (
+        CLIP,
+        {"model_type": "clip", "text_config": {"num_attention_heads": 4}},
+        {"text_config.num_attention_heads"},
+    ),
+    "model type": (BERT, {"model_type": "roberta"}, {"model_type"}),
+    "experts": (
+        {"model_type": "mixtral"},
+        {"model_type": "mixtral", "num_experts_per_tok": 1},
+        {"num_experts_per_tok"},
+    ),
+    "softcap": (
+        {"model_type": "gemma2"},
+        {"model_type": "gemma2", "final_logit_softcapping": None},
+        {"final_logit_softcapping"},
+    ),
+    "several": (
+        LLAMA,
+        LLAMA | {"rope_theta": 1.0, "rms_norm_eps": 0.1, "hidden_act": "gelu"},
+        {"rope_theta", "rms_norm_eps", "hidden_act"},
+    ),
+    "a type of one's own": (
+        {"model_type": "mine", "norm_eps": 1, "x": 1},
+        {"model_type": "mine", "norm_eps": 2, "x": 2},
+        {"norm_eps"},
+    ),
+    "wrong types": (LLAMA, LLAMA | {"num_attention_heads": {"a": [1]}, "hidden_act": [3]}, {"num_attention_heads"}),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_configs_that_mean_the_same_do_not_differ(case: str) -> None:
+    one, other = SAME[case]
+    assert differences(one, other) == ({}, []) and differences(other, one) == ({}, [])
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_configs_that_make_another_function_differ_in_the_keys_that_do_it(case: str) -> None:
+    one, other, keys = OTHER[case]
+    found, _ = differences(one, other)
+    back, _ = differences(other, one)
+    assert found.keys() == keys
+    assert back == {key: (there, here) for key, (here, there) in found.items()}
+
+
+def test_a_default_that_nobody_knows_is_unknown_and_not_a_difference() -> None:
+    assert differences({"model_type": "mine", "rope_theta": 3}, {"model_type": "mine"}) == ({}, ["rope_theta"])
+
+
+def test_a_config_with_a_billion_layers_or_labels_is_compared_without_making_them() -> None:
+    deep = {"num_hidden_layers": 10**9, "num_labels": 10**9}
+    assert differences(LLAMA | deep, LLAMA | deep | {"hidden_act": "gelu", "rms_norm_eps": 1})[1] == [
+        "hidden_act",
+        "rms_norm_eps",
+    ]
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "x", [], [[1]], {}, {"a": {"b": []}}, float("nan"), True, "\x1b[31m"])
+def test_a_config_of_any_shape_is_compared_without_an_accident(wrong: Any) -> None:
+    keys = [
+        "model_type",
+        "rope_scaling",
+        "rope_parameters",
+        "layer_types",
+        "text_config",
+        "id2label",
+        "label2id",
+        "n_head",
+    ]
+    odd = [{key: wrong} for key in keys] + [{"rope_scaling": {"rope_type": wrong}}, {"label2id": {"a": wrong}}]
+    plain = Checkpoint("base", memory=random_state(0), config=LLAMA | {"id2label": {"0": "a"}, "architectures": wrong})
+    for config in odd:
+        compare(plain, [Checkpoint("tuned", memory=random_state(0), config=LLAMA | config)])
+
+
+def test_filling_in_defaults_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers looks a backbone up on the Hub when it makes a config that names one."""
+    asked: list[Any] = []
+    monkeypatch.setattr("socket.getaddrinfo", lambda *where, **_: asked.append(where))
+    one = {"model_type": "dpt", "backbone": "someone/something", "use_timm_backbone": False, "layer_norm_eps": 1e-12}
+    assert differences(one, one | {"layer_norm_eps": 1e-6})[0].keys() == {"layer_norm_eps"}
+    assert not asked
+
+
+def test_a_config_nested_too_deeply_is_one_clear_message() -> None:
+    def deep() -> list[Any]:
+        value: list[Any] = []
+        for _ in range(5000):
+            value = [value]
+        return value
+
+    ours, theirs = (Checkpoint(n, memory=random_state(0), config={"n_head": deep()}) for n in ("base", "tuned"))
+    with pytest.raises(InputError, match=r"tuned: its config\.json, or that of base, is nested too deeply"):
+        compare(ours, [theirs])
+
+
+def write_pair(folder: Path, ours: Config, theirs: Config, **more: Tensor) -> dict[str, Any]:
+    """A recipe for a base and a tuned model with these configs."""
+    state = random_state(0) | more
+    base, tuned = write_model(folder / "base", state, 1, ours), write_model(folder / "tuned", near(state, 1), 1, theirs)
+    return {"method": "average", "base": str(base), "models": [str(tuned)]}
+
+
+def refusal(folder: Path, recipe: dict[str, Any], **more: Any) -> str:
+    with pytest.raises(InputError) as error:
+        gm.merge(recipe, folder / "out", **more)
+    assert not (folder / "out").exists()
+    return str(error.value).replace(f"{folder}/", "")
+
+
+def test_all_differences_stand_in_one_message_beside_the_others_and_each_can_be_allowed(tmp_path: Path) -> None:
+    theirs = LLAMA | {"rope_scaling": LINEAR, "rms_norm_eps": 1e-5}
+    recipe = write_pair(tmp_path, LLAMA, theirs)
+    state = random_state(0)
+    write_model(tmp_path / "tuned", near(state, 1) | {"more.weight": torch.ones(2)}, 1, theirs)
+    message = refusal(tmp_path, recipe)
+    assert "• tuned: 1 tensor that base does not have" in message
+    assert (
+        "• tuned: its config makes another function of the weights than that of base\n"
+        "  rms_norm_eps: 1e-06 in base, 1e-05 in tuned\n"
+        "  rope_scaling.rope_type: 'default' in base, 'linear' in tuned\n"
+        "  Take models that agree; if a difference is meant, pass --allow-config KEY for each key."
+    ) in message
+    recipe["exclude"] = ["more.*"]
+    message = refusal(tmp_path, recipe, allow_config=["rms_norm_eps"])
+    assert "rope_type" in message and "rms_norm_eps" not in message
+    for number, rope in enumerate(("rope_scaling.rope_type", "rope_scaling", "rope_parameters", "rope_type")):
+        result = gm.merge(recipe, tmp_path / f"out{number}", allow_config=["rms_norm_eps", rope, "nonsense"])
+        (allowed,) = (n for n in result.notes if "merged with another config" in n)
+        assert "rms_norm_eps: 1e-06" in allowed and "rope_type" in allowed
+        assert "--allow-config nonsense: the configs do not differ in it" in result.notes
+    assert json.loads((tmp_path / "out0/config.json").read_text())["num_attention_heads"] == 4
+
+
+def run(*arguments: str | Path) -> Any:
+    """The command line in this process: what is asked here needs no other one."""
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_every_command_refuses_and_takes_allow_config(tmp_path: Path) -> None:
+    recipe = write_pair(tmp_path, BERT, BERT | {"hidden_act": "relu"})
+    models = [recipe["base"], *recipe["models"]]
+    for folder in models:
+        gm.Curvature({n: torch.ones_like(v) for n, v in read_model(Path(folder)).items()}, 10, "empirical", "x").save(
+            Path(folder) / "curvature"
+        )
+    path = write_recipe(tmp_path / "recipe.yml", recipe | {"method": "task-arithmetic"})
+    commands = {
+        "inspect": ["inspect", *models],
+        "merge": ["merge", path, "-o", tmp_path / "merged"],
+        "dry-run": ["merge", path, "--dry-run"],
+        "remove": ["remove", "--base", models[0], "--model", models[1], "-o", tmp_path / "removed"],
+        "diagnose": ["diagnose", path, "-o", tmp_path / "diagnosis"],
+        "preview": [
+            "preview",
+            path,
+            "--weights",
+            "0:1:1",
+            "-o",
+            tmp_path / "preview",
+            "--save-best",
+            tmp_path / "best",
+        ],
+    }
+    for name, command in commands.items():
+        refused = run(*command)
+        assert refused.exit_code == 2 and "hidden_act: 'gelu' in" in refused.output, name
+        allowed = run(*command, "--allow-config", "hidden_act")
+        assert allowed.exit_code == 0, (name, allowed.output)
+        assert "--allow-config says" in allowed.output, name
+
+
+def open_files() -> int:
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def test_inspect_closes_every_file_of_models_that_cannot_be_merged(tmp_path: Path) -> None:
+    recipe = write_pair(tmp_path, BERT, BERT | {"hidden_act": "relu"})
+    before = open_files()
+    for command in ([recipe["base"], *recipe["models"]], [recipe["base"], str(tmp_path / "nothing")]):
+        assert run("inspect", *command).exit_code == 2
+    assert open_files() == before
+
+
+# Labels
+
+NAMES = {"0": "negative", "1": "neutral", "2": "positive"}
+TURNED = {"0": "POSITIVE", "1": "NEUTRAL", "2": "NEGATIVE"}
+
+
+def test_the_same_labels_in_another_order_are_refused_where_their_head_is_merged(tmp_path: Path) -> None:
+    recipe = write_pair(tmp_path, {"id2label": NAMES}, {"id2label": TURNED})
+    message = refusal(tmp_path, recipe)
+    assert (
+        "id2label: classes in another order in base and tuned: 'negative' is 0 and 2, 'positive' is 2 and 0" in message
+    )
+    gm.merge(recipe, tmp_path / "allowed", allow_config=["id2label"])
+    gm.merge(recipe | {"exclude": ["classifier.*"]}, tmp_path / "excluded")
+
+
+@pytest.mark.parametrize(
+    "theirs", [NAMES, {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}, {}, None, [1], {"0": None}]
+)
+def test_labels_that_are_the_same_or_generic_or_unreadable_are_no_matter(theirs: Any, tmp_path: Path) -> None:
+    recipe = write_pair(tmp_path, {"id2label": NAMES}, {"id2label": theirs})
+    notes = gm.merge(recipe, tmp_path / "out").notes
+    assert not notes or theirs == {"0": None}
+
+
+def test_labels_of_other_names_are_a_note_and_a_shared_one_elsewhere_is_refused(tmp_path: Path) -> None:
+    recipe = write_pair(tmp_path, {"id2label": NAMES}, {"id2label": {"0": "sport", "1": "politics", "2": "arts"}})
+    (note,) = gm.merge(recipe, tmp_path / "out").notes
+    assert "tuned: its classes have other names (id2label)" in note and "classifier.weight" in note
+    recipe = write_pair(tmp_path, {"id2label": NAMES}, {"id2label": {"0": "neutral", "1": "bad", "2": "good"}})
+    assert "'neutral' is 1 and 0" in refusal(tmp_path / "again", recipe).replace(str(tmp_path), "")
+
+
+def test_a_model_that_says_untied_and_stores_no_head_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    embedding = {"model.embed_tokens.weight": torch.ones(9, 8)}
+    recipe = write_pair(tmp_path, config, config | {"tie_word_embeddings": False}, **embedding)
+    assert "tie_word_embeddings: false in tuned, which stores no lm_head.weight" in refusal(tmp_path, recipe)
+    for headless in (["LlamaForSequenceClassification"], None):
+        config["architectures"] = headless
+        recipe = write_pair(tmp_path, config, config | {"tie_word_embeddings": False}, **embedding)
+        assert not gm.merge(recipe, tmp_path / "out", force=True).notes
+
+
+# Ancestry
+
+
+def in_memory(label: str, state: dict[str, Tensor]) -> Checkpoint:
+    return Checkpoint(label, memory=state)
+
+
+def warnings(ours: dict[str, Tensor], theirs: dict[str, Tensor], **more: Any) -> list[str]:
+    notes = compare(in_memory("base", ours), [in_memory("tuned", theirs)], **more).notes
+    return [text for text in notes if text.startswith("WARNING: tuned may not stem from")]
+
+
+BASE = random_state(0, {"a.weight": (300, 200), "b.weight": (80, 50), "head.weight": (3, 50), "norm.weight": (50,)})
+
+
+def test_a_model_of_another_origin_gets_a_warning_with_the_numbers() -> None:
+    (text,) = warnings(BASE, random_state(1, {n: tuple(v.shape) for n, v in BASE.items()}))
+    matrices = [n for n in BASE if BASE[n].dim() == 2]
+    theirs = random_state(1, {n: tuple(v.shape) for n, v in BASE.items()})
+    ours_flat, theirs_flat = (torch.cat([s[n].double().flatten() for n in matrices]) for s in (BASE, theirs))
+    distance = float((theirs_flat - ours_flat).norm() / ours_flat.norm())
+    found = kinship(in_memory("base", BASE), in_memory("tuned", theirs), list(BASE))
+    assert abs(found.distance - distance) < 0.03 and f"by {found.distance:.2f} times their size" in text
+    assert f"cosine is {found.cosine:.2f}" in text and abs(found.cosine) < 0.02
+    (text,) = warnings(BASE, theirs, first_is_base=False)
+    assert "may not stem from the same base as base" in text
+
+
+def test_tuned_models_and_new_heads_get_no_warning() -> None:
+    tuned = near(BASE, 1, 0.5)
+    assert not warnings(BASE, tuned)
+    assert not warnings(BASE, tuned | {"head.weight": torch.randn(3, 50), "norm.weight": torch.randn(50) * 100})
+
+
+def test_excluded_tensors_do_not_count_as_descent() -> None:
+    tuned = near(BASE, 1) | {"a.weight": torch.randn(300, 200)}
+    assert warnings(BASE, tuned) and not warnings(BASE, tuned, exclude=["a.*"])
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 1e38])
+def test_models_of_zeros_or_of_no_numbers_get_no_warning_about_descent(value: float) -> None:
+    odd = {name: torch.full_like(tensor, value) for name, tensor in BASE.items()}
+    assert not warnings(odd, odd)
+    assert not warnings(odd, BASE) or value == 1e38
+
+
+def test_the_warning_is_in_the_notes_of_a_merge_of_a_dry_run_and_of_inspect(tmp_path: Path) -> None:
+    folders = [str(write_model(tmp_path / name, random_state(i))) for i, name in enumerate(("base", "tuned"))]
+    recipe = {"method": "average", "base": folders[0], "models": folders[1:]}
+    assert [n for n in gm.merge(recipe, tmp_path / "out").notes if n.startswith("WARNING: ")]
+    path = write_recipe(tmp_path / "recipe.yml", recipe)
+    quiet = ["merge", path, "-o", tmp_path / "again", "--quiet"]
+    for command in (["merge", path, "--dry-run"], ["inspect", *folders], quiet):
+        shown = run(*command)
+        assert shown.exit_code == 0 and "may not stem from" in shown.output, shown
+
+
+# What lies beside the weights
+
+
+def test_chat_templates_and_generation_defaults_that_differ_are_a_note_each(tmp_path: Path) -> None:
+    recipe = write_pair(tmp_path, {}, {})
+    for name, template, temperature in (("base", "{{ a }}", 0.6), ("tuned", "{{ b }}", 1.0)):
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        defaults = {"temperature": temperature, "top_p": 0.9, "transformers_version": name}
+        (tmp_path / name / "generation_config.json").write_text(json.dumps(defaults))
+    notes = [text.replace(f"{tmp_path}/", "") for text in gm.merge(recipe, tmp_path / "out").notes]
+    assert notes == [
+        "tuned: its chat template is not that of base; the result has that of base",
+        "tuned: its defaults for generation differ from those of base, which the result has: temperature 0.6 and 1.0",
+    ]
+    (tmp_path / "tuned/tokenizer_config.json").unlink()
+    (tmp_path / "tuned/chat_template.jinja").write_text("{{ a }}\n")
+    (tmp_path / "tuned/generation_config.json").write_text("[")
+    assert not gm.merge(recipe, tmp_path / "out2").notes
+
+
+def test_a_chat_template_that_only_one_model_has_is_a_note(tmp_path: Path) -> None:
+    recipe = write_pair(tmp_path, {}, {})
+    (tmp_path / "tuned/chat_template.jinja").write_text("{{ a }}")
+    assert not gm.merge(recipe, tmp_path / "no-tokenizer").notes
+    (tmp_path / "base/tokenizer_config.json").write_text("{}")
+    (note,) = gm.merge(recipe, tmp_path / "out").notes
+    assert (
+        note.replace(f"{tmp_path}/", "")
+        == "tuned: it has a chat template, unlike base; the result has that of base: none"
+    )
+
+
+def test_statistics_of_batch_norm_that_are_averaged_are_a_note(tmp_path: Path) -> None:
+    recipe = write_pair(tmp_path, {}, {}, **{"bn.running_mean": torch.zeros(8), "bn.running_var": torch.ones(8)})
+    (note,) = gm.merge(recipe, tmp_path / "out").notes
+    assert "2 tensors of batch-norm statistics (bn.running_mean, bn.running_var)" in note and "exclude" in note
+    assert not gm.merge(recipe | {"exclude": ["*running_mean", "*running_var"]}, tmp_path / "out2").notes

@@ -1,0 +1,340 @@
+"""Hostile names, odd paths, streams that fail and limits of the machine: clear words, the right status, nothing broken."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import gradmerge.cli
+from gradmerge.cli.app import app
+from gradmerge.cli.output import continued, explain
+from gradmerge.errors import InputError
+from gradmerge.words import printable
+
+from ..making import near, random_curvature, random_state, read_model, three_models, write_model, write_recipe
+from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
+
+ESCAPES = "\x1b[31m\x9b2J\x07\u202e\u2028"
+#: Tensors of a model that somebody made to be looked at.
+HOSTILE = {
+    f"layers.0.{ESCAPES}.weight": (4, 3),
+    "layers.1\nerror: all is lost.weight": (3, 3),
+    "=cmd|' /C calc'!A0.bias": (3,),
+    "<script>alert(1)</script>.$x^2$.weight": (2, 2),
+}
+
+
+def invoke(*arguments: str | Path) -> click.testing.Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def clean(*arguments: str | Path, status: int = 0) -> click.testing.Result:
+    """The result of a command that printed nothing that a terminal obeys, and no line that it did not mean."""
+    result = invoke(*arguments)
+    assert result.exit_code == status, result.output
+    for text in (result.stdout, result.stderr):
+        assert printable(text) == text
+        assert "\nerror: all is lost" not in text
+    if "--json" in arguments:
+        json.loads(result.stdout, parse_constant=pytest.fail)
+    return result
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and two models with hostile names, configs and curvature, a recipe, and models that do not fit."""
+    folder = tmp_path_factory.mktemp("hostile")
+    base = random_state(0, HOSTILE)
+    states = {"base": base, f"=a`|<b>{ESCAPES}": near(base, 1), "b\n---\n# x": near(base, 2)}
+    for seed, (name, state) in enumerate(states.items()):
+        write_model(folder / name, state, config={"architectures": [f"{ESCAPES}\nerror: all is lost"]})
+        curvature = random_curvature(seed, state)
+        curvature.model = f"{ESCAPES}\nerror: all is lost"
+        curvature.save(folder / name / "curvature")
+    recipe = {"method": "gradient-matching", "base": "base", "models": list(states)[1:]}
+    write_recipe(folder / "recipe.yml", recipe)
+    lost = "layers.1\nerror: all is lost.weight"
+    write_model(folder / "other", {n: t for n, t in base.items() if n != lost} | {f"new\n{ESCAPES}": torch.zeros(2)})
+    write_model(folder / "nan", base | {lost: torch.full((3, 3), torch.nan)})
+    return folder
+
+
+@pytest.mark.parametrize("more", [[], ["--json"], ["--quiet"], ["--tensors"]])
+def test_inspect_shows_hostile_names_as_text(hostile: Path, more: list[str]) -> None:
+    for folder in (hostile / "base", hostile / f"=a`|<b>{ESCAPES}"):
+        clean("inspect", folder, *more)
+    shown = clean("inspect", hostile / "base", hostile / "other", *more, status=2).output
+    assert "layers.1\\nerror: all is lost.weight" in shown.replace("\\\\n", "\\n")  # escaped once more in JSON
+
+
+def test_a_message_of_a_hostile_name_stays_one_message(hostile: Path, tmp_path: Path) -> None:
+    words = ["merge", "-m", "task-arithmetic", "--base", hostile / "base", "--model", hostile / "nan"]
+    message = clean(*words, "-o", tmp_path / "out", status=2).stderr
+    assert [line[:7] for line in message.splitlines() if line.startswith("error:")] == ["error: "]
+    clean("merge", "-m", f"no\nerror: all is lost{ESCAPES}", "--model", "x", "-o", tmp_path / "out", status=2)
+    clean("inspect", f"none\nerror: all is lost{ESCAPES}", status=2)
+    clean("inspect", "x", f"--{ESCAPES}", status=2)
+    assert continued("a\nb\n  c\n• d\n\ne") == "a\n  b\n  c\n• d\n\n  e"
+
+
+def test_a_merge_of_hostile_names_leaves_files_that_are_safe_to_look_at(hostile: Path, tmp_path: Path) -> None:
+    clean("merge", hostile / "recipe.yml", "--dry-run")
+    clean("merge", hostile / "recipe.yml", "-o", tmp_path / "out")
+    clean("curvature", "show", hostile / "base")
+    clean("curvature", "show", hostile / "base", "--json")
+    assert read_model(tmp_path / "out").keys() == HOSTILE.keys()
+    for name in ("gradmerge.json", "README.md"):
+        text = (tmp_path / "out" / name).read_text("utf-8")
+        assert printable(text) == text
+    front = yaml.safe_load((tmp_path / "out" / "README.md").read_text("utf-8").split("---\n")[1])
+    assert front.keys() == {"library_name", "tags"}
+
+
+def test_the_commands_print_through_one_place() -> None:
+    folder = Path(gradmerge.cli.__file__).parent
+    elsewhere = [p.name for p in folder.glob("*.py") if re.search(r"\b(typer\.echo|print)\(", p.read_text("utf-8"))]
+    assert elsewhere == ["output.py"]  # where rich draws tables into a string
+
+
+class Scripts(HTMLParser):
+    count = 0
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.count += tag == "script"
+
+
+@pytest.mark.parametrize("command", [["diagnose"], ["preview", "--weights", "0,1"]])
+def test_reports_on_hostile_names_are_safe_to_open(hostile: Path, tmp_path: Path, command: list[str]) -> None:
+    clean(*command, hostile / "recipe.yml", "-o", tmp_path / "out")
+    for path in (tmp_path / "out").iterdir():
+        text = path.read_text("utf-8")
+        assert printable(text) == text, path.name
+        if path.suffix == ".csv":
+            assert not re.search(r'(^|,)"?[=+@]', text, re.MULTILINE), path.name
+    page = Scripts()
+    page.feed((tmp_path / "out" / "report.html").read_text("utf-8"))
+    assert page.count == 1
+    clean(*command, hostile / "recipe.yml", "-o", tmp_path / "json", "--json")
+
+
+def test_a_diagnosis_whose_numbers_overflow_is_still_json(tmp_path: Path) -> None:
+    folders, states = three_models(tmp_path, torch.float64)
+    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
+        random_curvature(seed, state).save(folder / "curvature")
+    save_file({n: t * 1e200 for n, t in states[1].items()}, folders[1] / "model.safetensors")
+    (folders[1] / "model.safetensors.index.json").unlink()
+    for path in folders[1].glob("model-*"):
+        path.unlink()
+    recipe = write_recipe(tmp_path / "r.yml", {"method": "gradient-matching", "base": "base", "models": ["a", "b"]})
+    done = clean("diagnose", recipe, "-o", tmp_path / "out", "--json")
+    text = (tmp_path / "out" / "diagnosis.json").read_text("utf-8")
+    for found in (json.loads(text, parse_constant=pytest.fail), json.loads(done.stdout)):
+        assert found["predicted"]["gradient-matching"]["a"]["quadratic_form"] is None
+
+
+# Paths that are not UTF-8, as a file system of Linux allows.
+
+
+@pytest.fixture
+def latin(tmp_path: Path) -> Path:
+    """A folder whose name is not UTF-8, with a base, a tuned model, data and a recipe whose names are not either."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system has UTF-8 names only")
+    tiny_bert_checkpoint(tmp_path / "plain")
+    state = read_model(tmp_path / "plain")
+    for seed, name in enumerate(("base", os.fsdecode(b"mod\xe8le"))):
+        shutil.copytree(tmp_path / "plain", folder / name)
+        save_file(near(state, seed), folder / name / "model.safetensors", {"format": "pt"})
+        random_curvature(seed, state).save(folder / name / "curvature")
+    write_jsonl(tmp_path / "rows.jsonl", labelled(4))
+    shutil.copy(tmp_path / "rows.jsonl", folder / os.fsdecode(b"donn\xe9es.jsonl"))
+    (folder / os.fsdecode(b"recette\xe9.yml")).write_text(
+        'method: gradient-matching\nbase: base\nmodels: ["mod\\udce8le"]\n'
+    )
+    return folder
+
+
+def weights_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_paths_that_are_not_utf8_are_merged_and_looked_at(latin: Path) -> None:
+    model, recipe = latin / os.fsdecode(b"mod\xe8le"), latin / os.fsdecode(b"recette\xe9.yml")
+    clean("inspect", latin / "base", model)
+    facts = json.loads(clean("inspect", model, "--json").stdout)
+    assert facts["models"][0]["model"] == str(model)
+    options = ["--base", latin / "base", "--model", model, "--set", "output.curvature=true"]
+    clean("merge", "-m", "gradient-matching", *options, "-o", latin / os.fsdecode(b"fusionn\xe9"), "--json")
+    clean("merge", recipe, "-o", latin / "two")
+    assert weights_of(latin / os.fsdecode(b"fusionn\xe9")) == weights_of(latin / "two")
+    assert json.loads((latin / "two" / "gradmerge.json").read_text())["inputs"][1]["source"] == "mod\udce8le"
+    clean("curvature", "show", latin / os.fsdecode(b"fusionn\xe9"), "--plot", latin / os.fsdecode(b"\xe9.svg"))
+    clean("diagnose", recipe, "-o", latin / "diagnosis")
+    clean("preview", recipe, "--weights", "0.5,1", "-o", latin.parent / "preview", "--save-best", latin / "best")
+    clean("merge", latin.parent / "preview" / "recipe.yml", "-o", latin / "again")
+    assert weights_of(latin / "again") == weights_of(latin / "best")
+
+
+def test_data_and_results_may_have_paths_that_are_not_utf8(latin: Path) -> None:
+    plain, data = latin.parent / "plain", latin / os.fsdecode(b"donn\xe9es.jsonl")
+    clean("evaluate", plain, "--data", data, "--device", "cpu", "--json")
+    clean("curvature", "estimate", plain, "--data", data, "-o", latin / "curvature", "--device", "cpu")
+    clean("curvature", "show", latin / "curvature")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "estimate", "diagnose", "preview"])
+def test_a_model_to_run_is_refused_at_once_if_its_path_is_not_utf8(latin: Path, command: str) -> None:
+    model, rows = latin / os.fsdecode(b"mod\xe8le"), latin.parent / "rows.jsonl"
+    recipe, out = latin / os.fsdecode(b"recette\xe9.yml"), latin.parent / "out"
+    words: Mapping[str, list[str | Path]] = {
+        "evaluate": ["evaluate", model, "--data", rows],
+        "estimate": ["curvature", "estimate", model, "--data", rows, "-o", out],
+        "diagnose": ["diagnose", recipe, "--data", f"mod\udce8le={rows}", "-o", out],
+        "preview": ["preview", recipe, "--weights", "1", "--data", f"mod\udce8le={rows}", "-o", out],
+    }
+    message = clean(*words[command], status=2).stderr
+    assert "the name is not UTF-8" in message and "link to it" in message
+    assert not out.exists() and not (latin.parent / "out.gradmerge-partial").exists()
+
+
+# Errors for machines.
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["merge", "--nonsense"], ["merge", "--threads", "0"], ["evaluate"], ["nonsense"], ["curvature", "nonsense"]],
+)
+def test_wrong_usage_is_told_to_machines_too(words: list[str]) -> None:
+    result = invoke(*words, "--json")
+    told = json.loads(result.stdout)
+    assert result.exit_code == told["status"] == 2
+    assert told["error"].splitlines()[0] in result.stderr.replace("\n", " ") and "Usage:" in result.stderr
+    assert invoke(*words).stdout == ""
+
+
+def caused(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "out of memory"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+        (RuntimeError("can't start new thread"), "out of memory"),
+        (ImportError("libtorch.so: failed to map segment from shared object"), "out of memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory"),
+        (caused(InputError("x: cannot be loaded"), MemoryError()), "out of memory"),
+        (OSError(errno.EMFILE, "Too many open files", "x"), "x: Too many open files. This process may have"),
+        (caused(InputError("x: cannot be opened"), OSError(errno.EMFILE, "")), "x: cannot be opened. This process may"),
+        (caused(InputError("x: cannot be read"), OSError(errno.EIO, "")), "x: cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_failing_machine_is_not_blamed_on_the_input(error: BaseException, words: str) -> None:
+    message, status = explain(error)
+    assert status == 1 and message.startswith(words)
+
+
+def test_wrong_input_keeps_its_status() -> None:
+    assert explain(caused(InputError("x: cannot be opened"), OSError(errno.ENOENT, ""))) == ("x: cannot be opened", 2)
+
+
+# Processes with streams that fail, and under limits.
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    three_models(tmp_path)
+    # Curvature that the rule does not use is noted, on standard error.
+    random_curvature(0, random_state(0)).save(tmp_path / "c")
+    models = [{"model": "a", "curvature": "c"}, {"model": "b"}]
+    write_recipe(tmp_path / "r.yml", {"method": "task-arithmetic", "base": "base", "models": models})
+    write_recipe(tmp_path / "plain.yml", {"method": "task-arithmetic", "base": "base", "models": ["a", "b"]})
+    return tmp_path
+
+
+def shell(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
+    """A command line in which `gradmerge` stands for ours, by the shell of a user."""
+    script = f'gradmerge() {{ "{sys.executable}" -m gradmerge "$@"; }}\n{command}'
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+    return done
+
+
+def test_a_full_or_closed_output_is_said_and_is_a_failure(tmp_path: Path) -> None:
+    done = shell(tmp_path, "gradmerge --help >/dev/full; echo $? >&2; gradmerge --version >&-; echo $? >&2")
+    assert re.fullmatch(
+        r"error: standard output cannot be written: No space left on device\..*\n1\n"
+        r"error: standard output cannot be written: it is closed\..*\n1\n",
+        done.stderr,
+    )
+    done = shell(tmp_path, "gradmerge --help | true; echo ${PIPESTATUS[0]}; gradmerge --help >&- 2>&-; echo $?")
+    assert (done.stdout, done.stderr) == ("1\n1\n", "")
+
+
+def test_a_merge_whose_summary_cannot_be_printed_stays(place: Path) -> None:
+    done = shell(
+        place,
+        "gradmerge merge r.yml -o full >/dev/full; echo $? >&2; gradmerge merge r.yml -o closed <&- >&- 2>&-; echo $? >&2",
+    )
+    assert "The work itself is done." in done.stderr and done.stderr.endswith("\n1\n1\n")
+    assert read_model(place / "full").keys() == read_model(place / "closed").keys() == random_state(0).keys()
+    assert not list(place.glob("*.gradmerge-*"))
+
+
+def test_words_that_standard_error_does_not_take_are_missed_and_nothing_else(place: Path) -> None:
+    done = shell(
+        place, "gradmerge merge r.yml -o noted 2>/dev/full; echo $?; gradmerge merge plain.yml -o silent 2>&-; echo $?"
+    )
+    assert [line for line in done.stdout.splitlines() if line.isdecimal()] == ["1", "0"]
+    assert read_model(place / "noted").keys() == read_model(place / "silent").keys()
+    done = shell(
+        place, "gradmerge merge r.yml --nonsense --json 2>/dev/full; echo; gradmerge merge --nonsense 2>&-; echo $?"
+    )
+    first, _, last = done.stdout.splitlines()
+    assert json.loads(first)["status"] == 2 and last == "2"
+
+
+def test_too_few_files_and_too_little_memory_are_named(place: Path) -> None:
+    done = shell(place, "(ulimit -n 8; gradmerge merge r.yml -o out; echo $?)")
+    assert done.stdout == "1\n"
+    assert re.fullmatch(
+        r"error: .*Too many open files\. This process may have 8 files open .*ulimit -n.*\n", done.stderr
+    )
+    done = shell(place, "(ulimit -v 400000; gradmerge merge r.yml -o out; echo $?)")
+    assert done.stdout == "1\n" and re.fullmatch(r"error: out of memory\..*\n", done.stderr)
+    assert not list(place.glob("out*"))
+
+
+def test_a_result_may_have_more_files_than_a_process_may_open(place: Path) -> None:
+    shapes = {f"layers.{i}.weight": (2, 2) for i in range(150)}
+    base = random_state(0, shapes)
+    for name, state in (("many", base), ("tuned", near(base, 1))):
+        write_model(place / name, state)
+    words = "-m task-arithmetic --base many --model tuned --set output.shard_size=16 -o out"
+    done = shell(place, f"ulimit -n 100; gradmerge merge {words}")
+    assert done.returncode == 0, done.stderr
+    assert read_model(place / "out").keys() == base.keys() and len(list((place / "out").glob("*.safetensors"))) == 150

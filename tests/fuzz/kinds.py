@@ -1,0 +1,8 @@
+"""All kinds of mutated input, by name."""
+
+from __future__ import annotations
+
+from . import curvature, data, models
+from .trial import Kind
+
+KINDS: dict[str, type[Kind]] = {kind.name: kind for kind in [*models.KINDS, *curvature.KINDS, *data.KINDS]}

@@ -1,0 +1,321 @@
+"""What every case is held to: a result or a refusal, in time and in little memory, with whole outputs and untouched inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+
+from safetensors import SafetensorError, safe_open
+
+from gradmerge.errors import GradmergeError, InputError, MachineError
+
+#: Seconds and bytes that one case may take; the slowest takes a tenth.
+MOST_SECONDS = 20.0
+MOST_MEMORY = 500_000_000
+LONGEST_MESSAGE = 20_000
+
+#: How a case may end. All but the first three are failures.
+WORKED, REFUSED, MACHINE = "worked", "refused", "machine"
+OTHER, BROKEN, HANG, MEMORY, CRASH = "other exception", "broken output", "hang", "memory", "crash"
+GOOD = (WORKED, REFUSED, MACHINE)
+OUTCOMES = (*GOOD, OTHER, BROKEN, HANG, MEMORY, CRASH)
+
+
+#: Commands that were run in this process.
+_commands = 0
+
+
+class Broken(Exception):
+    """An output or an input is not what it should be."""
+
+
+class TooLong(BaseException):
+    """The case has taken its time."""
+
+
+class Place:
+    """Inputs, which only a case may change, and where outputs go."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.inputs = root / "in"
+        self.out = root / "out" / "out"
+        self.inputs.mkdir(parents=True)
+        self.out.parent.mkdir()
+        self._sealed: dict[Path, bytes] = {}
+        self.changed: dict[Path, bytes] = {}
+        self.prepared: dict[Path, bytes] = {}
+        """What a case puts where outputs go before it begins."""
+
+    def seal(self) -> None:
+        """Remember the inputs as they are."""
+        self._sealed = files_in(self.inputs)
+
+    def original(self, name: str) -> bytes:
+        return self._sealed[Path(name)]
+
+    def put(self, name: str, content: bytes) -> None:
+        """Change an input for one case."""
+        self.changed[Path(name)] = content
+        (self.inputs / name).write_bytes(content)
+
+    def prepare(self, files: dict[Path, bytes]) -> None:
+        """Lay files, by their names beside `out`, where an earlier run would have left them."""
+        self.prepared = files
+        write_files(self.out.parent, files)
+
+    def check_inputs(self) -> None:
+        """Nothing but what the case has changed may have changed."""
+        found, want = files_in(self.inputs), self._sealed | self.changed
+        if found != want:
+            odd = sorted(str(p) for p in found.keys() | want.keys() if found.get(p) != want.get(p))
+            raise Broken(f"the inputs were changed: {', '.join(odd)}")
+
+    def restore(self) -> None:
+        """As it was before the case."""
+        found = files_in(self.inputs)
+        for name in found.keys() - self._sealed.keys():
+            (self.inputs / name).unlink()
+            with contextlib.suppress(OSError):  # of a folder that holds more
+                (self.inputs / name).parent.rmdir()
+        write_files(self.inputs, {n: c for n, c in self._sealed.items() if found.get(n) != c})
+        self.changed, self.prepared = {}, {}
+        self.clear_out()
+
+    def clear_out(self) -> None:
+        for child in self.out.parent.iterdir():
+            shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
+
+
+def files_in(folder: Path) -> dict[Path, bytes]:
+    found: dict[Path, bytes] = {}
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            path = Path(directory, name)
+            found[path.relative_to(folder)] = path.read_bytes()
+    return found
+
+
+def write_files(folder: Path, files: dict[Path, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def check_model(folder: Path) -> None:
+    """A folder under its final name is a whole model, as the safetensors library reads it."""
+    try:
+        json.loads((folder / "gradmerge.json").read_text("utf-8"))
+        if not (folder / "README.md").is_file():
+            raise Broken("the result has no README.md")
+        check_weights(folder, "model")
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise Broken(f"the result cannot be read: {type(error).__name__}: {error}") from error
+
+
+def check_weights(folder: Path, stem: str) -> None:
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+    if index.is_file():
+        wanted = json.loads(index.read_text("utf-8"))["weight_map"]
+    else:
+        wanted = dict.fromkeys(_names_in(single), single.name)
+    for file in set(wanted.values()):
+        if {n for n, f in wanted.items() if f == file} != _names_in(folder / file):
+            raise Broken(f"{file} of the result does not hold what its index says")
+
+
+def _names_in(path: Path) -> set[str]:
+    try:
+        with safe_open(path, "pt") as file:
+            names = set(file.keys())
+            for name in names:
+                file.get_tensor(name)
+            return names
+    except (SafetensorError, AttributeError, TypeError):
+        # A type that the library does not know, or not for PyTorch, may have been copied from an input.
+        raw = path.read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        entries = {n: e for n, e in header.items() if n != "__metadata__"}
+        ends = max((e["data_offsets"][1] for e in entries.values()), default=0)
+        if len(raw) != 8 + int.from_bytes(raw[:8], "little") + ends:
+            raise
+        return set(entries)
+
+
+class Kind:
+    """One kind of input: its valid form, how it is mutated, and what reads it.
+
+    Cases run in the folder of the inputs, which are named relative to it, so that a case is the same wherever that lies.
+    """
+
+    name: ClassVar[str]
+    share: ClassVar[float] = 1.0
+    """Of all cases, relative to the shares of the other kinds."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = Place(place)
+        with contextlib.chdir(self.place.inputs):
+            self.make()
+        self.place.seal()
+
+    def make(self) -> None:
+        """Write the valid inputs into the working directory."""
+        raise NotImplementedError
+
+    def run(self, rng: random.Random | None) -> None:
+        """Mutate and read; without ``rng``, read the valid inputs, which must work."""
+        raise NotImplementedError
+
+    def check(self, outcome: str) -> None:
+        """What must be true afterwards: by default, a model in `out` if there is anything, and no work left of wrong input."""
+        out, partial = self.place.out, self.place.out.with_name("out.gradmerge-partial")
+        if out.exists() and not self.place.prepared:
+            check_model(out)
+            if outcome != WORKED:
+                raise Broken("there is a result of a merge that failed")
+        if partial.exists() and outcome != MACHINE and not self.place.prepared:
+            raise Broken("unfinished work was left under OUT.gradmerge-partial")
+
+
+@dataclass
+class Result:
+    """How one case ended."""
+
+    kind: str
+    number: int
+    outcome: str
+    message: str = ""
+    seconds: float = 0.0
+    memory: int = 0
+    """Bytes by which the process grew, at most."""
+    trace: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """The mutated inputs of a failure."""
+
+
+def run_case(kind: Kind, number: int, seed: int) -> Result:
+    """One case, named by kind and number; the same for the same seed."""
+    result = Result(kind.name, number, WORKED)
+    rng = None if number < 0 else random.Random(f"{seed}/{kind.name}/{number}")
+    before, held = open_descriptors(), _memory("VmRSS")
+    _forget_peak()
+    begun, commands = time.monotonic(), _commands
+    try:
+        with contextlib.chdir(kind.place.inputs), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result.outcome, result.message = _ended(kind, rng)
+            result.memory = max(0, _memory("VmHWM") - held)
+            kind.place.check_inputs()
+            kind.check(result.outcome)
+        if result.memory > MOST_MEMORY:
+            result.outcome, result.message = MEMORY, f"{result.memory / 1e6:.0f} MB"
+        # A command's files are closed by the end of its process.
+        elif _commands == commands and open_descriptors() > before and still_open() > before:
+            raise Broken("a file was left open")
+    except Broken as error:
+        result.outcome, result.message, result.trace = BROKEN, str(error), traceback.format_exc()
+    except TooLong:
+        result.outcome, result.message, result.trace = HANG, f"over {MOST_SECONDS:g} s", traceback.format_exc()
+    except MemoryError:
+        result.outcome, result.message, result.trace = MEMORY, "MemoryError", traceback.format_exc()
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        result.outcome, result.trace = OTHER, traceback.format_exc()
+        result.message = f"{type(error).__name__}: {error}"[:300]
+    result.seconds = time.monotonic() - begun
+    if result.outcome not in GOOD:
+        changed = {f"in/{n}": c for n, c in kind.place.changed.items()}
+        result.files = changed | {f"out/{n}": c for n, c in kind.place.prepared.items()}
+    kind.place.restore()
+    return result
+
+
+def _ended(kind: Kind, rng: random.Random | None) -> tuple[str, str]:
+    with time_limit(MOST_SECONDS):
+        try:
+            kind.run(rng)
+        except GradmergeError as error:
+            message = str(error)
+            if not message or len(message) > LONGEST_MESSAGE:
+                raise Broken(f"a message of {len(message)} characters") from error
+            return (REFUSED if isinstance(error, InputError) else MACHINE), message
+    return WORKED, ""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    def ring(_: int, frame: FrameType | None) -> None:
+        raise TooLong
+
+    old = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def command(*words: str) -> str:
+    """Run the command line in this process as `gradmerge` does: its output, or the refusal that it printed."""
+    from gradmerge.cli.app import main
+
+    global _commands
+    _commands += 1
+    out, error = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
+    status: Any = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        old, sys.argv = sys.argv, ["gradmerge", *words]
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code
+        finally:
+            sys.argv = old
+            for stream in (out, error):
+                stream.flush()
+    text, said = (s.buffer.getvalue().decode("utf-8", "replace") for s in (out, error))  # type: ignore[attr-defined]
+    if status not in (0, 1, 2, None) or "Traceback" in said or "internal error" in said:
+        raise RuntimeError(f"status {status}: {said[-2000:]}")
+    if status == 2:
+        raise InputError(said[:1000] or text[:1000] or "no message")
+    if status == 1:
+        raise MachineError(said[:1000] or "no message")
+    return text
+
+
+def still_open() -> int:
+    gc.collect()
+    return open_descriptors()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0  # noqa: PTH208 - the quicker
+
+
+def _forget_peak() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _memory(what: str) -> int:
+    """Bytes: `VmRSS` now, `VmHWM` at most since the peak was forgotten; 0 where the system does not tell."""
+    with contextlib.suppress(OSError), Path("/proc/self/status").open() as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith(what)), 0)
+    return 0
