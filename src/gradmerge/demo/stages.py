@@ -156,7 +156,7 @@ class _Told:
 
 @contextlib.contextmanager
 def whole_folder(path: Path, resumes: bool = False) -> Iterator[Path]:
-    """A folder to fill, which takes the place of ``path`` at the end; ``resumes`` keeps what an interrupted one left."""
+    """A folder to fill, which takes the place of ``path`` at the end; ``resumes`` keeps what was left unfinished."""
     unfinished = path.with_name(path.name + ".partial")
     if unfinished.exists() and not resumes:
         shutil.rmtree(unfinished)
