@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForSequenceClassification,
     GPT2Config,
@@ -23,6 +24,7 @@ from transformers import (
 
 from gradmerge.errors import InputError
 from gradmerge.tasks import TASKS, evaluate, load_model, load_task
+from gradmerge.tasks.models import model_with
 from gradmerge.tasks.tokens import length_of, positions_of
 from tests.tasks.making import (
     VOCABULARY,
@@ -67,6 +69,20 @@ def test_nothing_is_printed_while_loading(tmp_path: Path, capfd: pytest.CaptureF
     finally:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
+
+
+def test_a_model_takes_other_weights_by_the_names_of_its_file_and_refuses_those_that_do_not_fit(tmp_path: Path) -> None:
+    folder = tiny_gpt2_checkpoint(tmp_path / "model")
+    model: Any = load_model(str(folder), device="cpu", dtype="float64")[0]
+    state = {name: value * 2 for name, value in load_file(folder / "model.safetensors").items()}
+    made = model_with(model, state)
+    assert not made.training and made.dtype == torch.float64
+    weight = "transformer.h.0.attn.c_attn.weight"
+    assert torch.equal(made.get_parameter(weight), state[weight].double())
+    assert torch.equal(model.get_parameter(weight) * 2, state[weight].double())
+    for wrong in ({n: v for n, v in state.items() if n != weight}, state | {weight: torch.zeros(2, 3)}):
+        with pytest.raises(InputError, match=f"tilted: .*{weight} is missing or has another shape"):
+            model_with(model, wrong, "tilted")
 
 
 def test_types_are_as_stored_or_as_asked_for(tmp_path: Path) -> None:

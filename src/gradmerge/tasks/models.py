@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..checkpoints.opening import HUB_ID, fetch_from_hub
 from ..errors import InputError
+from ..quiet import quiet_transformers
 from ..storage.modelconfig import check_implementation, refuse_hub_code
 from ..storage.smallfile import read_json
 from ..storage.tensorfile import in_utf8, local_path, open_files
@@ -195,23 +195,28 @@ def load_image_processor(reference: str, info: LoadingInfo) -> Any:
     return processor
 
 
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Without the progress bars and warnings of transformers; what matters of them becomes errors and notes of ours."""
-    from transformers import utils
+def model_with(model: Any, state: Mapping[str, Tensor], name: str | None = None) -> Any:
+    """A model like this one, of its type and on its device, with weights that go by the names of checkpoint files.
 
-    logging: Any = utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+    transformers renames some weights between files and memory, so it is the one to load them. ``name`` is for errors.
+    """
+    with quiet_transformers():
+        made, info = type(model).from_pretrained(
+            None,
+            config=model.config,
+            state_dict=dict(state),
+            dtype=model.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below, with a message
+        )
+    unfit = {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
+    lacking = sorted(unfit & {parameter for parameter, _ in made.named_parameters()})
+    if lacking:
+        raise InputError(
+            f"{name or type(model).__name__}: the merged weights do not fit its model: "
+            f"{lacking[0]} is missing or has another shape"
+        )
+    return made.to(model.device).eval()
 
 
 @contextlib.contextmanager
