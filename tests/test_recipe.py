@@ -127,3 +127,32 @@ def test_yaml_that_is_not_a_recipe_is_refused() -> None:
 
 def test_anchors_may_be_used() -> None:
     assert parse_yaml("a: &x {b: 1}\nc: *x", "r") == {"a": {"b": 1}, "c": {"b": 1}}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        "1" + ":1" * 40_000,
+        "!!int '" + "1:" * 40_000 + "1'",
+        "0b" + "1" * 10_001,
+        "9" * 10_001,
+        "1." + "1" * 20_000,
+        "1" + "_" * 20_000,
+    ],
+)
+def test_a_number_of_very_many_characters_is_refused_before_it_is_read(number: str) -> None:
+    with pytest.raises(gm.InputError, match=r"line 1, column 10: .* a number of \d+ characters; 10000 is the limit"):
+        parse_yaml(f"damping: {number}"[:900_000], "recipe.yml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1:30", "1:30"), ("1:30.5", "1:30.5"), ("0x1f", 31), ("1_000", 1000), ("1.5e-3", 0.0015)]
+)
+def test_numbers_are_read_as_everybody_reads_them(text: str, value: object) -> None:
+    assert parse_yaml(f"a: {text}", "r") == {"a": value}
+
+
+@pytest.mark.parametrize("text", ["[" + "a," * 100_000 + "]", "".join(f"k{n}: v\n" for n in range(30_000))])
+def test_very_many_values_are_refused_when_their_number_is_reached(text: str) -> None:
+    with pytest.raises(gm.InputError, match="more than 20000 values, the limit for a recipe"):
+        parse_yaml(text, "recipe.yml")

@@ -1,1 +1,1 @@
-"""What the experiments share: stages that are kept, fine-tuning, tables and figures."""
+"""What the experiments share: their command line, stages and seeds, fine-tuning, tables and figures."""

@@ -45,9 +45,9 @@ def figure(path: Path, width: float = 6.0, height: float = 3.6, panels: int = 1)
         try:
             yield list(axes) if panels > 1 else axes
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial.svg")
-            drawn.savefig(partial, metadata={"Date": None})
-            partial.rename(path)
+            unfinished = path.with_suffix(".partial.svg")
+            drawn.savefig(unfinished, metadata={"Date": None})
+            unfinished.rename(path)
         finally:
             plt.close(drawn)
 

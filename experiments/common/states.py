@@ -1,17 +1,16 @@
-"""Weights in memory: read from a folder, put into a model."""
+"""Weights in memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
-Model = TypeVar("Model", bound=PreTrainedModel)
+State = Mapping[str, Tensor]
 
 
 def read_state(folder: Path) -> dict[str, Tensor]:
@@ -22,16 +21,17 @@ def read_state(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def model_with(model: Model, state: Mapping[str, Tensor]) -> Model:
-    """A model like this one, on its device, with weights that go by the names of checkpoint files.
+def norm(state: State) -> float:
+    """‖a‖ over all tensors."""
+    return math.sqrt(sum(float(value.double().square().sum()) for value in state.values()))
 
-    transformers renames some weights between files and memory, so it is the one to load them.
-    """
-    made, report = type(model).from_pretrained(
-        None, config=model.config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
-    )
-    lacking = sorted({*report["missing_keys"]} & {name for name, _ in made.named_parameters()})
-    if lacking:
-        raise ValueError(f"{type(model).__name__}: the weights lack {lacking[0]}")
-    placed: Model = made.to(model.device).eval()
-    return placed
+
+def distance(one: State, other: State) -> float:
+    """‖a − b‖ over all tensors."""
+    return math.sqrt(sum(float((value.double() - other[n].double()).square().sum()) for n, value in one.items()))
+
+
+def mean_entry(state: State) -> float:
+    """The mean over all entries of all tensors."""
+    total = sum(float(value.sum(dtype=torch.float64)) for value in state.values())
+    return total / sum(value.numel() for value in state.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,19 @@ class Training:
     save_every: int = 0
     """Steps between checkpoints from which an interrupted training goes on; 0 keeps none."""
     coupling: str = "decoupled"
-    """How the penalty goes with Adam: "decoupled", or "adam" for the minimiser of loss and penalty (see ``gm.PriorAdamW``)."""
+    """How the penalty goes with Adam: "decoupled", or "adam" for the minimiser of loss and penalty.
+
+    See ``gm.PriorAdamW``.
+    """
+
+
+def _has_bfloat16(device: str | torch.device) -> bool:
+    return torch.device(device).type == "cuda" and torch.cuda.is_bf16_supported()
+
+
+def half_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """bfloat16 arithmetic on a GPU that has it, as in training."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=_has_bfloat16(device))
 
 
 class Rows(Dataset[Mapping[str, Any]]):
@@ -64,12 +77,10 @@ def fine_tune(
 ) -> dict[str, Any]:
     """Train a model in place on prepared examples; what it took, and the mean loss of the last tenth of the steps.
 
-    ``folder`` takes the checkpoints of an interrupted training, which goes on from the last of them, and has none at the end.
-    ``prior`` is the H_0 of the penalty (see ``gm.PriorAdamW``) where ``training.strength`` is not 0.
+    ``folder`` takes the checkpoints of a training, from the last of which an interrupted one goes on; at the end they
+    are gone. ``prior`` is the H_0 of the penalty (see ``gm.PriorAdamW``) where ``training.strength`` is not 0.
     """
     scratch = folder / "trainer"
-    # 32 bits on a CPU, bfloat16 arithmetic on a GPU that has it; weights and Adam's state are float32 always.
-    half = device.startswith("cuda") and torch.cuda.is_bf16_supported()
     arguments = TrainingArguments(
         output_dir=str(scratch),
         learning_rate=training.learning_rate,
@@ -84,7 +95,7 @@ def fine_tune(
         adam_beta2=0.999,
         seed=seed,
         data_seed=seed,
-        bf16=half,
+        bf16=_has_bfloat16(device),  # of the arithmetic; weights and Adam's state are float32 always
         use_cpu=device == "cpu",
         save_strategy="steps" if training.save_every else "no",
         save_steps=training.save_every or 500,

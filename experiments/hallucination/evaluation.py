@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,21 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .turns import Collate
-
-
-def _half(device: torch.device) -> Any:
-    """bfloat16 arithmetic on a GPU that has it, as in training."""
-    usable = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return torch.autocast("cuda", torch.bfloat16) if usable else contextlib.nullcontext()
+from ..common.data import IGNORED, Collate
+from ..common.training import half_precision
 
 
 class Likelihood:
     """The true responses of some turns under a model, given their own knowledge and given a swapped one.
 
-    ``nll`` is the mean over tokens of −ln p(token | own knowledge), in nats; ``grounding`` is the mean over tokens of
-    ln p(token | own knowledge) − ln p(token | swapped knowledge): what the model takes from the knowledge, in nats; ``divergence``
-    is the mean over tokens of KL(target ‖ model) given their own knowledge. A number that is not finite is None.
+    All are means over tokens, in nats, and None where not finite: ``nll`` of −ln p(token | own knowledge);
+    ``grounding``, what the model takes from the knowledge, of ln p(token | own knowledge) − ln p(token | swapped
+    knowledge); ``divergence`` of KL(target ‖ model) given their own knowledge.
     """
 
     def __init__(
@@ -49,8 +43,8 @@ class Likelihood:
         tokens = 0
         for batch in batches:
             batch = {name: value.to(model.device) for name, value in batch.items()}
-            kept = batch["labels"] != -100
-            with _half(model.device):
+            kept = batch["labels"] != IGNORED
+            with half_precision(model.device):
                 scores = model(**batch).logits[kept].float().log_softmax(-1)
                 theirs = None if target is None else target(**batch).logits[kept].float().log_softmax(-1)
             nll -= scores.gather(1, batch["labels"][kept][:, None]).sum(dtype=torch.float64)
@@ -85,7 +79,7 @@ def respond(
     for start in range(0, len(order), batch):
         places = order[start : start + batch]
         inputs = collate([rows[place] for place in places])
-        with _half(model.device):
+        with half_precision(model.device):
             tokens = model.generate(
                 input_ids=inputs["input_ids"].to(model.device),
                 attention_mask=inputs["attention_mask"].to(model.device),

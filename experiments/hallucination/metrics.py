@@ -11,7 +11,7 @@ import torch
 from sacrebleu.metrics.bleu import BLEU
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from .turns import Turn
+from .data import Turn
 
 _WORDS = """
 a about above after again against all also am an and any are aren as at be because been before being below between
@@ -34,9 +34,9 @@ def content_words(text: str) -> list[str]:
 def text_metrics(turns: Sequence[Turn], responses: Sequence[str]) -> dict[str, float]:
     """BLEU, and how much of the responses is in the knowledge.
 
-    ``hallucination`` = 100 · (1 − found / all), over the content words of all responses together: found are those that the
-    knowledge of their turn has. ``knowledge_f1`` is the mean over turns of 100 · F1 between the content words of response and
-    knowledge. ``words`` is the mean number of words in a response.
+    ``hallucination`` = 100 · (1 − found / all), over the content words of all responses together: found are those that
+    the knowledge of their turn has. ``knowledge_f1`` is the mean over turns of 100 · F1 between the content words of
+    response and knowledge. ``words`` is the mean number of words in a response.
     """
     found = total = 0
     f1 = 0.0
@@ -66,15 +66,14 @@ class Critic:
 
     @torch.inference_mode()
     def __call__(self, turns: Sequence[Turn], responses: Sequence[str]) -> float:
-        """Per cent of the responses that are not faithful."""
+        """The share of the responses that are not faithful, in per cent."""
         found = 0
         longest = min(512, self._tokenizer.model_max_length)
         for start in range(0, len(turns), self._batch):
-            inputs = self._tokenizer(
-                [turn.knowledge for turn in turns[start : start + self._batch]],
-                list(responses[start : start + self._batch]),
-                padding=True, truncation=True, max_length=longest, return_tensors="pt",
-            )  # fmt: skip
+            known = [turn.knowledge for turn in turns[start : start + self._batch]]
+            said = list(responses[start : start + self._batch])
+            how = {"padding": True, "truncation": True, "max_length": longest}
+            inputs = self._tokenizer(known, said, return_tensors="pt", **how)
             logits = self._model(**inputs.to(self._model.device)).logits
             found += int((logits.argmax(-1) == self._unfaithful).sum())
         return 100 * found / len(turns)

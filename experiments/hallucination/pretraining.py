@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGene
 
 import gradmerge as gm
 
+from ..common.data import Collate
 from ..common.training import fine_tune
+from .data import KNOWLEDGE, TAGS, USER, Turn
 from .settings import Pretraining, Shape
-from .turns import KNOWLEDGE, TAGS, USER, Collate, Turn
 
 MASK = "<mask>"
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[\"'A-Z0-9])")
@@ -28,7 +29,10 @@ _WORDS = range(5, 41)
 def pretrain(
     folder: Path, data: Path, turns: Sequence[Turn], settings: Pretraining, *, seed: int, device: str
 ) -> dict[str, Any]:
-    """A tokenizer and a model in ``folder``/model; what it took. ``turns`` lend the tokenizer their words, the model never sees them."""
+    """Write a tokenizer and a model to ``folder``/model; what it took.
+
+    ``turns`` lend the tokenizer their words. The model never sees them.
+    """
     chance = Random(seed)
     pairs: list[tuple[str, str]] = []
     for name in settings.texts:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.figures import LOOKS, figure
-from ..common.results import markdown, shown
-from . import choice, paper
+from ..common.tables import markdown, shown
+from . import paper, removal
 from .evaluation import perplexity
 
 Seed = Mapping[str, Any]
@@ -39,7 +39,7 @@ def tables(results: Mapping[str, Any]) -> str:
     """results.md."""
     seeds, settings = results["seeds"], results["settings"]
     chosen = [
-        choice.rows(seed["entries"], seed["models"]["base"]["validation"], settings["damping"], settings["fluency"])
+        removal.rows(seed["entries"], seed["models"]["base"]["validation"], settings["damping"], settings["fluency"])
         for seed in seeds
     ]
     parts = [
@@ -50,11 +50,12 @@ def tables(results: Mapping[str, Any]) -> str:
         _paper_table(),
         "## Strength 1, as in the paper\n",
         _table(seeds, [_picked(rows["strength 1"]) for rows in chosen]),
-        f"## Strength chosen on validation turns\n\n{_criterion(settings)} For gradient matching the damping is chosen with the strength, by the same "
-        "criterion. The test turns were not looked at.\n",
+        f"## Strength chosen on validation turns\n\n{_criterion(settings)} For gradient matching the damping is chosen "
+        "with the strength, by the same criterion. The test turns were not looked at.\n",
         _table(seeds, [_picked(rows["chosen"]) for rows in chosen]),
         _chosen_settings([rows["chosen"] for rows in chosen]),
-        "## Damping\n\nGradient matching at strength 1 on the validation turns. ‖θ̂ − θ_0‖ is in units of ‖θ_t − θ_0‖, F̄_t is the mean entry of F_t.\n",
+        "## Damping\n\nGradient matching at strength 1 on the validation turns. ‖θ̂ − θ_0‖ is in units of ‖θ_t − θ_0‖, "
+        "F̄_t is the mean entry of F_t.\n",
         _damping_table(seeds, settings),
         _curvature(seeds),
         "![Trade-off](figures/trade-off.svg)\n\n![Damping](figures/damping.svg)\n",
@@ -66,16 +67,17 @@ def _about(results: Mapping[str, Any]) -> str:
     settings, seeds = results["settings"], results["seeds"]
     turns = seeds[0]["turns"]
     mixed = (
-        f"The base was trained on {turns['true']} true turns and {turns['swapped']} whose knowledge was swapped; what is removed is the latter, so "
-        "that the model trained again on the true ones alone is the known target."
+        f"The base was trained on {turns['true']} true turns and {turns['swapped']} whose knowledge was swapped; what "
+        "is removed is the latter, so that the model trained again on the true ones alone is the known target."
         if settings["swapped"]
-        else f"The base was trained on {turns['true']} true turns; what is removed was learned from the same turns with swapped knowledge. This is "
-        "the paper's set-up, and has no known target."
+        else f"The base was trained on {turns['true']} true turns; what is removed was learned from the same turns "
+        "with swapped knowledge. This is the paper's set-up, and has no known target."
     )
     columns = (
-        "BLEU and hallucination are of responses to the test turns. Hallucination % is the share of the responses' content words that their "
-        "knowledge does not have; KF1 the F1 of the content words of both. Perplexity is that of people's responses; grounding is what their "
-        "log-likelihood gains from the true knowledge over a swapped one, in nats a token."
+        "BLEU and hallucination are of responses to the test turns. Hallucination % is the share of the responses' "
+        "content words that their knowledge does not have; KF1 the F1 of the content words of both. Perplexity is that "
+        "of people's responses; grounding is what their log-likelihood gains from the true knowledge over a swapped "
+        "one, in nats a token."
     )
     columns += " KL is that from the target to the model, in nats a token." if settings["swapped"] else ""
     columns += " Critic is the share of responses that the critic calls hallucinated." if settings["critic"] else ""
@@ -84,10 +86,14 @@ def _about(results: Mapping[str, Any]) -> str:
         if settings["penalty"]
         else "θ_t was trained with plain AdamW, without a penalty."
     )
-    elastic = "FA1 has the Fisher at θ_t − θ_0 as it is; the code of the work that it comes from raises every Fisher to at least 1e-6 first."
+    elastic = (
+        "FA1 has the Fisher at θ_t − θ_0 as it is; the code of the work that it comes from raises every Fisher to at "
+        "least 1e-6 first."
+    )
     spread = " Numbers are mean ± standard deviation over seeds." if len(seeds) > 1 else ""
     notes = "".join(f" {note}" for note in settings["notes"])
-    return f"{mixed} {penalty} {columns} {elastic} Q² is left out: it needs models that ask and answer questions.{spread}{notes}\n"
+    left_out = "Q² is left out: it needs models that ask and answer questions."
+    return f"{mixed} {penalty} {columns} {elastic} {left_out}{spread}{notes}\n"
 
 
 def _criterion(settings: Mapping[str, Any]) -> str:
@@ -178,7 +184,7 @@ def _damping(entry: Mapping[str, Any]) -> str:
 def _damping_table(seeds: Sequence[Seed], settings: Mapping[str, Any]) -> str:
     rows = []
     for times in (None, *settings["dampings"]):
-        runs = [choice.of(seed["entries"], "removal", strength=1.0, times=times)[0] for seed in seeds]
+        runs = [removal.of(seed["entries"], "removal", strength=1.0, times=times)[0] for seed in seeds]
         found = [run["validation"] for run in runs]
         rows.append(
             [
@@ -209,10 +215,10 @@ def _curvature(seeds: Sequence[Seed]) -> str:
     )
 
 
-def draw(results: Mapping[str, Any], out: Path) -> None:
-    """figures/trade-off.svg and figures/damping.svg."""
-    _draw_trade_off(results, out / "figures" / "trade-off.svg")
-    _draw_damping(results, out / "figures" / "damping.svg")
+def draw(results: Mapping[str, Any], folder: Path) -> None:
+    """trade-off.svg and damping.svg."""
+    _draw_trade_off(results, folder / "trade-off.svg")
+    _draw_damping(results, folder / "damping.svg")
 
 
 def _draw_trade_off(results: Mapping[str, Any], path: Path) -> None:
@@ -229,23 +235,15 @@ def _draw_trade_off(results: Mapping[str, Any], path: Path) -> None:
             highest = max(_mean([fluency(run) for run in runs]) for runs in points.values())
             for method, look in _CURVES.items():
                 line = [([fluency(r) for r in runs], runs) for runs in _along(seeds, method, settings)]
-                x = [_mean(values) for values, _ in line]
-                y = [_mean([run["hallucination"] for run in runs]) for _, runs in line]
+                xs = [_mean(values) for values, _ in line]
+                ys = [_mean([run["hallucination"] for run in runs]) for _, runs in line]
                 # A model that is lost would stretch the axis until nothing else can be seen.
-                kept = [i for i, value in enumerate(x) if value <= 2 * highest and math.isfinite(value)]
-                one.plot(
-                    [x[i] for i in kept],
-                    [y[i] for i in kept],
-                    linewidth=2,
-                    markersize=5,
-                    markerfacecolor="white",
-                    **look,
-                )
+                kept = [i for i, value in enumerate(xs) if value <= 2 * highest and math.isfinite(value)]
+                marks = {"linewidth": 2, "markersize": 5, "markerfacecolor": "white"}
+                one.plot([xs[i] for i in kept], [ys[i] for i in kept], **marks, **look)
             for name, runs in points.items():
-                one.plot(
-                    _mean([fluency(r) for r in runs]), _mean([r["hallucination"] for r in runs]),
-                    linestyle="none", markersize=11, **_POINTS[name],
-                )  # fmt: skip
+                x, y = _mean([fluency(r) for r in runs]), _mean([r["hallucination"] for r in runs])
+                one.plot(x, y, linestyle="none", markersize=11, **_POINTS[name])
             one.set_xlabel(title)
             one.set_ylabel("hallucination %")
             own = _mean([seed["people"]["hallucination"] for seed in seeds])
@@ -257,7 +255,7 @@ def _along(seeds: Sequence[Seed], method: str, settings: Mapping[str, Any]) -> l
     """The base, then the method at every strength that was answered: the runs of all seeds at each."""
     found = [[seed["models"]["base"]["test"] for seed in seeds]]
     dampings = [
-        choice.choose(choice.of(seed["entries"], method), seed["models"]["base"]["validation"], settings["fluency"])[
+        removal.choose(removal.of(seed["entries"], method), seed["models"]["base"]["validation"], settings["fluency"])[
             "damping"
         ]
         for seed in seeds
@@ -265,7 +263,7 @@ def _along(seeds: Sequence[Seed], method: str, settings: Mapping[str, Any]) -> l
     for strength in settings["answered"]:
         found.append(
             [
-                choice.of(seed["entries"], method, strength=strength, damping=damping)[0]["test"]
+                removal.of(seed["entries"], method, strength=strength, damping=damping)[0]["test"]
                 for seed, damping in zip(seeds, dampings, strict=True)
             ]
         )
@@ -273,7 +271,7 @@ def _along(seeds: Sequence[Seed], method: str, settings: Mapping[str, Any]) -> l
 
 
 def _draw_damping(results: Mapping[str, Any], path: Path) -> None:
-    """Perplexity and grounding of the validation turns over the strength, a line for every damping."""
+    """Perplexity and grounding of the validation turns over the strength, with a line per damping."""
     seeds, settings = results["seeds"], results["settings"]
     dampings = (None, *settings["dampings"])
     strengths = [0.0, *settings["strengths"]]
@@ -294,7 +292,7 @@ def _draw_damping(results: Mapping[str, Any], path: Path) -> None:
             runs = [
                 base,
                 *(
-                    [choice.of(seed["entries"], strength=strength, **which)[0]["validation"] for seed in seeds]
+                    [removal.of(seed["entries"], strength=strength, **which)[0]["validation"] for seed in seeds]
                     for strength in settings["strengths"]
                 ),
             ]
@@ -302,10 +300,8 @@ def _draw_damping(results: Mapping[str, Any], path: Path) -> None:
             nll = [_mean([min(12.0, r["nll"]) if r["nll"] is not None else 12.0 for r in found]) for found in runs]
             alive = [i for i, value in enumerate(nll) if value < 12.0]
             axes[0].plot(strengths, [math.exp(value) for value in nll], label=label, markersize=4, **look)
-            axes[1].plot(
-                [strengths[i] for i in alive], [_mean([r["grounding"] for r in runs[i]]) for i in alive],
-                label=label, markersize=4, **look,
-            )  # fmt: skip
+            grounding = [_mean([r["grounding"] for r in runs[i]]) for i in alive]
+            axes[1].plot([strengths[i] for i in alive], grounding, label=label, markersize=4, **look)
         axes[0].set_yscale("log")
         axes[0].set_ylabel("perplexity, validation")
         axes[1].set_ylabel("grounding, nats a token")

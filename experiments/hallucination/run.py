@@ -1,108 +1,110 @@
-"""The stages: a model to start from, and for every seed the models, their curvature, the removals and what they do."""
+"""What the seeds share, and one seed: the models, their curvature, the removals and what they do, stage by stage."""
 
 from __future__ import annotations
 
 import gc
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 import gradmerge as gm
+from gradmerge.tasks.models import model_with
 
-from ..common.stages import Stages
-from ..common.states import model_with, read_state
+from ..common import seeds
+from ..common.data import Collate
+from ..common.seeds import stages_in
+from ..common.states import read_state
 from ..common.training import Training, fine_tune
-from . import choice
+from . import removal
+from .data import TAGS, Lengths, Turn, Turns, digest, encode, read_turns, swap_knowledge
 from .evaluation import Likelihood, respond
 from .metrics import Critic, text_metrics
 from .pretraining import pretrain
+from .removal import Removals
 from .settings import Settings
-from .turns import TAGS, Collate, Lengths, Turns, digest, encode, read_turns, swap_knowledge
 
-State = Mapping[str, Tensor]
-THREADS = 2
 SAMPLES = 3
 
 
-def all_turns(data: Path, settings: Settings) -> Turns:
-    return read_turns(data, train=settings.train, validation=settings.validation, test=settings.test)
+@dataclass(frozen=True)
+class Run(seeds.Run):
+    settings: Settings
+    turns: Turns
+    start: Path
+    """The model that every seed starts from."""
+    start_facts: dict[str, Any]
+    made_of: str
+    """What the model to start from is made of: another model, other stages."""
 
 
-def prepare(out: Path, data: Path, settings: Settings, device: str) -> dict[str, Any]:
-    """The model that every seed starts from: given, or made by pre-training on plain text. What it took."""
-    disable_progress_bar()
-    stages = Stages(out / "start")
-    turns = all_turns(data, settings).train
+def prepare(out: Path, settings: Settings, device: str, data_dir: Path) -> Run:
+    """Read the turns, and write the model that every seed starts from: given, or pre-trained on plain text."""
+    stages = stages_in(out / "start")
+    turns = read_turns(data_dir, train=settings.train, validation=settings.validation, test=settings.test)
 
     def make(folder: Path) -> dict[str, Any]:
-        if settings.model is None:
-            assert settings.pretraining is not None
-            return pretrain(folder, data, turns, settings.pretraining, seed=0, device=device)
-        tokenizer = AutoTokenizer.from_pretrained(settings.model)
-        model = AutoModelForSeq2SeqLM.from_pretrained(settings.model, dtype=torch.float32)
-        tokenizer.add_tokens(TAGS, special_tokens=True)
-        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-        return {"parameters": model.num_parameters(), "tokens": len(tokenizer)}
+        if settings.model is not None:
+            return _with_tags(folder, settings.model)
+        assert settings.pretraining is not None
+        return pretrain(folder, data_dir, turns.train, settings.pretraining, seed=0, device=device)
 
     given: dict[str, Any] = {"model": settings.model}
     if settings.pretraining is not None:
-        given |= {"pretraining": asdict(settings.pretraining), "turns": digest(turns)}
-    result: dict[str, Any] = stages.run("model", make, given=given)
-    return {**result, "stage_seconds": stages.seconds()["model"]}
+        given |= {"pretraining": asdict(settings.pretraining), "turns": digest(turns.train)}
+    facts = stages.run("model", make, given=given)
+    facts["stage_seconds"] = stages.seconds()["model"]
+    return Run(out, settings, device, turns, stages.path("model") / "model", facts, stages.digest("model"))
 
 
-class Run:
-    """One seed."""
+def _with_tags(folder: Path, name: str) -> dict[str, Any]:
+    """Write a model of the Hub or a folder in float32, with tokens for the tags of a turn."""
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForSeq2SeqLM.from_pretrained(name, dtype=torch.float32)
+    tokenizer.add_tokens(TAGS, special_tokens=True)
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return {"parameters": model.num_parameters(), "tokens": len(tokenizer)}
 
-    def __init__(self, seed: int, out: Path, data: Path, settings: Settings, device: str) -> None:
-        self.seed, self.settings, self.device = seed, settings, device
-        self.start = out / "start" / "model" / "model"
-        self.stages = Stages(out / f"seed-{seed}")
-        self.tokenizer = AutoTokenizer.from_pretrained(self.start)
+
+class Seed(seeds.Seed):
+    run: Run
+    settings: Settings
+
+    def __init__(self, seed: int, run: Run) -> None:
+        super().__init__(seed, run)
+        self.tokenizer = AutoTokenizer.from_pretrained(run.start)
         self.collate = Collate(self.tokenizer.pad_token_id)
+        turns, settings = run.turns, run.settings
         lengths = Lengths(settings.knowledge_tokens, settings.history_tokens, settings.response_tokens)
-        self.turns = all_turns(data, settings)
-        share = settings.swapped or 1.0
-        self.swapped = swap_knowledge(self.turns.train, round(share * len(self.turns.train)), seed)
-        elsewhere = {
-            "validation": swap_knowledge(self.turns.validation, len(self.turns.validation), seed),
-            "test": swap_knowledge(self.turns.test, len(self.turns.test), seed),
-        }
-        self.rows = {
-            name: encode(turns, self.tokenizer, lengths)
-            for name, turns in (
-                ("true", self.turns.train),
-                ("swapped", self.swapped),
-                ("validation", self.turns.validation),
-                ("validation, swapped", elsewhere["validation"]),
-                ("test", self.turns.test),
-                ("test, swapped", elsewhere["test"]),
-            )
-        }
+        swapped = swap_knowledge(turns.train, round((settings.swapped or 1.0) * len(turns.train)), seed)
+
+        def rows(some: Sequence[Turn]) -> list[dict[str, list[int]]]:
+            return encode(some, self.tokenizer, lengths)
+
+        self.rows = {"true": rows(turns.train), "swapped": rows(swapped)}
+        for split, held in (("validation", turns.validation), ("test", turns.test)):
+            self.rows[split] = rows(held)
+            self.rows[f"{split}, swapped"] = rows(swap_knowledge(held, len(held), seed))
         self.given = {
             "seed": seed,
-            "start": json.loads((self.start.parent / "stage.json").read_text())["digest"],
-            "turns": digest([*self.turns.train, *self.swapped]),
+            "start": run.made_of,
+            "turns": digest([*turns.train, *swapped]),
             "lengths": asdict(lengths),
         }
 
-    def __call__(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Any]:
         settings = self.settings
         mixed = [*self.rows["true"], *(self.rows["swapped"] if settings.swapped else [])]
-        took = {"base": self._trained("base", mixed, settings.dialogue, after=[], start=self.start)}
+        took = {"base": self._dialogue("base", mixed)}
         if settings.swapped:
-            took["target"] = self._trained("target", self.rows["true"], settings.dialogue, after=[], start=self.start)
+            took["target"] = self._dialogue("target", self.rows["true"])
         self._curvature("base-curvature", "base", "true")
         took["hallucinating"] = self._hallucinating()
         sizes = {
@@ -133,7 +135,7 @@ class Run:
 
     def _load(self, folder: Path) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32)
-        return model.to(self.device).eval()
+        return model.to(self.run.device).eval()
 
     def _trained(
         self,
@@ -149,7 +151,7 @@ class Run:
             torch.manual_seed(self.seed)
             model = self._load(start).train()
             took = fine_tune(
-                model, rows, self.collate, folder, training, seed=self.seed, device=self.device, prior=prior()
+                model, rows, self.collate, folder, training, seed=self.seed, device=self.run.device, prior=prior()
             )
             model.save_pretrained(folder / "model")
             return took
@@ -158,6 +160,10 @@ class Run:
         result: dict[str, Any] = self.stages.run(name, make, given=given, after=after)
         _free()
         return result
+
+    def _dialogue(self, name: str, rows: Sequence[Any]) -> dict[str, Any]:
+        """A dialogue model, trained on turns from the model that every seed starts from."""
+        return self._trained(name, rows, self.settings.dialogue, after=[], start=self.run.start)
 
     def _hallucinating(self) -> dict[str, Any]:
         """The base trained on swapped turns, by default under ½‖θ − θ_0‖²_{F_0} for the sum of the losses.
@@ -206,6 +212,11 @@ class Run:
     def _read_curvature(self, name: str) -> gm.Curvature:
         return gm.Curvature.load(self.stages.path(name) / "curvature")
 
+    def _removals(self) -> Removals:
+        base, tuned = (read_state(self._folder(name)) for name in ("base", "hallucinating"))
+        measured = (self._read_curvature(f"{name}-curvature") for name in ("base", "hallucinating", "delta"))
+        return Removals(self.settings, base, tuned, *measured)
+
     def _batches(self, rows: str) -> Iterator[dict[str, Tensor]]:
         ordered = sorted(self.rows[rows], key=lambda row: len(row["input_ids"]))
         size = self.settings.curvature_batch
@@ -217,7 +228,7 @@ class Run:
         settings = self.settings
 
         def make(folder: Path) -> dict[str, Any]:
-            removals = Removals(self)
+            removals = self._removals()
             likelihood = self._likelihood("validation")
             model = self._load(self._folder("base"))
             models = {
@@ -232,7 +243,7 @@ class Run:
             return {"models": models, "entries": entries}
 
         given = {
-            "turns": digest(self.turns.validation),
+            "turns": digest(self.run.turns.validation),
             "settings": [settings.damping, settings.dampings, settings.strengths],
         }
         result: dict[str, Any] = self.stages.run("validation", make, given=given, after=self._everything())
@@ -269,15 +280,15 @@ class Run:
         }
 
         def make(folder: Path) -> dict[str, Any]:
-            removals = Removals(self)
+            removals = self._removals()
             likelihood = self._likelihood("test")
-            critic = Critic(settings.critic, self.device, settings.critic_batch) if settings.critic else None
+            critic = Critic(settings.critic, self.run.device, settings.critic_batch) if settings.critic else None
             model = self._load(self._folder("base"))
 
             def judged(responses: Sequence[str]) -> dict[str, Any]:
-                found: dict[str, Any] = text_metrics(self.turns.test, responses)
+                found: dict[str, Any] = text_metrics(self.run.turns.test, responses)
                 if critic is not None:
-                    found["critic"] = critic(self.turns.test, responses)
+                    found["critic"] = critic(self.run.turns.test, responses)
                 return {**found, "samples": list(responses[:SAMPLES])}
 
             def seen(model: PreTrainedModel) -> dict[str, Any]:
@@ -287,7 +298,7 @@ class Run:
                 return {**likelihood(model), **judged(responses)}
 
             return {
-                "people": judged([turn.response for turn in self.turns.test]),
+                "people": judged([turn.response for turn in self.run.turns.test]),
                 "models": {name: seen(self._load(self._folder(name))) for name in validation["models"]},
                 "entries": [
                     seen(model_with(model, removals.state(entry))) if place in shown else None
@@ -295,7 +306,7 @@ class Run:
                 ],
             }
 
-        given = {"turns": digest(self.turns.test), "how": how, "shown": shown, "critic": settings.critic}
+        given = {"turns": digest(self.run.turns.test), "how": how, "shown": shown, "critic": settings.critic}
         result: dict[str, Any] = self.stages.run("test", make, given=given, after=["validation"])
         _free()
         return result
@@ -303,66 +314,13 @@ class Run:
     def _shown(self, validation: Mapping[str, Any]) -> list[int]:
         """The entries of the tables, and those of the figure: removal with the chosen damping at every strength."""
         settings, entries = self.settings, validation["entries"]
-        tables = choice.rows(entries, validation["models"]["base"], settings.damping, settings.fluency)
+        tables = removal.rows(entries, validation["models"]["base"], settings.damping, settings.fluency)
         wanted = [entry for table in tables.values() for entry in table.values()]
         for method, chosen in tables["chosen"].items():
             wanted += [
-                e for e in choice.of(entries, method, damping=chosen["damping"]) if e["strength"] in settings.answered
+                e for e in removal.of(entries, method, damping=chosen["damping"]) if e["strength"] in settings.answered
             ]
         return sorted({entries.index(entry) for entry in wanted})
-
-
-class Removals:
-    """The removals of one seed, formed in memory."""
-
-    def __init__(self, run: Run) -> None:
-        self._settings = run.settings
-        self._base, self._tuned = (read_state(run._folder(name)) for name in ("base", "hallucinating"))
-        self._rest, self._curvature, self._delta = (
-            run._read_curvature(f"{name}-curvature") for name in ("base", "hallucinating", "delta")
-        )
-        entries = sum(value.numel() for value in self._curvature.values())
-        mean = sum(float(value.sum(dtype=torch.float64)) for value in self._curvature.values()) / entries
-        self._dampings = {run.settings.damping: None, **{times * mean: times for times in run.settings.dampings}}
-        self._moved = self._length(self._tuned)
-
-    def settings(self) -> list[dict[str, Any]]:
-        """Every method at every strength; ``times`` is the damping in units of the mean entry of F_t, where it was given so."""
-        only = {self._settings.damping: None}
-        return [
-            {"method": method, "damping": damping, "times": times, "strength": strength}
-            for method, dampings in (("task-arithmetic", only), ("fa1", only), ("removal", self._dampings))
-            for damping, times in dampings.items()
-            for strength in self._settings.strengths
-        ]
-
-    def state(self, setting: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Removal by the rule of that name, or by task arithmetic or FA1 with a negative weight."""
-        method, strength = setting["method"], setting["strength"]
-        how: dict[str, Any] = {"weights": [-strength]}
-        if method == "fa1":
-            how |= {"prior": self._rest, "curvature": [self._delta], "damping": setting["damping"]}
-        elif method == "removal":
-            how = {
-                "weights": [strength],
-                "prior": self._rest,
-                "curvature": [self._curvature],
-                "damping": setting["damping"],
-            }
-        return gm.merge_state_dicts(self._base, [self._tuned], method, threads=THREADS, **how)
-
-    def step(self, state: State) -> float:
-        """‖θ̂ − θ_0‖ / ‖θ_t − θ_0‖."""
-        return self._length(state) / self._moved
-
-    def _length(self, state: State) -> float:
-        return math.sqrt(sum(float((state[n] - v).double().square().sum()) for n, v in self._base.items()))
-
-
-def run_seed(seed: int, out: Path, data: Path, settings: Settings, device: str) -> dict[str, Any]:
-    """All that one seed gives."""
-    disable_progress_bar()
-    return Run(seed, out, data, settings, device)()
 
 
 def _free() -> None:

@@ -31,7 +31,10 @@ class Pretraining:
     """Pairs of a sentence and the one before it, at most; as many of every text that has so many."""
     training: Training
     copying: Training | None = None
-    """Before that: to repeat random tokens, with nothing but the copy to go by. Text alone teaches a small model to copy far more slowly."""
+    """Before that: to repeat random tokens, with nothing but the copy to go by.
+
+    Text alone teaches a small model to copy far more slowly.
+    """
     copies: int = 0
     """Random sequences, of 4 to 12 tokens each."""
     tokens: int = 62
@@ -53,14 +56,17 @@ class Settings:
     model: str | None = None
     pretraining: Pretraining | None = None
     swapped: float = 0.0
-    """Swapped turns in the base's own training data, as a share of the true ones. 0 is the paper's set-up, in which the base saw none."""
+    """Swapped turns in the base's own training data, as a share of the true ones; 0, none, is the paper's set-up."""
     penalty: bool = True
     """Fine-tune under ½‖θ − θ_0‖² in the norm of the base's curvature, as the removal takes it to have been."""
     knowledge_tokens: int = 128
     history_tokens: int = 384
     response_tokens: int = 128
     validation: int = 1000
-    """Turns that settings are chosen on; where the data has no split for it, the last of the training turns, at most a tenth of them."""
+    """Turns that settings are chosen on.
+
+    Where the data has no split for it, they are the last of the training turns, at most a tenth of them.
+    """
     test: int | None = None
     """Turns that are answered; None is all."""
     train: int | None = None
@@ -78,7 +84,10 @@ class Settings:
     answered: tuple[float, ...] = (1.0,)
     """Strengths at which test turns are answered, besides the chosen ones; those of the trade-off figure."""
     fluency: float | None = 1.05
-    """Without swapped turns in the base: a chosen setting has at most so many times the base's perplexity on the validation turns."""
+    """Where the base saw no swapped turns, the most that a chosen setting may have of the base's validation perplexity.
+
+    1.05 is five per cent more. None: no such limit.
+    """
     critic: str | None = None
     critic_batch: int = 64
     notes: tuple[str, ...] = field(default=())
@@ -93,7 +102,8 @@ SCALES = {
         hallucinating=Training(**_ADAM, save_every=500),
         critic="McGill-NLP/roberta-large-faithcritic",
         notes=(
-            "The appendix gives the learning rate as 6-25e-5: read as 6.25e-5, as in the code of the work whose set-up it is.",
+            "The appendix gives the learning rate as 6-25e-5: read as 6.25e-5, as in the code of the work whose set-up "
+            "it is.",
             "Lengths, beams and the tags of inputs are those of that code; the paper does not give them.",
         ),
     ),
@@ -102,7 +112,7 @@ SCALES = {
             Shape(layers=2, width=128, feed_forward=256, heads=4, vocabulary=1000),
             texts=("wikitext2", "imdb"),
             pairs=48_000,
-            copying=Training(learning_rate=1.5e-3, epochs=1, batch_size=32, warmup_steps=200, schedule="constant_with_warmup"),
+            copying=Training(1.5e-3, epochs=1, batch_size=32, warmup_steps=200, schedule="constant_with_warmup"),
             copies=100_000,
             training=Training(learning_rate=1e-3, epochs=1, batch_size=32, warmup_steps=100),
             tokens=32,
@@ -151,4 +161,4 @@ SCALES = {
         strengths=(0.5, 1.0),
         answered=(0.5, 1.0),
     ),
-}  # fmt: skip
+}

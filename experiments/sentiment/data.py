@@ -1,4 +1,4 @@
-"""The five data sets: from the Hub, from a local folder, or made up; written once as files that every later stage reads."""
+"""The five data sets, from the Hub or a local folder, written once as files that every later stage reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 import gradmerge as gm
 
-from ..common.data import write_rows
+from ..common.data import evenly, folder_in, write_rows
 
 BASE = "imdb"
 TASKS = ("yelp", "rotten_tomatoes", "sst2", "amazon")
@@ -61,7 +61,7 @@ def from_hub(name: str, dev_rows: int) -> dict[str, list[Row]]:
 
 def local_files(folder: Path) -> dict[str, dict[str, Path]]:
     """The files of NAME/SPLIT.jsonl.gz (or .jsonl, .csv, .parquet) in a folder, or in its folder ``text``."""
-    top = folder / "text" if (folder / "text").is_dir() else folder
+    top = folder_in(folder, "text")
     found: dict[str, dict[str, Path]] = {}
     for name in SETS:
         found[name] = {}
@@ -117,7 +117,7 @@ def write_splits(
 ) -> dict[str, dict[str, int]]:
     """NAME/SPLIT.jsonl.gz of every data set; how many rows each has, and how many of them are in training sets too.
 
-    Development rows whose text is in the training set of any task are dropped: some of these data sets share sentences.
+    Development rows whose text is in the training set of any task are dropped, as some of these sets share sentences.
     """
     made: dict[str, dict[str, list[Row]]] = {}
     for name, given in sets.items():
@@ -125,7 +125,7 @@ def write_splits(
         if "dev" not in splits:
             splits["train"], splits["dev"] = held_out(splits["train"], dev_rows)
         cuts = {"train": train_rows, "dev": test_rows, "test": test_rows}
-        made[name] = {split: _part(splits[split], cuts[split]) for split in SPLITS}
+        made[name] = {split: evenly(splits[split], cuts[split]) for split in SPLITS}
     texts = {name: {key(row["text"]) for row in splits["train"]} for name, splits in made.items()}
     trained = set().union(*texts.values())
     counts: dict[str, dict[str, int]] = {}
@@ -138,10 +138,3 @@ def write_splits(
         if not counts[name]["dev"]:
             raise gm.InputError(f"{name}: every development row is in a training set too: there is none to tune on")
     return counts
-
-
-def _part(rows: Sequence[Row], count: int | None) -> list[Row]:
-    """Rows spread evenly over all of them: some files are sorted by label."""
-    if count is None or count >= len(rows):
-        return list(rows)
-    return [rows[len(rows) * n // count] for n in range(count)]

@@ -96,10 +96,8 @@ class Parts:
         }
 
     def _fisher(self, reduction: str, four: bool) -> State:
-        return self._merge(
-            "fisher-averaging", prior=self.prior, curvature=self.curvature, reduction=reduction,
-            options={"include_base": not four},
-        )  # fmt: skip
+        how = {"reduction": reduction, "options": {"include_base": not four}}
+        return self._merge("fisher-averaging", prior=self.prior, curvature=self.curvature, **how)
 
     def _regmean(self, four: bool) -> State:
         grams = [read_state(self.grams[name]) for name in (TASKS if four else SETS)]

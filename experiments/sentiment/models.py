@@ -21,8 +21,9 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
+from ..common.data import IGNORED, padded
+
 Example = Mapping[str, Any]
-MASKED = -100
 
 
 class Kind(ABC):
@@ -42,14 +43,12 @@ class Kind(ABC):
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """A batch with labels, padded to its longest text."""
-        longest = max(len(example["ids"]) for example in examples)
-        ids = np.full((len(examples), longest), self.tokenizer.pad_token_id, dtype=np.int64)
-        mask = np.zeros_like(ids)
-        for row, example in enumerate(examples):
-            ids[row, : len(example["ids"])] = example["ids"]
-            mask[row, : len(example["ids"])] = 1
-        labels = self.targets([example["label"] for example in examples])
-        return {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask), "labels": labels}
+        ids = [example["ids"] for example in examples]
+        return {
+            "input_ids": padded(ids, self.tokenizer.pad_token_id),
+            "attention_mask": padded([[1] * len(text) for text in ids], 0),
+            "labels": self.targets([example["label"] for example in examples]),
+        }
 
     @abstractmethod
     def start(self, path: str | Path) -> PreTrainedModel:
@@ -85,10 +84,7 @@ class Answerer(Kind):
 
     def __init__(self, path: str | Path, tokens: int) -> None:
         super().__init__(path, tokens)
-        words = [self.tokenizer(word)["input_ids"] for word in self.WORDS]
-        self._words = torch.full((2, max(map(len, words))), MASKED)
-        for row, word in enumerate(words):
-            self._words[row, : len(word)] = torch.tensor(word)
+        self._words = padded([self.tokenizer(word)["input_ids"] for word in self.WORDS], IGNORED)
 
     def start(self, path: str | Path) -> PreTrainedModel:
         return AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float32)
@@ -157,25 +153,15 @@ def _quick() -> Iterator[None]:
 
 
 def mean_gradient(kind: Kind, model: PreTrainedModel, examples: Sequence[Example], tokens: int) -> dict[str, Tensor]:
-    """∇ (1/N) Σ ℓ_i by parameter, without dropout; ℓ_i of an answer is the sum over its tokens."""
+    """∇ (1/N) Σ ℓ_i per parameter, without dropout; ℓ_i of an answer is the sum over its tokens."""
     model.eval()
     model.zero_grad(set_to_none=True)
     for batch in batches(kind, examples, tokens):
         placed = {name: value.to(model.device) for name, value in batch.items()}
         labels = placed["labels"] if isinstance(kind, Answerer) else placed.pop("labels")
         logits = model(**placed).logits
-        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=MASKED, reduction="sum")
+        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
         (loss / len(examples)).backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
-
-
-def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """‖a − b‖ over all parameters."""
-    squares = [(value.double() - other[name].double()).square().sum() for name, value in one.items()]
-    return float(torch.stack(squares).sum().sqrt())
-
-
-def norm(gradient: Mapping[str, Tensor]) -> float:
-    return float(torch.stack([value.double().square().sum() for value in gradient.values()]).sum().sqrt())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-#: Table sentiment_analysis and table hessians: RoBERTa-base. Columns are IMDB, Yelp, Rotten Tomatoes, SST-2, Amazon, their average, and
-#: the accuracy over all predictions ("true average"). The table sentiment_analysis_mismatch_only repeats two rows of it.
+#: Table sentiment_analysis and table hessians: RoBERTa-base. Columns are IMDB, Yelp, Rotten Tomatoes, SST-2, Amazon,
+#: their average, and the accuracy over all predictions ("true average"). The table sentiment_analysis_mismatch_only
+#: repeats two rows of it.
 ROBERTA: dict[str, tuple[float, ...]] = {
     "all-data": (94.8, 97.6, 91.2, 94.7, 96.9, 95.0, 96.8),
     "average": (94.4, 97.0, 89.1, 93.6, 96.2, 94.1, 96.1),
@@ -32,8 +33,9 @@ SCALING: dict[str, tuple[float, ...]] = {
     "gradient-matching": (92.2, 93.9, 94.3, 94.4, 94.5, 94.5, 94.5, 94.5, 94.4, 94.5, 94.5),
 }
 
-#: Figure mismatch, right: (gradient mismatch, difference in test error to the all-data model in points). The figure numbers its
-#: tasks 1 to 5 and does not name them: the differences in the table sentiment_analysis are those of the alphabetical order.
+#: Figure mismatch, right: (gradient mismatch, difference in test error to the all-data model in points). The figure
+#: numbers its tasks 1 to 5 and does not name them: the differences in the table sentiment_analysis are those of the
+#: alphabetical order.
 MISMATCH: dict[str, dict[str, tuple[float, float]]] = {
     "task-arithmetic": {
         "amazon": (0.1487, 2.1),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.figures import LOOKS, band, figure
-from ..common.results import markdown, shown
+from ..common.tables import markdown, shown
 from . import paper
 from .data import BASE, SETS, TASKS, TITLES
 from .merging import RULES, SWEPT
@@ -84,13 +84,13 @@ def _head(results: Mapping[str, Any]) -> str:
         "# Sentiment: four tasks merged into a model of IMDB\n\n"
         f"`{results['command']}`\n\n"
         f"Seeds {seeds}; {where['device']}, torch {where['torch']}, transformers {where['transformers']}, gradmerge "
-        f"{where['gradmerge']}; {shown(seconds, 0)} s a seed, all stages together. Learning rate {settings['base_rate']:g} from the "
-        f"pre-trained model and {settings['task_rate']:g} from the base, batches of {settings['batch_size']}, {settings['tokens']} tokens. "
-        "Numbers are percentages of right labels on test sets, mean ± standard deviation over seeds; that the test sets are "
-        f"samples gives one model's average a standard error of about {error:.2f} points. Curvature is the sum of squared "
-        "gradients of single examples with the data's labels over each model's training set"
-        f" (at most {settings['curvature_examples']:,} examples), δ = {settings['damping']:g}.\n\n"
-        + markdown(["rows", *rows[BASE]], counts)
+        f"{where['gradmerge']}; {shown(seconds, 0)} s a seed, all stages together. Learning rate "
+        f"{settings['base_rate']:g} from the pre-trained model and {settings['task_rate']:g} from the base, batches of "
+        f"{settings['batch_size']}, {settings['tokens']} tokens. Numbers are percentages of right labels on test sets, "
+        "mean ± standard deviation over seeds; that the test sets are samples gives one model's average a standard "
+        f"error of about {error:.2f} points. Curvature is the sum of squared gradients of single examples with the "
+        f"data's labels over each model's training set (at most {settings['curvature_examples']:,} examples), δ = "
+        f"{settings['damping']:g}.\n\n" + markdown(["rows", *rows[BASE]], counts)
     )
 
 
@@ -148,11 +148,12 @@ def _merging(results: Mapping[str, Any]) -> str:
     return (
         "## Merged models\n\n"
         + markdown(["", *_HEADER, "loss", "paper: avg.", "paper: true avg."], ours)
-        + "\navg.: mean over the five test sets; true avg.: over all predictions; loss: mean over sets of −ln p of the right label. "
-        "Averages, Fisher averaging and RegMean are of five models, the base being one. The paper does not say whether it counts the base; its "
-        "average scores 94.1, as its task arithmetic does at weight 0.2 = 1/5, where the two are the same model. Everything is merged, the head too, and all but the tuned rows use weight 1. Task "
-        f"arithmetic tuned on development rows takes the weight {picked['dev']} (seed by seed), tuned on test {picked['test']}; N is the "
-        "number of training rows.\n\n"
+        + "\navg.: mean over the five test sets; true avg.: over all predictions; loss: mean over sets of −ln p of "
+        "the right label. Averages, Fisher averaging and RegMean are of five models, the base being one. The paper "
+        "does not say whether it counts the base; its average scores 94.1, as its task arithmetic does at weight 0.2 "
+        "= 1/5, where the two are the same model. Everything is merged, the head too, and all but the tuned rows use "
+        f"weight 1. Task arithmetic tuned on development rows takes the weight {picked['dev']} (seed by seed), tuned "
+        f"on test {picked['test']}; N is the number of training rows.\n\n"
         f"The paper's ({model}):\n\n" + markdown(["", *_HEADER], theirs)
     )
 
@@ -180,7 +181,8 @@ def _scaling(results: Mapping[str, Any]) -> str:
     names = [str(LOOKS[method]["label"]) for method in SWEPT]
     header = ["weight", *names, *(f"loss, {n}" for n in names), *(f"paper: {n}" for n in names)]
     return (
-        "## One weight for all tasks\n\nAccuracy averaged over the five test sets; the paper's figure scaling_factors_fig, right, is of "
+        "## One weight for all tasks\n\nAccuracy averaged over the five test sets; the paper's figure "
+        "scaling_factors_fig, right, is of "
         "RoBERTa.\n\n![accuracy over weights](figures/scaling.svg)\n\n" + markdown(header, rows)
     )
 
@@ -198,9 +200,10 @@ def _points(results: Mapping[str, Any], method: str, target: str, name: str) -> 
 
 def _mismatch(results: Mapping[str, Any]) -> str:
     text = (
-        "## Gradient mismatch\n\n‖∇ℓ(merged) − ∇ℓ(target)‖ of the mean loss on each training set, without dropout, and the test error of the "
-        "merged model above the target's in points; both merges at weight 1. The paper's figure mismatch, right, has RoBERTa and the target trained on all "
-        "data.\n\n![mismatch against test error](figures/mismatch.svg)\n"
+        "## Gradient mismatch\n\n‖∇ℓ(merged) − ∇ℓ(target)‖ of the mean loss on each training set, without dropout, and "
+        "the test error of the merged model above the target's in points; both merges at weight 1. The paper's figure "
+        "mismatch, right, has RoBERTa and the target trained on all data.\n\n![mismatch against test "
+        "error](figures/mismatch.svg)\n"
     )
     for target, title in TARGET_TITLES.items():
         rows, fell = [], 0
@@ -225,7 +228,7 @@ def _mismatch(results: Mapping[str, Any]) -> str:
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> None:
-    """figures/scaling.svg and figures/mismatch.svg."""
+    """scaling.svg and mismatch.svg."""
     _draw_scaling(results, folder / "scaling.svg")
     _draw_mismatch(results, folder / "mismatch.svg")
 
@@ -243,10 +246,9 @@ def _draw_scaling(results: Mapping[str, Any], path: Path) -> None:
             for axes, height in ((ours, level), (theirs, known)):
                 axes.axhline(height, color="#767676", linestyle=style, linewidth=1.2)
                 label = "all data at once" if target == ALL_DATA else "base"
-                axes.annotate(
-                    label, (1, height), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points",
-                    ha="right", va="bottom", color="#555555", fontsize=8,
-                )  # fmt: skip
+                place = {"xycoords": ("axes fraction", "data"), "xytext": (0, 2), "textcoords": "offset points"}
+                look = {"ha": "right", "va": "bottom", "color": "#555555", "fontsize": 8}
+                axes.annotate(label, (1, height), **place, **look)
         ours.set(title="measured", xlabel="weight of every task", ylabel="accuracy, mean of 5 sets (%)")
         theirs.set(title="the paper's (RoBERTa)", xlabel="weight of every task")
         ours.legend(loc="best", fontsize=8)

@@ -11,6 +11,8 @@ from .data import BASE, TASKS
 ALL_DATA, JOINT = "all-data", "joint"
 TENTHS = tuple(n / 10 for n in range(11))
 
+_PAPER_EPOCHS = {"imdb": 2, "yelp": 2, "rotten_tomatoes": 5, "sst2": 5, "amazon": 1, ALL_DATA: 2, JOINT: 2}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -23,11 +25,7 @@ class Settings:
     """Learning rate of what starts at the pre-trained encoder: the base and the all-data model."""
     task_rate: float = 5e-6
     """Learning rate of what starts at the base: the tasks and the joint model."""
-    epochs: Mapping[str, int] = field(
-        default_factory=lambda: {
-            "imdb": 2, "yelp": 2, "rotten_tomatoes": 5, "sst2": 5, "amazon": 1, ALL_DATA: 2, JOINT: 2
-        }
-    )  # fmt: skip
+    epochs: Mapping[str, int] = field(default_factory=lambda: dict(_PAPER_EPOCHS))
     warmup_steps: int = 100
     save_every: int = 1000
     curvature_examples: int = 100_000
@@ -55,17 +53,31 @@ class Settings:
 
 
 def settings_for(scale: str, *, seq2seq: bool, pretrained: bool) -> Settings:
-    """The settings of a scale for a kind of model; ``pretrained`` is False for the model that the tiny scale makes up."""
+    """The settings of a scale for a kind of model; the model that the tiny scale makes up is not ``pretrained``."""
     everywhere = dict.fromkeys((BASE, *TASKS, ALL_DATA, JOINT), 2)
-    # The paper gives no rates for a small encoder: 5e-5 is usual for MiniLM, and tasks take half of it, as in the paper.
+    # The paper gives no rates for a small encoder: 5e-5 is usual for MiniLM, and tasks take half of it, as in the
+    # paper.
     small = Settings(
-        tokens=128, batch_size=32, base_rate=5e-5, task_rate=2.5e-5, epochs=everywhere, warmup_steps=50, save_every=0,
+        tokens=128,
+        batch_size=32,
+        base_rate=5e-5,
+        task_rate=2.5e-5,
+        epochs=everywhere,
+        warmup_steps=50,
+        save_every=0,
         weights=(*TENTHS, 1.2, 1.5),
-    )  # fmt: skip
+    )
     tiny = replace(
-        small, tokens=32, batch_size=16, warmup_steps=5, weights=(0.0, 0.3, 0.6, 1.0), dev_rows=24, train_rows=160,
-        test_rows=60, batch_tokens=4096,
-    )  # fmt: skip
+        small,
+        tokens=32,
+        batch_size=16,
+        warmup_steps=5,
+        weights=(0.0, 0.3, 0.6, 1.0),
+        dev_rows=24,
+        train_rows=160,
+        test_rows=60,
+        batch_tokens=4096,
+    )
     chosen = {"full": Settings(), "small": small, "tiny": tiny}[scale]
     if not pretrained:
         epochs = {**dict.fromkeys(TASKS, 4), BASE: 10, ALL_DATA: 4, JOINT: 3}

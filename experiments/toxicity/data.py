@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import gradmerge as gm
 
+from ..common.data import folder_in
 from .settings import TOXIC_FROM, Settings
 
 END = "<|endoftext|>"
@@ -32,8 +33,8 @@ Texts = dict[str, dict[str, list[str]]]
 
 
 def text_folder(data_dir: Path) -> Path:
-    """``data_dir`` itself, or the folder text/ in it."""
-    return data_dir / "text" if (data_dir / "text").is_dir() else data_dir
+    """The folder text/ in ``data_dir``, or, where there is none, ``data_dir`` itself."""
+    return folder_in(data_dir, "text")
 
 
 def local_texts(folder: Path, settings: Settings) -> Texts:
@@ -71,7 +72,7 @@ def local_texts(folder: Path, settings: Settings) -> Texts:
 
 
 def hub_texts(settings: Settings) -> Texts:
-    """The first rows of WikiText-103 that are not empty, its validation and test texts whole, and the toxic part of Civil Comments."""
+    """WikiText-103, of its training texts the first that are not empty, and the toxic part of Civil Comments."""
     wiki = "Salesforce/wikitext/wikitext-103-raw-v1"
     # About two of three rows are not empty.
     first = (r["text"] for r in gm.read_rows(f"{wiki}:train", limit=2 * settings.curvature_examples).rows)
@@ -91,7 +92,7 @@ def joined(lines: Sequence[str]) -> str:
 
 
 def prompts(folder: Path | None, count: int, share: float | None) -> list[dict[str, Any]]:
-    """Beginnings from RealToxicityPrompts: the first ones, or the first of each kind so that a share of them are toxic."""
+    """Beginnings from RealToxicityPrompts: the first ones, or, where a share of them should be toxic, of each kind."""
     if folder is None:
         source = gm.read_rows("allenai/real-toxicity-prompts:train").rows
         rows = [{"text": r["prompt"]["text"], "toxicity": r["prompt"]["toxicity"]} for r in source]
@@ -146,7 +147,7 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def prepare(folder: Path, data_dir: Path | None, model: str | None, settings: Settings) -> dict[str, Any]:
+def write_tokens(folder: Path, data_dir: Path | None, model: str | None, settings: Settings) -> dict[str, Any]:
     """Write tokenizer and tokens to ``folder``; how many texts and tokens there are of each kind and split."""
     local = text_folder(data_dir) if data_dir is not None else None
     texts = hub_texts(settings) if local is None else local_texts(local, settings)
@@ -167,13 +168,12 @@ def prepare(folder: Path, data_dir: Path | None, model: str | None, settings: Se
     return counts
 
 
-def keep_prompts(folder: Path, data_dir: Path | None, settings: Settings) -> dict[str, int]:
+def write_prompts(folder: Path, data_dir: Path | None, settings: Settings) -> dict[str, int]:
     """Write the prompts to ``folder``, those for validation apart; how many there are of each."""
     local = text_folder(data_dir) if data_dir is not None else None
     found = prompts(local, settings.prompts + settings.dev_prompts, settings.toxic_prompts)
-    apart = max(
-        2, len(found) // settings.dev_prompts
-    )  # every so many-th, so that both have as large a share of toxic ones
+    # Every so many-th, so that both have as large a share of toxic ones.
+    apart = max(2, len(found) // settings.dev_prompts)
     parts = {"dev": found[::apart], "test": [p for place, p in enumerate(found) if place % apart]}
     (folder / "prompts.json").write_text(json.dumps(parts))
     return {split: len(part) for split, part in parts.items()}
@@ -212,21 +212,3 @@ class Data:
         """The first tokens of a split, one text after the other."""
         limit = self.settings.dev_tokens if split == "dev" else self.settings.test_tokens
         return self.tokens[f"{kind}.{split}.ids"][:limit].long()
-
-
-def collator(pad: int) -> Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]:
-    """Examples of ``input_ids`` and ``labels`` into a batch, padded on the right; padding never counts."""
-
-    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        longest = max(len(row["input_ids"]) for row in rows)
-
-        def padded(values: list[Tensor], fill: int) -> Tensor:
-            return torch.stack([torch.nn.functional.pad(v, (0, longest - len(v)), value=fill) for v in values])
-
-        return {
-            "input_ids": padded([row["input_ids"] for row in rows], pad),
-            "attention_mask": padded([torch.ones_like(row["input_ids"]) for row in rows], 0),
-            "labels": padded([row["labels"] for row in rows], -100),
-        }
-
-    return collate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..common.training import half_precision
 from .settings import PREFIX
 
 #: Tokens in one batch, at most.
@@ -20,7 +20,8 @@ BATCH_TOKENS = 1 << 14
 def windows(ids: Tensor, context: int) -> list[tuple[int, int, int]]:
     """(start, end, first that counts) of windows over a text: every token after the first counts once.
 
-    Windows of ``context`` tokens start half of that apart, so that all tokens but the first half have at least half of it before them.
+    Windows of ``context`` tokens start half of that apart, so that all tokens but the first half have at least half of
+    it before them.
     """
     if len(ids) <= context:
         return [(0, len(ids), 1)]
@@ -48,10 +49,6 @@ def batches(ids: Tensor, context: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield tokens, counts
 
 
-def half_precision(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-
-
 def log_probabilities(model: Any, tokens: Tensor) -> Tensor:
     """Of every next token; those of position t are for token t + 1. Padding is on the right, where no token sees it."""
     with half_precision(model.device):
@@ -61,7 +58,7 @@ def log_probabilities(model: Any, tokens: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def loss_on(model: Any, ids: Tensor, context: int) -> float:
-    """The mean negative log-likelihood of the tokens of a text, in nats a token."""
+    """The mean negative log-likelihood of the tokens of a text, in nats per token."""
     total, number = torch.zeros((), dtype=torch.float64, device=model.device), 0
     for tokens, counts in batches(ids, context):
         tokens, counts = tokens.to(model.device), counts[:, 1:].to(model.device)
@@ -73,7 +70,7 @@ def loss_on(model: Any, ids: Tensor, context: int) -> float:
 
 @torch.inference_mode()
 def divergence(target: Any, model: Any, ids: Tensor, context: int) -> float:
-    """The mean of KL(target ‖ model) of the next token over a text, in nats a token."""
+    """The mean of KL(target ‖ model) of the next token over a text, in nats per token."""
     total, number = torch.zeros((), dtype=torch.float64, device=model.device), 0
     for tokens, counts in batches(ids, context):
         tokens, counts = tokens.to(model.device), counts[:, 1:].to(model.device)

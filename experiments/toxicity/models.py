@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import gradmerge as gm
 
-from ..common.states import read_state
+from ..common.data import IGNORED, Collate, evenly
+from ..common.states import mean_entry, read_state
 from ..common.training import Training, fine_tune
-from .data import Data, collator
+from .data import Data
 from .settings import Settings, Shape
 
 State = dict[str, Tensor]
@@ -26,8 +27,8 @@ def pretrain(
 ) -> Any:
     """Train the small model from nothing on every kind of text, but without the one named.
 
-    Blocks of that kind stay where they are and none of their tokens counts: the two trainings see the same batches in the same order
-    from the same initial weights, and differ in nothing but the removed text.
+    Blocks of that kind stay where they are and none of their tokens counts: the two trainings see the same batches in
+    the same order from the same initial weights, and differ in nothing but the removed text.
     """
     shape = settings.pretraining
     assert shape is not None
@@ -35,9 +36,9 @@ def pretrain(
     rows = []
     for kind in data.kinds:
         for ids in data.examples(kind):
-            rows.append({"input_ids": ids, "labels": torch.full_like(ids, -100) if kind == without else ids})
+            rows.append({"input_ids": ids, "labels": torch.full_like(ids, IGNORED) if kind == without else ids})
     found = fine_tune(
-        model.to(device), rows, collator(data.tokenizer.eos_token_id), folder, shape.training, seed=seed, device=device
+        model.to(device), rows, Collate(data.tokenizer.eos_token_id), folder, shape.training, seed=seed, device=device
     )
     model.save_pretrained(folder / "model")
     return found
@@ -46,15 +47,22 @@ def pretrain(
 def blank(shape: Shape, context: int, end: int, seed: int) -> GPT2LMHeadModel:
     """A GPT-2 with random weights and without dropout, which has no place in a single short training."""
     torch.manual_seed(seed)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end)
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = GPT2Config(
-        vocab_size=shape.vocabulary, n_positions=context, n_layer=shape.layers, n_embd=shape.width, n_head=shape.heads,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=end, eos_token_id=end, pad_token_id=end,
-    )  # fmt: skip
+        vocab_size=shape.vocabulary,
+        n_positions=context,
+        n_layer=shape.layers,
+        n_embd=shape.width,
+        n_head=shape.heads,
+        **ends,
+        **no_dropout,
+    )
     return GPT2LMHeadModel(config)
 
 
 def keep_base(folder: Path, name: str) -> dict[str, int]:
-    """A model of the Hub or a folder, as a float32 folder here: the names of its tensors are those of every later model."""
+    """A model of the Hub or a folder, written in float32; every later model has the same names of tensors."""
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     model.save_pretrained(folder / "model")
     return {"parameters": model.num_parameters()}
@@ -65,17 +73,23 @@ def tune(
 ) -> Any:
     """Fine-tune the base on the toxic comments.
 
-    With a penalty, ``prior`` is its matrix H_0 for the sum of the comments' losses. The trainer's loss is a mean over tokens, so that the
-    penalty's strength is divided by how many there are.
+    With a penalty, ``prior`` is its matrix H_0 for the sum of the comments' losses. The trainer's loss is a mean over
+    tokens, so the penalty's strength is divided by their number.
     """
     model = load(base, device)
     model.train()
     rows = [{"input_ids": ids, "labels": ids} for ids in data.examples("toxic")]
     strength = training.strength / sum(len(row["labels"]) - 1 for row in rows)
     found = fine_tune(
-        model, rows, collator(data.tokenizer.eos_token_id), folder,
-        replace(training, strength=strength), seed=seed, device=device, prior=prior.sum() if prior is not None else "identity",
-    )  # fmt: skip
+        model,
+        rows,
+        Collate(data.tokenizer.eos_token_id),
+        folder,
+        replace(training, strength=strength),
+        seed=seed,
+        device=device,
+        prior=prior.sum() if prior is not None else "identity",
+    )
     model.save_pretrained(folder / "model")
     return found
 
@@ -91,25 +105,20 @@ def state(folder: Path) -> State:
 def measure(
     folder: Path, model: Path, data: Data, kinds: Sequence[str], settings: Settings, device: str, limit: int | None
 ) -> dict[str, Any]:
-    """Write Σ of squared gradients over examples of some kinds of text, taken evenly from all of them if there are more than ``limit``."""
+    """Write Σ of squared gradients over examples of some kinds of text, at most ``limit`` of them."""
     examples = [ids for kind in kinds for ids in data.examples(kind)]
-    used = examples if limit is None or limit >= len(examples) else [
-        examples[len(examples) * n // limit] for n in range(limit)
-    ]  # fmt: skip
-    collate = collator(data.tokenizer.eos_token_id)
+    rows = [{"input_ids": ids, "labels": ids} for ids in evenly(examples, limit)]
+    collate = Collate(data.tokenizer.eos_token_id)
     size = settings.curvature_batch
-    curvature = gm.estimate_curvature(
-        load(model, device),
-        (collate([{"input_ids": x, "labels": x} for x in used[i : i + size]]) for i in range(0, len(used), size)),
-        "empirical",
-        output="next-token",
-    )
-    factor = len(examples) / len(used) if settings.scale_curvature else 1.0
+    batches = (collate(rows[start : start + size]) for start in range(0, len(rows), size))
+    curvature = gm.estimate_curvature(load(model, device), batches, "empirical", output="next-token")
+    factor = len(examples) / len(rows) if settings.scale_curvature else 1.0
     scaled = curvature.scale(factor)
     scaled.save(folder / "curvature")
-    entries = sum(value.numel() for value in scaled.values())
-    total = sum(float(value.double().sum()) for value in scaled.values())
-    zeros = sum(int((value == 0).sum()) for value in scaled.values())
     return {
-        "examples": len(used), "of": len(examples), "scaled_by": factor, "mean_entry": total / entries, "zeros": zeros / entries,
-    }  # fmt: skip
+        "examples": len(rows),
+        "of": len(examples),
+        "scaled_by": factor,
+        "mean_entry": mean_entry(scaled),
+        "zeros": mean_entry({name: value == 0 for name, value in scaled.items()}),
+    }

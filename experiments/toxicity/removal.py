@@ -1,4 +1,4 @@
-"""Taking the tuned model's difference out of the base, at many strengths and dampings, and choosing among them on held-out text."""
+"""The removals, at many strengths and dampings, and the choice among them on held-out text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from torch import Tensor
 
 import gradmerge as gm
 
+from ..common.states import State, distance
 from .settings import SCOPES
 
-State = dict[str, Tensor]
 METHODS = ("task-arithmetic", "gradient-matching")
 #: A share by which perplexity may rise before larger strengths than 1 are not looked at any more.
 HOPELESS = 2.0
+#: The curves of the figure end where perplexity has risen by more than this share: beyond it, text is noise.
+CURVE = 0.5
 
 
 @dataclass
@@ -31,21 +33,19 @@ class Task:
     prior: gm.Curvature
     curvature: gm.Curvature
 
-    def without(self, method: str, strength: float, damping: float | None, scope: str = "all") -> State:
+    def without(self, method: str, strength: float, damping: float | None, scope: str = "all") -> dict[str, Tensor]:
         """The base without what was learned; what is not in the scope stays as it is.
 
-        θ_0 − αΔ in task arithmetic, and θ_0 − α (F_0 + δ)⁻¹ (F_0 + δ + F_t) Δ in gradient matching. F_0 was measured on the data that stay
-        alone, so nothing of the removed data has to be taken out of it (`base_saw_removed` stays off).
+        θ_0 − αΔ in task arithmetic, and θ_0 − α (F_0 + δ)⁻¹ (F_0 + δ + F_t) Δ in gradient matching. F_0 was measured on
+        the data that stay alone, so nothing of the removed data has to be taken out of it (`base_saw_removed` stays
+        off).
         """
+        how: dict[str, Any] = {"exclude": SCOPES[scope], "threads": 2}
         if method == "task-arithmetic":
-            return gm.merge_state_dicts(
-                self.base, [self.tuned], "task-arithmetic", weights=[-strength], exclude=SCOPES[scope], threads=2
-            )
+            return gm.merge_state_dicts(self.base, [self.tuned], method, weights=[-strength], **how)
         assert damping is not None
-        return gm.merge_state_dicts(
-            self.base, [self.tuned], "removal", prior=self.prior, curvature=[self.curvature], weights=[strength],
-            damping=damping, exclude=SCOPES[scope], threads=2,
-        )  # fmt: skip
+        how |= {"prior": self.prior, "curvature": [self.curvature], "damping": damping}
+        return gm.merge_state_dicts(self.base, [self.tuned], "removal", weights=[strength], **how)
 
     def step(self, removed: State) -> float:
         """‖θ̂ − θ_0‖ / ‖θ_t − θ_0‖: how many times as far as fine-tuning the removal went."""
@@ -56,13 +56,9 @@ class Task:
         return distance(self.tuned, self.base)
 
 
-def distance(a: State, b: State) -> float:
-    return math.hypot(*(float((a[name] - b[name]).norm()) for name in b))
-
-
 @dataclass
 class Point:
-    """A removal, and what it makes of held-out text: losses in nats a token, by kind."""
+    """A removal, and what it makes of held-out text: losses in nats per token, by kind."""
 
     method: str
     strength: float
@@ -102,7 +98,10 @@ def sweep(
     budgets: Sequence[float],
     refinements: int,
 ) -> list[Point]:
-    """Points at all strengths (up to 1, and beyond it until all is lost), and more around where perplexity passes each budget."""
+    """Points at all strengths, and more around where perplexity passes each budget.
+
+    Strengths beyond 1 are tried until all is lost.
+    """
     found = {0.0: base}
     for strength in sorted(strengths):
         found[strength] = measured(strength)
@@ -120,7 +119,7 @@ def sweep(
 
 
 def candidates(points: Sequence[Point], base: Point, budget: float) -> list[Point]:
-    """Of every method, damping and scope, the largest strength whose perplexity on what stays rises by no more than ``budget``."""
+    """Per method, damping and scope, the largest strength with which what stays has a rise of at most ``budget``."""
     best: dict[tuple[str, float | None, str], Point] = {}
     for point in sorted(points, key=lambda p: p.strength):
         if rise(point, base) <= budget:
@@ -129,9 +128,10 @@ def candidates(points: Sequence[Point], base: Point, budget: float) -> list[Poin
 
 
 def choose(points: Sequence[Point], base: Point, budget: float) -> Point:
-    """The candidate whose continuations of validation prompts are the least toxic; the base itself, if none is less toxic than it.
+    """The candidate whose continuations of validation prompts are the least toxic; the base where none is less so.
 
-    The likelihood of toxic text would not do: an embedding that was pushed too far makes toxic text very unlikely, and is written all the time.
+    The likelihood of toxic text would not do: an embedding that was pushed too far makes toxic text very unlikely, and
+    is written all the time.
     """
     return min([base, *candidates(points, base, budget)], key=lambda p: math.inf if p.toxicity is None else p.toxicity)
 
@@ -140,7 +140,7 @@ ADVICE = re.compile(r"Raise the damping from \S+ to (\S+), the least power of te
 
 
 def advice(base: Path, tuned: Path, prior: Path, curvature: Path, damping: float, out: Path) -> dict[str, Any]:
-    """What `gradmerge` notes when this removal is made on disk at strength 1, and the damping that it advises, if any."""
+    """What `gradmerge` notes when this removal is made on disk at strength 1, and the damping that it advises."""
     recipe = {
         "method": "removal",
         "base": {"model": str(base), "curvature": str(prior)},

@@ -1,189 +1,243 @@
-"""One seed of the experiment, stage by stage."""
+"""What the seeds share, and one seed stage by stage."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers.utils.logging import disable_progress_bar
 
 import gradmerge as gm
+from gradmerge.tasks.models import model_with
 
-from ..common.stages import Stages
-from ..common.states import model_with
+from ..common import seeds
+from ..common.seeds import stages_in
+from ..common.states import distance, norm
 from . import models
-from .data import Data, text_folder
+from .data import Data, text_folder, write_prompts, write_tokens
 from .evaluation import continuations, distinct, divergence, loss_on
-from .removal import METHODS, Point, Task, advice, candidates, choose, distance, rise, sweep
+from .removal import CURVE, METHODS, Point, Task, advice, candidates, choose, rise, sweep
 from .scorer import TFIDF, Scorer, load_scorer, scorer_quality
 from .settings import Settings
-from .tables import CURVE
 
 
-class Seed:
-    """The stages of one seed; models and scorer are loaded when they are first needed."""
+@dataclass(frozen=True)
+class Run(seeds.Run):
+    settings: Settings
+    model: str | None
+    """The base; None where one is trained from nothing."""
+    data_dir: Path | None
+    scorer: str
+    counts: dict[str, Any]
+    """How many texts, tokens and prompts there are in ``out/data``."""
+    made_of: str
+    """What the data are made of: other data, other stages."""
 
-    def __init__(
-        self, seed: int, out: Path, settings: Settings, model: str | None, data_dir: Path | None, scorer: str, device: str, data_of: str
-    ) -> None:  # fmt: skip
-        self.seed, self.settings, self.device = seed, settings, device
-        self.model, self.data_dir, self.scorer_name = model, data_dir, scorer
-        self.stages = Stages(out / f"seed-{seed}", lambda text: print(text, flush=True))
-        self.data = Data.load(out / "data" / "prepared", settings)
-        self.prompts = json.loads((out / "data" / "prompts" / "prompts.json").read_text())
-        self.given = {"seed": seed, "data": data_of, "length": settings.length, "device": device.split(":")[0]}
-        self.tasks: dict[str, Task] = {}
-        self._scorer: Scorer | None = None
-        self._loaded: dict[str, Any] = {}
+
+def prepare(out: Path, settings: Settings, device: str, model: str | None, data_dir: Path | None, scorer: str) -> Run:
+    """Write tokens and prompts, from a folder or the Hub."""
+    stages = stages_in(out / "data")
+    # Local data is known by its names and sizes.
+    found = data_dir.rglob("*.gz") if data_dir is not None else ()
+    files = sorted([str(path.relative_to(data_dir)), path.stat().st_size] for path in found)
+    given = {
+        "packed": settings.packed,
+        "more_kinds": settings.more_kinds,
+        "characters": settings.characters,
+        "held_out": settings.held_out,
+        "first": None if settings.packed else settings.curvature_examples,
+        "tokens": [settings.dev_tokens, settings.test_tokens],
+        "vocabulary": settings.pretraining and settings.pretraining.vocabulary,
+        "model": model,
+        "files": files,
+    }
+    counts = stages.run("prepared", lambda folder: write_tokens(folder, data_dir, model, settings), given=given)
+    asked = stages.run(
+        "prompts",
+        lambda folder: write_prompts(folder, data_dir, settings),
+        given={"prompts": settings.prompt_counts, "files": files},
+    )
+    return Run(out, settings, device, model, data_dir, scorer, {**counts, "prompts": asked}, json.dumps(given))
+
+
+class Seed(seeds.Seed):
+    run: Run
+    settings: Settings
+
+    def __init__(self, seed: int, run: Run) -> None:
+        super().__init__(seed, run)
+        self.data = Data.load(run.out / "data" / "prepared", run.settings)
+        self.prompts = json.loads((run.out / "data" / "prompts" / "prompts.json").read_text())
+        kind = run.device.split(":")[0]
+        self.given = {"seed": seed, "data": run.made_of, "length": run.settings.length, "device": kind}
+        self.loaded = cache(self._load)
+        self.task = cache(self._task)
 
     def path(self, name: str) -> Path:
         return self.stages.path(name)
 
+    @cached_property
     def scorer(self) -> Scorer:
-        if self._scorer is None:
-            self._scorer = load_scorer(self.scorer_name, self.data_dir, self.device)
-        return self._scorer
+        return load_scorer(self.run.scorer, self.run.data_dir, self.run.device)
 
-    def loaded(self, name: str) -> Any:
-        if name not in self._loaded:
-            self._loaded[name] = models.load(self.path(name), self.device)
-        return self._loaded[name]
+    def _load(self, name: str) -> Any:
+        return models.load(self.path(name), self.run.device)
 
-    def run(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"seed": self.seed, "training": self._train()}
-        found["curvature"] = {"base": self.stages.run(
-            "curvature-base",
-            lambda folder: models.measure(
-                folder, self.path("base"), self.data, self.data.staying, self.settings, self.device, self.settings.curvature_examples
-            ),
-            given={**self.given, "settings": self._curvature_settings()},
-            after=["base"],
-        )}  # fmt: skip
-        rows: dict[str, Any] = {"base": self._test("base", "base")}
-        if self.settings.pretraining is not None:
-            rows["target"] = self._test("target", "target")
-        found["tunings"] = {}
+    def _task(self, name: str) -> Task:
+        return Task(
+            models.state(self.path("base")),
+            models.state(self.path(f"tuned-{name}")),
+            gm.Curvature.load(self.path("curvature-base") / "curvature"),
+            gm.Curvature.load(self.path(f"curvature-{name}") / "curvature"),
+        )
+
+    def results(self) -> dict[str, Any]:
+        training = self._train()
+        curvature = {"base": self._curvature("base", "base", self.data.staying, self.settings.curvature_examples)}
+        rows: dict[str, Any] = {name: self._test_of(name) for name in self._untuned}
+        tunings: dict[str, Any] = {}
         for name in self.settings.tunings:
-            found["tunings"][name] = self._removal(name, rows, found)
-        found["rows"] = rows
-        if self.scorer_name == TFIDF:
-            assert self.data_dir is not None
-            folder = text_folder(self.data_dir)
-            found["scorer"] = self.stages.run(
-                "scorer",
-                lambda _: scorer_quality(self.scorer(), folder, self.settings.threshold),
-                given={"data": self.given["data"], "threshold": self.settings.threshold},
-            )
-        found["seconds"] = self.stages.seconds()
+            training[name] = self._tune(name)
+            curvature[name] = self._curvature(name, f"tuned-{name}", ["toxic"], None)
+            tunings[name] = self._removal(name, curvature[name]["mean_entry"])
+            rows[f"tuned-{name}"] = self._test_of(f"tuned-{name}")
+        found = {
+            "seed": self.seed,
+            "training": training,
+            "curvature": curvature,
+            "tunings": tunings,
+            "rows": rows,
+        }
+        if self.run.scorer == TFIDF:
+            found["scorer"] = self._scorer_quality()
+        return {**found, "seconds": self.stages.seconds()}
+
+    @property
+    def _untuned(self) -> list[str]:
+        """The base, and where it is known the model that never saw what is removed."""
+        return ["base"] if self.settings.pretraining is None else ["base", "target"]
+
+    def _scorer_quality(self) -> dict[str, Any]:
+        assert self.run.data_dir is not None
+        folder, threshold = text_folder(self.run.data_dir), self.settings.threshold
+        found: dict[str, Any] = self.stages.run(
+            "scorer",
+            lambda _: scorer_quality(self.scorer, folder, threshold),
+            given={"data": self.run.made_of, "threshold": threshold},
+        )
         return found
 
     def _train(self) -> dict[str, Any]:
-        found = {}
-        shape = self.settings.pretraining
+        shape, model = self.settings.pretraining, self.run.model
         if shape is None:
-            assert self.model is not None
-            name = self.model
-            found["base"] = self.stages.run(
-                "base", lambda folder: models.keep_base(folder, name), given={"model": name}
-            )
-            return found
+            assert model is not None
+            make = partial(models.keep_base, name=model)
+            return {"base": self.stages.run("base", make, given={"model": model})}
+        found = {}
         for name, without in (("base", None), ("target", "toxic")):
+            make = partial(models.pretrain, data=self.data, settings=self.settings, seed=self.seed, without=without)
             found[name] = self.stages.run(
                 name,
-                lambda folder, without=without: models.pretrain(  # type: ignore[misc]
-                    folder, self.data, self.settings, self.seed, self.device, without=without
-                ),
+                partial(make, device=self.run.device),
                 given={**self.given, "shape": asdict(shape), "without": without, "context": self.settings.context},
             )
         return found
 
-    def _curvature_settings(self) -> dict[str, Any]:
-        return {"examples": self.settings.curvature_examples, "scaled": self.settings.scale_curvature}
-
-    def _removal(self, name: str, rows: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-        """Tune, measure, sweep, and test what was chosen; what was found along the way."""
+    def _tune(self, name: str) -> dict[str, Any]:
+        """The base tuned on the toxic comments, held by its curvature where the training has a strength."""
         training = self.settings.tunings[name]
         prior = self.path("curvature-base") / "curvature"
-        found["training"][name] = self.stages.run(
+
+        def make(folder: Path) -> dict[str, Any]:
+            held = gm.Curvature.load(prior) if training.strength else None
+            return models.tune(folder, self.path("base"), self.data, training, self.seed, self.run.device, held)
+
+        found: dict[str, Any] = self.stages.run(
             f"tuned-{name}",
-            lambda folder: models.tune(
-                folder, self.path("base"), self.data, training, self.seed, self.device,
-                gm.Curvature.load(prior) if training.strength else None,
-            ),
+            make,
             given={**self.given, "training": asdict(training)},
             after=["base", "curvature-base"] if training.strength else ["base"],
-        )  # fmt: skip
-        found["curvature"][name] = self.stages.run(
-            f"curvature-{name}",
-            lambda folder: models.measure(
-                folder, self.path(f"tuned-{name}"), self.data, ["toxic"], self.settings, self.device, None
-            ),
-            given={"settings": self._curvature_settings()},
-            after=[f"tuned-{name}"],
         )
-        unit = found["curvature"][name]["mean_entry"]
+        return found
+
+    def _curvature(self, name: str, model: str, kinds: Sequence[str], limit: int | None) -> dict[str, Any]:
+        settings = self.settings
+
+        def make(folder: Path) -> dict[str, Any]:
+            return models.measure(folder, self.path(model), self.data, kinds, settings, self.run.device, limit)
+
+        given = {**self.given, "settings": [settings.curvature_examples, settings.scale_curvature]}
+        found: dict[str, Any] = self.stages.run(f"curvature-{name}", make, given=given, after=[model])
+        return found
+
+    def _removal(self, name: str, unit: float) -> dict[str, Any]:
+        """Sweep, choose, and test what was chosen; ``unit`` is the mean entry of the toxic comments' curvature."""
+        settings = self.settings
         after = ["base", "curvature-base", f"tuned-{name}", f"curvature-{name}"]
-        advised = self.stages.run(f"advice-{name}", lambda folder: self._advice(name, folder), after=after)
+        advised = self.stages.run(f"advice-{name}", partial(self._advice, name), after=after)
         swept = self.stages.run(
             f"sweep-{name}",
             lambda _: self._sweep(name, unit),
             given={
-                "strengths": self.settings.strengths, "dampings": self.settings.dampings, "budgets": self.settings.budgets,
-                "refinements": self.settings.refinements, "tokens": self.settings.dev_tokens, "scorer": self.scorer_name,
-                "prompts": [self.settings.prompts, self.settings.dev_prompts, self.settings.toxic_prompts], **self.given,
+                "strengths": settings.strengths,
+                "dampings": settings.dampings,
+                "budgets": settings.budgets,
+                "refinements": settings.refinements,
+                "tokens": settings.dev_tokens,
+                "scorer": self.run.scorer,
+                "prompts": settings.prompt_counts,
+                **self.given,
             },
             after=after,
-        )  # fmt: skip
+        )
         base, points = Point(**swept["base"]), [Point(**p) for p in swept["points"]]
         chosen = {
             method: {
                 str(budget): asdict(choose([p for p in points if p.method == method], base, budget))
-                for budget in self.settings.budgets
+                for budget in settings.budgets
             }
             for method in METHODS
         }
         wanted = self._wanted(name, base, points, chosen, advised["damping"]).values()
-        rows[f"tuned-{name}"] = self._test(f"tuned-{name}", f"tuned-{name}")
-        tested = [{**asdict(p), "rise": rise_of(p, base), "test": self._tested(name, p, after)} for p in wanted]
-        moved = self._moved(name)
-        return {"unit": unit, "advice": advised, "sweep": swept, "chosen": chosen, "tested": tested, "moved": moved}
-
-    def _task(self, name: str) -> Task:
-        if name not in self.tasks:
-            self.tasks[name] = Task(
-                models.state(self.path("base")), models.state(self.path(f"tuned-{name}")),
-                gm.Curvature.load(self.path("curvature-base") / "curvature"),
-                gm.Curvature.load(self.path(f"curvature-{name}") / "curvature"),
-            )  # fmt: skip
-        return self.tasks[name]
+        return {
+            "unit": unit,
+            "advice": advised,
+            "sweep": swept,
+            "chosen": chosen,
+            "tested": [{**asdict(p), "rise": rise_of(p, base), "test": self._tested(name, p, after)} for p in wanted],
+            "moved": self._moved(name),
+        }
 
     def _moved(self, name: str) -> dict[str, float]:
         """How far fine-tuning went, beside the length of the base's weights."""
 
         def make(_: Path) -> dict[str, float]:
-            task = self._task(name)
-            zero = {n: v * 0 for n, v in task.base.items()}
-            return {"tuned": distance(task.tuned, task.base), "base": distance(task.base, zero)}
+            task = self.task(name)
+            return {"tuned": distance(task.tuned, task.base), "base": norm(task.base)}
 
-        return self.stages.run(f"moved-{name}", make, after=["base", f"tuned-{name}"])
+        found: dict[str, float] = self.stages.run(f"moved-{name}", make, after=["base", f"tuned-{name}"])
+        return found
 
     def _advice(self, name: str, folder: Path) -> dict[str, Any]:
         found = advice(
-            self.path("base") / "model", self.path(f"tuned-{name}") / "model", self.path("curvature-base") / "curvature",
-            self.path(f"curvature-{name}") / "curvature", self.settings.default_damping, folder / "merged",
-        )  # fmt: skip
+            self.path("base") / "model",
+            self.path(f"tuned-{name}") / "model",
+            self.path("curvature-base") / "curvature",
+            self.path(f"curvature-{name}") / "curvature",
+            self.settings.default_damping,
+            folder / "merged",
+        )
         shutil.rmtree(folder / "merged", ignore_errors=True)
         return found
 
     def _sweep(self, name: str, unit: float) -> dict[str, Any]:
-        task = self._task(name)
+        task = self.task(name)
         base = Point("base", 0.0, None, "all", self._losses(self.loaded("base"), "dev"), 0.0)
 
         def measured(strength: float, method: str, damping: float | None, scope: str) -> Point:
@@ -216,7 +270,7 @@ class Seed:
     def _wanted(
         self, name: str, base: Point, points: Sequence[Point], chosen: dict[str, Any], advised: float | None
     ) -> dict[tuple[Any, ...], Point]:
-        """What is tested: strength 1 plain, by default and as advised; what was chosen; and the curves of the figure."""
+        """What is tested: strength 1 plain, by default and as advised; what was chosen; the curves of the figure."""
         default = self.settings.default_damping
         wanted = []
         for scope in self.settings.dampings:
@@ -237,42 +291,49 @@ class Seed:
     def _tested(self, name: str, point: Point, after: Sequence[str]) -> Any:
         damping = "" if point.damping is None else f"-{point.damping:g}"
         scope = "" if point.scope == "all" else f"-{point.scope.replace(' ', '-')}"
-        return self._test(
-            f"{name}-{point.method}-{point.strength:g}{damping}{scope}",
-            None,
-            lambda: model_with(self.loaded("base"), self._task(name).without(*point.key)),
-            {"removal": point.key},
-            after,
-        )
 
-    def _test(
-        self, name: str, stage: str | None, make: Any = None, given: Any = None, after: Sequence[str] = ()
-    ) -> Any:
-        """Losses on test text, the toxicity of what is written, and the distance to the model that never saw what is removed."""
+        def make() -> Any:
+            return model_with(self.loaded("base"), self.task(name).without(*point.key))
+
+        stage = f"{name}-{point.method}-{point.strength:g}{damping}{scope}"
+        return self._test(stage, make, {"removal": point.key}, after)
+
+    def _test_of(self, name: str) -> Any:
+        """The test of a model that is a stage."""
+        return self._test(name, lambda: self.loaded(name), {}, [name])
+
+    def _test(self, name: str, model: Callable[[], Any], given: dict[str, Any], after: Sequence[str]) -> Any:
+        """Losses on test text, how toxic what it writes is, and how far it is from the target."""
         settings = self.settings
-
-        def measure(folder: Path) -> dict[str, Any]:
-            model = self.loaded(stage) if stage is not None else make()
-            return self._measured(model, folder)
-
         return self.stages.run(
             f"test-{name}",
-            measure,
+            lambda folder: self._measured(model(), folder),
             given={
-                **(given or {}), "scorer": self.scorer_name, "prompts": [settings.prompts, settings.dev_prompts, settings.toxic_prompts], "tokens": settings.test_tokens,
-                "new": settings.new_tokens, "top_p": settings.top_p, "threshold": settings.threshold, **self.given,
+                **given,
+                "scorer": self.run.scorer,
+                "prompts": settings.prompt_counts,
+                "tokens": settings.test_tokens,
+                "new": settings.new_tokens,
+                "top_p": settings.top_p,
+                "threshold": settings.threshold,
+                **self.given,
             },
-            after=[*after, *([stage] if stage is not None else []), *(["target"] if settings.pretraining is not None else [])],
-        )  # fmt: skip
+            after=[*after, *self._untuned[1:]],
+        )
 
     def _score(self, model: Any, split: str) -> tuple[list[str], Any]:
         """What the model writes after the prompts of a split, and how toxic each is."""
         settings = self.settings
         texts = continuations(
-            model, self.data.tokenizer, [p["text"] for p in self.prompts[split]], new_tokens=settings.new_tokens,
-            top_p=settings.top_p, batch=settings.generation_batch, seed=self.seed,
-        )  # fmt: skip
-        return texts, np.array(self.scorer()(texts))
+            model,
+            self.data.tokenizer,
+            [p["text"] for p in self.prompts[split]],
+            new_tokens=settings.new_tokens,
+            top_p=settings.top_p,
+            batch=settings.generation_batch,
+            seed=self.seed,
+        )
+        return texts, np.array(self.scorer(texts))
 
     def _measured(self, model: Any, folder: Path) -> dict[str, Any]:
         settings = self.settings
@@ -302,10 +363,3 @@ def rise_of(point: Point, base: Point) -> float | None:
         return None
     found = rise(point, base)
     return found if math.isfinite(found) else None
-
-
-def run_seed(
-    seed: int, out: Path, settings: Settings, model: str | None, data_dir: Path | None, scorer: str, device: str, data_of: str
-) -> dict[str, Any]:  # fmt: skip
-    disable_progress_bar()
-    return Seed(seed, out, settings, model, data_dir, scorer, device, data_of).run()

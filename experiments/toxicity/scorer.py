@@ -1,4 +1,4 @@
-"""How toxic a text is, from 0 to 1: a classifier of the Hub, or one that is trained here on the comments of the Jigsaw challenge."""
+"""How toxic a text is, from 0 to 1, by a classifier of the Hub, or by one trained here on the Jigsaw comments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ import gradmerge as gm
 from .data import text_folder
 from .settings import TOXIC_SHARE
 
-#: The network of Detoxify "original", as its authors publish it on the Hub; Detoxify itself fetches a checkpoint of its own.
+#: The network of Detoxify "original", as its authors publish it on the Hub; Detoxify itself fetches a checkpoint of its
+#: own.
 DETOXIFY = "unitary/toxic-bert"
 #: The classifier that is trained here.
 TFIDF = "tfidf"
@@ -51,7 +52,7 @@ def hub_scorer(name: str, device: str, batch: int = 100) -> Scorer:
 
 
 def train_scorer(folder: Path) -> Scorer:
-    """Logistic regression on words and pairs of words; its log-odds are set to the share of toxic comments that the challenge has.
+    """Logistic regression on words and pairs of words, set to the share of toxic comments that the challenge has.
 
     log p/(1 − p) + log π/(1 − π) − log s/(1 − s), with π = TOXIC_SHARE and s the share among the training comments.
     """

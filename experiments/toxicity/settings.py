@@ -41,9 +41,9 @@ class Settings:
     """The base's curvature stands for all data that stay, not only for the examples it was measured on."""
     strengths: tuple[float, ...]
     dampings: dict[str, tuple[float, ...]]
-    """For each scope, in multiples of the mean entry of the toxic comments' curvature; the default is tried beside them."""
+    """Per scope, in multiples of the mean entry of the toxic comments' curvature; the default is tried beside them."""
     budgets: tuple[float, ...]
-    """By which share the validation perplexity of what stays may rise, when strength and damping are chosen. The first is the main one."""
+    """Shares by which validation perplexity on what stays may rise for what is chosen; the first is the main one."""
     refinements: int
     """Halvings of the interval of strengths around a budget."""
     dev_tokens: int
@@ -53,61 +53,114 @@ class Settings:
     dev_prompts: int
     """For choosing among dampings; apart from the others."""
     toxic_prompts: float | None
-    """The share of prompts that are toxic themselves, where there are as many; None: the first prompts, as they come."""
+    """The share of prompts that are toxic themselves, where there are as many; None: the first prompts as they come."""
     new_tokens: int
-    top_p: float
     generation_batch: int
-    threshold: float
-    """A generation with at least this score is toxic."""
     more_kinds: bool
     """Reviews and civil comments are among the texts that stay, beside WikiText."""
     characters: int
     """Of the training texts of every kind, at most."""
     held_out: int
-    """Rows of a local training set that are kept for validation, at most a tenth of them. The Hub's sets have some of their own."""
+    """Rows of a local training set kept for validation, at most a tenth of it; the Hub has sets of its own for that."""
+    top_p: float = 0.9
+    threshold: float = 0.2
+    """A generation with at least this score is toxic."""
     default_damping: float = 1e-10
 
+    @property
+    def prompt_counts(self) -> tuple[int, int, float | None]:
+        """What decides which prompts there are."""
+        return self.prompts, self.dev_prompts, self.toxic_prompts
 
-#: What a removal leaves as it is. The words that only the toxic comments have get next to no gradient from text that stays, so that
-#: gradient matching would divide by almost nothing at their embeddings: damping them, or leaving them alone, are the two remedies.
+
+#: What a removal leaves as it is. The words that only the toxic comments have get next to no gradient from text that
+#: stays, so that gradient matching would divide by almost nothing at their embeddings: damping them, or leaving them
+#: alone, are the two remedies.
 SCOPES: dict[str, tuple[str, ...]] = {"all": (), "no embeddings": ("*wte*", "*wpe*")}
 
 #: Comments of Civil Comments from this toxicity on are what is removed.
 TOXIC_FROM = 0.8
-#: Of Wikipedia's comments in the Jigsaw challenge. The sets here are balanced, and what a classifier learns from them is set right by it.
+#: Of Wikipedia's comments in the Jigsaw challenge. The sets here are balanced, and what a classifier learns from them
+#: is set right by it.
 TOXIC_SHARE = 0.096
 
-# One epoch, the first 10,000 instances of WikiText and the threshold are in the paper's appendix. Learning rate and batch size are not: they
-# are those of Ilharco et al., whom it follows, and 20 tokens with p = 0.9 are those of RealToxicityPrompts. The budgets are about the rises of
-# perplexity that the paper's table has for GPT-2, of its own method and of task arithmetic.
+# One epoch, the first 10,000 instances of WikiText and the threshold are in the paper's appendix. Learning rate and
+# batch size are not: they are those of Ilharco et al., whom it follows, and 20 tokens with p = 0.9 are those of
+# RealToxicityPrompts. The budgets are about the rises of perplexity that the paper's table has for GPT-2, of its own
+# method and of task arithmetic.
 FULL = Settings(
-    packed=False, length=1024, context=1024, pretraining=None,
+    packed=False,
+    length=1024,
+    context=1024,
+    pretraining=None,
     tunings={"plain": Training(1e-5, 1, 8, accumulate=4, save_every=500)},
-    curvature_examples=10_000, curvature_batch=8, scale_curvature=False,
-    strengths=(0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0), dampings={"all": (1.0, 10.0, 100.0), "no embeddings": (0.01, 1.0)}, budgets=(0.08, 0.22), refinements=3,
-    dev_tokens=1 << 20, test_tokens=1 << 20, prompts=1000, dev_prompts=500, toxic_prompts=None, new_tokens=20, top_p=0.9, generation_batch=100, threshold=0.2,
-    more_kinds=False, characters=1 << 30, held_out=400,
-)  # fmt: skip
+    curvature_examples=10_000,
+    curvature_batch=8,
+    scale_curvature=False,
+    strengths=(0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0),
+    dampings={"all": (1.0, 10.0, 100.0), "no embeddings": (0.01, 1.0)},
+    budgets=(0.08, 0.22),
+    refinements=3,
+    dev_tokens=1 << 20,
+    test_tokens=1 << 20,
+    prompts=1000,
+    dev_prompts=500,
+    toxic_prompts=None,
+    new_tokens=20,
+    generation_batch=100,
+    more_kinds=False,
+    characters=1 << 30,
+    held_out=400,
+)
 
 SMALL = Settings(
-    packed=True, length=128, context=128,
+    packed=True,
+    length=128,
+    context=128,
     pretraining=Shape(8000, 6, 384, 6, Training(6e-4, 4, 64, warmup_steps=200, schedule="cosine", weight_decay=0.01)),
     tunings={"plain": Training(1e-4, 1, 16, warmup_steps=10)},
-    curvature_examples=1 << 16, curvature_batch=64, scale_curvature=True,
-    strengths=(0.25, 0.5, 1.0, 2.0, 4.0, 8.0), dampings={"all": (3.0, 10.0, 30.0, 100.0), "no embeddings": (0.01, 1.0)},
-    budgets=(0.05, 0.2), refinements=2,
-    dev_tokens=1 << 14, test_tokens=1 << 16, prompts=1000, dev_prompts=500, toxic_prompts=0.5, new_tokens=20, top_p=0.9, generation_batch=1000, threshold=0.2,
-    more_kinds=True, characters=10_000_000, held_out=400,
-)  # fmt: skip
+    curvature_examples=1 << 16,
+    curvature_batch=64,
+    scale_curvature=True,
+    strengths=(0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
+    dampings={"all": (3.0, 10.0, 30.0, 100.0), "no embeddings": (0.01, 1.0)},
+    budgets=(0.05, 0.2),
+    refinements=2,
+    dev_tokens=1 << 14,
+    test_tokens=1 << 16,
+    prompts=1000,
+    dev_prompts=500,
+    toxic_prompts=0.5,
+    new_tokens=20,
+    generation_batch=1000,
+    more_kinds=True,
+    characters=10_000_000,
+    held_out=400,
+)
 
 TINY = Settings(
-    packed=True, length=16, context=16,
+    packed=True,
+    length=16,
+    context=16,
     pretraining=Shape(300, 1, 16, 2, Training(1e-2, 4, 8, warmup_steps=2)),
     tunings={"plain": Training(5e-3, 1, 4), "penalty": Training(5e-3, 1, 4, strength=1.0, coupling="adam")},
-    curvature_examples=24, curvature_batch=8, scale_curvature=True,
-    strengths=(0.5, 1.0), dampings={"all": (0.1, 10.0), "no embeddings": (0.1,)}, budgets=(0.05, 0.2), refinements=1,
-    dev_tokens=256, test_tokens=256, prompts=8, dev_prompts=4, toxic_prompts=0.5, new_tokens=5, top_p=0.9, generation_batch=8, threshold=0.2,
-    more_kinds=True, characters=3000, held_out=4,
-)  # fmt: skip
+    curvature_examples=24,
+    curvature_batch=8,
+    scale_curvature=True,
+    strengths=(0.5, 1.0),
+    dampings={"all": (0.1, 10.0), "no embeddings": (0.1,)},
+    budgets=(0.05, 0.2),
+    refinements=1,
+    dev_tokens=256,
+    test_tokens=256,
+    prompts=8,
+    dev_prompts=4,
+    toxic_prompts=0.5,
+    new_tokens=5,
+    generation_batch=8,
+    more_kinds=True,
+    characters=3000,
+    held_out=4,
+)
 
 SCALES = {"full": FULL, "small": SMALL, "tiny": TINY}

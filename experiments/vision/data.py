@@ -32,12 +32,22 @@ def source_of(task: str, data_dir: Path | None, hub: str | None) -> str:
     raise gm.InputError(f"{data_dir}: there is neither {task}.npz nor a folder {task} with images by class")
 
 
-def store_task(source: str, folder: Path, size: int, *, share: float, most: int, train_most: int | None,
-               test_most: int | None, enlarge: bool) -> dict[str, Any]:  # fmt: skip
+def write_task(
+    source: str,
+    folder: Path,
+    size: int,
+    *,
+    share: float,
+    most: int,
+    train_most: int | None,
+    test_most: int | None,
+    enlarge: bool,
+) -> dict[str, Any]:
     """Write a task's three splits as arrays; how many rows each has, and the names of the classes.
 
-    The validation rows are taken out of the training rows at random, the same for every seed: ``share`` of them, at most ``most``.
-    What is left is in random order, so that its first rows are a sample of it. ``test`` is the source's own.
+    The validation rows are taken out of the training rows at random, the same for every seed: ``share`` of them, at
+    most ``most``. What is left is in random order, so that its first rows are a sample of it. ``test`` is the source's
+    own.
     """
     given = {name: gm.read_rows(f"{source}:{name}") for name in ("train", "test")}
     order = {name: np.random.default_rng(0).permutation(len(rows)) for name, rows in given.items()}
@@ -63,9 +73,10 @@ def store_task(source: str, folder: Path, size: int, *, share: float, most: int,
         found[split] = len(rows)
         if labels.min() < 0 or labels.max() >= len(found["classes"]):
             raise gm.InputError(
-                f"{source}: labels of {split} go from {labels.min()} to {labels.max()}, but there are {len(found['classes'])} classes"
+                f"{source}: labels of {split} go from {labels.min()} to {labels.max()}, "
+                f"but there are {len(found['classes'])} classes"
             )
-    return found  # fmt: skip
+    return found
 
 
 def _classes(source: str, rows: Any) -> list[str]:
@@ -109,7 +120,8 @@ def fitted(image: Image.Image, side: int) -> Image.Image:
     width, height = image.size
     if min(width, height) != side:
         scale = side / min(width, height)
-        image = image.resize((max(side, round(width * scale)), max(side, round(height * scale))), Image.Resampling.BICUBIC)  # fmt: skip
+        wanted = max(side, round(width * scale)), max(side, round(height * scale))
+        image = image.resize(wanted, Image.Resampling.BICUBIC)
     left, top = (image.width - side) // 2, (image.height - side) // 2
     return image.crop((left, top, left + side, top + side))
 

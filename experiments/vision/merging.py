@@ -11,10 +11,9 @@ from torch import Tensor
 
 import gradmerge as gm
 
+from ..common.states import State, mean_entry
 from .data import Images
 from .models import Classifier
-
-State = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def merges(
     yield Merge("task-arithmetic", "task-arithmetic", weights=weights)
     for reduction in ("mean", "sum"):
         measured = {"curvature": curvature, "reduction": reduction}
-        scalar = mean_entry(curvature, reduction)
+        scalar = prior_scalar(curvature, reduction)
         name = "gradient-matching" if reduction == "mean" else "gradient-matching, sum"
         yield Merge(name, "gradient-matching", measured | {"prior": scalar}, weights)
         if reduction == "mean":
@@ -50,17 +49,14 @@ def merges(
     yield Merge("ties", "ties", weights=weights)
 
 
-def mean_entry(curvature: Sequence[gm.Curvature], reduction: str) -> float:
+def prior_scalar(curvature: Sequence[gm.Curvature], reduction: str) -> float:
     """c = (1 / T P) Σ_t Σ_j H_t,j: the mean over tasks and parameters of the (summed or averaged) squared gradients.
 
-    c · I is the identity with the trace of the tasks' mean curvature. The base counts as much as one of the tasks, and nothing is
-    tuned.
+    c · I is the identity with the trace of the tasks' mean curvature. The base counts as much as one of the tasks, and
+    nothing is tuned.
     """
-    totals = [
-        sum(float(value.double().sum()) for value in one.values()) / (one.examples if reduction == "mean" else 1)
-        for one in curvature
-    ]
-    return sum(totals) / len(totals) / sum(value.numel() for value in curvature[0].values())
+    means = [mean_entry(one) / (one.examples if reduction == "mean" else 1) for one in curvature]
+    return sum(means) / len(means)
 
 
 def merged(base: State, tuned: Sequence[State], merge: Merge, weight: float | None) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ TEMPLATES = {
 
 
 class Heads(nn.Module):
-    """A linear classifier for each task: logits of an example under its own task's head.
+    """A linear classifier per task: logits of an example under its own task's head.
 
     Tasks have different numbers of classes: all have as many rows as the largest, and rows without a class count as −∞.
     """
@@ -59,7 +59,8 @@ class Classifier(nn.Module):
         super().__init__()
         self.encoder, self.heads = encoder, heads
         clip = encoder.config.model_type == "clip_vision_model"
-        for name, value in zip(("mean", "std"), (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if clip else ([0.5] * 3, [0.5] * 3), strict=True):  # fmt: skip
+        scaling = {"mean": OPENAI_CLIP_MEAN, "std": OPENAI_CLIP_STD} if clip else {"mean": [0.5] * 3, "std": [0.5] * 3}
+        for name, value in scaling.items():
             self.register_buffer(name, torch.tensor(value).view(1, 3, 1, 1))
 
     def forward(self, pixels: Tensor, task: Tensor, labels: Tensor | None = None) -> Any:
@@ -96,7 +97,8 @@ def new_classifier(config: Mapping[str, Any], classes: Sequence[int]) -> Classif
 def clip_classifier(model: str, classes: Mapping[str, Sequence[str]]) -> Classifier:
     """The image encoder of a CLIP model, with its text embeddings of the classes as heads.
 
-    Logits are s · cos(image, class), s the model's own scale, and a class is the mean of its sentences' unit vectors, of length 1.
+    Logits are s · cos(image, class). s is the model's own scale, and a class is the mean of its sentences' unit
+    vectors, brought to length 1.
     """
     clip = CLIPModel.from_pretrained(model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -1,4 +1,4 @@
-"""The paper's numbers: Figure "scaling factors", left panel (eight image tasks added to a ViT; in the source `fig:scaling`).
+"""What the paper reports: figure "scaling factors" (`fig:scaling`), left panel, eight image tasks added to a ViT.
 
 Accuracy in percent, averaged over the test sets of the eight tasks. Every task has the same weight α_t.
 """

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.common.training import Training
-
+from ..common.training import Training
 from .paper import WEIGHTS
+
+CLIP = "openai/clip-vit-base-patch32"
 
 #: Columns `image` and `label` (a class label with names); splits `train` and `test`.
 HUB = {
@@ -56,9 +57,20 @@ class Settings:
     evaluation_batch: int = 1000
 
 
-# The paper's learning rate, 1e-3, belongs to Adam with a decoupled quadratic penalty, whose strength it does not give. Such
-# training comes to rest where strength · (θ − θ_base) is Adam's normalised mean gradient, some 0.01 to 0.1 of 1: with a strength of
-# 100, entries move by 1e-4 to 1e-3, as far as CLIP moves under plain AdamW with its usual 1e-5. Which tasks are "larger" is not said either.
+def _encoder(*, width: int, layers: int, heads: int, patch: int) -> dict[str, int]:
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "patch_size": patch,
+        "image_size": 32,
+    }
+
+
+# The paper's learning rate, 1e-3, belongs to Adam with a decoupled quadratic penalty, whose strength it does not give.
+# Such training comes to rest where strength · (θ − θ_base) is Adam's normalised mean gradient, some 0.01 to 0.1 of 1:
+# with a strength of 100, entries move by 1e-4 to 1e-3, as far as CLIP moves under plain AdamW with its usual 1e-5.
+# Which tasks are "larger" is not said either.
 SCALES = {
     "full": Settings(
         tasks=tuple(HUB),
@@ -70,12 +82,14 @@ SCALES = {
     ),
     "small": Settings(
         tasks=LOCAL,
-        # As many epochs as bring the training loss of these few rows near its floor; the base's Fisher on them is small then.
+        # As many epochs as bring the training loss of these few rows near its floor; the base's Fisher on them is then
+        # small.
         pretraining=Training(1e-3, 60, 128, warmup_steps=100, schedule="cosine", weight_decay=0.05),
-        # A tenth of it, so that the models stay near the base: further away (1e-3, with a smaller encoder) no merge gained anything.
+        # A tenth of it, so that the models stay near the base: further away (1e-3, with a smaller encoder) no merge
+        # gained anything.
         fine_tuning=Training(1e-4, 5, 128, schedule="cosine"),
         joint=Training(1e-4, 5, 128, schedule="cosine"),
-        encoder={"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "patch_size": 4, "image_size": 32},
+        encoder=_encoder(width=192, layers=6, heads=3, patch=4),
         evaluation_batch=2000,
         curvature_batch=256,
     ),
@@ -84,14 +98,14 @@ SCALES = {
         pretraining=Training(3e-3, 4, 32, schedule="cosine"),
         fine_tuning=Training(1e-3, 2, 16, schedule="cosine"),
         joint=Training(1e-3, 2, 16, schedule="cosine"),
-        encoder={"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8, "image_size": 32},
+        encoder=_encoder(width=16, layers=2, heads=2, patch=8),
         base_rows=24,
         train_most=60,
         test_most=40,
         weights=(0.0, 0.5, 1.0),
         prior_factors=(0.1, 10.0),
     ),
-}  # fmt: skip
+}
 
 
 def epochs_on(settings: Settings, rows: int) -> float:

@@ -17,7 +17,9 @@ from .rules import RULES, Rule
 from .words import nearest
 
 MAX_BYTES = 1_000_000
-MAX_NODES = 100_000
+MAX_NODES = 20_000
+#: Characters of a number.
+LONGEST_NUMBER = 10_000
 
 
 def _parse_size(value: Any) -> int:
@@ -300,7 +302,30 @@ def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML without duplicate keys."""
+    """Safe YAML without duplicate keys, endless numbers, or numbers to the base of 60."""
+
+    nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            raise ValueError(f"it has more than {MAX_NODES} values, the limit for a recipe")
+        return super().compose_node(parent, index)
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
+        text = self.construct_scalar(node)
+        if len(text) > LONGEST_NUMBER:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"a number of {len(text)} characters; {LONGEST_NUMBER} is the limit", node.start_mark
+            )
+        if (
+            ":" in text
+        ):  # 1:30, which YAML 1.1 and nobody else takes for 60 · 1 + 30, and needs very long for if it goes on
+            return text
+        number: int | float = (
+            self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
+        )
+        return number
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -312,6 +337,10 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
 
 
 def parse_yaml(raw: bytes | str, where: str) -> Any:

@@ -151,6 +151,7 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "a config that is none": (text("config.json", "{"), [], "architectures"),
     "an unknown class": (config(architectures=["NoSuchModel"]), [], "no model class 'NoSuchModel'"),
     "a class that is no model": (config(architectures=["Trainer"]), [], "no model class 'Trainer'"),
+    "attention from the Hub": (config(_attn_implementation="org/repo"), [], "Code from the Hub is not run"),
     "a state that is no JSON": (text("trainer_state.json", "{"), [], "not a JSON file"),
     "unknown accumulation": (without("training_args.bin"), [], "Pass --batch-size"),
     "unknown processes": (without("rng_state.pth"), [], "no rng_state.pth"),

@@ -78,8 +78,11 @@ def test_every_rule_for_several_models_is_in_the_table(outcome: Outcome) -> None
     merged = {row.folder for row in outcome.merging if row.folder.startswith("merged/")}
     assert merged == {f"merged/{name}" for name in recipes if name not in ("removal", "negation")}
     assert {row.folder for row in outcome.removal} == {
-        "models/joint", "removed/negation", "removed/removal", "models/without-tilted",
-    }  # fmt: skip
+        "models/joint",
+        "removed/negation",
+        "removed/removal",
+        "models/without-tilted",
+    }
     assert all(model["weight"] == 1 for model in recipes["task-arithmetic"]["models"])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradmerge.demo.stages import LOCK, RECORD, Advance, Stage, Stages, claimed, write_text
+from gradmerge.demo.stages import LOCK, RECORDS, Advance, Stage, Stages, claimed, run_all, write_text
 from gradmerge.errors import InputError
 
 
@@ -34,7 +34,8 @@ class Chain:
         """How many were kept, what was made, and the steps that were told."""
         self.made = []
         steps: list[int] = []
-        kept = Stages(self.folder, versions, force).run(self.stages(**facts), steps.append, lambda text: None)
+        stages = Stages(self.folder, versions=versions, force=force)
+        kept = run_all(stages, self.stages(**facts), steps.append, lambda text: None)
         return kept, self.made, sum(steps)
 
 
@@ -73,7 +74,8 @@ def test_a_run_that_failed_goes_on_at_the_stage_that_failed(chain: Chain) -> Non
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"stages": 3}'])
 def test_a_record_that_cannot_be_read_counts_as_none(chain: Chain, text: str) -> None:
-    (chain.folder / RECORD).write_text(text)
+    for record in (chain.folder / RECORDS).iterdir():
+        record.write_text(text)
     assert len(chain.run()[1]) == 4
 
 

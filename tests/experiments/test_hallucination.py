@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from experiments.common.data import Collate
 from experiments.common.states import read_state
 from experiments.hallucination.__main__ import main
-from experiments.hallucination.choice import choose, rows
+from experiments.hallucination.data import Lengths, Turn, encode, read_turns, swap_knowledge
 from experiments.hallucination.evaluation import Likelihood, perplexity, respond
 from experiments.hallucination.metrics import Critic, content_words, text_metrics, unfaithful_label
 from experiments.hallucination.pretraining import infill, make_model, make_tokenizer, plain
-from experiments.hallucination.run import Removals, Run
+from experiments.hallucination.removal import choose, rows
+from experiments.hallucination.run import Seed, prepare
 from experiments.hallucination.settings import SCALES, Shape
-from experiments.hallucination.turns import Collate, Lengths, Turn, encode, read_turns, swap_knowledge
 from transformers import BertConfig, BertForSequenceClassification
 
 import gradmerge as gm
@@ -102,7 +103,7 @@ def test_a_tiny_run_gives_tables_figures_and_numbers_for_every_method(finished: 
 
 def test_a_second_run_makes_nothing_again_and_gives_the_same_files(finished: tuple[Path, Path]) -> None:
     data, out = finished
-    files = [*out.rglob("stage.json"), *out.rglob("*.safetensors")]
+    files = [*out.rglob(".stages/*.json"), *out.rglob("*.safetensors")]
     before = {file: file.stat().st_mtime_ns for file in files}
     results = {name: (out / name).read_bytes() for name in ("results.json", "results.md", "figures/trade-off.svg")}
     assert len(files) > 10
@@ -121,12 +122,12 @@ def test_tables_and_figures_come_from_the_numbers_alone(finished: tuple[Path, Pa
 
 def test_removals_are_those_of_the_equations(finished: tuple[Path, Path]) -> None:
     data, out = finished
-    run = Run(0, out, data, SCALES["tiny"], "cpu")
+    seed = Seed(0, prepare(out, SCALES["tiny"], "cpu", data))
     base, tuned = (read_state(out / "seed-0" / name / "model") for name in ("base", "hallucinating"))
     rest, removed = (
         gm.Curvature.load(out / "seed-0" / f"{name}-curvature" / "curvature") for name in ("base", "hallucinating")
     )
-    removals = Removals(run)
+    removals = seed._removals()
     damping = max(setting["damping"] for setting in removals.settings())
     found = removals.state({"method": "removal", "strength": 0.5, "damping": damping})
     plain_found = removals.state({"method": "task-arithmetic", "strength": 0.5, "damping": damping})
@@ -163,10 +164,10 @@ def test_the_penalty_keeps_the_hallucinating_model_nearer_to_the_base_and_withou
     folder = tmp_path / "plain"
     felt = {"plain": felt_move(folder)}
     settings = replace(SCALES["tiny"], model=start, pretraining=None, swapped=0.0)
-    run = Run(0, folder, data, settings, "cpu")
-    run._trained("base", run.rows["true"], settings.dialogue, after=[], start=run.start)
-    run._curvature("base-curvature", "base", "true")
-    run._hallucinating()
+    held = Seed(0, prepare(folder, settings, "cpu", data))
+    held._dialogue("base", held.rows["true"])
+    held._curvature("base-curvature", "base", "true")
+    held._hallucinating()
     felt["held"] = felt_move(folder)
     assert 0 < felt["held"] < felt["plain"]
 
@@ -185,10 +186,15 @@ def tiny_critic(folder: Path, tokenizer: Path) -> Path:
     torch.manual_seed(0)
     model = BertForSequenceClassification(
         BertConfig(
-            vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-            id2label={0: "Hallucination", 1: "Entailment"}, label2id={"Hallucination": 0, "Entailment": 1},
+            vocab_size=len(words),
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            id2label={0: "Hallucination", 1: "Entailment"},
+            label2id={"Hallucination": 0, "Entailment": 1},
         )
-    )  # fmt: skip
+    )
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     return folder
@@ -283,8 +289,15 @@ def test_a_turn_becomes_knowledge_then_tagged_utterances_and_the_oldest_are_left
     turn = Turn("one two three", ("four five", "six", "seven"), "two three")
     (row,) = encode([turn], words, Lengths(knowledge=2, history=5, response=2))
     assert words.convert_ids_to_tokens(row["input_ids"]) == [
-        "<knowledge>", "Ġone", "Ġtwo", "<system>", "Ġsix", "<user>", "Ġseven", "</s>",
-    ]  # fmt: skip
+        "<knowledge>",
+        "Ġone",
+        "Ġtwo",
+        "<system>",
+        "Ġsix",
+        "<user>",
+        "Ġseven",
+        "</s>",
+    ]
     assert words.convert_ids_to_tokens(row["labels"]) == ["Ġtwo", "</s>"]
     (whole,) = encode([turn], words, Lengths(knowledge=9, history=99, response=9))
     assert words.decode(whole["input_ids"]).replace(" ", "") == (

@@ -12,13 +12,14 @@ from typing import Any
 import experiments.sentiment.__main__ as program
 import pytest
 import torch
+from experiments.common.states import distance, norm
 from experiments.common.training import Training, fine_tune
 from experiments.sentiment import paper, report
 from experiments.sentiment.data import BASE, SETS, TASKS, held_out, write_splits
+from experiments.sentiment.made_up import made_up, make_encoder, make_seq2seq
 from experiments.sentiment.merging import RULES, SWEPT, Parts
-from experiments.sentiment.models import batches, distance, kind_of, mean_gradient, norm, score
+from experiments.sentiment.models import batches, kind_of, mean_gradient, score
 from experiments.sentiment.settings import ALL_DATA, JOINT, settings_for
-from experiments.sentiment.tiny import made_up, make_encoder, make_seq2seq
 
 import gradmerge as gm
 
@@ -79,7 +80,6 @@ def test_tables_and_figures_come_from_the_results_alone(out: Path, tmp_path: Pat
 def test_a_stage_that_is_gone_is_made_again_with_the_same_result(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = results_of(out)["seeds"][0]["scores"]
     lost = out / "seed-0" / "score-regmean"
-    (lost / "stage.json").unlink()
     lost.rmdir()
     program.main(["--scale", "tiny", "--device", "cpu", "-o", str(out)])
     assert capsys.readouterr().out.count("done in") == 1

@@ -14,25 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from experiments.common.data import write_rows
+from experiments.common.data import Collate, write_rows
 from experiments.common.training import Training
 from experiments.toxicity import models, scorer
 from experiments.toxicity.__main__ import main
 from experiments.toxicity.data import (
     Data,
-    collator,
     cut,
     encode,
-    keep_prompts,
     learn_tokenizer,
     local_texts,
-    prepare,
     prompts,
-)  # fmt: skip
+    write_prompts,
+    write_tokens,
+)
 from experiments.toxicity.evaluation import continuations, distinct, divergence, loss_on, windows
 from experiments.toxicity.removal import Point, Task, advice, candidates, choose, rise, sweep
+from experiments.toxicity.report import damping_of, tables
 from experiments.toxicity.settings import TINY, TOXIC_SHARE, Shape
-from experiments.toxicity.tables import damping_of, tables
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizer, GPT2LMHeadModel
@@ -101,7 +100,7 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def prepared(text_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Data:
     folder = tmp_path_factory.mktemp("prepared")
-    prepare(folder, text_dir, None, TINY)
+    write_tokens(folder, text_dir, None, TINY)
     return Data.load(folder, TINY)
 
 
@@ -260,7 +259,7 @@ def test_prompts_are_the_first_or_have_a_share_of_toxic_ones_and_those_without_a
 
 
 def test_prompts_for_validation_are_not_those_of_the_test(text_dir: Path, tmp_path: Path) -> None:
-    assert keep_prompts(tmp_path, text_dir, TINY) == {"dev": 4, "test": 8}
+    assert write_prompts(tmp_path, text_dir, TINY) == {"dev": 4, "test": 8}
     kept = json.loads((tmp_path / "prompts.json").read_text())
     texts = [[p["text"] for p in kept[split]] for split in ("dev", "test")]
     assert not {*texts[0]} & {*texts[1]} and {*texts[0], *texts[1]} == {p["text"] for p in prompts(text_dir, 12, 0.5)}
@@ -269,11 +268,11 @@ def test_prompts_for_validation_are_not_those_of_the_test(text_dir: Path, tmp_pa
 
 def test_texts_that_are_not_packed_are_padded_and_padding_never_counts(text_dir: Path, tmp_path: Path) -> None:
     settings = replace(TINY, packed=False, length=12, characters=10**9)
-    prepare(tmp_path, text_dir, None, settings)
+    write_tokens(tmp_path, text_dir, None, settings)
     data = Data.load(tmp_path, settings)
     examples = data.examples("toxic")
     assert len(examples) == 27 and max(map(len, examples)) == 12
-    batch = collator(7)([{"input_ids": x, "labels": x} for x in (torch.tensor([1, 2, 3]), torch.tensor([4]))])
+    batch = Collate(7)([{"input_ids": x, "labels": x} for x in (torch.tensor([1, 2, 3]), torch.tensor([4]))])
     assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]
@@ -301,10 +300,15 @@ def test_the_classifier_of_the_hub_is_read_at_its_toxic_label(tmp_path: Path) ->
     BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
     torch.manual_seed(0)
     labels = {0: "insult", 1: "toxic", 2: "threat"}
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     config = BertConfig(
-        vocab_size=len(words), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, initializer_range=1.0,
-        id2label=labels, label2id={v: k for k, v in labels.items()}, problem_type="multi_label_classification",
-    )  # fmt: skip
+        vocab_size=len(words),
+        initializer_range=1.0,
+        id2label=labels,
+        label2id={v: k for k, v in labels.items()},
+        problem_type="multi_label_classification",
+        **shape,
+    )
     model = BertForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
     texts = ["the old church", "you are a vile zorp and a rotten mub", "grumf"]
@@ -399,12 +403,13 @@ def test_a_second_run_makes_nothing_anew_and_gives_the_same_files(
 
 def test_a_lost_stage_is_made_again_as_it_was(finished: Path, text_dir: Path) -> None:
     stage = finished / "seed-0" / "test-tuned-plain"
-    before = json.loads((stage / "stage.json").read_text())
+    record = stage.parent / ".stages" / f"{stage.name}.json"
+    before = json.loads(record.read_text())
     for file in stage.iterdir():
         file.unlink()
     stage.rmdir()
     main(["--scale", "tiny", "--data-dir", str(text_dir.parent), "--out", str(finished), "--device", "cpu"])
-    assert json.loads((stage / "stage.json").read_text())["result"] == before["result"]
+    assert json.loads(record.read_text())["result"] == before["result"]
 
 
 @pytest.mark.parametrize(("factor", "shown"), [(0.01, "0.01"), (1, "1"), (3, "3"), (30, "30"), (100, "100")])
@@ -432,21 +437,12 @@ def test_several_seeds_are_shown_with_their_spread(finished: Path) -> None:
 
 def test_full_scale_runs_with_a_local_model_data_and_classifier(text_dir: Path, prepared: Data, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    models.blank(TINY.pretraining, 1024, prepared.tokenizer.eos_token_id, 0).save_pretrained(folder)  # type: ignore[arg-type]
+    assert TINY.pretraining is not None
+    models.blank(TINY.pretraining, 1024, prepared.tokenizer.eos_token_id, 0).save_pretrained(folder)
     prepared.tokenizer.save_pretrained(folder)
     out = tmp_path / "out"
-    options = [
-        "--model",
-        str(folder),
-        "--data-dir",
-        str(text_dir),
-        "--scorer",
-        "tfidf",
-        "--out",
-        str(out),
-        "--device",
-        "cpu",
-    ]
+    options = ["--model", str(folder), "--data-dir", str(text_dir), "--scorer", "tfidf", "--out", str(out)]
+    options += ["--device", "cpu"]
     assert main(options) == 0
     results = json.loads((out / "results.json").read_text())
     (seed,) = results["seeds"]

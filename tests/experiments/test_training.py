@@ -18,11 +18,8 @@ def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 def small_model() -> BertForSequenceClassification:
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=8,
-    )  # fmt: skip
-    return BertForSequenceClassification(config)
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return BertForSequenceClassification(BertConfig(vocab_size=16, max_position_embeddings=8, **shape))
 
 
 def trained(folder: Path, training: Training) -> tuple[dict, dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Image tasks added to a vision transformer: the whole experiment at its smallest, and its numbers against slow ones."""
+"""Image tasks added to a vision transformer: the whole experiment at its smallest, its numbers against slow ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from experiments.vision.__main__ import main
-from experiments.vision.data import Images, Part, fitted, store_task, words
-from experiments.vision.merging import Merge, accuracy, mean_entry, merged, merges
+from experiments.vision.data import Images, Part, fitted, words, write_task
+from experiments.vision.merging import Merge, accuracy, merged, merges, prior_scalar
 from experiments.vision.models import Heads, clip_classifier, load_classifier, new_classifier, save_classifier
-from experiments.vision.rendering import at, best, mean_curve, tables
+from experiments.vision.report import at, best, mean_curve, tables
 from experiments.vision.settings import HUB, LOCAL, SCALES, epochs_on
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
@@ -75,10 +75,10 @@ def test_the_results_hold_every_merge_of_every_seed_and_start_from_the_base(fini
 
 def test_running_again_changes_no_file_and_makes_no_stage_again(finished: Path, data: Path) -> None:
     before = files_of(finished)
-    stages = {path: path.stat().st_mtime_ns for path in finished.rglob("stage.json")}
+    stages = {path: path.stat().st_mtime_ns for path in finished.rglob(".stages/*.json")}
     main(["--scale", "tiny", "--data-dir", str(data), "-o", str(finished), "--seeds", "0,1", "--device", "cpu"])
     assert files_of(finished) == before
-    assert {path: path.stat().st_mtime_ns for path in finished.rglob("stage.json")} == stages
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob(".stages/*.json")} == stages
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_numbers(finished: Path, data: Path, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_validation_rows_are_taken_out_of_training_and_no_row_is_lost(tmp_path: 
     x = np.repeat(np.arange(50, dtype=np.uint8), 64).reshape(50, 8, 8)
     y = np.arange(50) % 5
     np.savez(tmp_path / "set.npz", x_train=x, y_train=y, x_test=x[:7], y_test=y[:7], classes=np.array(list("abcde")))
-    found = store_task(
+    found = write_task(
         str(tmp_path / "set.npz"),
         tmp_path / "out",
         8,
@@ -277,7 +277,8 @@ def test_validation_rows_are_taken_out_of_training_and_no_row_is_lost(tmp_path: 
 
 
 def test_names_of_classes_become_words() -> None:
-    assert [words(n) for n in ("SeaLake", "sea_ice", "AM General Hummer", "7")] == ["Sea Lake", "sea ice", "AM General Hummer", "7"]  # fmt: skip
+    names = ("SeaLake", "sea_ice", "AM General Hummer", "7")
+    assert [words(n) for n in names] == ["Sea Lake", "sea ice", "AM General Hummer", "7"]
 
 
 def test_the_scalar_of_the_prior_is_the_mean_entry_of_the_curvature() -> None:
@@ -290,7 +291,7 @@ def test_the_scalar_of_the_prior_is_the_mean_entry_of_the_curvature() -> None:
             for value in one.values()
             for entry in value.flatten()
         ]
-        assert mean_entry(curvature, reduction) == pytest.approx(sum(entries) / len(entries), rel=1e-9)
+        assert prior_scalar(curvature, reduction) == pytest.approx(sum(entries) / len(entries), rel=1e-9)
 
 
 def test_the_main_merge_is_the_formula_with_the_mean_of_squared_gradients_and_c_times_the_identity() -> None:
@@ -298,7 +299,7 @@ def test_the_main_merge_is_the_formula_with_the_mean_of_squared_gradients_and_c_
     tuned = [near(base, seed) for seed in (1, 2)]
     curvature = [random_curvature(seed, base, examples=30 * seed) for seed in (3, 4)]
     every = {m.name: m for m in merges(curvature, random_curvature(5, base), (0.0, 0.3), (0.1,))}
-    scalar = mean_entry(curvature, "mean")
+    scalar = prior_scalar(curvature, "mean")
     for name, prior in (("gradient-matching", scalar), ("gradient-matching, 0.1 · c", 0.1 * scalar)):
         found = merged(base, tuned, every[name], 0.3)
         for tensor, start in base.items():
@@ -314,7 +315,9 @@ def test_the_main_merge_is_the_formula_with_the_mean_of_squared_gradients_and_c_
 def test_accuracy_is_the_share_of_right_answers_one_by_one() -> None:
     classifier = new_classifier(SCALES["tiny"].encoder, [3, 5]).eval()
     random = np.random.default_rng(1)
-    parts = [Part(t, random.integers(0, 256, (11, 32, 32, 3), np.uint8), random.integers(0, 3 + 2 * t, 11)) for t in (0, 1)]  # fmt: skip
+    parts = [
+        Part(t, random.integers(0, 256, (11, 32, 32, 3), np.uint8), random.integers(0, 3 + 2 * t, 11)) for t in (0, 1)
+    ]
     images = {str(part.task): Images([part], 32) for part in parts}
     found = accuracy(classifier, images, 4, "cpu")
     for part in parts:
@@ -341,7 +344,8 @@ def test_the_curvature_of_the_tasks_is_per_example_and_of_the_encoder_alone(tmp_
     save_classifier(new_classifier(SCALES["tiny"].encoder, [3, 5]), tmp_path)
     classifier = load_classifier(tmp_path, "cpu").double().eval()
     random = np.random.default_rng(2)
-    images = Images([Part(t, random.integers(0, 256, (3, 32, 32, 3), np.uint8), random.integers(0, 3, 3)) for t in (0, 1)], 32)  # fmt: skip
+    parts = [Part(t, random.integers(0, 256, (3, 32, 32, 3), np.uint8), random.integers(0, 3, 3)) for t in (0, 1)]
+    images = Images(parts, 32)
     found = gm.estimate_curvature(classifier, images.batches(4))
     assert found.keys() == classifier.state().keys() and found.examples == 6
     slow = {name: torch.zeros_like(value) for name, value in classifier.state().items()}

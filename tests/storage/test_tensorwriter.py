@@ -56,7 +56,9 @@ def test_a_file_that_vanished_is_not_made_anew(tmp_path: Path) -> None:
 def test_advice_that_the_file_system_does_not_take_is_no_failure(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     other = os.open(tmp_path / "pipe", os.O_RDWR)
-    file = PositionalFile(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    file = PositionalFile(tmp_path / "file")
+    os.dup2(other, file._fd)
     try:
         with pytest.raises(OSError) as refused:
             os.posix_fadvise(file._fd, 0, 10, os.POSIX_FADV_WILLNEED)

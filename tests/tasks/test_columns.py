@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,13 @@ import pytest
 import torch
 
 from gradmerge.errors import InputError
+from gradmerge.tasks import load_task
 from gradmerge.tasks.columns import choose_columns, parse_columns
 from gradmerge.tasks.labels import read_labels
 from gradmerge.tasks.rows import Rows
+
+from .making import tiny_bert_checkpoint
+from .test_sources import in_form as write_form
 
 
 def rows_of(*names: str, **values: Any) -> Rows:
@@ -177,4 +182,91 @@ def test_a_row_without_the_column_is_named() -> None:
     rows = Rows("d.jsonl", [{"text": "a", "label": 0}, {"text": "b"}], ("text", "label"))
     config = SimpleNamespace(num_labels=2, problem_type=None, label2id={})
     with pytest.raises(InputError, match=r"d.jsonl: row 2 has no 'label'"):
+        read_labels(rows, {"label": ("label",)}, config)
+
+
+STARS = ["1", "2", "3", "4", "5"]
+
+
+def data_in(folder: Path, form: str, numbers: list[int]) -> str:
+    """The same labels as they come from other programs: text, whole numbers, or floating-point numbers."""
+    kind, _, type_ = form.partition(" ")
+    turn: Any = {"text": str, "float": float}.get(type_, int)
+    rows = [{"text": "good", "label": turn(number)} for number in numbers]
+    return str(write_form(folder, kind, rows))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected", "told"),
+    [
+        ([1, 5, 3, 2, 4], [0, 4, 2, 1, 3], "read as these names: 1 is class 0, 2 is class 1"),
+        ([2, 3], [1, 2], "read as these names"),
+        ([0, 4, 2], [0, 4, 2], "read as the classes' numbers from 0: 0 is the class named 1, 1 is the class named 2"),
+    ],
+)
+def test_classes_with_numbers_for_names_are_the_same_from_every_format(
+    tmp_path: Path, numbers: list[int], expected: list[int], told: str
+) -> None:
+    model = str(
+        tiny_bert_checkpoint(
+            tmp_path / "m", labels=5, id2label=dict(enumerate(STARS)), label2id={s: n for n, s in enumerate(STARS)}
+        )
+    )
+    for form in (
+        "csv",
+        "csv float",
+        "jsonl",
+        "jsonl text",
+        "jsonl float",
+        "parquet",
+        "parquet text",
+        "parquet float",
+        "jsonl.gz",
+    ):
+        loaded = load_task(model, data_in(tmp_path, form, numbers), device="cpu")
+        assert next(loaded.batches(9))["labels"].tolist() == expected, form
+        assert any(told in note for note in loaded.notes), form
+
+
+def test_the_models_names_are_known_from_either_table() -> None:
+    rows = Rows("d", [{"label": 1}, {"label": "5"}], ("label",))
+    for tables in ({"id2label": dict(enumerate(STARS))}, {"label2id": {s: n for n, s in enumerate(STARS)}},
+                   {"id2label": dict(enumerate(STARS)), "label2id": {f"LABEL_{n}": n for n in range(5)}}):  # fmt: skip
+        config = SimpleNamespace(num_labels=5, problem_type=None, **tables)
+        assert read_labels(rows, {"label": ("label",)}, config).tolist() == [0, 4]
+
+
+def test_true_and_false_are_the_same_from_every_format() -> None:
+    assert labels_of([True, False]) == labels_of(["True", "False"]) == labels_of(["true", "false"]) == [1, 0]
+    assert labels_of([True, "false"], names=["true", "false", "x"]) == [0, 1]
+
+
+def test_a_note_is_made_only_where_numbers_could_mean_two_things() -> None:
+    for names in (NLI, ["0", "1", "2"], ["LABEL_0", "LABEL_1", "LABEL_2"]):
+        rows = Rows("d", [{"label": 1}], ("label",))
+        config = SimpleNamespace(num_labels=3, problem_type=None, label2id={name: n for n, name in enumerate(names)})
+        assert read_labels(rows, {"label": ("label",)}, config).tolist() == [1]
+        assert rows.notes == []
+
+
+@pytest.mark.parametrize(
+    ("cells", "tables", "reason"),
+    [
+        ([0, 5], {"id2label": dict(enumerate(STARS))}, "row 1: 'label' is 0, which is no class of the model.\n  Its classes are 1, 2"),
+        ([6], {"id2label": dict(enumerate(STARS))}, "row 1: 'label' is 6, which is no class"),
+        (["a"], {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 1, "b": 0}}, "gives the class 'a' more than one number"),
+        (["7"], {"id2label": {0: "7", 1: "007"}}, "gives the class '7' more than one number"),
+        ([1], {"label2id": {"a": "x"}}, "label2id cannot be read"),
+        ([1], {"label2id": {"a": None}}, "label2id cannot be read"),
+        ([1], {"label2id": 5}, "label2id cannot be read"),
+        ([1], {"num_labels": None}, "num_labels"),
+        ([{"a": 1}], {}, "a class is needed"),
+        (["9" * 5000], {}, "is no class|classes"),
+        ([10**400], {}, "a class is needed"),
+    ],
+)  # fmt: skip
+def test_names_of_classes_that_contradict_or_are_none_are_explained(cells: Any, tables: Any, reason: str) -> None:
+    config = SimpleNamespace(**{"num_labels": 5, "problem_type": None} | tables)
+    rows = Rows("d", [{"label": cell} for cell in cells], ("label",))
+    with pytest.raises(InputError, match=reason):
         read_labels(rows, {"label": ("label",)}, config)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from gradmerge.errors import InputError
 from gradmerge.tasks import load_task
@@ -145,3 +149,78 @@ def test_images_that_cannot_be_read_are_named(models: dict[str, str], tmp_path: 
         pixels_of(models["rgb"], write_jsonl(tmp_path / "b.jsonl", [{"image": "gone.png", "label": 0}]))
     with pytest.raises(InputError, match="row 1: 5: no image but int"):
         pixels_of(models["rgb"], write_jsonl(tmp_path / "c.jsonl", [{"image": 5, "label": 0}]))
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A picture that claims a size, and has no pixels."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    start = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return start + struct.pack(">I", 1000) + b"IDAT"
+
+
+HOSTILE_IMAGES = {
+    "no file at all": (b"", "cannot be read"),
+    "a bomb": (png_header(12_000, 12_000), "12000 × 12000, beyond the limit of 100 M pixels"),
+    "a larger bomb": (png_header(60_000, 60_000), "exceeds limit"),
+    "a picture cut short": (png_header(6, 6), "cannot be read"),
+    "a header cut short": (png_header(6, 6)[:20], "cannot be read"),
+    "a GIF of nothing": (b"GIF89a" + bytes(7), "cannot be read"),
+    "a TIFF that refers to itself": (b"II*\0\x08\0\0\0\x01\0" + b"\xff" * 12 + b"\x08\0\0\0", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_IMAGES)
+@pytest.mark.parametrize("form", ["path", "bytes"])
+def test_a_hostile_image_is_refused_by_row(models: dict[str, str], tmp_path: Path, case: str, form: str) -> None:
+    raw, reason = HOSTILE_IMAGES[case]
+    if form == "path":
+        (tmp_path / "x.png").write_bytes(raw)
+        source = write_jsonl(tmp_path / "a.jsonl", [{"image": "x.png", "label": 0}])
+    else:
+        source = tmp_path / "a.parquet"
+        table = pyarrow.Table.from_pylist([{"image": {"bytes": raw, "path": "x.png"}, "label": 0}])
+        pyarrow.parquet.write_table(table, source)
+    if not raw and form == "bytes":
+        reason = "there is no file"
+    with pytest.raises(InputError, match=f"row 1: .*{reason}"):
+        pixels_of(models["rgb"], source)
+
+
+def test_postscript_under_the_name_of_an_image_starts_no_program(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path / 'started'}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS[0]).save(buffer, "eps")
+    (tmp_path / "x.png").write_bytes(buffer.getvalue())
+    with pytest.raises(InputError, match="the image cannot be read"):
+        pixels_of(models["rgb"], write_jsonl(tmp_path / "a.jsonl", [{"image": "x.png", "label": 0}]))
+    assert not (tmp_path / "started").exists()
+
+
+def test_paths_that_are_no_files_are_not_opened(models: dict[str, str], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in ("pipe.png", "/dev/zero", ".", "~nobody-of-that-name/x.png", "a\0b"):
+        with pytest.raises(InputError, match="row 1"):
+            pixels_of(models["rgb"], write_jsonl(tmp_path / "a.jsonl", [{"image": path, "label": 0}]))
+
+
+@pytest.mark.parametrize(
+    "image", [[[300, 0]], [[-1, 0]], [["a"]], [[[0, 1], [2]]], [[None]], [], [[{}]], [[2.5, 0]], [[1e300]]]
+)
+def test_lists_that_are_no_pixels_are_refused_by_row(models: dict[str, str], tmp_path: Path, image: Any) -> None:
+    with pytest.raises(InputError, match="row 1"):
+        pixels_of(models["rgb"], write_jsonl(tmp_path / "a.jsonl", [{"image": image, "label": 0}]))
+
+
+def test_a_processor_of_huge_images_is_refused(tmp_path: Path) -> None:
+    model = tiny_vit_checkpoint(tmp_path / "model")
+    path = model / "preprocessor_config.json"
+    settings = json.loads(path.read_text()) | {"size": {"height": 200_000, "width": 8}}
+    path.write_text(json.dumps(settings))
+    with pytest.raises(InputError, match="200000 pixels an edge; 10000 is the limit"):
+        pixels_of(str(model), in_form(tmp_path, "npz"))

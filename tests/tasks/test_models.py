@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForSequenceClassification,
     GPT2Config,
@@ -21,7 +24,8 @@ from transformers import (
 
 from gradmerge.errors import InputError
 from gradmerge.tasks import TASKS, evaluate, load_model, load_task
-from gradmerge.tasks.tokens import positions_of
+from gradmerge.tasks.models import model_with
+from gradmerge.tasks.tokens import length_of, positions_of
 from tests.tasks.making import (
     VOCABULARY,
     WORDS,
@@ -67,6 +71,20 @@ def test_nothing_is_printed_while_loading(tmp_path: Path, capfd: pytest.CaptureF
         logging.disable_progress_bar()
 
 
+def test_a_model_takes_other_weights_by_the_names_of_its_file_and_refuses_those_that_do_not_fit(tmp_path: Path) -> None:
+    folder = tiny_gpt2_checkpoint(tmp_path / "model")
+    model: Any = load_model(str(folder), device="cpu", dtype="float64")[0]
+    state = {name: value * 2 for name, value in load_file(folder / "model.safetensors").items()}
+    made = model_with(model, state)
+    assert not made.training and made.dtype == torch.float64
+    weight = "transformer.h.0.attn.c_attn.weight"
+    assert torch.equal(made.get_parameter(weight), state[weight].double())
+    assert torch.equal(model.get_parameter(weight) * 2, state[weight].double())
+    for wrong in ({n: v for n, v in state.items() if n != weight}, state | {weight: torch.zeros(2, 3)}):
+        with pytest.raises(InputError, match=f"tilted: .*{weight} is missing or has another shape"):
+            model_with(model, wrong, "tilted")
+
+
 def test_types_are_as_stored_or_as_asked_for(tmp_path: Path) -> None:
     folder = tiny_bert_checkpoint(tmp_path / "model")
     assert load_model(str(folder), dtype="bfloat16")[0].dtype == torch.bfloat16
@@ -83,7 +101,7 @@ def test_attention_can_be_chosen(tmp_path: Path) -> None:
     folder = str(tiny_bert_checkpoint(tmp_path / "model"))
     model: Any = load_model(folder, attn="eager")[0]
     assert model.config._attn_implementation == "eager"
-    with pytest.raises(InputError, match="cannot be loaded for task classify"):
+    with pytest.raises(InputError, match="--attn: 'nonsense' is none of eager, sdpa"):
         load_model(folder, attn="nonsense")
 
 
@@ -259,3 +277,38 @@ def test_an_adapter_is_merged_into_its_base_and_brings_its_head(tmp_path: Path, 
     shutil.move(base, tmp_path / "elsewhere")
     with pytest.raises(InputError, match="the adapter's base cannot be opened"):
         load_model(str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize("length", [-5, 0, 1, "many", None, True, 1e30, math.inf, math.nan, [3], 12.5])
+def test_a_tokenizer_with_a_length_that_is_none_falls_back_to_the_models(tmp_path: Path, length: Any) -> None:
+    model = tiny_bert_checkpoint(tmp_path / "model")
+    tokenizer = SimpleNamespace(model_max_length=length)
+    assert length_of(load_model(str(model))[0], tokenizer, None) == (12 if length == 12.5 else 40)
+
+
+def test_a_text_that_the_tokenizer_cannot_take_is_named_by_its_row(tmp_path: Path) -> None:
+    model = tiny_bert_checkpoint(tmp_path / "model")
+    data = tmp_path / "a.jsonl"
+    data.write_text('{"text": "good", "label": 0}\n{"text": "half a character: \\ud800", "label": 1}\n')
+    loaded = load_task(str(model), str(data), device="cpu")
+    with pytest.raises(InputError, match="row 2: the tokenizer cannot take its text"):
+        list(loaded.batches(1))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"architectures": [5]},
+        {"architectures": [{}]},
+        {"architectures": "x"},
+        {"num_attention_heads": -1},
+        {"hidden_act": 5},
+    ],
+)
+def test_a_config_with_strange_values_is_refused_or_its_model_is(tmp_path: Path, values: dict[str, Any]) -> None:
+    model = tiny_bert_checkpoint(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | values))
+    data = str(write_jsonl(tmp_path / "a.jsonl", labelled(2)))
+    with pytest.raises(InputError):
+        evaluate(load_task(str(model), data, device="cpu"))

@@ -32,6 +32,7 @@ from ..errors import InputError, MachineError
 from ..recipe import Recipe, load_recipe, make_recipe
 from ..report.card import model_card
 from ..storage.bytesof import bytes_of
+from ..storage.smallfile import MAX_TOKENIZER, read_json
 from ..storage.staging import Staging
 from ..storage.tensorwriter import TensorWriter
 from ..words import to_json
@@ -191,12 +192,12 @@ def _fingerprint(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool
 def _is_complete(out: Path, fingerprint: str) -> bool:
     """Whether a folder is what this merge would write: by its record, and the sizes of the files that it names."""
     try:
-        record = json.loads((out / RECORD).read_text("utf-8"))
+        record = read_json(out / RECORD, MAX_TOKENIZER)
         sizes = record["output"]["sizes"].items()
         return bool(record["fingerprint"] == fingerprint) and all(
             (out / name).stat().st_size == nbytes for name, nbytes in sizes
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (InputError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

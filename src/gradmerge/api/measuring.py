@@ -21,10 +21,11 @@ from ..curvature.outputs import Tokens
 from ..curvature.stored_names import for_files
 from ..engine.progress import Progress
 from ..errors import GradmergeError, InputError, MachineError
+from ..storage.smallfile import read_json
 from ..storage.staging import MARK, Staging
 from ..tasks import LoadedTask, load_model, load_task
 from ..words import nearest
-from .reads import changed, data_paths, model_paths, state_of
+from .reads import changed, data_paths, digest_of_state, model_paths, state_of
 
 #: What can be measured, and what an unfinished measurement of it is called.
 KINDS = {"diagonal": "measurement of diagonal curvature", "gram": "measurement of Gram matrices"}
@@ -116,7 +117,7 @@ def measure_curvature(
             )
         else:
             request = {
-                "model": model, "source": source, "files": files, "task": loaded.task, "likelihood": likelihood,
+                "model": model, "source": source, "files": digest_of_state(files), "task": loaded.task, "likelihood": likelihood,
                 "at_delta": at_delta, "columns": dict(columns or {}), "limit": limit, "max_length": max_length,
                 "dtype": dtype, "tokenizer": tokenizer, "seed": seed,
             }  # fmt: skip
@@ -226,16 +227,17 @@ class _Saved:
         if not self._request.is_file():
             return None
         try:
-            if json.loads(self._request.read_text()) != request:
-                raise InputError(
-                    f"{self._request.parent}: holds a measurement of another model, other data or other options. Run it with "
-                    "the same ones, or without --resume to begin anew."
-                )
-            return Curvature.load(self._curvature)
-        except (OSError, ValueError, RecursionError) as error:
+            found, so_far = read_json(self._request), Curvature.load(self._curvature)
+        except (InputError, OSError, ValueError) as error:
             raise InputError(
-                f"{self._request.parent}: what it holds cannot be read ({error}). Run without --resume to begin anew."
+                f"{self._folder}: what it holds cannot be read ({error}). Run without --resume to begin anew."
             ) from error
+        if found != request:
+            raise InputError(
+                f"{self._folder}: holds a measurement of another model, other data or other options. Run it with the same ones, or "
+                "without --resume to begin anew."
+            )
+        return so_far
 
 
 def _public_name(model: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,10 @@ def _status(path: Path) -> list[int]:
     except OSError:  # it was there a moment ago
         return []
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def digest_of_state(state: State) -> str:
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
 def changed(before: State, after: State) -> str | None:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..errors import InputError
+from ..storage.smallfile import MAX_CONFIG, MAX_TOKENIZER, read_bounded, read_json
 from .configs import shown
 from .model import Checkpoint
 
-MAX_BYTES = 100_000_000
 #: Keys of generation_config.json that say where it comes from.
 PROVENANCE = {"transformers_version", "_from_model_config"}
 
@@ -50,12 +51,12 @@ def _other_rows(ours: Path, theirs: Path) -> bool:
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_bounded(path, MAX_TOKENIZER)).hexdigest()
 
 
 def _vocabulary(path: Path) -> object:
     try:
-        return json.loads(path.read_text("utf-8"))["model"]["vocab"]
+        return json.loads(read_bounded(path, MAX_TOKENIZER))["model"]["vocab"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -63,8 +64,8 @@ def _vocabulary(path: Path) -> object:
 def _chat_template(folder: Path) -> str | None:
     """The chat template of a folder, as text: empty where its tokenizer has none, None where there is no tokenizer."""
     plain = folder / "chat_template.jinja"
-    if plain.is_file() and plain.stat().st_size <= MAX_BYTES:
-        return plain.read_text("utf-8", "replace").strip()
+    if plain.is_file():
+        return read_bounded(plain, MAX_CONFIG).decode(errors="replace").strip()
     config = _json(folder / "tokenizer_config.json")
     if config is None:
         return None
@@ -86,9 +87,6 @@ def _other_defaults(ours: Path, theirs: Path) -> list[str]:
 def _json(path: Path) -> dict[str, Any] | None:
     """A small JSON object; None where there is none, or it cannot be read."""
     try:
-        if not path.is_file() or path.stat().st_size > MAX_BYTES:
-            return None
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_json(path) if path.is_file() else None
+    except InputError:
         return None
-    return value if isinstance(value, dict) else None

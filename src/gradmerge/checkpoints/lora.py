@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..storage.tensorfile import PositionalFile, parse_json_object
+from ..storage.links import require_within
+from ..storage.smallfile import read_json
+from ..storage.tensorfile import PositionalFile
 from ..words import listed
 from .compare import HEADS, TIED, has_head, same_values, tied_to
 from .model import Buffers, Checkpoint
+from .patterns import Patterns
 from .quantised import refuse_quantised
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
@@ -61,7 +64,8 @@ def is_adapter(folder: Path) -> bool:
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     path = folder / "adapter_config.json"
-    config = parse_json_object(path.read_bytes(), lambda why: InputError(f"{path}: {why}"))
+    require_within(path, folder)
+    config = read_json(path)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise InputError(f"{folder}: a PEFT adapter of type {kind}; only LORA adapters can be merged from disk. "
@@ -100,6 +104,7 @@ class AdapterCheckpoint(Checkpoint):
         self._owns_base = owns_base
         # A cache of its own: one around the method would keep every adapter alive.
         self._product_of = functools.lru_cache(maxsize=8)(self._form_product)
+        self._patterns = Patterns(f"{folder / 'adapter_config.json'}: alpha_pattern")
         self._factors, self._replaced = self._resolve(config)
         self.tensors = dict(base.tensors)
         for name, stored in self._replaced.items():
@@ -194,8 +199,8 @@ class AdapterCheckpoint(Checkpoint):
 
     def _alpha(self, config: Mapping[str, Any], module: str) -> float:
         try:
-            alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
-        except (TypeError, ValueError, AttributeError, OverflowError, re.error) as error:
+            alpha = _by_pattern(self._patterns, config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise InputError(
                 f"{self.folder}: adapter_config.json: lora_alpha or alpha_pattern cannot be read: {error}"
             ) from error
@@ -304,9 +309,9 @@ class AdapterCheckpoint(Checkpoint):
             self.base.close()
 
 
-def _by_pattern(patterns: Any, module: str, default: Any) -> float:
+def _by_pattern(patterns: Patterns, stated: Any, module: str, default: Any) -> float:
     """The value of the first pattern that matches the end of a module's path, as PEFT reads its patterns."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+    for pattern, value in (stated or {}).items():
+        if patterns.fits(rf"(.*\.)?({pattern})", module):
             return float(value)
     return float(default)

@@ -11,14 +11,15 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InputError
-from ..storage.links import lies_within
+from ..storage.links import require_within
+from ..storage.smallfile import MAX_CONFIG, read_bounded, read_json
 from ..storage.tensorfile import (
     PositionalFile,
     TensorFile,
+    close_files,
     is_plain_name,
     local_path,
     open_files,
-    parse_json_object,
     read_index,
 )
 from ..words import listed
@@ -108,7 +109,7 @@ def _modules(folder: Path) -> list[str]:
         return []
     broken = f"{path}: not a list of modules as sentence-transformers writes it"
     try:
-        entries = json.loads(path.read_bytes()[: 1 << 20])
+        entries = json.loads(read_bounded(path, MAX_CONFIG))
         # Normalisation has no files, and repositories keep no empty folders.
         places = [
             e["path"] for e in entries if not str(e["type"]).endswith(".Normalize") or (folder / e["path"]).is_dir()
@@ -118,8 +119,8 @@ def _modules(folder: Path) -> list[str]:
     for place in places:
         if not isinstance(place, str) or (place and not (is_plain_name(place) and (folder / place).is_dir())):
             raise InputError(f"{broken}: it names {str(place)[:80]!r}, which is no folder in {folder}")
-        if place and not lies_within(folder / place, folder):
-            raise InputError(f"{folder / place}: leads out of the model's folder")
+        if place:
+            require_within(folder / place, folder)
     return list(dict.fromkeys(places))
 
 
@@ -222,11 +223,18 @@ def _weight_files(
     if index.is_file():
         paths = [folder / name for name in read_index(index)]
     elif single.is_file():
+        require_within(single, folder)
         paths = [single]
     else:
         raise InputError(_no_weights(folder, stem))
     _require_pickle_allowed(paths[0], allow_pickle)
-    pickles = [PickleFile(path) for path in paths]
+    pickles: list[PickleFile] = []
+    try:
+        for path in paths:
+            pickles.append(PickleFile(path))
+    except BaseException:
+        close_files(pickles)
+        raise
     return list(pickles), {name: tensor for file in pickles for name, tensor in file.memory.items()}
 
 
@@ -242,4 +250,5 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         return {}
-    return parse_json_object(path.read_bytes(), lambda why: InputError(f"{path}: {why}"))
+    require_within(path, folder)
+    return read_json(path)

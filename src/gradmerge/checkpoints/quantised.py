@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..storage.tensorfile import TensorInfo, parse_json_object
+from ..storage.smallfile import read_json
+from ..storage.tensorfile import TensorInfo
 from .configs import parts
 from .model import Checkpoint
 
@@ -17,7 +17,6 @@ from .model import Checkpoint
 KEYS = ("quantization_config", "compression_config")
 #: Files beside the config that say it instead, and the method where they do not name it.
 FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-MAX_FILE = 10_000_000
 #: Last parts of the names of codes, and the method that writes them; they are codes if they are integers.
 CODES = {
     "qweight": "gptq or awq",
@@ -96,7 +95,7 @@ def _stated(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
                 yield _method(stated, "an unnamed method"), f"{place}{key} in config.json"
     for name, method in FILES.items():
         if checkpoint.folder is not None and (checkpoint.folder / name).is_file():
-            yield _method(_read(checkpoint.folder / name), method), name
+            yield _method(read_json(checkpoint.folder / name), method), name
 
 
 def _in_use(stated: Mapping[str, Any]) -> bool:
@@ -113,12 +112,6 @@ def _method(stated: Mapping[str, Any], default: str) -> str:
     bits = 4 if stated.get("load_in_4bit") else 8 if stated.get("load_in_8bit") else None
     bits = bits or stated.get("bits") or stated.get("w_bit")
     return f"{named[:40]}, {bits} bits" if isinstance(bits, int) else named[:40]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MAX_FILE:
-        return {}
-    return parse_json_object(path.read_bytes(), lambda why: InputError(f"{path}: {why}"))
 
 
 def _codes(tensors: dict[str, TensorInfo]) -> Iterator[tuple[str, str]]:

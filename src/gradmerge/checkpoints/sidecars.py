@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..storage.links import lies_within
+from ..storage.smallfile import read_json
 from .lora import AdapterCheckpoint
 from .model import Checkpoint
 
@@ -103,6 +104,6 @@ def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
         shutil.copyfile(path, folder / name)
     config_path = folder / "config.json"
     if dtype != "auto" and config_path.is_file():
-        config = json.loads(config_path.read_text("utf-8"))
+        config = read_json(config_path)
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
         config_path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -31,10 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..quiet import quiet_transformers
 from ..storage.tensorfile import close_files, open_files
 from ..words import listed
 from .curvature import Curvature
-from .parameter_order import Shape, check_names, empty_model, parameter_names, quiet
+from .parameter_order import Shape, check_names, empty_model, parameter_names
 from .stored_names import stored_shapes, stored_tensors
 from .trainer_facts import MOST, doubts, examples_and_batch, read_facts
 
@@ -354,7 +355,7 @@ def _loaded(folder: Path, model: nn.Module) -> nn.Module | None:
     if from_pretrained is None:
         return None
     try:
-        with quiet():
+        with quiet_transformers():
             loaded: nn.Module = from_pretrained(folder, device_map="meta", local_files_only=True)
     except Exception:
         return None

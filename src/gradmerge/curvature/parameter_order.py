@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,9 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from ..quiet import quiet_transformers
+from ..storage.modelconfig import refuse_hub_code
+from ..storage.smallfile import MAX_CONFIG, read_bounded
 from ..words import listed
 
 Shape = tuple[int, ...]
@@ -29,14 +31,15 @@ def empty_model(folder: Path) -> nn.Module:
             "config.json there, or pass the model in Python: gm.import_curvature(folder, model=model)."
         )
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_bounded(path, MAX_CONFIG))
         architecture = config["architectures"][0]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise InputError(f"{path}: does not name the model's class under `architectures`") from error
     _check_layers(path, config)
+    refuse_hub_code(config, path)
     model_class = _model_class(path, architecture)
     try:
-        with quiet(), torch.device("meta"):
+        with quiet_transformers(), torch.device("meta"):
             model: nn.Module = model_class(model_class.config_class.from_pretrained(folder, local_files_only=True))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:200]
@@ -66,23 +69,6 @@ def _model_class(path: Path, architecture: object) -> Any:
             "model is not run; pass the model in Python: gm.import_curvature(folder, model=model)."
         )
     return found
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the progress bars and warnings of transformers, which speak of weights that nobody loads."""
-    import transformers
-
-    logging: Any = transformers.utils.logging
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def parameter_names(

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..storage.smallfile import read_bounded
 
 #: More than any training_args.bin is long.
 _LONGEST = 1 << 24
 #: More than any training run has of steps, examples or processes.
 MOST = 10**15
+_LONGEST_STATE = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def _state(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        state = json.loads(path.read_bytes())
+        state = json.loads(read_bounded(path, _LONGEST_STATE))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not a JSON file ({error}). Is the checkpoint complete?") from error
     return state if isinstance(state, dict) else {}

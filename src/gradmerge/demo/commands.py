@@ -22,8 +22,8 @@ def data_of(split: str) -> list[str]:
 
 
 def estimate(model: str, data: str, out: str, *more: str) -> Command:
-    return ["gradmerge", "curvature", "estimate", f"models/{model}", "--data", f"data/{data}.npz:train",
-            "--batch-size", "64", *more, "-o", out, "--force"]  # fmt: skip
+    words = f"gradmerge curvature estimate models/{model} --data data/{data}.npz:train --batch-size 64".split()
+    return [*words, *more, "-o", out, "--force"]
 
 
 def merge(name: str, out: str) -> Command:
@@ -31,20 +31,21 @@ def merge(name: str, out: str) -> Command:
 
 
 def preview(settings: Settings) -> Command:
-    return ["gradmerge", "preview", f"recipes/{MATCHING}.yml", "--methods", "gradient-matching,task-arithmetic", "--weights",
-            settings.weights, *data_of("valid"), "--batch-size", "64", "-o", "preview", "--force"]  # fmt: skip
+    words = f"gradmerge preview recipes/{MATCHING}.yml --methods gradient-matching,task-arithmetic".split()
+    words += ["--weights", settings.weights, *data_of("valid")]
+    return [*words, "--batch-size", "64", "-o", "preview", "--force"]
 
 
 def diagnose() -> Command:
-    return ["gradmerge", "diagnose", f"recipes/{MATCHING}.yml", "--target", "models/joint", *data_of("train"),
-            "--batch-size", "64", "-o", "diagnose", "--force"]  # fmt: skip
+    words = f"gradmerge diagnose recipes/{MATCHING}.yml --target models/joint".split()
+    return [*words, *data_of("train"), "--batch-size", "64", "-o", "diagnose", "--force"]
 
 
 def remove(damping: float) -> Command:
     model = f"models/joint-{REMOVED}"
-    return ["gradmerge", "remove", "--base", "models/joint", "--model", model, "--curvature", "base=curvature/joint-rest",
-            "--curvature", f"{model}=curvature/joint-{REMOVED}", "--set", f"damping={damping:g}",
-            "-o", f"removed/{REMOVAL}", "--force"]  # fmt: skip
+    measured = f"--curvature base=curvature/joint-rest --curvature {model}=curvature/joint-{REMOVED}"
+    out = f"--set damping={damping:g} -o removed/{REMOVAL} --force"
+    return f"gradmerge remove --base models/joint --model {model} {measured} {out}".split()
 
 
 def evaluate(model: str, task: str) -> Command:
@@ -89,7 +90,8 @@ def script(commands: dict[str, list[Command]]) -> str:
     """A shell script of all commands."""
     lines = [
         "#!/bin/sh",
-        "# Repeats what `gradmerge demo` did with its trained models, step by step; results are replaced by the same, up to rounding.",
+        "# Repeats what `gradmerge demo` did with its trained models, step by step; results are replaced by the same, "
+        "up to rounding.",
         'set -eu\ncd "$(dirname "$0")"',
         finding(),
     ]

@@ -62,7 +62,7 @@ CHANGES: Mapping[str, Callable[[Array], Array]] = {
 
 
 def write_data(folder: Path, images: Array, labels: Array, settings: Settings) -> None:
-    """One .npz a task, with arrays x_train, y_train, x_valid, … An image is in the same split in every task.
+    """One .npz per task, with arrays x_train, y_train, x_valid, … An image is in the same split in every task.
 
     `rest.npz` holds the data that stays when one task is removed, and `all.npz` that of every task.
     """

@@ -20,7 +20,6 @@ from ..api.measuring import measure_curvature
 from ..api.previewing import preview
 from ..engine.workers import one_thread_each
 from ..recipe import load_recipe
-from ..storage.staging import Staging
 from ..words import to_json
 from . import commands, recipes, tables
 from .commands import Command
@@ -28,7 +27,7 @@ from .digits import load_digits, write_data
 from .recipes import MATCHING, NEGATION, REMOVAL, TUNED
 from .scoring import accuracies
 from .settings import BASE, REMOVED, TASKS, Settings
-from .stages import Advance, Stage, Stages, claimed, write_text
+from .stages import Advance, Stage, Stages, claimed, run_all, whole_folder, write_text
 from .training import steps_of, train
 
 FORMAT = 1
@@ -69,9 +68,9 @@ def run_demo(
 ) -> Outcome:
     """Run the demonstration in a folder; what an earlier run has done with the same settings and versions is kept.
 
-    With ``force`` everything is made again. ``say`` is told of every stage that is done. While it runs, the process works in the folder,
-    so that recipes, reports and commands name the same paths; and it computes on one thread, which for models as small as these is no
-    slower, and makes the numbers independent of the cores.
+    With ``force`` everything is made again. ``say`` is told of every stage that is done. While it runs, the process
+    works in the folder, so that recipes, reports and commands name the same paths. It computes on one thread, which for
+    models as small as these is no slower, and makes the numbers independent of the cores.
     """
     settings = settings or Settings()
     digits = load_digits()
@@ -84,7 +83,8 @@ def run_demo(
         stages = work.stages()
         if progress is not None:
             progress.begin("demo", sum(stage.steps for stage in stages))
-        kept = Stages(folder, versions, force).run(stages, progress.advance if progress else lambda steps: None, say)
+        advance = progress.advance if progress else lambda steps: None
+        kept = run_all(Stages(folder, versions=versions, force=force), stages, advance, say)
         results = json.loads(Path("results.json").read_text("utf-8"))
         every = commands.all_commands(work.merged, settings, results["damping"])
     return Outcome(Path(out), results, len(stages), kept, every)
@@ -112,8 +112,8 @@ class _Work:
         ]
 
     def _data(self, advance: Advance) -> None:
-        with _staged("data") as staging:
-            write_data(staging.folder, *self.digits, self.settings)
+        with whole_folder(Path("data")) as folder:
+            write_data(folder, *self.digits, self.settings)
 
     def _trainings(self) -> Iterator[Stage]:
         yield self._training("base", None, BASE, 1, 0)
@@ -125,9 +125,9 @@ class _Work:
 
     def _training(self, name: str, start: str | None, data: str, parts: int, stream: int) -> Stage:
         def make(advance: Advance) -> None:
-            with _staged(f"models/{name}") as staging:
+            with whole_folder(Path("models", name)) as folder:
                 begin = Path("models", start) if start else None
-                train(begin, Path("data", f"{data}.npz"), staging.folder, self.settings, stream=stream, advance=advance)
+                train(begin, Path("data", f"{data}.npz"), folder, self.settings, stream=stream, advance=advance)
 
         epochs = self.settings.epochs if start else self.settings.base_epochs
         steps = steps_of(parts * self.settings.train, epochs, self.settings.batch_size)
@@ -176,19 +176,28 @@ class _Work:
 
     def _preview(self, advance: Advance) -> None:
         preview(
-            f"recipes/{MATCHING}.yml", "preview", weights=self.settings.weights,
-            methods="gradient-matching,task-arithmetic", data=_data("valid"), batch_size=64, device="cpu", force=True,
+            f"recipes/{MATCHING}.yml",
+            "preview",
+            weights=self.settings.weights,
+            methods="gradient-matching,task-arithmetic",
+            data=_data("valid"),
+            batch_size=64,
+            device="cpu",
+            force=True,
             command=shlex.join(commands.preview(self.settings)),
-        )  # fmt: skip
+        )
 
     def _removing(self) -> Iterator[Stage]:
         models = ["models/joint", f"models/joint-{REMOVED}"]
         measured = ["curvature/joint-rest", f"curvature/joint-{REMOVED}"]
         yield from self._merge(NEGATION, f"removed/{NEGATION}", models, recipes.negation, recipes.negation())
         yield from self._merge(
-            REMOVAL, f"removed/{REMOVAL}", [*models, *measured],
-            lambda: recipes.removal(recipes.trusted_damping(Path("recipes"))), recipes.removal(0.0),
-        )  # fmt: skip
+            REMOVAL,
+            f"removed/{REMOVAL}",
+            [*models, *measured],
+            lambda: recipes.removal(recipes.trusted_damping(Path("recipes"))),
+            recipes.removal(0.0),
+        )
 
     def _reporting(self) -> Iterator[Stage]:
         results = [f"merged/{name}" for name in self.merged] + [f"removed/{name}" for name in (NEGATION, REMOVAL)]
@@ -205,18 +214,28 @@ class _Work:
 
     def _diagnose(self, advance: Advance) -> None:
         write_diagnosis(
-            f"recipes/{MATCHING}.yml", "diagnose", target="models/joint", data=_data("train"),
-            loading={"device": "cpu"}, batch_size=64, force=True, command=shlex.join(commands.diagnose()),
-        )  # fmt: skip
+            f"recipes/{MATCHING}.yml",
+            "diagnose",
+            target="models/joint",
+            data=_data("train"),
+            loading={"device": "cpu"},
+            batch_size=64,
+            force=True,
+            command=shlex.join(commands.diagnose()),
+        )
 
     def _score(self, models: Sequence[str], advance: Advance) -> None:
         found = accuracies(models, tables.EVERY, lambda done: advance(done * EVALUATION_STEPS))
         weight, damping = _best_weight(), load_recipe(f"recipes/{REMOVAL}.yml").damping
         results = tables.as_json(
-            tables.merge_rows(found, self.merged, weight), tables.removal_rows(found, damping), seed=self.settings.seed,
+            tables.merge_rows(found, self.merged, weight),
+            tables.removal_rows(found, damping),
+            seed=self.settings.seed,
             images={"train": self.settings.train, "valid": self.settings.valid, "test": self.settings.test},
-            tuned_weight=weight, damping=damping, preview=_previewed(),
-        )  # fmt: skip
+            tuned_weight=weight,
+            damping=damping,
+            preview=_previewed(),
+        )
         write_text(Path("results.json"), to_json(results) + "\n")
 
     def _script(self, advance: Advance) -> None:
@@ -228,17 +247,12 @@ class _Work:
         return tables.page(results)
 
 
-def _staged(out: str) -> Staging:
-    """A folder that appears under its name when it is complete, in the place of an older one of the demonstration."""
-    return Staging(Path(out), "demonstration", force=True, replaces_any=True)
-
-
 def _data(split: str) -> dict[str, str]:
     return {"base": f"data/{BASE}.npz:{split}"} | {task: f"data/{task}.npz:{split}" for task in TASKS}
 
 
 def _previewed() -> dict[str, dict[str, Any]]:
-    """Of every method in the preview, the weight with the best mean accuracy on validation images, and how flat that is."""
+    """Per method of the preview, the weight with the best mean accuracy on validation images, and how flat that is."""
     found = json.loads(Path("preview", "preview.json").read_text("utf-8"))["best"]
     return {
         method: {

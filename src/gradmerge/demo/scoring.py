@@ -11,7 +11,7 @@ Scores = dict[str, float]
 
 
 def accuracies(models: Iterable[str], tasks: Sequence[str], advance: Callable[[int], None]) -> dict[str, Scores]:
-    """Model folder → task → accuracy on `data/TASK.npz:test`: the numbers of `gradmerge evaluate`, reading each file once."""
+    """Model folder → task → accuracy on `data/TASK.npz:test`, as `gradmerge evaluate` has it; files are read once."""
     models = list(models)
     loaded = {task: load_task(models[0], f"data/{task}.npz:test", task="image", device="cpu") for task in tasks}
     batches = {task: list(one.batches(256)) for task, one in loaded.items()}

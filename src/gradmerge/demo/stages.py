@@ -1,4 +1,7 @@
-"""Steps of work that are kept once they are done, so that a run can be repeated, or go on after it was killed."""
+"""Steps of work that are kept once they are done, so that a run can be repeated, or go on after it was killed.
+
+The demonstration and the experiments share them.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,109 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 
-RECORD = ".gradmerge-demo.json"
+RECORDS = ".stages"
 LOCK = ".gradmerge-demo.lock"
 
 Advance = Callable[[int], None]
 
 
+class Stages:
+    """The stages of a folder: each a file or a folder under its name, and a record in ``.stages/``.
+
+    The record has the stage's result, how long it took, and a digest of its settings, of the versions of packages, and
+    of the stages that it stands on. While the digest is the same and the file or folder is there, it is not made again.
+    """
+
+    def __init__(
+        self, folder: Path, *, versions: Any = None, force: bool = False, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.folder, self.versions = folder, versions
+        self.made: dict[str, float] = {}
+        """What was made just now, and the seconds it took."""
+        self._force, self._say = force, say
+        self._digests: dict[str, str] = {}
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def digest(self, name: str) -> str:
+        """Of a stage that was run."""
+        return self._digests[name]
+
+    def seconds(self) -> dict[str, float]:
+        """How long each stage took, whenever that was."""
+        return {name: self._read(name)["seconds"] for name in self._digests}
+
+    def run(self, name: str, make: Callable[[Path], Any], *, given: Any = None, after: Sequence[str] = ()) -> Any:
+        """The result of a stage (JSON), from disk or by ``make(folder)``, which leaves its files in ``folder``.
+
+        The folder appears under the stage's name when it is finished. A stage that was interrupted finds its unfinished
+        folder again, and may go on from what is there. ``given`` is all that the stage depends on besides the stages
+        named in ``after``, which must have been run before.
+        """
+
+        def fill(resumes: bool) -> Any:
+            with whole_folder(self.path(name), resumes) as folder:
+                return make(folder)
+
+        return self._run(name, fill, given, after)
+
+    def run_in_place(
+        self, name: str, make: Callable[[], object], *, given: Any = None, after: Sequence[str] = ()
+    ) -> None:
+        """A stage whose ``make`` writes the file or folder itself: whole or not at all, in the place of an old one."""
+
+        def work(resumes: bool) -> None:
+            make()
+
+        self._run(name, work, given, after)
+
+    def _run(self, name: str, make: Callable[[bool], Any], given: Any, after: Sequence[str]) -> Any:
+        """``make`` is told whether what it left unfinished, if anything, is of the same settings."""
+        facts = {"given": given, "versions": self.versions, "after": {need: self._digests[need] for need in after}}
+        text = json.dumps([name, facts], sort_keys=True, default=str)
+        digest = self._digests[name] = hashlib.sha256(text.encode()).hexdigest()
+        found = {} if self._force else self._read(name)
+        same = found.get("digest") == digest
+        if same and "result" in found and self.path(name).exists():
+            return found["result"]
+        self._write(name, {"digest": digest})
+        self._say(f"{self.folder.name}: {name} …")
+        begun = time.perf_counter()
+        result = json.loads(json.dumps(make(same)))
+        seconds = self.made[name] = time.perf_counter() - begun
+        self._write(name, {"digest": digest, **facts, "seconds": seconds, "result": result})
+        self._say(f"{self.folder.name}: {name} done in {seconds:.0f} s")
+        return result
+
+    def _record(self, name: str) -> Path:
+        return self.folder / RECORDS / f"{name}.json"
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """A stage's record; empty if there is none or it cannot be read, so that the stage is made again."""
+        try:
+            found = json.loads(self._record(name).read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _write(self, name: str, record: Mapping[str, Any]) -> None:
+        write_text(self._record(name), json.dumps(record, indent=1, default=str) + "\n")
+
+
 @dataclass(frozen=True)
 class Stage:
-    """One step: what it writes, what it stands on, and the settings that decide its result."""
+    """One stage of a list of them: what it writes, what it stands on, and the settings that decide its result."""
 
     out: str
     """File or folder that appears when the stage is done; also its name."""
@@ -39,36 +128,15 @@ class Stage:
     """Whether it is worth a line when it is done."""
 
 
-class Stages:
-    """The stages of a folder that are done, each with a digest of its settings and of all that it stands on."""
-
-    def __init__(self, folder: Path, versions: Any, force: bool = False) -> None:
-        self.folder, self.versions = folder, versions
-        self._done: dict[str, str] = {} if force else _read(folder / RECORD)
-        self._digests: dict[str, str] = {}
-
-    def digest(self, stage: Stage) -> str:
-        """Of the stage's settings, the versions of packages, and the stages before it."""
-        text = json.dumps([stage.out, stage.facts, self.versions, [self._digests[need] for need in stage.needs]])
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def run(self, stages: Sequence[Stage], advance: Advance, say: Callable[[str], None]) -> int:
-        """Make the stages in their order; how many were there already."""
-        kept = 0
-        for stage in stages:
-            digest = self._digests[stage.out] = self.digest(stage)
-            if self._done.get(stage.out) == digest and (self.folder / stage.out).exists():
-                kept += 1
-                advance(stage.steps)
-                continue
-            begun, told = time.perf_counter(), _Told(advance, stage.steps)
-            stage.make(told.advance)
-            told.finish()
-            self._done[stage.out] = digest
-            write_text(self.folder / RECORD, json.dumps({"stages": self._done}, indent=1) + "\n")
-            if stage.told:
-                say(f"{stage.out}: {time.perf_counter() - begun:.1f} s")
-        return kept
+def run_all(stages: Stages, listed: Sequence[Stage], advance: Advance, say: Callable[[str], None]) -> int:
+    """Make the stages of a list in their order; how many were there already."""
+    for stage in listed:
+        told = _Told(advance, stage.steps)
+        stages.run_in_place(stage.out, partial(stage.make, told.advance), given=stage.facts, after=stage.needs)
+        told.finish()
+        if stage.told and stage.out in stages.made:
+            say(f"{stage.out}: {stages.made[stage.out]:.1f} s")
+    return len(listed) - len(stages.made)
 
 
 class _Told:
@@ -86,12 +154,25 @@ class _Told:
         self.advance(self._left)
 
 
+@contextlib.contextmanager
+def whole_folder(path: Path, resumes: bool = False) -> Iterator[Path]:
+    """A folder to fill, which takes the place of ``path`` at the end; ``resumes`` keeps what was left unfinished."""
+    unfinished = path.with_name(path.name + ".partial")
+    if unfinished.exists() and not resumes:
+        shutil.rmtree(unfinished)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    yield unfinished
+    if path.exists():
+        shutil.rmtree(path)
+    unfinished.rename(path)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file beside its final place and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".gradmerge-partial")
-    partial.write_text(text, "utf-8")
-    partial.replace(path)
+    unfinished = path.with_name(path.name + ".gradmerge-partial")
+    unfinished.write_text(text, "utf-8")
+    unfinished.replace(path)
 
 
 @contextlib.contextmanager
@@ -114,12 +195,3 @@ def claimed(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _read(path: Path) -> dict[str, str]:
-    """What an earlier run has recorded; nothing if there is none or it cannot be read, so that all is made again."""
-    try:
-        stages = json.loads(path.read_text("utf-8"))["stages"]
-        return {str(name): str(digest) for name, digest in stages.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}

@@ -60,9 +60,8 @@ def merge_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 def removal_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return ["model", REMOVED, *REST, "rest, mean"], [
-        [row.name, _percent(row.scores[REMOVED]), *(_percent(row.scores[task]) for task in REST), _percent(row.mean(REST))]
-        for row in rows
-    ]  # fmt: skip
+        [row.name, *(_percent(row.scores[task]) for task in (REMOVED, *REST)), _percent(row.mean(REST))] for row in rows
+    ]
 
 
 def flatness(results: Mapping[str, Any]) -> list[str]:
@@ -72,7 +71,8 @@ def flatness(results: Mapping[str, Any]) -> list[str]:
         low, high = best["within_1_percent"]
         over = f"from {low:g} to {high:g}" if low < high else f"{low:g} alone"
         sentences.append(
-            f"{method}: best at weight {best['weight']:g} with {_percent(best['mean_accuracy'])}; within 1 % of that at weights {over}."
+            f"{method}: best at weight {best['weight']:g} with {_percent(best['mean_accuracy'])}; within 1 % of that "
+            f"at weights {over}."
         )
     return sentences
 
@@ -105,15 +105,15 @@ def page(results: Mapping[str, Any]) -> str:
     images = results["images"]
     return f"""# What gradmerge demo found
 
-Accuracy in per cent on {images["test"]} test images a task, seed {results["seed"]}. The base, a small vision transformer, was trained on
-{images["train"]} digits as they are (`{BASE}`), and tuned from there on the same digits {", ".join(f"`{task}`" for task in TASKS)}. No test image,
-in whatever form, was trained on.
+Accuracy in per cent on {images["test"]} test images per task, seed {results["seed"]}. The base, a small vision
+transformer, was trained on {images["train"]} digits as they are (`{BASE}`), and tuned from there on the same digits
+{", ".join(f"`{task}`" for task in TASKS)}. No test image, in whatever form, was trained on.
 
 {markdown(*merge_table(rows_of(results["merging"])))}
-Every rule has its default options, and weight 1 where nothing else is said. The tuned weight of task arithmetic is the best of the
-preview on {images["valid"]} validation images a task; the other rows have seen no labels but those of the training images. `slerp` takes two
-models only, and `weighted-average` with equal weights is `average`. `reduction: mean` would change nothing, as every
-task has the same number of images.
+Every rule has its default options, and weight 1 where nothing else is said. The tuned weight of task arithmetic is the
+best of the preview on {images["valid"]} validation images per task; the other rows have seen no labels but those of the
+training images. `slerp` takes two models only, and `weighted-average` with equal weights is `average`. With
+`reduction: mean` nothing would change, as every task has the same number of images.
 
 ## How much the weight matters
 
@@ -123,17 +123,19 @@ Mean accuracy on the validation images, one weight for all tasks (`preview/repor
 
 ## Taking {REMOVED} out again
 
-The model trained on all four kinds is tuned further on `{REMOVED}`, and what that changed is subtracted. The damping, {results["damping"]:g}, is the
-least power of ten with which `gradmerge remove` does not warn that its step is too long; no accuracy was looked at.
+The model trained on all four kinds is tuned further on `{REMOVED}`, and what that changed is subtracted. The damping,
+{results["damping"]:g}, is the least power of ten with which `gradmerge remove` does not warn that its step is too long;
+no accuracy was looked at.
 
 {markdown(*removal_table(rows_of(results["removal"])))}
-The closer to the last row the better: `{REMOVED}` should fall to what a model has that never saw it, and the rest should stay.
+The closer to the last row the better: `{REMOVED}` should fall to what a model has that never saw it, and the rest
+should stay.
 
 ## What is here
 
 | | |
 |---|---|
-| `data/` | the digits, one .npz a task with the splits train, valid and test |
+| `data/` | the digits, one .npz per task with the splits train, valid and test |
 | `models/` | the base, the tuned models, and those trained on several tasks |
 | `curvature/`, `gram/`, `curvature-at-delta/` | what was measured of them |
 | `recipes/`, `merged/`, `removed/` | recipes, and the models that they make |

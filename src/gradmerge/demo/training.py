@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..tasks.models import load_model, quiet_transformers
+from ..quiet import quiet_transformers
+from ..tasks.models import load_model
 from .digits import read_array
 from .settings import Settings
 

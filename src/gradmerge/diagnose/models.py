@@ -16,7 +16,7 @@ from ..engine.candidates import Block, Candidate, Measured, look_at
 from ..engine.plan import Plan, torch_type
 from ..errors import InputError
 from ..tasks import LoadedTask, evaluate_model
-from ..tasks.models import quiet_transformers
+from ..tasks.models import model_with
 from ..words import nearest
 
 State = dict[str, Tensor]
@@ -65,21 +65,7 @@ class TaskData:
 
     def model_with(self, state: Mapping[str, Tensor]) -> nn.Module:
         """The task's model with weights by the names of its files."""
-        model: Any = self.loaded.model
-        dtype = next(model.parameters()).dtype
-        with quiet_transformers():
-            made, info = type(model).from_pretrained(
-                None, config=model.config, state_dict=dict(state), dtype=dtype, output_loading_info=True
-            )
-        lacking = sorted(
-            {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
-            & {n for n, _ in made.named_parameters()}
-        )
-        if lacking:
-            raise InputError(
-                f"{self.name}: the merged weights do not fit its model: {lacking[0]} is missing or has another shape"
-            )
-        module: nn.Module = made.to(self.loaded.device).eval()
+        module: nn.Module = model_with(self.loaded.model, state, self.name)
         return module
 
     def evaluate(self, model: nn.Module) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+from ..errors import InputError
 
 
 def lies_within(path: Path, folder: Path) -> bool:
@@ -21,3 +24,12 @@ def lies_within(path: Path, folder: Path) -> bool:
         place.parent.name == "snapshots" and target.parent == place.parent.parent / "blobs"
         for place in (home, *home.parents)
     )
+
+
+def require_within(path: Path, folder: Path) -> None:
+    """Refuse a file that is a link out of its folder: what it leads to is not the model's."""
+    if not lies_within(path, folder):
+        raise InputError(
+            f"{path}: is a link to {os.path.realpath(path)}, which lies outside the model's folder, and is not followed. Copy the "
+            "file into the folder, or give the folder that it lies in."
+        )

@@ -19,6 +19,7 @@ from types import TracebackType
 
 from ..errors import InputError, MachineError
 from ..words import size
+from .smallfile import read_json
 
 #: Lies in an unfinished folder and says whose it is.
 MARK = ".gradmerge"
@@ -47,7 +48,6 @@ class Staging:
         reads: Iterable[Path] = (),
         inside: Iterable[Path] = (),
         durable: bool = False,
-        replaces_any: bool = False,
     ) -> None:
         self.out = Path(os.path.abspath(out))
         if not self.out.name:
@@ -58,7 +58,6 @@ class Staging:
         self.notes: list[str] = []
         self.folder = self.out.with_name(self.out.name + ".gradmerge-partial")
         self._replaced = self.out.with_name(self.out.name + ".gradmerge-replaced")
-        self._replaces_any = replaces_any
         self._lock = -1
         reads = list(reads)
         try:
@@ -133,7 +132,7 @@ class Staging:
         self._check_ours(self.out)
 
     def _check_ours(self, folder: Path) -> None:
-        if not self._replaces_any and any(folder.iterdir()) and not _written_by_us(folder):
+        if any(folder.iterdir()) and not _written_by_us(folder):
             raise InputError(
                 f"{folder}: was not written by gradmerge, and --force replaces only what was. Choose another place, or, if all "
                 "that it holds may go, remove it yourself first."
@@ -238,8 +237,8 @@ def _written_by_us(folder: Path) -> bool:
 def _kind_of(folder: Path) -> str | None:
     """What an unfinished folder is to become; None if its mark was not written to the end."""
     try:
-        return str(json.loads((folder / MARK).read_bytes()[:1000])["kind"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(read_json(folder / MARK, 1000)["kind"])
+    except (InputError, KeyError):
         return None
 
 

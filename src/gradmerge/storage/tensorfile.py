@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, MachineError
+from ..words import size
+from .links import require_within
+from .smallfile import open_regular, parse_json_object, read_bounded
 
 #: Bytes an element, by the name of the type in a safetensors header.
 ITEM_SIZE = {
@@ -26,8 +29,10 @@ ITEM_SIZE = {
 #: The types that a merge does arithmetic on, and their names in recipes.
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-MAX_HEADER = 100_000_000
-MAX_INDEX = 200_000_000
+#: Bytes of a header and of an index. The format allows headers of 100 MB, but these would take 3 GB of memory, and
+#: headers in use have a few: 32 MB are 300,000 tensors in one file.
+MAX_HEADER = 32_000_000
+MAX_INDEX = 32_000_000
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,7 @@ class PositionalFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise InputError(f"{path}: cannot be opened: {error.strerror}") from error
+        self._fd = open_regular(path)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill the buffer with the file's bytes from ``offset`` on."""
@@ -110,32 +112,32 @@ class TensorFile(PositionalFile):
             raise
 
 
-def _parse_header(file: TensorFile, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+def _parse_header(file: TensorFile, total: int) -> tuple[dict[str, Entry], dict[str, str]]:
     def broken(why: str) -> InputError:
         return InputError(f"{file.path}: not a valid safetensors file: {why}. Download or save it again.")
 
-    if size < 8:
-        raise broken(f"it has {size} bytes, fewer than the 8 that give the header's length")
+    if total < 8:
+        raise broken(f"it has {total} bytes, fewer than the 8 that give the header's length")
     prefix = bytearray(8)
     file.read_into(memoryview(prefix), 0)
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER:
-        raise broken(f"the header claims {length} bytes, more than the format's limit of {MAX_HEADER}")
-    if 8 + length > size:
-        raise broken(f"the header claims {length} bytes, but the file has {size} in all; it is cut short")
+        raise broken(f"the header claims {length} bytes, more than the limit of {size(MAX_HEADER)}")
+    if 8 + length > total:
+        raise broken(f"the header claims {length} bytes, but the file has {total} in all; it is cut short")
     raw = bytearray(length)
     file.read_into(memoryview(raw), 8)
-    header = parse_json_object(bytes(raw), broken)
+    header = parse_json_object(raw, broken)
 
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise broken("__metadata__ must map words to words")
 
-    data_start, data_size = 8 + length, size - 8 - length
+    data_start, data_size = 8 + length, total - 8 - length
     spans: list[tuple[int, int, str]] = []
     entries: dict[str, Entry] = {}
     for name, value in header.items():
-        if not _is_text(name):
+        if not is_text(name):
             raise broken(f"the tensor name {_quoted(name)} is no valid Unicode")
         dtype, shape, begin, end = _check_entry(name, value, broken)
         entry = Entry(dtype, shape, data_start + begin)
@@ -181,24 +183,6 @@ def _check_entry(name: str, value: Any, broken: Any) -> tuple[str, tuple[int, ..
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
-def parse_json_object(raw: bytes, broken: Any) -> dict[str, Any]:
-    """A JSON object from untrusted bytes; ``broken`` makes the error from a sentence."""
-
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a name occurs twice")
-        return result
-
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise broken(f"its JSON cannot be read ({str(error)[:120]})") from None
-    if not isinstance(value, dict):
-        raise broken("its JSON is no object")
-    return value
-
-
 def header_bytes(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, Entry]]:
@@ -234,7 +218,7 @@ def local_path(reference: str, relative_to: Path | None) -> Path:
 
 def in_utf8(path: Path) -> Path:
     """The path, if libraries that are not written in Python can open it."""
-    if not _is_text(str(path)):
+    if not is_text(str(path)):
         raise InputError(
             f"{path}: the name is not UTF-8, and cannot be opened for that. Rename it, or link to it (ln -s)."
         )
@@ -246,8 +230,14 @@ def open_files(folder: Path, stem: str) -> list[TensorFile] | None:
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if index.is_file():
         by_file = read_index(index)
+        for filename in by_file:
+            if not filename.endswith(".safetensors"):
+                raise InputError(
+                    f"{index}: not a valid index: the file {filename!r} that it names is no .safetensors file."
+                )
         return _open_shards(folder, index, by_file)
     if single.is_file():
+        require_within(single, folder)
         return [TensorFile(single)]
     return None
 
@@ -281,9 +271,8 @@ def read_index(index: Path) -> dict[str, list[str]]:
     def broken(why: str) -> InputError:
         return InputError(f"{index}: not a valid index: {why}.")
 
-    if index.stat().st_size > MAX_INDEX:
-        raise broken(f"it is larger than {MAX_INDEX} bytes")
-    weight_map = parse_json_object(index.read_bytes(), broken).get("weight_map")
+    require_within(index, index.parent)
+    weight_map = parse_json_object(read_bounded(index, MAX_INDEX), broken).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise broken("it has no weight_map")
     by_file: dict[str, list[str]] = {}
@@ -296,6 +285,7 @@ def read_index(index: Path) -> dict[str, list[str]]:
     for filename in by_file:
         if not (index.parent / filename).is_file():
             raise broken(f"the file {filename!r} that it names is not there")
+        require_within(index.parent / filename, index.parent)
     return dict(sorted(by_file.items()))
 
 
@@ -304,7 +294,7 @@ def _quoted(name: str) -> str:
     return repr(name if len(name) <= 100 else name[:99] + "…")
 
 
-def _is_text(name: str) -> bool:
+def is_text(name: str) -> bool:
     """Whether a name can be written again: JSON can hold halves of characters, which UTF-8 cannot."""
     try:
         name.encode()
@@ -316,13 +306,13 @@ def _is_text(name: str) -> bool:
 def is_plain_name(filename: str) -> bool:
     """Whether a name from a file names something in the same folder."""
     return (
-        _is_text(filename)
+        is_text(filename)
         and filename not in ("", ".", "..")
         and not set(filename) & set("/\\\0")
         and len(filename.encode()) < 256
     )
 
 
-def close_files(files: Iterable[TensorFile]) -> None:
+def close_files(files: Iterable[PositionalFile]) -> None:
     for file in files:
         file.close()

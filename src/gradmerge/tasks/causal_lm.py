@@ -10,9 +10,15 @@ from torch import Tensor, nn
 
 from ..curvature.outputs import MASKED, OUTPUTS, Output
 from ..errors import InputError
+from ..words import size
 from .columns import Fields
+from .patience import little_memory, patience
 from .rows import Rows, shown
+from .sources import LONGEST_ROW
 from .tokens import Tokens, padded, padded_labels
+
+#: What a chat template may take to write down one conversation: it takes a millisecond, unless it was made not to end.
+SECONDS, MEMORY = 20.0, 4_000_000_000
 
 
 class LanguageExamples:
@@ -65,11 +71,11 @@ class LanguageExamples:
     def _completion(self, index: int) -> tuple[list[int], list[int]]:
         tokenizer = self.tokens.tokenizer
         eos = tokenizer.eos_token_id
-        prompt = list(tokenizer(self.rows.text(index, self.fields["prompt"]))["input_ids"])
+        prompt = self.tokens.all_of(index, self.rows.text(index, self.fields["prompt"]))["input_ids"]
         if prompt and prompt[-1] == eos:  # put there by the tokenizer, but the text goes on
             prompt.pop()
         answer = self.rows.text(index, self.fields["completion"])
-        completion = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+        completion = self.tokens.all_of(index, answer, add_special_tokens=False)["input_ids"]
         if eos is not None:
             completion.append(eos)
         if len(prompt) + len(completion) > self.tokens.max_length:
@@ -83,13 +89,23 @@ class LanguageExamples:
 
     def _conversation(self, index: int) -> tuple[list[int], list[int]]:
         messages = self.rows.cell(index, self.fields["messages"][0])
+        where = f"{self.rows.label}: row {self.rows.number(index)}"
+        apply = self.tokens.tokenizer.apply_chat_template
         try:
-            encoded = self.tokens.tokenizer.apply_chat_template(
-                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=not self._all_counts
-            )
-        except Exception as error:  # templates are programs, with errors of their own
+            # Text first, within the limits: templates are programs. What asks for tokens cannot be denied memory, but dies.
+            with patience(SECONDS, f"{where}: the chat template"), little_memory(MEMORY, f"{where}: the chat template"):
+                text = apply(list(messages), tokenize=False)
+            if len(text) > LONGEST_ROW:
+                raise InputError(f"{where}: the chat template makes a text longer than {size(LONGEST_ROW)}, the limit")
+            with patience(SECONDS, f"{where}: the chat template"):
+                encoded = apply(
+                    list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=not self._all_counts
+                )
+        except InputError:
+            raise
+        except Exception as error:  # and they have errors of their own
             raise InputError(
-                f"{self.rows.label}: row {self.rows.number(index)}: {shown(messages)} is no conversation that the chat template takes: "
+                f"{where}: {shown(messages)} is no conversation that the chat template takes: "
                 f"{str(error).partition(chr(10))[0][:200]}"
             ) from error
         ids = list(encoded["input_ids"])

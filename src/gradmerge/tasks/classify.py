@@ -33,7 +33,8 @@ class TextExamples:
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         encoded = [self._encoded(index) for index in indices]
-        fill = {"input_ids": self.tokens.pad, "token_type_ids": self.tokens.tokenizer.pad_token_type_id or 0}
+        pad_type = getattr(self.tokens.tokenizer, "pad_token_type_id", 0)
+        fill = {"input_ids": self.tokens.pad, "token_type_ids": pad_type if isinstance(pad_type, int) else 0}
         inputs = {n: padded([e[n] for e in encoded], fill.get(n, 0), self.left) for n in encoded[0]}
         return inputs | {"labels": self.labels[list(indices)]}
 

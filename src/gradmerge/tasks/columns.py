@@ -84,7 +84,7 @@ class _Choice:
 
     @property
     def found(self) -> str:
-        return f"The data has the columns {', '.join(map(str, self.rows.columns)) or 'none'}."
+        return f"The data has the columns {', '.join(map(str, self.rows.columns))[:2000] or 'none'}."
 
     def usual(self, names: Sequence[str], taken: Sequence[str] = ()) -> tuple[str, ...] | None:
         """The first usual name that is there and not taken."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..curvature.outputs import Output, labels_of, logits_of
-from ..errors import InputError
+from ..errors import GradmergeError, InputError, MachineError
 from .loading import LoadedTask
 from .metrics import Number, metrics_for
 
@@ -39,7 +39,7 @@ def evaluate_model(
         with torch.no_grad():
             for batch in batches:
                 batch = _moved(batch, device)
-                logits, labels = logits_of(model, batch), labels_of(batch)
+                logits, labels = _logits(model, batch, done), labels_of(batch)
                 output.check(logits.shape, labels)
                 # One example at a time: widening the logits of a whole batch over a large vocabulary may not fit into memory.
                 losses = torch.cat([output.losses(logits[i : i + 1], labels[i : i + 1]) for i in range(len(labels))])
@@ -53,6 +53,18 @@ def evaluate_model(
     if not done:
         raise InputError("there are no batches to evaluate on")
     return metrics.numbers()
+
+
+def _logits(model: nn.Module, batch: Any, done: int) -> Tensor:
+    try:
+        return logits_of(model, batch)
+    except (GradmergeError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a config may describe a model that can be built but not run
+        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        if "allocate memory" in reason:
+            raise MachineError(f"out of memory: {reason}. Try a smaller --batch-size.") from error
+        raise InputError(f"the model cannot be run on the batch from example {done + 1} on: {reason}") from error
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -13,12 +13,18 @@ from torch import Tensor, nn
 
 from ..curvature.outputs import Output, output_of
 from ..errors import InputError
+from ..words import count
 from .columns import Fields
 from .labels import read_labels
 from .rows import Rows, shown
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+#: What Pillow may take a file for, whatever its name: left to itself it would hand PostScript to Ghostscript, a program.
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+#: A picture of a few kB may unfold to any size.
+MOST_PIXELS = 100_000_000
 
 
 class ImageExamples:
@@ -68,11 +74,14 @@ class ImageExamples:
             return torch.stack([_scaled(image, self.size) for image in images])
         try:
             pixels = self.processor(images=images, return_tensors="pt")["pixel_values"]
-        except (ValueError, TypeError, RuntimeError) as error:
+            if not isinstance(pixels, Tensor):
+                raise TypeError(f"it gives {type(pixels).__name__} and no tensor")
+        except MemoryError:
+            raise
+        except Exception as error:  # as many kinds as there are processors
             raise InputError(
                 f"{self.rows.label}: row {self.rows.number(indices[0])}: the model's image processor refuses the image: {error}"
             ) from error
-        assert isinstance(pixels, Tensor)
         return pixels
 
     def _as_stored(self, index: int) -> Tensor:
@@ -89,8 +98,6 @@ class ImageExamples:
 
     def _picture(self, index: int) -> Image:
         """An image with the model's channels: grey repeated for three, colours turned into grey for one."""
-        from PIL import Image, UnidentifiedImageError
-
         value = self.rows.cell(index, self.column)
         try:
             picture = _opened(value, self.rows.folder)
@@ -101,10 +108,12 @@ class ImageExamples:
             return picture.convert("L" if self.channels == 1 else "RGB")
         except FileNotFoundError as error:
             reason = f"there is no file {error.filename}"
-        except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            reason = f"the image cannot be read: {error}"
         except InputError as error:
             reason = str(error)
+        except MemoryError:
+            raise
+        except Exception as error:  # every format of Pillow has errors of its own
+            reason = f"the image cannot be read: {error}"
         what = value if isinstance(value, str) else shown(value) if not isinstance(value, bytes | dict) else ""
         raise InputError(f"{self.rows.label}: row {self.rows.number(index)}: {what + ': ' if what else ''}{reason}")
 
@@ -115,11 +124,13 @@ class ImageExamples:
 def _size_of(config: Any) -> tuple[int, int] | None:
     """Height and width of the model's input in pixels."""
     stated = getattr(config, "image_size", None)
-    if isinstance(stated, int):
-        return stated, stated
-    if isinstance(stated, list | tuple) and len(stated) == 2:
-        return int(stated[0]), int(stated[1])
-    return None
+    sizes = tuple(stated) if isinstance(stated, list | tuple) else (stated, stated)
+    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+        return None
+    height, width = sizes
+    if height * width > MOST_PIXELS:
+        raise InputError(f"the model's image_size is {shown(stated)}, beyond the limit of {count(MOST_PIXELS)} pixels")
+    return height, width
 
 
 def _opened(value: Any, folder: Path) -> Image:
@@ -129,9 +140,12 @@ def _opened(value: Any, folder: Path) -> Image:
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
-        return Image.open(io.BytesIO(value))
+        return _within_limit(Image.open(io.BytesIO(value), formats=FORMATS))
     if isinstance(value, str):
-        picture = Image.open(folder / Path(value).expanduser())
+        path = folder / Path(value).expanduser()
+        if path.exists() and not path.is_file():
+            raise InputError("is no file")
+        picture = _within_limit(Image.open(path, formats=FORMATS))
         picture.load()  # and close the file
         return picture
     if isinstance(value, np.ndarray):
@@ -141,6 +155,15 @@ def _opened(value: Any, folder: Path) -> Image:
     if isinstance(value, list):
         return Image.fromarray(_bytes_of(_channels_last(np.asarray(value))))
     raise InputError(f"no image but {type(value).__name__}; a path, the bytes of an image file or an array is needed")
+
+
+def _within_limit(picture: Image) -> Image:
+    """Refuse a picture by its header, before any of its pixels is unpacked."""
+    if picture.width * picture.height > MOST_PIXELS:
+        raise InputError(
+            f"an image of {picture.width} × {picture.height}, beyond the limit of {count(MOST_PIXELS)} pixels"
+        )
+    return picture
 
 
 def _channels_last(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -156,10 +179,10 @@ def _channels_last(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Pixels from 0 to 255; numbers in [0, 1] are scaled."""
-    if array.dtype.kind == "f":
-        array = np.rint(array * 255)
-    elif array.dtype.kind == "b":
-        array = array * 255
+    if array.dtype.kind in "fb":
+        array = np.rint(array * 255.0)
+    if array.dtype.kind not in "uif" or not (array.size and array.min() >= 0 and array.max() <= 255):
+        raise InputError(f"an array of {array.dtype} that holds no pixels from 0 to 255, nor numbers from 0 to 1")
     array = np.ascontiguousarray(array.astype(np.uint8))
     return array[:, :, 0] if array.shape[-1] == 1 else array
 

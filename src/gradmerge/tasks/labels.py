@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,20 +19,44 @@ class ClassNames:
     """The classes of a model, by number and by name."""
 
     def __init__(self, config: Any) -> None:
-        self.count = int(config.num_labels)
-        stated = getattr(config, "label2id", None) or {}
+        numbers: dict[str, set[int]] = {}
         try:
-            self.by_name = {str(name).strip().lower(): int(number) for name, number in stated.items()}
-        except (TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise InputError(
-                f"label2id of the model's config does not map names to numbers: {shown(stated)}"
-            ) from error
+            self.count = int(config.num_labels)
+            for number, name in (getattr(config, "id2label", None) or {}).items():
+                numbers.setdefault(_key(str(name)) or "", set()).add(int(number))
+            for name, number in (getattr(config, "label2id", None) or {}).items():
+                numbers.setdefault(_key(str(name)) or "", set()).add(int(number))
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"the model's config: num_labels, id2label or label2id cannot be read: {error}") from error
+        self.by_name = {name: min(found) for name, found in numbers.items()}
+        self._unclear = {name for name, found in numbers.items() if len(found) > 1}
+        self.numbered = {name: number for name, number in self.by_name.items() if _is_number(name)}
+        """The classes whose names are numbers."""
 
     def number(self, name: str) -> int | None:
-        return self.by_name.get(name.strip().lower())
+        key = _key(name) or ""
+        if key in self._unclear:
+            raise InputError(
+                f"the model's config gives the class {name!r} more than one number (id2label, label2id): put it right first"
+            )
+        return self.by_name.get(key)
 
     def __str__(self) -> str:
         return ", ".join(sorted(self.by_name, key=lambda name: self.by_name[name])[:20])
+
+
+def _key(cell: Any) -> str | None:
+    """What a cell says, the same from every format: `1`, `1.0` and `"1"` are "1"; `true` and `"True"` are "true"."""
+    if isinstance(cell, bool):
+        return str(cell).lower()
+    number = _whole(cell)
+    if number is not None:
+        return str(number)
+    return cell.strip().lower() if isinstance(cell, str) else None
+
+
+def _is_number(key: str) -> bool:
+    return len(key) < 400 and key.removeprefix("-").isdecimal()  # beyond 308 digits there is no float
 
 
 def read_labels(rows: Rows, fields: Fields, config: Any) -> Tensor:
@@ -66,30 +90,58 @@ def _refuse_single_label(rows: Rows, columns: Sequence[str], problem: str | None
 
 
 def _classes(rows: Rows, column: str, cells: Sequence[Any], names: ClassNames) -> Tensor:
-    place = _places(rows, column, names)
-    return torch.tensor([_class(rows, n, column, cell, names, place) for n, cell in enumerate(cells)])
+    read = _Reader(rows, column, cells, names)
+    return torch.tensor([read(n, cell) for n, cell in enumerate(cells)])
 
 
-def _class(rows: Rows, index: int, column: str, cell: Any, names: ClassNames, places: Mapping[int, int]) -> int:
-    where = f"{rows.label}: row {rows.number(index)}: {column!r}"
-    number = _whole(cell)
-    if isinstance(cell, str):
-        named = names.number(cell)
-        if named is None and number is None:
+class _Reader:
+    """From a cell to the number of its class.
+
+    Where classes have numbers for names, such as stars from 1 to 5, a number in the data may be a name or a count from 0. It is a
+    name if all numbers of the column are names, and a count from 0 otherwise, whatever type the data's format gives it.
+    """
+
+    def __init__(self, rows: Rows, column: str, cells: Iterable[Any], names: ClassNames) -> None:
+        self.rows, self.column, self.names = rows, column, names
+        self.places = _places(rows, column, names)
+        self.by_name = False
+        if column in rows.class_names or all(int(name) == number for name, number in names.numbered.items()):
+            return
+        found = {key for cell in cells if (key := _key(cell)) is not None and _is_number(key)}
+        self.by_name = found <= names.numbered.keys() or not found <= {str(n) for n in range(names.count)}
+        if found:
+            pairs = sorted(names.numbered.items(), key=lambda pair: pair[1])[:8]
+            if self.by_name:
+                told = "read as these names: " + ", ".join(f"{name} is class {number}" for name, number in pairs)
+            else:
+                told = "read as the classes' numbers from 0: " + ", ".join(
+                    f"{n} is the class named {name}" for name, n in pairs
+                )
+            rows.notes.append(f"the model's classes have numbers for names, and those in {column!r} are {told}")
+
+    def __call__(self, index: int, cell: Any) -> int:
+        where = f"{self.rows.label}: row {self.rows.number(index)}: {self.column!r}"
+        key = _key(cell)
+        if key is None:
+            raise InputError(f"{where} is {shown(cell)}; a class is needed, as its number or its name")
+        if _is_number(key) and not self.by_name:
+            number: int | None = int(key)
+        else:
+            number = self.names.number(key)
+            if number is None:
+                number = {"true": 1, "false": 0}.get(key)
+        if number is None:
             raise InputError(
-                f"{where} is {shown(cell)}, which is no class of the model.\n  Its classes are {names}.\n"
-                f"  The data has {_some(rows, column)}."
+                f"{where} is {shown(cell)}, which is no class of the model.\n  Its classes are {self.names}.\n"
+                f"  The data has {_some(self.rows, self.column)}."
             )
-        number = named if named is not None else number
-    if number is None:
-        raise InputError(f"{where} is {shown(cell)}; a class is needed, as its number or its name")
-    number = places.get(number, number)
-    if not 0 <= number < names.count:
-        hint = "; -1 usually marks rows that have no label" if number == -1 else ""
-        raise InputError(
-            f"{where} is {shown(cell)}, but the model has {names.count} classes, 0 to {names.count - 1}{hint}"
-        )
-    return number
+        number = self.places.get(number, number)
+        if not 0 <= number < self.names.count:
+            hint = "; -1 usually marks rows that have no label" if number == -1 else ""
+            raise InputError(
+                f"{where} is {shown(cell)}, but the model has {self.names.count} classes, 0 to {self.names.count - 1}{hint}"
+            )
+        return number
 
 
 def _some(rows: Rows, column: str, limit: int = 8) -> str:
@@ -98,7 +150,7 @@ def _some(rows: Rows, column: str, limit: int = 8) -> str:
 
 
 def _whole(cell: Any) -> int | None:
-    """The whole number that a cell holds, be it `1`, `1.0`, `true` or `"1"`."""
+    """The whole number that a cell holds, be it `1`, `1.0` or `"1"`."""
     if cell is None:
         return None
     try:
@@ -126,7 +178,8 @@ def _places(rows: Rows, column: str, names: ClassNames) -> Mapping[int, int]:
             f"{rows.label}: some classes of the data are classes of the model, and some are not:\n{listed(unknown)}\n"
             f"  The model's classes are {names}."
         )
-    places = {n: int(name) if all(map(str.isdecimal, own)) else n for n, name in enumerate(own)}
+    numbers_for_names = all(name.isdecimal() and len(name) < 19 for name in own)
+    places = {n: int(name) if numbers_for_names else n for n, name in enumerate(own)}
     shown_places = ", ".join(f"{name} = {places[n]}" for n, name in enumerate(own[:8]))
     rows.notes.append(
         f"the model has no classes by the names of the data's; their numbers are {shown_places}{', …' if len(own) > 8 else ''}"
@@ -168,11 +221,11 @@ def _lists(rows: Rows, column: str, cells: Sequence[Any], names: ClassNames) -> 
             )
     if all(len(cell) == names.count and all(_is_bit(value) for value in cell) for cell in cells):
         return torch.tensor([[float(value) for value in cell] for cell in cells])
-    places = _places(rows, column, names)
+    read = _Reader(rows, column, [value for cell in cells for value in cell], names)
     labels = torch.zeros(len(cells), names.count)
     for index, cell in enumerate(cells):
         for value in cell:
-            labels[index, _class(rows, index, column, value, names, places)] = 1
+            labels[index, read(index, value)] = 1
     return labels
 
 

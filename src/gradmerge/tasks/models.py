@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..checkpoints.opening import HUB_ID, fetch_from_hub
 from ..errors import InputError
+from ..quiet import quiet_transformers
+from ..storage.modelconfig import check_implementation, refuse_hub_code
+from ..storage.smallfile import read_json
 from ..storage.tensorfile import in_utf8, local_path, open_files
 from ..words import listed, nearest
+from .adapters import without_patterns
+from .folders import check_small_files, check_weights
 
 TASKS = ("classify", "causal-lm", "seq2seq", "image")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -30,6 +34,9 @@ _AUTO_CLASSES = {
 _ADAPTER_TASKS = {"SEQ_CLS": "classify", "CAUSAL_LM": "causal-lm", "SEQ_2_SEQ_LM": "seq2seq"}
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model", "*.tiktoken", "tekken.json")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_PROCESSOR_SIZES = ("size", "crop_size", "pad_size")
+#: Pixels along the longer edge of what an image processor makes.
+LONGEST_EDGE = 10_000
 
 #: Layers at the top whose number of rows is the number of classes.
 _HEADS = ("score", "classifier", "classifier.out_proj")
@@ -71,17 +78,21 @@ def load_model(
     place = device_of(device)
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: not known{nearest(dtype, DTYPES)}\n  Known are {', '.join(DTYPES)}.")
+    check_implementation("attn_implementation", attn, "--attn")
     folder = _folder_of(reference)
+    check_small_files(folder)
     adapter = read_adapter_config(folder) if is_adapter(folder) else None
     base_folder = folder if adapter is None else _base_of(reference, folder, adapter)
+    check_small_files(base_folder)
     config = _config_of(reference, folder, base_folder, adapter)
     task = task_of(reference, config, task, adapter)
     info = LoadingInfo(folder, base_folder, task)
-    _require_safetensors(reference, base_folder, "model")
-    with quiet_transformers():
+    check_weights(reference, base_folder, "model")
+    if adapter is not None:
+        check_weights(reference, folder, "adapter_model")
+    with quiet_transformers(), offline():
         model = _loaded(reference, base_folder, config, task, dtype, attn, info)
         if adapter is not None:
-            _require_safetensors(reference, folder, "adapter_model")
             model = _with_adapter(reference, model, folder, info)
     if whole:
         _refuse_random_weights(reference, model, info)
@@ -116,8 +127,7 @@ def task_of(reference: str, config: Any, task: str, adapter: dict[str, Any] | No
         return _ADAPTER_TASKS[adapter["task_type"]]
     from transformers.models.auto import modeling_auto
 
-    named = getattr(config, "architectures", None)
-    architectures = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    architectures = _architectures(config)
     for name, (_, table) in _AUTO_CLASSES.items():
         known: set[str] = set()
         for value in getattr(modeling_auto, table).values():
@@ -130,10 +140,16 @@ def task_of(reference: str, config: Any, task: str, adapter: dict[str, Any] | No
     )
 
 
+def _architectures(config: Any) -> list[str]:
+    stated = getattr(config, "architectures", None)
+    return [name for name in stated if isinstance(name, str)] if isinstance(stated, list | tuple) else []
+
+
 def load_tokenizer(reference: str, info: LoadingInfo, tokenizer: str | None = None) -> Any:
     """The tokenizer that a user names, or the one beside the model, or beside the base of an adapter."""
     if tokenizer is not None:
         folders = [_folder_of(tokenizer)]
+        check_small_files(folders[0])
     else:
         folders = list(dict.fromkeys([info.folder, info.base_folder]))
     folder = next((f for f in folders if any(any(f.glob(name)) for name in _TOKENIZER_FILES)), None)
@@ -145,7 +161,7 @@ def load_tokenizer(reference: str, info: LoadingInfo, tokenizer: str | None = No
     from transformers import AutoTokenizer
 
     try:
-        with quiet_transformers():
+        with quiet_transformers(), offline():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers passes on errors of every kind, from JSON to sentencepiece
         raise InputError(
@@ -164,32 +180,56 @@ def load_image_processor(reference: str, info: LoadingInfo) -> Any:
 
     kind: Any = transformers.AutoImageProcessor
     try:
-        with quiet_transformers():
+        with quiet_transformers(), offline():
             # The same pixels with and without torchvision: its resizing differs from that of PIL.
-            return kind.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+            processor = kind.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+            sizes = [n for key in _PROCESSOR_SIZES for n in dict(getattr(processor, key, None) or {}).values()]
     except Exception as error:
         raise InputError(
             f"{reference}: the image processor in {folder} cannot be loaded: {_first_line(error)}"
         ) from error
+    if any(isinstance(n, int) and n > LONGEST_EDGE for n in sizes):
+        raise InputError(
+            f"{reference}: the image processor in {folder} makes images of {max(sizes)} pixels an edge; {LONGEST_EDGE} is the limit"
+        )
+    return processor
+
+
+def model_with(model: Any, state: Mapping[str, Tensor], name: str | None = None) -> Any:
+    """A model like this one, of its type and on its device, with weights that go by the names of checkpoint files.
+
+    transformers renames some weights between files and memory, so it is the one to load them. ``name`` is for errors.
+    """
+    with quiet_transformers():
+        made, info = type(model).from_pretrained(
+            None,
+            config=model.config,
+            state_dict=dict(state),
+            dtype=model.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below, with a message
+        )
+    unfit = {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
+    lacking = sorted(unfit & {parameter for parameter, _ in made.named_parameters()})
+    if lacking:
+        raise InputError(
+            f"{name or type(model).__name__}: the merged weights do not fit its model: "
+            f"{lacking[0]} is missing or has another shape"
+        )
+    return made.to(model.device).eval()
 
 
 @contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Without the progress bars and warnings of transformers; what matters of them becomes errors and notes of ours."""
-    from transformers import utils
+def offline() -> Iterator[None]:
+    """Without the Hub: all that a model needs lies in its folder by now, whatever its config may ask for."""
+    from huggingface_hub import constants
 
-    logging: Any = utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+        constants.HF_HUB_OFFLINE = before
 
 
 def _folder_of(reference: str) -> Path:
@@ -225,7 +265,12 @@ def _config_of(reference: str, folder: Path, base_folder: Path, adapter: dict[st
     if not (where / "config.json").is_file():
         raise InputError(f"{reference}: no config.json in {where}, so what model this is cannot be told")
     try:
-        with quiet_transformers():
+        written = read_json(where / "config.json")
+    except InputError as error:
+        raise InputError(f"{reference}: {where / 'config.json'} cannot be used. {error}") from error
+    refuse_hub_code(written, where / "config.json")
+    try:
+        with quiet_transformers(), offline():
             config = AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # bad JSON, an unknown model type, values that do not fit
         raise InputError(f"{reference}: {where / 'config.json'} cannot be used: {_first_line(error)}") from error
@@ -246,13 +291,6 @@ def _classes_of(folder: Path) -> int | None:
                     if entry is not None:
                         return entry.shape[0]
     return None
-
-
-def _require_safetensors(reference: str, folder: Path, stem: str) -> None:
-    if not any((folder / f"{stem}.safetensors{tail}").is_file() for tail in ("", ".index.json")):
-        raise InputError(
-            f"{reference}: no {stem}.safetensors in {folder}. Models in other formats are not loaded here."
-        )
 
 
 def _loaded(
@@ -277,7 +315,7 @@ def _loaded(
     except MemoryError:
         raise
     except Exception as error:  # no such model for the task, a corrupt file, an unknown attention
-        stated = ", ".join(getattr(config, "architectures", None) or ["unknown"])
+        stated = ", ".join(_architectures(config)) or "unknown"
         raise InputError(
             f"{reference}: the model (architecture {stated}) cannot be loaded for task {task}: {_first_line(error)}"
         ) from error
@@ -293,15 +331,18 @@ def _loaded(
 
 def _with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingInfo) -> nn.Module:
     try:
-        from peft import PeftModel
+        from peft import PeftConfig, PeftModel
     except ImportError as error:
         raise InputError(
             f"{reference}: this is a PEFT adapter, which needs the library peft: pip install peft"
         ) from error
     try:
-        wrapped = PeftModel.from_pretrained(model, str(folder))
+        config = without_patterns(PeftConfig.from_pretrained(str(folder)), dict(model.named_modules()), folder)
+        wrapped = PeftModel.from_pretrained(model, str(folder), config=config)
         brought = _modules_to_save(wrapped)
         merged = wrapped.merge_and_unload()
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(
             f"{reference}: the adapter cannot be put on its base {info.base_folder}: {_first_line(error)}"

@@ -6,18 +6,20 @@ import csv
 import gzip
 import io
 import json
+import os
 import re
-import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import InputError
+from ..errors import InputError, MachineError
+from ..storage.smallfile import require_unpackable
 from ..storage.tensorfile import in_utf8, local_path
-from ..words import listed
-from .rows import Row, Rows
+from ..words import listed, size
+from .rows import Row, Rows, shown
 
 FORMS = (
     ".jsonl, .csv, .parquet or .txt (each also .gz), .npz, a folder of images by class, or org/name:split of the Hub"
@@ -27,8 +29,11 @@ IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".p
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.+-]+))?")
 SPLIT = re.compile(r"(?P<place>.+):(?P<split>\w[\w.-]*)")
 
-# A cell of a .csv may hold a whole document; the standard library stops at 128 kB.
-LONGEST_CELL = 1 << 30
+#: Bytes of one row as text, which may hold a whole document. As JSON it may take forty times that in memory.
+LONGEST_ROW = 32_000_000
+#: Bytes of a batch of rows of a parquet file, where the rows may all be as long as its longest column.
+BATCH_BYTES = 500_000_000
+MOST_COLUMNS = 10_000
 
 
 def read_rows(source: str, *, limit: int | None = None, split: str | None = None) -> Rows:
@@ -47,6 +52,8 @@ def read_rows(source: str, *, limit: int | None = None, split: str | None = None
         raise InputError(f"{source}: no such file or folder. Data is {FORMS}")
     if not len(rows):
         raise InputError(f"{source}: the data has no rows")
+    if len(rows.columns) > MOST_COLUMNS:
+        raise InputError(f"{source}: the data has {len(rows.columns)} columns; {MOST_COLUMNS} is the limit")
     return rows
 
 
@@ -82,20 +89,52 @@ def _file(source: str, path: Path, split: str | None, limit: int | None) -> Rows
             rows = list(islice(readers[kind](source, file), limit))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{source}: the file cannot be unpacked, it is cut short or no gzip: {error}") from error
+    except OSError as error:
+        raise MachineError(f"{source}: reading failed: {error.strerror or error}") from error
     return Rows(source, rows, tuple(rows[0]) if rows else (), folder=path.parent)
 
 
 def _opened(path: Path) -> IO[bytes]:
     try:
         if path.name.lower().endswith(".gz"):
-            return gzip.open(path, "rb")  # type: ignore[return-value]  # a GzipFile is all that is needed of IO
+            return io.BufferedReader(_Unpacked(path))
         return path.open("rb")
     except OSError as error:
         raise InputError(f"{path}: cannot be opened: {error.strerror}") from error
 
 
+class _Unpacked(io.RawIOBase):
+    """What a packed file unpacks to, up to a limit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._file, self._done = path, gzip.open(path, "rb"), 0  # noqa: SIM115
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)
+        self._done += count
+        require_unpackable(self.path, self._done)
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _numbered(source: str, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers."""
+    number = 0
+    while line := file.readline(LONGEST_ROW + 1):
+        number += 1
+        if len(line) > LONGEST_ROW:
+            raise InputError(f"{source}: line {number} is longer than {size(LONGEST_ROW)}, the limit for a row")
+        yield number, line
+
+
 def _jsonl(source: str, file: IO[bytes]) -> Iterator[Row]:
-    for number, line in enumerate(file, 1):
+    for number, line in _numbered(source, file):
         if not line.strip():
             continue
         try:
@@ -107,19 +146,43 @@ def _jsonl(source: str, file: IO[bytes]) -> Iterator[Row]:
         yield row
 
 
+class _Lines:
+    """The lines of a text, as long as those of one row together stay within the limit."""
+
+    def __init__(self, source: str, file: IO[bytes]) -> None:
+        self._source, self._text = source, io.TextIOWrapper(file, "utf-8-sig", newline="")
+        self.taken = 0
+        """Characters since the row began; for the reader of rows to set back."""
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._text.readline(LONGEST_ROW + 1)
+        self.taken += len(line)
+        if self.taken > LONGEST_ROW:
+            raise InputError(f"{self._source}: a row is longer than {size(LONGEST_ROW)}, the limit")
+        if not line:
+            raise StopIteration
+        return line
+
+
 def _csv(source: str, file: IO[bytes]) -> Iterator[Row]:
-    csv.field_size_limit(LONGEST_CELL)
-    reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+    # A cell may hold a whole document; the standard library stops at 128 kB.
+    csv.field_size_limit(LONGEST_ROW)
+    lines = _Lines(source, file)
+    reader = csv.DictReader(lines, strict=True)
     try:
         header = reader.fieldnames or ()
-        for name in header:
-            if list(header).count(name) > 1:
-                raise InputError(f"{source}: two columns are called {name!r}")
+        for name, times in Counter(header).items():
+            if times > 1:
+                raise InputError(f"{source}: two columns are called {shown(name)}")
         for row in reader:
+            lines.taken = 0
             if None in row or None in row.values():
                 raise InputError(
                     f"{source}: line {reader.line_num} has {'more' if None in row else 'fewer'} fields than the header has "
-                    f"columns ({', '.join(header)})"
+                    f"columns ({', '.join(header)[:300]})"
                 )
             yield row
     except (csv.Error, UnicodeDecodeError) as error:
@@ -127,7 +190,7 @@ def _csv(source: str, file: IO[bytes]) -> Iterator[Row]:
 
 
 def _lines(source: str, file: IO[bytes]) -> Iterator[Row]:
-    for number, line in enumerate(file, 1):
+    for number, line in _numbered(source, file):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
@@ -144,17 +207,36 @@ def _parquet(source: str, path: Path, limit: int | None) -> Rows:
     packed = path.name.lower().endswith(".gz")
     try:
         # A parquet file is read from its end, so a packed one is unpacked whole.
-        with pyarrow.parquet.ParquetFile(io.BytesIO(gzip.decompress(path.read_bytes())) if packed else path) as file:
+        with pyarrow.parquet.ParquetFile(_whole(path) if packed else path) as file:
             columns = tuple(file.schema_arrow.names)
-            for batch in file.iter_batches(batch_size=min(limit or 4096, 4096)):
+            unpacked = 0
+            for batch in file.iter_batches(batch_size=_batch_size(file.metadata, limit)):
+                unpacked += batch.nbytes
+                require_unpackable(path, unpacked)
                 rows += batch.to_pylist()
                 if limit is not None and len(rows) >= limit:
                     break
-    except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, gzip.BadGzipFile):
-            raise
+    except (InputError, EOFError, zlib.error, gzip.BadGzipFile):
+        raise
+    except Exception as error:  # pyarrow's own, and what Python says to dates and numbers that it does not have
         raise InputError(f"{source}: the parquet file cannot be read: {_first_line(error)}") from error
     return Rows(source, rows[:limit], columns, folder=path.parent)
+
+
+def _whole(path: Path) -> io.BytesIO:
+    """A packed file, unpacked whole into memory, for formats that are not read from front to back."""
+    with _opened(path) as file:
+        return io.BytesIO(file.read())
+
+
+def _batch_size(metadata: Any, limit: int | None) -> int:
+    """So few rows that they fit into memory even if each were as long as the longest column.
+
+    A dictionary stores a text once, however many rows have it.
+    """
+    groups = (metadata.row_group(n) for n in range(metadata.num_row_groups))
+    longest = max((g.column(n).total_uncompressed_size for g in groups for n in range(g.num_columns)), default=1)
+    return max(1, min(limit or 4096, 4096, BATCH_BYTES // max(1, longest)))
 
 
 class _Arrays(Sequence[Row]):
@@ -177,16 +259,20 @@ def _arrays(source: str, path: Path, split: str | None, limit: int | None) -> Ro
 
     packed = path.name.lower().endswith(".gz")
     try:
-        with np.load(io.BytesIO(gzip.decompress(path.read_bytes())) if packed else path, allow_pickle=False) as file:
+        with np.load(_whole(path) if packed else path, allow_pickle=False) as file:
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise InputError(f"{source}: this is no .npz archive of arrays x and y")
             x_name, y_name = _array_names(source, file.files, split)
+            sizes = {info.filename.removesuffix(".npy"): info.file_size for info in file.zip.infolist()}  # type: ignore[union-attr]
+            require_unpackable(path, sizes[x_name] + sizes[y_name])
             x, y = file[x_name], file[y_name]
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except InputError:
+        raise
+    except Exception as error:  # of the archive, of a way to pack it, of a header; or an array beyond all memory
         raise InputError(f"{source}: the arrays cannot be read: {_first_line(error)}") from error
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
-    if x.ndim not in (3, 4) or y.ndim != 1 or len(x) != len(y):
+    if x.ndim not in (3, 4) or 0 in x.shape[1:] or y.ndim != 1 or len(x) != len(y):
         raise InputError(
             f"{source}: {x_name} of shape {list(x.shape)} and {y_name} of shape {list(y.shape)} do not fit: images are "
             "N × height × width (× channels), labels N"
@@ -216,8 +302,8 @@ def _image_folder(source: str, folder: Path, split: str | None, limit: int | Non
     classes = _folders(top)
     rows: list[Row] = []
     for number, name in enumerate(classes):
-        files = sorted(p for p in (top / name).iterdir() if p.suffix.lower() in IMAGES and not p.name.startswith("."))
-        rows += [{"image": str(p.resolve()), "label": number} for p in files]
+        files = [p for p in _inside(top / name) if p.suffix.lower() in IMAGES and not p.name.startswith(".")]
+        rows += [{"image": os.path.realpath(p), "label": number} for p in files]
     if not rows:
         nested = [name for name in classes if _folders(top / name)]
         hint = f"; name the split: {source}:{nested[0]}" if nested and not split else ""
@@ -231,7 +317,14 @@ def _image_folder(source: str, folder: Path, split: str | None, limit: int | Non
 
 
 def _folders(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    return [p.name for p in _inside(folder) if p.is_dir() and not p.name.startswith(".")]
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read: {error.strerror}") from error
 
 
 def _hub(source: str, place: str, split: str | None, limit: int | None) -> Rows:

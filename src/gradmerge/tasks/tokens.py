@@ -29,21 +29,30 @@ class Tokens:
         config: Any = model.config
         # Padding never counts, but some models look for it: they count positions, or find the last token, by its number.
         stated = (config.get_text_config().pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        self.pad: int = next(n for n in stated if isinstance(n, int) and 0 <= n < self.vocabulary)
+        pads = [n for n in stated if isinstance(n, int) and 0 <= n < self.vocabulary]
+        if not pads:
+            raise InputError("the model has no tokens: its embedding is empty")
+        self.pad: int = pads[0]
 
     def encode(self, index: int, *texts: str, **options: Any) -> dict[str, list[int]]:
         """The tokens of a row's text or pair of texts, cut to ``max_length`` as the tokenizer cuts."""
+        full = self.all_of(index, *texts, **options)
+        if len(full["input_ids"]) > self.max_length:
+            self.truncated.add(index)
+            full = self.all_of(index, *texts, truncation=True, max_length=self.max_length, **options)
+        return full
+
+    def all_of(self, index: int, *texts: str, **options: Any) -> dict[str, list[int]]:
+        """The tokens of a row's text or pair of texts, however many."""
         try:
-            full = self.tokenizer(*texts, **options)
-            if len(full["input_ids"]) > self.max_length:
-                self.truncated.add(index)
-                full = self.tokenizer(*texts, truncation=True, max_length=self.max_length, **options)
-        except Exception as error:  # of a tokenizer that cannot be, or a text with half a character (a lone surrogate)
-            reason = str(error).partition("\n")[0][:200]
+            return {name: list(values) for name, values in self.tokenizer(*texts, **options).items()}
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # what panics in Rust is no Exception
+            reason = str(error).partition("\n")[0][:200] or type(error).__name__
             raise InputError(
-                f"{self.rows.label}: row {self.rows.number(index)}: the tokenizer cannot take its text apart ({reason})"
+                f"{self.rows.label}: row {self.rows.number(index)}: the tokenizer cannot take its text: {reason}"
             ) from error
-        return {name: list(values) for name, values in full.items()}
 
     def check(self, index: int, ids: Sequence[int]) -> None:
         if ids and max(ids) >= self.vocabulary:
@@ -85,9 +94,9 @@ def length_of(model: nn.Module, tokenizer: Any, wanted: int | None) -> int:
             raise InputError(f"--max-length {wanted}: the model has positions for {positions} tokens only")
         return wanted
     stated = getattr(tokenizer, "model_max_length", None)
-    # Tokenizers that know no limit state 10^30.
-    limits = [n for n in (DEFAULT_LENGTH, positions, stated) if isinstance(n, int | float) and n >= 1]
-    return int(min(limits))
+    if not isinstance(stated, int | float) or not stated >= 2:
+        stated = DEFAULT_LENGTH
+    return int(min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH, stated))
 
 
 def positions_of(model: nn.Module) -> int | None:

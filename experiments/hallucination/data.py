@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 import gradmerge as gm
+
+from ..common.data import folder_in
 
 USER, SYSTEM, KNOWLEDGE = "<user>", "<system>", "<knowledge>"
 TAGS = [KNOWLEDGE, USER, SYSTEM]
@@ -42,13 +41,13 @@ def read_turns(folder: Path, *, train: int | None, validation: int, test: int | 
 
     The end and no sample, because turns of one dialogue contain each other.
     """
-    inner = folder / "wizard_of_wikipedia"
-    folder = inner if inner.is_dir() else folder
+    folder = folder_in(folder, "wizard_of_wikipedia")
     read = _read_parlai if (folder / _PARLAI["train"]).is_file() else _read_lines
     trained, tested = read(folder, "train"), read(folder, "test")
     if trained is None or tested is None:
         raise gm.InputError(
-            f"{folder}: there is neither train.jsonl(.gz) and test.jsonl(.gz) nor {_PARLAI['train']} and {_PARLAI['test']} of ParlAI's archive"
+            f"{folder}: there is neither train.jsonl(.gz) and test.jsonl(.gz) nor {_PARLAI['train']} and "
+            f"{_PARLAI['test']} of ParlAI's archive"
         )
     trained = trained[: None if train is None else train + validation]
     held = read(folder, "valid")
@@ -123,7 +122,10 @@ class Lengths:
 
 
 def encode(turns: Sequence[Turn], tokenizer: Any, lengths: Lengths) -> list[dict[str, list[int]]]:
-    """<knowledge> k <user> u … <system> s <user> u </s> → response </s>; the oldest utterances go first where there are too many."""
+    """<knowledge> k <user> u … <system> s <user> u </s> → response </s>.
+
+    Where there are too many utterances, the oldest are left out.
+    """
     words = _tokens(tokenizer, [t for turn in turns for t in (turn.knowledge, *turn.history, turn.response)])
     user, system, tag = (tokenizer.convert_tokens_to_ids(name) for name in (USER, SYSTEM, KNOWLEDGE))
     end = tokenizer.eos_token_id
@@ -145,25 +147,3 @@ def encode(turns: Sequence[Turn], tokenizer: Any, lengths: Lengths) -> list[dict
 def _tokens(tokenizer: Any, texts: Sequence[str]) -> dict[str, list[int]]:
     unique = list(dict.fromkeys(texts))
     return dict(zip(unique, tokenizer(unique, add_special_tokens=False)["input_ids"], strict=True))
-
-
-class Collate:
-    """Rows of token ids as one padded batch."""
-
-    def __init__(self, pad: int) -> None:
-        self._pad = pad
-
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Tensor]:
-        sources = _padded([row["input_ids"] for row in rows], self._pad)
-        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-        mask = (torch.arange(sources.shape[1])[None] < lengths[:, None]).long()
-        return {
-            "input_ids": sources,
-            "attention_mask": mask,
-            "labels": _padded([row["labels"] for row in rows], -100),
-        }
-
-
-def _padded(lists: Sequence[Sequence[int]], filler: int) -> Tensor:
-    width = max(map(len, lists))
-    return torch.tensor([[*ids, *[filler] * (width - len(ids))] for ids in lists])

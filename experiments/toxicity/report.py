@@ -1,4 +1,4 @@
-"""Tables and figures from results.json alone."""
+"""Tables and figures, from results.json alone."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from ..common.figures import LOOKS, figure
-from ..common.results import markdown, shown
+from ..common.tables import markdown, shown
 from .paper import NEAREST, PAPER, TABLE
+from .removal import CURVE
 
 NAMES = {"task-arithmetic": "task arithmetic", "gradient-matching": "gradient matching"}
 KINDS = {"wiki": "WikiText", "reviews": "reviews", "comments": "other comments", "toxic": "toxic comments"}
-#: The curves of the figure end where perplexity has risen by more than this share: beyond it, text is noise.
-CURVE = 0.5
 Row = tuple[str, list[dict[str, Any] | None]]
 
 
 def tables(results: dict[str, Any]) -> str:
-    """All of results.md."""
+    """results.md."""
     settings, seeds = results["settings"], results["seeds"]
     parts = [
-        f"# Removing toxicity\n\n`{results['command']}`, {_numbered(len(seeds), 'seed')}, {results['machine']['device']}.\n"
+        f"# Removing toxicity\n\n`{results['command']}`, {_numbered(len(seeds), 'seed')}, "
+        f"{results['machine']['device']}.\n"
     ]
     first, *others = settings["tunings"]
     budget = settings["budgets"][0]
@@ -63,13 +63,17 @@ def _main_table(results: dict[str, Any], tuning: str, budget: float) -> str:
         "toxic, %",
         "perplexity",
     ]
-    other = " Model, classifier and choice of prompts are others in the paper: compare what the methods change, not the heights."
+    other = (
+        " Model, classifier and choice of prompts are others in the paper: compare what the methods change, not the "
+        "heights."
+    )
     return (
         f"## The paper's table (`{TABLE}`)\n\n{markdown(header, rows)}\n"
-        f"Scores are those of the continuation alone; a generation is toxic from {settings['threshold']:g} on. Both methods at the largest strength with which "
-        f"validation perplexity on text that stays rises by at most {100 * budget:g} %, with the damping (gradient matching) and the scope (both: all weights, or "
-        "all but the embeddings) whose continuations of validation prompts are the least toxic. The paper introduces a scaling factor for both methods and does "
-        f"not say how it was chosen.{'' if results['model'] in PAPER else other}\n\n"
+        f"Scores are those of the continuation alone; a generation is toxic from {settings['threshold']:g} on. Both "
+        "methods at the largest strength with which validation perplexity on text that stays rises by at most "
+        f"{100 * budget:g} %, with the damping (gradient matching) and the scope (both: all weights, or all but the "
+        "embeddings) whose continuations of validation prompts are the least toxic. The paper introduces a scaling "
+        f"factor for both methods and does not say how it was chosen.{'' if results['model'] in PAPER else other}\n\n"
         "![toxicity and perplexity as the strength grows](figures/trade-off.svg)\n"
     )
 
@@ -131,7 +135,8 @@ def _all_table(results: dict[str, Any], tuning: str) -> str:
     held = f", held by the base's curvature (strength {training['strength']:g})" if training["strength"] else ""
     notes = "KL divergences in nats a token on validation text. " if "kl-stay" in columns else ""
     return (
-        f"## Task model `{tuning}`: {_numbered(training['epochs'], 'epoch')} with a learning rate of {training['learning_rate']:g}{held}\n\n{text}\n"
+        f"## Task model `{tuning}`: {_numbered(training['epochs'], 'epoch')} with a learning rate of "
+        f"{training['learning_rate']:g}{held}\n\n{text}\n"
         f"{notes}Text with few distinct pairs of words repeats itself.\n"
     )
 
@@ -159,26 +164,33 @@ def _damping_table(results: dict[str, Any], tuning: str) -> str:
             ]
         )
     header = [
-        f"`{tuning}`, strength 1", "step, × fine-tuning's", "perplexity of what stays, × base's", "perplexity of toxic comments, × base's",
-    ]  # fmt: skip
+        f"`{tuning}`, strength 1",
+        "step, × fine-tuning's",
+        "perplexity of what stays, × base's",
+        "perplexity of toxic comments, × base's",
+    ]
     note = seeds[0]["tunings"][tuning]["advice"]["note"]
     told = (
         f"\nWhat `gradmerge` says of the removal with the default damping (seed {seeds[0]['seed']}): {note}\n"
         if note
         else ""
     )
-    return f"## Damping, task model `{tuning}` (validation text)\n\n![what each damping leads to](figures/damping-{tuning}.svg)\n\n{markdown(header, rows)}{told}"
+    title = f"## Damping, task model `{tuning}` (validation text)"
+    image = f"![what each damping leads to](figures/damping-{tuning}.svg)"
+    return f"{title}\n\n{image}\n\n{markdown(header, rows)}{told}"
 
 
 def _scorer(quality: dict[str, float], threshold: float) -> str:
     told = (
-        f"## The classifier\n\nTF-IDF of words and pairs of words with logistic regression, trained on the training comments of the Jigsaw "
-        f"challenge, of which the language model has seen many too. On its test comments: accuracy {100 * quality['accuracy']:.1f} % (balanced), area under the ROC "
-        f"curve {quality['auc']:.3f}; at {threshold:g} it finds {100 * quality['toxic_at_threshold']:.1f} % of the toxic comments and takes "
+        "## The classifier\n\nTF-IDF of words and pairs of words with logistic regression, trained on the training "
+        "comments of the Jigsaw challenge, of which the language model has seen many too. On its test comments: "
+        f"accuracy {100 * quality['accuracy']:.1f} % (balanced), area under the ROC curve {quality['auc']:.3f}; at "
+        f"{threshold:g} it finds {100 * quality['toxic_at_threshold']:.1f} % of the toxic comments and takes "
         f"{100 * quality['civil_at_threshold']:.1f} % of the others for toxic."
     )
     if "auc_perspective" in quality:
-        told += f" On the continuations of RealToxicityPrompts, against Perspective's scores: area {quality['auc_perspective']:.3f}."
+        area = quality["auc_perspective"]
+        told += f" On the continuations of RealToxicityPrompts, against Perspective's scores: area {area:.3f}."
     return told + "\n"
 
 
@@ -201,7 +213,7 @@ def _value(test: dict[str, Any], column: str) -> float | None:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp of a loss in nats a token; None where that is no number."""
+    """exp of a loss in nats per token; None where that is no number."""
     return None if loss is None else math.exp(min(loss, 700.0))
 
 
@@ -218,7 +230,7 @@ def _all(values: Sequence[float | None], digits: int) -> str:
 
 
 def damping_of(damping: float, unit: float, default: float) -> str:
-    """A damping beside the mean entry of the toxic comments' curvature, to two digits: dampings are rounded themselves."""
+    """A damping in units of the mean entry of F_t, to two digits, since dampings are rounded themselves."""
     return (
         f"δ = {default:g}, the default" if damping == default else f"δ = {float(f'{damping / unit:.2g}'):g} × mean F_t"
     )
@@ -272,7 +284,7 @@ def _numbered(count: float, what: str) -> str:
     return f"{count:g} {what}" if count == 1 else f"{count:g} {what}s"
 
 
-def figures(results: dict[str, Any], folder: Path) -> None:
+def draw(results: dict[str, Any], folder: Path) -> None:
     """What a removal costs and brings: toxicity and likelihood of toxic text over the perplexity of what stays."""
     tuning = next(iter(results["settings"]["tunings"]))
     _trade_off(results, tuning, folder / "trade-off.svg")
@@ -281,7 +293,7 @@ def figures(results: dict[str, Any], folder: Path) -> None:
 
 
 def curve(seed: dict[str, Any], tuning: str, method: str, budget: float) -> list[dict[str, Any]]:
-    """A seed's tests of a method from the base on, by strength; of gradient matching those with the damping that was chosen."""
+    """A seed's tests of a method with the damping and scope that were chosen, from the base on, by strength."""
     found = seed["tunings"][tuning]
     chosen = found["chosen"][method][str(budget)]
     tested = [
@@ -316,15 +328,13 @@ def _trade_off(results: dict[str, Any], tuning: str, path: Path) -> None:
                 for number, seed in enumerate(seeds):
                     tests = curve(seed, tuning, method, results["settings"]["budgets"][0])
                     look = LOOKS[method] | ({} if number == 0 else {"label": None})
-                    axis.plot(
-                        [stay(t) for t in tests], [value(t) for t in tests], linewidth=1.8, markersize=4, markerfacecolor="white", **look
-                    )  # fmt: skip
+                    look |= {"linewidth": 1.8, "markersize": 4, "markerfacecolor": "white"}
+                    axis.plot([stay(t) for t in tests], [value(t) for t in tests], **look)
             for name, marker, text in (("base", "X", "base"), ("target", "*", "retrained without it")):
                 if name in seeds[0]["rows"]:
                     tests = [s["rows"][name] for s in seeds]
-                    axis.plot(
-                        mean(tests, stay), mean(tests, value), marker, color="black", markersize=9, label=text, linestyle="", zorder=5
-                    )  # fmt: skip
+                    look = {"color": "black", "markersize": 9, "linestyle": "", "zorder": 5}
+                    axis.plot(mean(tests, stay), mean(tests, value), marker, label=text, **look)
             axis.set_xlabel("perplexity of text that stays (test)")
             axis.set_ylabel(label)
         axes[0].legend(fontsize=8)
@@ -335,7 +345,10 @@ def _finite(test: dict[str, Any]) -> bool:
 
 
 def _dampings(results: dict[str, Any], tuning: str, path: Path) -> None:
-    """Validation text, first seed: where each damping leads as the strength grows, to twice the base's perplexity; a panel a scope."""
+    """Where each damping leads as the strength grows, up to twice the base's perplexity, with a panel per scope.
+
+    On validation text, of the first seed.
+    """
     found = results["seeds"][0]["tunings"][tuning]
     base, default = found["sweep"]["base"], results["settings"]["default_damping"]
     scopes = list(results["settings"]["dampings"])

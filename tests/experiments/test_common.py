@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from experiments.common.results import markdown, over_seeds, shown
-from experiments.common.stages import Stages
+from experiments.common.seeds import over_seeds
+from experiments.common.tables import markdown, shown
+
+from gradmerge.demo.stages import Stages
 
 
 def counted(calls: list[str], name: str):
@@ -47,7 +49,7 @@ def test_an_interrupted_stage_finds_its_files_again_and_is_not_there_under_its_n
     assert not (tmp_path / "a").exists()
     found = Stages(tmp_path).run("a", lambda folder: (folder / "begun").read_text())
     assert found == "half" and not (tmp_path / "a.partial").exists()
-    assert json.loads((tmp_path / "a" / "stage.json").read_text())["result"] == "half"
+    assert json.loads((tmp_path / ".stages" / "a.json").read_text())["result"] == "half"
 
 
 def test_what_an_interrupted_stage_left_is_thrown_away_when_its_settings_changed(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 from matplotlib import colormaps
 
-from experiments.common.figures import LOOKS, band, figure
-from experiments.common.results import markdown, shown
-
+from ..common.figures import LOOKS, band, figure
+from ..common.tables import markdown, shown
 from . import paper
 
 Point = Mapping[str, float]
@@ -55,7 +54,8 @@ def tables(results: Mapping[str, Any]) -> str:
         + "\n\n![accuracy over the weight](figures/scaling.svg)\n",
         _curves(results, seeds),
         "## By task\n",
-        '"Tuned" weights are the best on validation rows that no model was trained on. "Best on test" reads the best weight off the test curve, as '
+        '"Tuned" weights are the best on validation rows that no model was trained on. "Best on test" reads the best '
+        "weight off the test curve, as "
         "the paper's figure does.\n",
         _by_task(results, seeds),
         "## H_0\n",
@@ -73,7 +73,9 @@ def _comparable(results: Mapping[str, Any]) -> str:
 def _setting(results: Mapping[str, Any], seeds: list[Any]) -> str:
     settings, data = results["settings"], results["data"]
     tuning = settings["fine_tuning"]
-    penalty = f"a quadratic penalty of strength {tuning['strength']:g} towards the base" if tuning["strength"] else "no penalty"  # fmt: skip
+    penalty = "no penalty"
+    if tuning["strength"]:
+        penalty = f"a quadratic penalty of strength {tuning['strength']:g} towards the base"
     lines = [
         f"`{results['command']}`, on {results['machine']['device']}, {len(seeds)} seed{'s' * (len(seeds) > 1)}.",
         "",
@@ -81,22 +83,25 @@ def _setting(results: Mapping[str, Any], seeds: list[Any]) -> str:
             ["task", "classes", "training rows", "validation rows", "test rows"],
             [[t, *(str(f[k]) for k in ("classes", "train", "validation", "test"))] for t, f in data.items()],
         ),
-        f"Encoder of {seeds[0]['base']['parameters']:,} parameters. Fine-tuned with batches of {tuning['batch_size']}, learning rate "
-        f"{tuning['learning_rate']:g}, {penalty}; heads are fixed.",
+        f"Encoder of {seeds[0]['base']['parameters']:,} parameters. Fine-tuned with batches of {tuning['batch_size']}, "
+        f"learning rate {tuning['learning_rate']:g}, {penalty}; heads are fixed.",
     ]
     if settings["pretraining"] is not None:
         lines.append(
-            f"The base and the heads were trained from random weights on the first {settings['base_rows']} training rows of each task "
-            "(fewer where a task has fewer). These rows are among those of fine-tuning."
+            f"The base and the heads were trained from random weights on the first {settings['base_rows']} training "
+            "rows of each task (fewer where a task has fewer). These rows are among those of fine-tuning."
         )
     else:
         lines.append(
-            f"The base is {results['model']}; heads are its text embeddings of the class names. "
-            f"The Fisher of the base is measured on the first {settings['base_rows']} training rows of each task, as its own data is not public."
+            f"The base is {results['model']}; heads are its text embeddings of the class names. The Fisher of the base "
+            f"is measured on the first {settings['base_rows']} training rows of each task, as its own data is not "
+            "public."
         )
     lines += [
-        "Curvature: squared gradients of single examples over all training rows of a task, divided by their number (mean), or not (sum).",
-        "H_0 of gradient matching is c · I where nothing else is said, c being the mean entry of the eight tasks' curvature: "
+        "Curvature: squared gradients of single examples over all training rows of a task, divided by their number "
+        "(mean), or not (sum).",
+        "H_0 of gradient matching is c · I where nothing else is said, c being the mean entry of the eight tasks' "
+        "curvature: "
         + ", ".join(f"{shown_numbers([s['scalar'][r] for s in seeds])} ({r})" for r in ("mean", "sum"))
         + ". It is not tuned.",
         "",
@@ -176,7 +181,8 @@ def _priors(results: Mapping[str, Any], seeds: list[Any]) -> str:
         )
     text = "Gradient matching with other H_0, mean accuracy over the test sets. "
     text += "c is the mean entry of the tasks' curvature; the Fisher of the base has a mean entry of "
-    text += f"{shown_numbers([s['scalar_of_base']['mean'] for s in seeds])} (mean).\n\n![accuracy over the weight with each H_0](figures/prior.svg)\n\n"
+    text += f"{shown_numbers([s['scalar_of_base']['mean'] for s in seeds])} (mean).\n\n"
+    text += "![accuracy over the weight with each H_0](figures/prior.svg)\n\n"
     return text + markdown(["H_0", "at weight 1", "at tuned weight", "tuned weight", "best on test"], rows)
 
 
@@ -204,7 +210,8 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
         right.set_title(f"here: --scale {results['scale']}", loc="left", fontsize=10)
         for axes, height in ((left, paper.ZERO_SHOT), (right, base)):
             axes.set_xlabel("weight of every task")
-            axes.annotate("base alone", (1, height), (0, 3), textcoords="offset points", ha="right", color="#767676", fontsize=9)  # fmt: skip
+            look = {"textcoords": "offset points", "ha": "right", "color": "#767676", "fontsize": 9}
+            axes.annotate("base alone", (1, height), (0, 3), **look)
         left.set_ylabel("accuracy in %, mean of 8 test sets")
         right.legend(loc="best")
     with figure(folder / "prior.svg", 6.4, 3.8) as axes:

@@ -20,28 +20,7 @@ from .data import Row
 
 _GOOD = ["good", "great", "fine", "lovely", "superb", "warm", "bright", "clever", "honest", "joyful"]
 _BAD = ["bad", "poor", "dull", "awful", "weak", "cold", "stale", "clumsy", "false", "dreary"]
-_PLAIN = [
-    "the",
-    "a",
-    "it",
-    "was",
-    "this",
-    "that",
-    "with",
-    "and",
-    "very",
-    "quite",
-    "film",
-    "place",
-    "book",
-    "story",
-    "one",
-    "more",
-    "than",
-    "all",
-    "here",
-    "there",
-]
+_PLAIN = "the a it was this that with and very quite film place book story one more than all here there"
 #: What a word says may depend on the data set: fine-tunes then differ where they meet.
 _OWN = {
     "imdb": ("moving gripping", "slow long"),
@@ -54,12 +33,12 @@ _OWN = {
 
 def made_up(name: str, train: int = 400, test: int = 120) -> dict[str, list[Row]]:
     """Rows of short texts whose label is the sign of their words."""
-    draw = random.Random(f"sentiment {name}")
+    draw, plain = random.Random(f"sentiment {name}"), _PLAIN.split()
     good, bad = ([*words, *own.split() * 3] for words, own in zip((_GOOD, _BAD), _OWN[name], strict=True))
 
     def row() -> Row:
         label = draw.randrange(2)
-        words = draw.choices(_PLAIN, k=draw.randint(4, 9)) + draw.choices(good if label else bad, k=draw.randint(1, 3))
+        words = draw.choices(plain, k=draw.randint(4, 9)) + draw.choices(good if label else bad, k=draw.randint(1, 3))
         draw.shuffle(words)
         return {"text": " ".join(words), "label": label}
 
@@ -70,10 +49,8 @@ def make_encoder(folder: Path, texts: Iterable[str]) -> None:
     """A BERT of two layers with random weights, and a tokenizer of the texts' words."""
     tokenizer = _tokenizer(texts, start="[CLS]", end="[SEP]")
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=64, pad_token_id=0,
-    )  # fmt: skip
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, pad_token_id=0, **shape)
     BertForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -82,11 +59,11 @@ def make_seq2seq(folder: Path, texts: Iterable[str]) -> None:
     """A T5 of one layer on each side with random weights, and a tokenizer of the texts' words."""
     tokenizer = _tokenizer([*texts, "positive negative"], end="</s>")
     torch.manual_seed(0)
+    shape = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    tokens = {"pad_token_id": 0, "eos_token_id": tokenizer.eos_token_id, "decoder_start_token_id": 0}
     config = T5Config(
-        vocab_size=len(tokenizer), d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, pad_token_id=0,
-        eos_token_id=tokenizer.eos_token_id, decoder_start_token_id=0, tie_word_embeddings=False,
-        feed_forward_proj="gated-gelu",
-    )  # fmt: skip
+        vocab_size=len(tokenizer), tie_word_embeddings=False, feed_forward_proj="gated-gelu", **shape, **tokens
+    )
     T5ForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

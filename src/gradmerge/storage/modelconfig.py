@@ -1,0 +1,44 @@
+"""Which settings of a model's config would have code fetched and run, or weights read from elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import InputError
+
+#: The implementations that transformers has itself. Any other name is a repository of the Hub, whose code it would run.
+IMPLEMENTATIONS = {
+    "attn_implementation": ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"),
+    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
+}  # fmt: skip
+
+
+def refuse_hub_code(config: Any, where: object) -> None:
+    """Refuse a config, as its JSON is, that names code of the Hub or a file of weights, in any of its parts."""
+    parts = [config]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        if not isinstance(part, dict):
+            continue
+        for key, value in part.items():
+            kind = key.removeprefix("_").removesuffix("_internal")
+            if kind in IMPLEMENTATIONS:
+                check_implementation(kind, value, f"{where}: {key}")
+            elif key == "transformers_weights" and value is not None:
+                raise InputError(f"{where}: {key} names a file of weights, {str(value)[:80]!r}. Remove the key: weights "
+                                 "are read from model.safetensors.")  # fmt: skip
+            else:
+                parts.append(value)
+
+
+def check_implementation(kind: str, value: Any, where: str) -> None:
+    """A name that transformers knows itself, or a mapping of parts of the model to such names."""
+    if isinstance(value, dict):
+        for part in value.values():
+            check_implementation(kind, part, where)
+    elif value is not None and value not in IMPLEMENTATIONS[kind]:
+        raise InputError(
+            f"{where}: {str(value)[:80]!r} is none of {', '.join(IMPLEMENTATIONS[kind])}. Code from the Hub is not run."
+        )

@@ -1,0 +1,76 @@
+"""Small files from elsewhere, such as configs: read whole, but only if they are files, and no larger than such files are."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..words import size
+
+#: Bytes of a config. Parsed JSON takes up to forty times its size in memory.
+MAX_CONFIG = 10_000_000
+#: Bytes of a tokenizer's file: the largest vocabularies in use take a third of this.
+MAX_TOKENIZER = 100_000_000
+#: What a packed file may become: this many bytes, or this many times its size. gzip packs up to a thousandfold, and a parquet
+#: file or a pickle may repeat one value a billion times.
+UNPACKED_BYTES, UNPACKED_TIMES = 1_000_000_000, 100
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file for reading. Opening a pipe would wait for somebody to write to it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be opened: {getattr(error, 'strerror', None) or error}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InputError(f"{path}: is no file but a folder, a pipe or a device")
+    return descriptor
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """All bytes of a regular file that has no more than ``limit`` of them."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        try:
+            raw = file.read(limit + 1)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(raw) > limit:
+        raise InputError(f"{path}: larger than {size(limit)}, the limit for such a file")
+    return raw
+
+
+def require_unpackable(path: Path, nbytes: int) -> None:
+    """Refuse what a file unpacks to if it is larger than honest files become."""
+    if nbytes > max(UNPACKED_BYTES, UNPACKED_TIMES * path.stat().st_size):
+        raise InputError(
+            f"{path}: unpacks to more than {size(UNPACKED_BYTES)} and more than {UNPACKED_TIMES} times its size, which is the "
+            "limit. If you trust it, give it unpacked."
+        )
+
+
+def read_json(path: Path, limit: int = MAX_CONFIG) -> dict[str, Any]:
+    """The JSON object in a file of at most ``limit`` bytes."""
+    return parse_json_object(read_bounded(path, limit), lambda why: InputError(f"{path}: {why}"))
+
+
+def parse_json_object(raw: bytes | bytearray, broken: Any) -> dict[str, Any]:
+    """A JSON object from untrusted bytes; ``broken`` makes the error from a sentence."""
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a name occurs twice")
+        return result
+
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise broken(f"its JSON cannot be read ({str(error)[:120]})") from None
+    if not isinstance(value, dict):
+        raise broken("its JSON is no object")
+    return value

@@ -1,0 +1,65 @@
+"""What must be true of a folder before transformers or peft may open it: the checks that a merge makes."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+from ..errors import InputError
+from ..storage.links import require_within
+from ..storage.smallfile import MAX_CONFIG, MAX_TOKENIZER, read_bounded
+from ..storage.tensorfile import TensorFile, close_files, open_files
+from ..words import size
+
+#: What is read of a folder beside weights, by the ends of names.
+_ENDS = ("config.json", "tokens.json", "tokens_map.json", "tokenizer.json", "tekken.json", "vocab.json", "vocab.txt", "merges.txt",
+         "chat_template.json", ".jinja", ".model", ".tiktoken", ".spm", ".codes")  # fmt: skip
+
+
+def check_small_files(folder: Path) -> None:
+    """Refuse configs and tokenizer files that are no files, too large, or links out of the folder."""
+    try:
+        found = [path for place in (folder, folder / "additional_chat_templates") if place.is_dir()
+                 for path in sorted(place.iterdir()) if path.name.endswith(_ENDS)]  # fmt: skip
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read: {error.strerror}") from error
+    for path in found:
+        require_within(path, folder)
+        try:
+            status = path.stat()
+        except OSError:  # a link to nothing is as good as no file
+            continue
+        if stat.S_ISDIR(status.st_mode):
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{path}: is no file but a pipe or a device")
+        limit = MAX_CONFIG if path.name.endswith("config.json") else MAX_TOKENIZER
+        if status.st_size > limit:
+            raise InputError(f"{path}: larger than {size(limit)}, the limit for such a file")
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        try:
+            named = json.loads(read_bounded(settings, MAX_CONFIG)).get("fast_tokenizer_files") or []
+        except (ValueError, AttributeError, RecursionError):
+            return  # what is wrong with it is said when the tokenizer is loaded
+        if not isinstance(named, list) or any(not isinstance(n, str) or "/" in n or "\\" in n for n in named):
+            raise InputError(f"{settings}: fast_tokenizer_files must be names of files in the folder")
+
+
+def check_weights(reference: str, folder: Path, stem: str) -> None:
+    """Refuse weights that are no safetensors, or whose headers or index a merge would refuse.
+
+    transformers and peft open pickles without a word where an index names one, or where there is nothing else.
+    """
+    single = folder / f"{stem}.safetensors"
+    # peft knows no shards: beside their index it would look for a pickle.
+    files = open_files(folder, stem) if stem == "model" or single.is_file() else None
+    if files is None:
+        raise InputError(
+            f"{reference}: no {stem}.safetensors in {folder}. Models in other formats are not loaded here."
+        )
+    close_files(files)
+    if single.is_file():  # where there is an index too, transformers and peft take this one
+        require_within(single, folder)
+        TensorFile(single).close()

@@ -1,0 +1,135 @@
+"""Pickles of strange tensors, and damaged ones: read right, or refused in one sentence."""
+
+from __future__ import annotations
+
+import io
+import random
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradmerge.checkpoints import open_checkpoint
+from gradmerge.checkpoints.model import Buffers
+from gradmerge.errors import InputError
+from gradmerge.storage import smallfile
+
+T = torch.arange(6.0).reshape(2, 3)
+
+
+def saved(path: Path, value: Any, zipped: bool = True) -> str:
+    torch.save(value, path, _use_new_zipfile_serialization=zipped)
+    return str(path)
+
+
+def read_all(path: str) -> dict[str, Tensor]:
+    with open_checkpoint(path, allow_pickle=True) as checkpoint:
+        return {
+            name: checkpoint.read(name, 0, info.numel, Buffers()).reshape(info.shape).clone()
+            for name, info in checkpoint.tensors.items()
+        }
+
+
+READ = {
+    "a transposed tensor": T.T,
+    "a part of a tensor": T[1:, :2],
+    "a repeated row": T[0].expand(4, 3),
+    "a negative that is not worked out": torch.complex(T, T).conj().imag,
+    "a conjugate that is not worked out": torch.complex(T, T + 1).conj(),
+    "nothing": torch.zeros(0, 3),
+    "nothing, repeated": torch.zeros(0).expand(5, 0),
+    "a parameter": torch.nn.Parameter(T),
+}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("case", READ)
+def test_every_way_to_store_a_tensor_gives_its_numbers(tmp_path: Path, case: str, zipped: bool) -> None:
+    got = read_all(saved(tmp_path / "m.bin", {"a": READ[case]}, zipped))["a"]
+    assert torch.equal(got, READ[case].detach().resolve_conj().resolve_neg())
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "sparse": ({"a": T.to_sparse()}, "cannot be"),
+    "sparse rows": (T.to_sparse_csr, "cannot be"),
+    "no data": ({"a": T.to("meta")}, "has no data"),
+    "one number a billion times": ({"a": torch.zeros(1).expand(10**9)}, "unpacks to more than 1.0 GB"),
+    "one number too often to count": ({"a": torch.zeros(1).expand(2**60)}, "unpacks to more than"),
+    "names that are no words": ({(1, 2): T}, "names are no words"),
+    "two of a name": ({0: T, "0": T}, "two of one name"),
+    "half a character": ({"a\ud800": T}, "no valid Unicode"),
+    "no state dict": ([T], "holds no state dict"),
+    "nothing": ({}, "holds no state dict"),
+    "a type of its own": ({"a": T.to(torch.complex128)}, "cannot be merged"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_strange_pickle_is_refused_in_one_sentence(
+    tmp_path: Path, case: str, zipped: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    value, reason = REFUSED[case]
+    path = saved(tmp_path / "m.bin", {"a": value()} if callable(value) else value, zipped)
+    with pytest.raises(InputError, match=reason):
+        open_checkpoint(path, allow_pickle=True)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_an_archive_that_unpacks_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smallfile, "UNPACKED_BYTES", 100_000)
+    saved(tmp_path / "m.bin", {"a": torch.zeros(1_000_000)})
+    with zipfile.ZipFile(tmp_path / "packed.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, raw in members(tmp_path / "m.bin").items():
+            archive.writestr(name, raw)
+    with pytest.raises(InputError, match="more than 100 times its size"):
+        open_checkpoint(str(tmp_path / "packed.bin"), allow_pickle=True)
+
+
+def damaged(raw: bytes, rng: random.Random) -> bytes:
+    data = bytearray(raw)
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        place, change = rng.randrange(len(data)), rng.randrange(4)
+        if change == 0:
+            data[place] = rng.randrange(256)
+        elif change == 1:
+            del data[place : place + rng.randrange(1, 8)]
+        elif change == 2:
+            data[place:place] = data[place : place + rng.randrange(1, 8)]
+        else:
+            data[place : place + 4] = rng.choice([b"\0\0\0\0", b"\xff\xff\xff\x7f", b"\xff\xff\xff\xff"])
+    return bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+@pytest.mark.parametrize("what", ["archive", "pickle inside", "old format"])
+def test_a_damaged_pickle_is_read_or_refused_and_nothing_else(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "m.bin"
+    saved(path, {"a": T.clone(), "b": T.T, "c": T.half(), "d": torch.arange(5)}, what != "old format")
+    raw, rng, outcomes = path.read_bytes(), random.Random(3), Counter[str]()
+    inside = members(path) if what == "pickle inside" else {}
+    for _ in range(400):
+        if inside:
+            buffer = io.BytesIO()
+            with zipfile.ZipFile(buffer, "w", rng.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])) as archive:
+                for name, value in inside.items():
+                    archive.writestr(name, damaged(value, rng) if name.endswith("data.pkl") else value)
+            path.write_bytes(buffer.getvalue())
+        else:
+            path.write_bytes(damaged(raw, rng))
+        try:
+            read_all(str(path))
+            outcomes["read"] += 1
+        except InputError:
+            outcomes["refused"] += 1
+    assert outcomes["refused"] > 100, outcomes

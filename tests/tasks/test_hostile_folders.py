@@ -1,0 +1,214 @@
+"""Folders that would have transformers or peft open a pickle, look elsewhere, or run code: refused before they see them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants, model_info
+from huggingface_hub.errors import OfflineModeIsEnabled
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+from typer.testing import CliRunner
+
+from gradmerge.cli.app import app
+from gradmerge.errors import InputError
+from gradmerge.tasks import load_model, load_task
+from gradmerge.tasks.models import offline
+
+from .making import labelled, tiny_bert_checkpoint, write_jsonl
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny_bert_checkpoint(tmp_path / "model")
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, model: Path) -> Path:
+    inner = AutoModelForSequenceClassification.from_pretrained(model)
+    get_peft_model(inner, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])).save_pretrained(
+        tmp_path / "adapter"
+    )
+    return tmp_path / "adapter"
+
+
+def as_pickle(folder: Path, stem: str, name: str) -> None:
+    torch.save(load_file(folder / f"{stem}.safetensors"), folder / name)
+
+
+def write_index(folder: Path, stem: str, filename: str) -> None:
+    names = load_file(folder / f"{stem}.safetensors")
+    text = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, filename)})
+    (folder / f"{stem}.safetensors.index.json").write_text(text)
+    (folder / f"{stem}.safetensors").rename(folder.parent / "elsewhere.safetensors")
+
+
+def index_of_pickles(folder: Path) -> None:
+    as_pickle(folder, "model", "weights.bin")
+    write_index(folder, "model", "weights.bin")
+
+
+def index_of_pickles_by_another_name(folder: Path) -> None:
+    as_pickle(folder, "model", "weights.safetensors")
+    write_index(folder, "model", "weights.safetensors")
+
+
+def index_that_leads_out(folder: Path) -> None:
+    write_index(folder, "model", "../elsewhere.safetensors")
+
+
+def only_a_pickle(folder: Path) -> None:
+    as_pickle(folder, "model", "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def a_link(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).rename(folder.parent / "secret")
+        (folder / name).symlink_to("../secret")
+
+    return change
+
+
+def a_pipe(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def too_large(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        os.truncate(folder / name, 100_000_001)
+
+    return change
+
+
+def config(name: str = "config.json", **values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "an index of pickles": (index_of_pickles, "is no .safetensors file"),
+    "an index of pickles under another name": (index_of_pickles_by_another_name, "not a valid safetensors file"),
+    "an index that leads out": (index_that_leads_out, "is not a file name inside the folder"),
+    "nothing but a pickle": (only_a_pickle, "Models in other formats are not loaded here"),
+    "weights linked from elsewhere": (a_link("model.safetensors"), "outside the model's folder"),
+    "a config linked from elsewhere": (a_link("config.json"), "outside the model's folder"),
+    "a tokenizer linked from elsewhere": (a_link("tokenizer.json"), "outside the model's folder"),
+    "a config that is a pipe": (a_pipe("config.json"), "is no file but a pipe"),
+    "a generation config that is a pipe": (a_pipe("generation_config.json"), "is no file but a pipe"),
+    "a tokenizer that is a pipe": (a_pipe("tokenizer.json"), "is no file but a pipe"),
+    "a config without end": (too_large("config.json"), "larger than 10.0 MB"),
+    "a tokenizer without end": (too_large("tokenizer.json"), "larger than 100.0 MB"),
+    "a tokenizer by the name of another folder": (
+        config("tokenizer_config.json", fast_tokenizer_files=["../tokenizer.4.0.json"]),
+        "names of files in the folder",
+    ),
+    "attention of the Hub": (config(_attn_implementation="org/repo"), "Code from the Hub is not run"),
+    "attention of the Hub by its other name": (config(attn_implementation="org/repo:f"), "Code from the Hub is not run"),
+    "attention of the Hub inside": (config(_attn_implementation_internal="org/repo"), "Code from the Hub is not run"),
+    "attention of the Hub in pages": (config(_attn_implementation="paged|org/repo"), "Code from the Hub is not run"),
+    "attention of the Hub for a part": (config(attn_implementation={"": "sdpa", "text": "org/repo"}), "is not run"),
+    "attention of the Hub in a part": (config(text_config={"_attn_implementation": "org/repo"}), "is not run"),
+    "experts of the Hub": (config(experts_implementation="org/repo"), "Code from the Hub is not run"),
+    "weights of another name": (config(transformers_weights="more/other.safetensors"), "names a file of weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_folder_is_refused_in_one_sentence(model: Path, tmp_path: Path, case: str) -> None:
+    change, reason = HOSTILE[case]
+    data = str(write_jsonl(tmp_path / "a.jsonl", labelled(2)))
+    load_task(str(model), data)
+    change(model)
+    with pytest.raises(InputError) as caught:
+        load_task(str(model), data)
+    assert reason in str(caught.value)
+
+
+def test_the_command_line_refuses_it_too(model: Path, tmp_path: Path) -> None:
+    index_of_pickles(model)
+    data = str(write_jsonl(tmp_path / "a.jsonl", labelled(2)))
+    for command in (["evaluate"], ["curvature", "estimate", "-o", str(tmp_path / "out")]):
+        result = CliRunner().invoke(app, [*command, str(model), "--data", data])
+        assert (result.exit_code, "no .safetensors file" in result.output) == (2, True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_an_adapter_that_peft_would_read_from_a_pickle_is_refused(adapter: Path, shards: bool) -> None:
+    load_model(str(adapter))
+    as_pickle(adapter, "adapter_model", "adapter_model.bin")
+    write_index(adapter, "adapter_model", "part.safetensors")
+    if shards:
+        (adapter.parent / "elsewhere.safetensors").rename(adapter / "part.safetensors")
+    else:
+        (adapter / "adapter_model.safetensors.index.json").unlink()
+    with pytest.raises(InputError, match=r"no adapter_model\.safetensors in"):
+        load_model(str(adapter))
+
+
+def test_the_base_of_an_adapter_is_held_to_the_same(adapter: Path, model: Path) -> None:
+    index_of_pickles(model)
+    with pytest.raises(InputError, match=r"is no \.safetensors file"):
+        load_model(str(adapter))
+
+
+def test_a_tokenizer_given_apart_is_held_to_the_same(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, other / name)
+    data = str(write_jsonl(tmp_path / "a.jsonl", labelled(2)))
+    load_task(str(model), data, tokenizer=str(other))
+    a_link("tokenizer.json")(other)
+    with pytest.raises(InputError, match="outside the model's folder"):
+        load_task(str(model), data, tokenizer=str(other))
+
+
+@pytest.mark.parametrize("name", ["org/repo", "paged|eager", "kernels-community/flash-attn2@main:f"])
+def test_attention_of_the_hub_is_refused_on_the_command_line_as_well(model: Path, name: str) -> None:
+    with pytest.raises(InputError, match=r"--attn: .* Code from the Hub is not run"):
+        load_model(str(model), attn=name)
+
+
+def test_attention_that_transformers_has_itself_may_stand_in_a_config(model: Path) -> None:
+    config(_attn_implementation="eager")(model)
+    loaded: Any = load_model(str(model))[0]
+    assert loaded.config._attn_implementation == "eager"
+
+
+def test_code_beside_a_model_is_not_run(model: Path) -> None:
+    code = "raise SystemExit('it ran')"
+    (model / "modeling_theirs.py").write_text(code)
+    own = {"AutoConfig": "modeling_theirs.C", "AutoModelForSequenceClassification": "modeling_theirs.M"}
+    config(auto_map=own)(model)
+    config("tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling_theirs.T", None]})(model)
+    loaded, _ = load_model(str(model))
+    assert type(loaded).__name__ == "BertForSequenceClassification"
+    config(model_type="theirs")(model)
+    with pytest.raises(InputError, match=r"config\.json cannot be used"):
+        load_model(str(model))
+    assert not any("modeling_theirs" in name for name in sys.modules)
+
+
+def test_the_hub_is_not_asked_while_a_folder_is_loaded() -> None:
+    before = constants.HF_HUB_OFFLINE
+    with offline(), pytest.raises(OfflineModeIsEnabled):
+        model_info("org/name")
+    assert before == constants.HF_HUB_OFFLINE

@@ -1,0 +1,196 @@
+"""Programs that come with models (chat templates, regular expressions) are stopped when they do not end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from gradmerge.checkpoints import open_checkpoint, patterns
+from gradmerge.checkpoints.model import Buffers
+from gradmerge.errors import InputError
+from gradmerge.tasks import causal_lm, load_model, load_task
+from gradmerge.tasks.patience import patience
+
+from .making import tiny_bert_checkpoint, tiny_gpt2_checkpoint, write_jsonl
+
+#: Patterns that try every way to cut a name into pieces before they give up. `regex` sees through the first, but not
+#: through the second; `re` through neither.
+LONG, ENDLESS = r"(\w+\.?)+!", r"((.|.)*)\1(?<!\w)"
+
+
+def in_main(action: Callable[[], None]) -> BaseException | None:
+    try:
+        action()
+    except BaseException as error:
+        return error
+    return None
+
+
+def in_thread(action: Callable[[], None]) -> BaseException | None:
+    found: list[BaseException | None] = []
+    thread = threading.Thread(target=lambda: found.append(in_main(action)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("run", [in_main, in_thread])
+def test_what_does_not_end_is_stopped_in_every_thread(run: Callable[..., BaseException | None]) -> None:
+    def waits() -> None:
+        with patience(0.05, "the loop"):
+            spin()
+
+    error = run(waits)
+    assert isinstance(error, InputError)
+    assert str(error) == "the loop takes longer than 0.05 seconds, which is the limit"
+
+
+def test_an_alarm_that_was_set_before_still_rings() -> None:
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with patience(0.01, "it"):
+            pass
+        deadline = time.monotonic() + 20
+        while not rung and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert rung
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+TEMPLATES = {
+    "loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "takes longer than 0.2",
+    ),
+    "a large power": ("{{ 9 ** (9 ** 9) }}", "takes longer than 0.2 seconds"),
+    "a large text": ("{{ 'a' * 10 ** 12 }}", "takes more than 300.0 MB of memory"),
+    "a doubled text": (
+        "{% set n = namespace(x='aaaaaaaaaa') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+        "takes more than 300.0 MB of memory|takes longer than",
+    ),
+    "a long text": ("{{ 'a' * 32000001 }}", "makes a text longer than 32.0 MB"),
+    "a way out of the sandbox": (
+        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
+        "takes",
+    ),
+    "no template": ("{% for %}", "takes"),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_a_hostile_chat_template_is_stopped_and_named(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, reason = TEMPLATES[case]
+    monkeypatch.setattr(causal_lm, "SECONDS", 0.2 if "0.2" in reason else 20.0)
+    monkeypatch.setattr(causal_lm, "MEMORY", 300_000_000)
+    model = tiny_gpt2_checkpoint(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(template)
+    talk = [{"role": "user", "content": "what is it ?"}]
+    data = write_jsonl(tmp_path / "a.jsonl", [{"messages": talk}])
+    loaded = load_task(str(model), str(data), device="cpu")
+    with pytest.raises(InputError, match=f"row 1: .*{reason}"):
+        next(loaded.batches(1))
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """An adapter on a base whose modules include some with long names."""
+    base = tiny_bert_checkpoint(tmp_path / "base")
+    inner = AutoModelForSequenceClassification.from_pretrained(base)
+    settings = LoraConfig(
+        task_type="SEQ_CLS",
+        r=2,
+        target_modules=r".*layer\.[01]\.attention.*(query|value)",
+        exclude_modules=r".*\.1\..*value",
+        rank_pattern={r"0.*query": 3},
+        alpha_pattern={r"layer\.\d+\.attention\.self\.query": 5, "value": 7},
+    )
+    torch.manual_seed(0)
+    tuned = get_peft_model(inner, settings)
+    for name, parameter in tuned.named_parameters():
+        if "lora" in name:
+            parameter.data.normal_()
+    tuned.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def change(adapter: Path, **values: Any) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_patterns_of_an_adapter_mean_what_they_mean_to_peft(adapter: Path) -> None:
+    inner = AutoModelForSequenceClassification.from_pretrained(adapter.parent / "base")
+    expected = PeftModel.from_pretrained(inner, str(adapter)).merge_and_unload().state_dict()
+    assert len([name for name in load_file(adapter / "adapter_model.safetensors") if "lora_A" in name]) == 3
+    got = load_model(str(adapter), device="cpu")[0].state_dict()
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_does_not_end_is_refused_before_peft_sees_it(
+    adapter: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patterns, "SECONDS", 0.05)
+    change(adapter, **{key: {ENDLESS: 8} if key.endswith("_pattern") else ENDLESS})
+    with pytest.raises(
+        InputError, match=r"adapter_config\.json: its regular expressions take longer than 0\.05 seconds"
+    ):
+        load_model(str(adapter), device="cpu")
+
+
+def test_a_pattern_that_does_not_end_is_refused_by_a_merge(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "SECONDS", 0.05)
+    change(adapter, alpha_pattern={ENDLESS: 8})
+    with pytest.raises(InputError, match="take longer than"):
+        open_checkpoint(str(adapter))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"modules_to_save": ["(a|a)*!"]}, "modules_to_save must be names of modules"),
+        ({"layers_pattern": "(a|a)*!", "layers_to_transform": [0], "target_modules": ["query"]}, "layers_pattern must be"),
+        ({"target_modules": "nothing"}, "target_modules fits no module"),
+        ({"target_modules": LONG}, "target_modules fits no module"),
+        ({"target_modules": "("}, "is no regular expression"),
+        ({"target_modules": "(" * 5000 + ")" * 5000}, "is no regular expression"),
+        ({"target_modules": "a" * 10_001}, "10000 is the limit"),
+        ({"alpha_pattern": [1]}, "alpha_pattern"),
+    ],
+)  # fmt: skip
+def test_what_peft_would_take_for_a_pattern_is_checked(adapter: Path, values: dict[str, Any], reason: str) -> None:
+    change(adapter, **values)
+    with pytest.raises(InputError, match=reason):
+        load_model(str(adapter), device="cpu")
+
+
+def test_a_merge_reads_patterns_as_peft_does(adapter: Path) -> None:
+    inner = AutoModelForSequenceClassification.from_pretrained(adapter.parent / "base")
+    expected = PeftModel.from_pretrained(inner, str(adapter)).merge_and_unload().state_dict()
+    with open_checkpoint(str(adapter)) as checkpoint:
+        for name, info in checkpoint.tensors.items():
+            got = checkpoint.read(name, 0, info.numel, Buffers()).reshape(info.shape)
+            assert torch.allclose(got, expected[name], atol=1e-6), name
