@@ -53,8 +53,9 @@ bench-curvature: install  ## Compare measuring curvature with a plain pass and a
 pages: install  ## Write the references and tables that come from the code into the pages of docs/.
 	$(BIN)/python -m docs.pages
 
+# Not --quiet: that silences warnings before --strict can count them.
 docs: install  ## Build the documentation into site/.
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## Remove everything that make has made.
 	rm -rf $(VENV) .venv-mergekit $(BENCH_DATA) demo fuzz-failures site build dist htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
