@@ -429,10 +429,11 @@ def _mixed(outputs: Tensor, row: int = 0) -> Tensor:
 
 
 def _gradients(value: Tensor, parameters: list[nn.Parameter], retain: bool = False) -> Sequence[Tensor | None]:
-    """None where a parameter is not used."""
+    """None where a parameter is not used. An embedding may give only the rows it used: they are filled up."""
     if not value.requires_grad:
         return [None] * len(parameters)
-    return torch.autograd.grad(value, parameters, retain_graph=retain, allow_unused=True)
+    found = torch.autograd.grad(value, parameters, retain_graph=retain, allow_unused=True)
+    return [g.to_dense() if g is not None and g.layout != torch.strided else g for g in found]
 
 
 def _tokens_in(batch: Any) -> set[int]:
