@@ -378,9 +378,7 @@ class SparseTables(nn.Module):
 def test_sparse_embeddings_are_measured_like_others() -> None:
     generator = torch.Generator().manual_seed(0)
     model = SparseTables()
-    examples = [
-        {"0": torch.randint(0, 11, (4,), generator=generator), "labels": torch.tensor(n % 3)} for n in range(5)
-    ]
+    examples = [{"0": torch.randint(0, 11, (4,), generator=generator), "labels": torch.tensor(n % 3)} for n in range(5)]
     other = copy.deepcopy(model)
     other.table.sparse = other.bag.sparse = False
     for likelihood, twin in (("empirical", slow.empirical), ("exact", slow.exact)):
