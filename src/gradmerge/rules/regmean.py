@@ -63,9 +63,10 @@ def _solve(matrix: Tensor, sizes: Tensor, right: Tensor, sure: float) -> Tensor:
         return torch.cholesky_solve(right.T, factor).T * units
     values, vectors = torch.linalg.eigh(matrix)
     seen = values.abs() > noise
-    step = ((right @ vectors[:, seen]) / values[seen]) @ vectors[:, seen].T * units
+    step: Tensor = ((right @ vectors[:, seen]) / values[seen]) @ vectors[:, seen].T * units
     unseen = torch.linalg.qr(vectors[:, ~seen] * units[:, None]).Q
-    return step - step @ unseen @ unseen.T
+    step -= step @ unseen @ unseen.T
+    return step
 
 
 def _smallest(matrix: Tensor, factor: Tensor) -> float:
