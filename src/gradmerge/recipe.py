@@ -115,7 +115,8 @@ class Model(_Section):
         description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`.",
     )
     weight: Weight = Field(
-        1.0, description="How much the model counts (α_t, w_t): any number. For `removal`, the strength."
+        1.0,
+        description="How much the model counts (α_t, w_t): 0, or a number from 1e-30 to 1e30 in size. For `removal`, the strength.",
     )
 
 

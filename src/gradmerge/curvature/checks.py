@@ -20,7 +20,7 @@ SHAPES = 4
 #: Later ones are, as long as there is no more than one check in so many batches.
 BATCHES = 64
 #: Whatever its shape, a batch is checked when its number is a power of two, from this one on.
-FIRST = 8
+FIRST = 16
 
 
 @dataclass
