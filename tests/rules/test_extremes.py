@@ -131,6 +131,12 @@ def test_negative_weights_are_as_right_as_positive_ones(setting: str, weights: S
     assert error(merge(name, weights, options=options), expected(name, weights, options, 1e-10)) < 1e-6
 
 
+def test_a_negative_weight_of_the_base_is_as_right() -> None:
+    got = merge("weighted-average", [0.5, 0.3, 0.2], base_weight=-0.9999)
+    want = slow.weighted_average(flat(BASE), [flat(m) for m in TUNED], [0.5, 0.3, 0.2], -0.9999)
+    assert error(got, torch.tensor(want, dtype=torch.float64).reshape(BASE.shape)) < 1e-6
+
+
 def test_positive_weights_that_leave_little_of_the_bases_curvature_are_right() -> None:
     options, weights = {"base_saw_removed": True}, [0.3, 0.2, 0.1]
     assert error(merge("removal", weights, options=options), expected("removal", weights, options, 1e-10)) < 1e-6

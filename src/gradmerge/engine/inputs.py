@@ -139,6 +139,11 @@ class Inputs:
     """By ``id`` of a checkpoint: tensor → the tied tensor that stands for it there."""
 
     @property
+    def all_weights(self) -> list[float]:
+        """The models', and the base's where it has one."""
+        return self.weights if self.base_weight is None else [*self.weights, self.base_weight]
+
+    @property
     def checkpoints(self) -> list[Checkpoint]:
         """Every checkpoint once, the template first."""
         return list({id(c): c for c in (self.template, *self.tuned)}.values())

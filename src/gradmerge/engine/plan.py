@@ -121,7 +121,7 @@ class Plan:
 
     def memory(self, threads: int) -> int:
         """Bytes of memory that the merge needs at most, about: the interpreter, and each thread's blocks."""
-        wide = self.rule.wide(self.inputs.weights, self.inputs.options)
+        wide = self.rule.wide(self.inputs.all_weights, self.inputs.options)
         width = 8 if wide or any(job.compute == torch.float64 for job in self.jobs) else 4
         tensors = 1 + len(self.inputs.tuned) + len(self.inputs.curvatures)
         blocks = threads * self.block * width * (2 * tensors + len(self.inputs.tuned) + 6)
@@ -277,7 +277,7 @@ def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any]) -> dict[s
     Where weights make float32 too narrow for the rule, the tensors are widened.
     """
     inputs = plan.inputs
-    if rule.wide(inputs.weights, inputs.options):
+    if rule.wide(inputs.all_weights, inputs.options):
         tensors = {name: _widened(value) for name, value in tensors.items()}
     numbers = {"weights": inputs.weights, "base_weight": inputs.base_weight, "damping": inputs.damping}
     arguments = {
