@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    create_model,
+)
 
 from .errors import InputError
 from .rules import RULES, Rule
@@ -36,7 +45,24 @@ def _parse_size(value: Any) -> int:
     return size
 
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+#: Weights, damping and options are 0 or lie within these: their products with any curvature and any model then fit float64.
+SMALLEST, LARGEST = 1e-30, 1e30
+
+
+def _check_weight(value: float) -> float:
+    if value != 0 and not SMALLEST <= abs(value) <= LARGEST:
+        raise ValueError(f"a weight is 0, or from {SMALLEST:g} to {LARGEST:g} in size")
+    return value
+
+
+def _check_size(value: float) -> float:
+    if not abs(value) <= LARGEST:
+        raise ValueError(f"should be at most {LARGEST:g} in size")
+    return value
+
+
+Weight = Annotated[float, AfterValidator(_check_weight)]
+Number = Annotated[float, AfterValidator(_check_size)]
 Size = Annotated[int, BeforeValidator(_parse_size)]
 
 
@@ -47,7 +73,7 @@ class _Section(BaseModel):
 class Identity(_Section):
     """Curvature that is the same number for every entry: c · I."""
 
-    identity: Annotated[float, Field(ge=0, allow_inf_nan=False, description="The number c; not divided by any count.")]
+    identity: Annotated[Number, Field(ge=0, description="The number c; not divided by any count.")]
 
 
 def _as_text(value: Any) -> Any:
@@ -73,7 +99,7 @@ class Base(_Section):
         None,
         description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`.",
     )
-    weight: Finite | None = Field(None, description="The base's own weight; only for `weighted-average`.")
+    weight: Weight | None = Field(None, description="The base's own weight; only for `weighted-average`.")
     penalty: CurvatureSource | None = Field(
         None,
         description="Only for `removal`: the matrix of the penalty that the models were tuned under, if it is not the base's curvature.",
@@ -90,8 +116,9 @@ class Model(_Section):
         None,
         description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`.",
     )
-    weight: Finite = Field(
-        1.0, description="How much the model counts (α_t, w_t): any number. For `removal`, the strength."
+    weight: Weight = Field(
+        1.0,
+        description="How much the model counts (α_t, w_t): 0, or a number from 1e-30 to 1e30 in size. For `removal`, the strength.",
     )
 
 
@@ -123,7 +150,7 @@ class Recipe(_Section):
         "sum",
         description="How curvature files are read: the sum over examples, or the sum divided by their number.",
     )
-    damping: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    damping: Annotated[Number, Field(ge=0)] = Field(
         1e-10,
         description="δ, added to the prior (in Fisher averaging and RegMean, to the curvature of every model).",
     )
@@ -244,10 +271,10 @@ def _options_model(rule: Rule) -> type[BaseModel]:
 def _build_options_model(rule: Rule) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for option in rule.options:
-        finite: dict[str, Any] = {"allow_inf_nan": False} if option.type is float else {}
         default = ... if option.required else option.default
         limits: dict[str, Any] = {"ge": option.help.ge, "gt": option.help.gt, "le": option.help.le}
-        fields[option.name] = (option.type, Field(default, description=option.help.text, **limits, **finite))
+        kind = Number if option.type is float else option.type
+        fields[option.name] = (kind, Field(default, description=option.help.text, **limits))
     return create_model(f"Options of {rule.name}", __base__=_Section, **fields)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import warnings
@@ -360,6 +361,34 @@ def test_a_tied_table_may_be_asked_twice(caplog: pytest.LogCaptureFixture) -> No
     for sizes in ((5,), (1, 4), (2, 3)):
         assert_same(estimate_curvature(model, batches_of(examples, sizes)), want, EXACT)
     assert not caplog.records
+
+
+class SparseTables(nn.Module):
+    """Embeddings whose gradients hold only the rows that were used, one of them by a way that is slow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, WIDTH, sparse=True)
+        self.bag = nn.EmbeddingBag(11, WIDTH, mode="sum", sparse=True)
+        self.head = nn.Linear(WIDTH, 3)
+        randomise(self.parameters(), 5, 0.3)
+        self.double().eval()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head((self.table(ids).mean(1) * self.bag(ids)).tanh())
+
+
+def test_sparse_embeddings_are_measured_like_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = SparseTables()
+    examples = [{"0": torch.randint(0, 11, (4,), generator=generator), "labels": torch.tensor(n % 3)} for n in range(5)]
+    other = copy.deepcopy(model)
+    other.table.sparse = other.bag.sparse = False
+    for likelihood, twin in (("empirical", slow.empirical), ("exact", slow.exact)):
+        want = twin(other, examples, "classes")
+        for sizes in ((5,), (1, 4)):
+            assert_same(estimate_curvature(model, batches_of(examples, sizes), likelihood), want, EXACT)
 
 
 # Memory that runs out.

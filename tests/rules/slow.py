@@ -130,6 +130,17 @@ def regmean(weights_out_in, grams, weights, damping=0.0, off_diagonal=0.9):
     return (np.linalg.inv(total) @ target).T
 
 
+def regmean_of_inputs(weights_out_in, inputs, weights):
+    """From the inputs X_t themselves: least squares in the directions that occur, the average in those that do not."""
+    average = sum(w * m for w, m in zip(weights, weights_out_in, strict=True)) / sum(weights)
+    stacked = np.vstack([np.sqrt(w) * x for w, x in zip(weights, inputs, strict=True)])
+    outputs = np.vstack(
+        [np.sqrt(w) * x @ (m - average).T for w, x, m in zip(weights, inputs, weights_out_in, strict=True)]
+    )
+    step, *_ = np.linalg.lstsq(stacked, outputs, rcond=1e-9)  # the shortest of all solutions
+    return average + step.T
+
+
 def gradient_matching(base, tuned, weights, prior, curvature, damping):
     result = []
     for i, b in enumerate(base):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as t
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import gradmerge as gm
@@ -184,6 +184,38 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         gm.PriorAdamW(model, anchor={n: v for n, v in model.state_dict().items() if n != "1.bias"})
     with pytest.raises(gm.InputError, match=r"no such folder or file"):
         gm.PriorAdamW(model, anchor=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_an_anchor_that_is_not_finite_is_refused_by_name(wrong: float, tmp_path: Path) -> None:
+    model = model_of("plain")
+    odd = {n: p.detach().clone() for n, p in model.named_parameters()}
+    odd["1.bias"][-1] = wrong
+    with pytest.raises(gm.InputError, match=r"anchor: 1.bias has values that are not finite"):
+        gm.PriorAdamW(model, anchor=odd)
+    save_file(odd, tmp_path / "model.safetensors")
+    with pytest.raises(gm.InputError, match=r"1.bias has values that are not finite"):
+        gm.PriorAdamW(model, anchor=tmp_path / "model.safetensors")
+    state = gm.PriorAdamW(model).state_dict()
+    state["state"][3]["anchor"] = odd["1.bias"]
+    with pytest.raises(gm.InputError, match=r"state dict: parameter 3 has values that are not finite"):
+        gm.PriorAdamW(model).load_state_dict(state)
+    model.load_state_dict(odd)
+    with pytest.raises(gm.InputError, match=r"as they are: 1.bias has values that are not finite"):
+        gm.PriorAdamW(model)
+    with pytest.raises(gm.InputError, match=r"parameter 3 of its group has values that are not finite"):
+        gm.PriorAdamW(model.parameters())
+    gm.PriorAdamW(model, strength=0.0)
+
+
+def test_a_prior_that_overflows_what_it_is_kept_in_is_refused_by_name() -> None:
+    model = model_of("plain")
+    large = {n: torch.full_like(p, 3.4e38) for n, p in model.named_parameters()}
+    gm.PriorAdamW(model, prior=large)
+    with pytest.raises(gm.InputError, match=r"prior: 0.weight has values that are negative or not finite"):
+        gm.PriorAdamW(model, prior=large, keep_dtype=torch.bfloat16)
+    with pytest.raises(gm.InputError, match=r"prior: 0.weight has values that are negative or not finite"):
+        gm.PriorAdamW(model, prior={n: -torch.ones_like(p) for n, p in large.items()}, damping=2.0)
 
 
 def test_names_of_files_without_the_model_are_hinted_at(tmp_path: Path) -> None:

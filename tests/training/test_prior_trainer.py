@@ -73,6 +73,17 @@ def test_with_strength_zero_the_weights_are_the_trainers_bit_for_bit(tmp_path: P
     assert not torch.equal(pulled.classifier.weight, plain.classifier.weight)
 
 
+@pytest.mark.parametrize(("what", "wrong"), [("anchor", float("nan")), ("prior", float("inf")), ("prior", -1.0)])
+def test_an_anchor_or_prior_that_is_not_usable_is_refused_before_the_first_step(
+    what: str, wrong: float, tmp_path: Path
+) -> None:
+    model = fresh("bert")
+    given = positive(model)
+    given["classifier.bias"][0] = wrong
+    with pytest.raises(gm.InputError, match=f"{what}: classifier.bias has values that are .*not finite"):
+        trained(gm.PriorTrainer, tmp_path, model=model, **{what: given})
+
+
 def test_groups_and_settings_are_the_trainers(tmp_path: Path) -> None:
     model = fresh("bert")
     stock = Trainer(model, arguments(tmp_path), train_dataset=examples("bert", 4)).create_optimizer()

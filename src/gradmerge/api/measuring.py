@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..curvature.batches import Again
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import LIKELIHOODS, estimate_curvature
 from ..curvature.files import PRECISIONS
@@ -179,9 +180,10 @@ def _measure(
         done = now
         saved.maybe_write(so_far, request)
 
+    first = done
     return estimate_curvature(
         loaded.model,
-        loaded.batches(batch_size, done),
+        Again(lambda: loaded.batches(batch_size, first)),
         likelihood,
         output=loaded.output,
         seed=seed,

@@ -3,6 +3,10 @@
 Which :mod:`way <gradmerge.curvature.layers>` fits a module is not guessed: on two examples every way's result is held
 against the gradients of single examples by autograd (the *trial*). A way that differs, or fails, is replaced by the next;
 a parameter that none fits is measured the slow way, one example at a time, and named.
+
+What fitted two examples need not fit all. Autograd tells in every backward pass, before anything is added, whether a
+parameter is used anywhere but in its modules; and the trial is repeated on :mod:`some later batches
+<gradmerge.curvature.checks>`. What no longer fits goes the slow way. If sums may be wrong by then, all is measured again.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError, MachineError
+from ..errors import MachineError
 from .batches import batch_rows, examples_in
+from .checks import Checks, shape_of
 from .kernels import (
     Direct,
     Outer,
@@ -42,6 +47,18 @@ _ROUNDING = {torch.float64: 1e-4, torch.float32: 2e-2}
 _ROUNDING_16_BIT = 0.5
 #: Entries of examples' gradients up to which a parameter waits for others, to be added together with them.
 _SMALL = 1 << 20
+
+
+class Distrusted(Exception):
+    """A way was used on batches, or on a part of this one, that it may have been wrong for."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self.parameters = set(parameters)
+
+
+class _Strayed(Exception):
+    """A parameter is used elsewhere than in its modules."""
 
 
 @dataclass
@@ -72,11 +89,12 @@ class Trial:
     choices: dict[nn.Module, list[Callable[[Any], Way]]] = field(default_factory=dict)
     kinds: dict[nn.Parameter, list[type]] = field(default_factory=dict)
     slow: set[nn.Parameter] = field(default_factory=set)
+    checks: Checks = field(default_factory=Checks)
     told: set[str] = field(default_factory=set)
     """Names of slow parameters that the user knows of. They stay."""
 
     def forget(self) -> None:
-        self.examples, self.choices, self.kinds, self.slow = 0, {}, {}, set()
+        self.examples, self.choices, self.kinds, self.slow, self.checks = 0, {}, {}, set(), Checks()
 
 
 class Collector:
@@ -89,6 +107,7 @@ class Collector:
         objectives: Objectives,
         outputs: Callable[[Any], Tensor],
         trial: Trial | None = None,
+        slow: Iterable[nn.Parameter] = (),
     ) -> None:
         self.examples = 0
         self.tokens: set[int] = set()
@@ -106,11 +125,15 @@ class Collector:
         self._proved = 0
         self._settled = True
         self._kept = trial if trial is not None else Trial()
+        self._checks = self._kept.checks
+        self._forced = set(slow)
         self._trial = self._active = False
         self._failed: list[Way] = []
         self._unfit: list[Way] = []
         self._before, self._now = _Done(), _Done()
         self._waiting: list[Slot] = []
+        self._watched: list[Slot] = []
+        self._looked = True
 
     def __enter__(self) -> Collector:
         kept = self._kept
@@ -119,6 +142,8 @@ class Collector:
             for parameter, slot in self.slots.items():
                 slot.kinds, slot.slow = kept.kinds[parameter], parameter in kept.slow
             self._attach()
+        else:
+            self._checks = kept.checks = Checks()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -136,9 +161,15 @@ class Collector:
 
     def add(self, batch: Any, first: int) -> None:
         """Add the squares of every example of a batch, whose first is number ``first`` of the data."""
+        shape = shape_of(batch)
+        due = self._checks.due(shape)
         if self._proved < min(examples_in(batch), 2):
             with _enough_memory("two examples, which the layers are tried out on"):
                 self._choose_ways(batch_rows(batch, slice(0, 2)))
+            self._checks.passed(shape)
+        elif due and self._some_fast():
+            self._check_again(batch, shape)
+        self._checks.skipped |= shape not in self._checks.shapes
         self._add(batch, first, _Done())
 
     def _some_fast(self) -> bool:
@@ -162,13 +193,15 @@ class Collector:
     def take(self, slot: Slot, term: Term) -> None:
         if slot.slow or slot in self._before.slots:
             return
+        if not self._looked:
+            self._look_for_strays()
         if self._trial:
             slot.kinds.append(type(term))
         elif not slot.kinds:
             raise Unsuited("the parameter was not used in the trial")
         elif len(slot.kinds) == 1 and not _is_small(term):
             if slot in self._now.slots:
-                raise _unsteady()
+                raise Distrusted([slot.parameter])
             add_squares(slot.total, [term])
             self._now.slots.add(slot)
             return
@@ -185,7 +218,7 @@ class Collector:
         The head's gradient is as large as the logits; it need not be kept until the embedding's comes.
         """
         if slot.head is not None:
-            raise _unsteady()
+            raise Distrusted([slot.parameter])
         rows = unique_rows(torch.cat(slot.ids, 1))
         if slot not in self._before.heads:
             add_outer(slot.total, term)
@@ -212,7 +245,7 @@ class Collector:
 
     def _add_table(self, slot: Slot, rows: Tensor, head: Tensor) -> None:
         if len(slot.terms) != len(slot.kinds) - 1:
-            raise _unsteady()
+            raise Distrusted([slot.parameter])
         table = merge_rows([term for term in slot.terms if isinstance(term, Rows)], slot.total.dtype).y
         # Rows that were asked for twice, as where activations are computed again, are the same ones with more left over.
         count = min(rows.shape[1], table.shape[1])
@@ -225,7 +258,7 @@ class Collector:
         self._give_up({way.module for way in self._unfit})
         unfit = {slot for way in self._unfit for slot in way.slots.values()}
         if unfit & (self._now.slots | self._now.heads):
-            raise InputError("a tied parameter is used in another way than in the batches before; use smaller batches")
+            raise Distrusted(slot.parameter for slot in unfit)
         self._waiting = [slot for slot in self._waiting if slot not in unfit]
         for slot in unfit:
             slot.terms = []
@@ -245,9 +278,10 @@ class Collector:
         try:
             if self._some_fast():
                 self._add_at_once(batch, first, before)
-        except Unsuited as error:  # what a module sees is not as it was for the batches before
+        except (Unsuited, _Strayed) as error:  # what a module sees is not as it was for the batches before
             self._settled = False
-            self._give_up([error.way.module])
+            if isinstance(error, Unsuited):
+                self._give_up([error.way.module])
             self._attach()
             self._add(batch, first, before)
             return
@@ -270,14 +304,48 @@ class Collector:
 
     def _add_at_once(self, batch: Any, first: int, before: _Done) -> None:
         self._before, self._now = before, _Done(before.passes)
-        with self._listening(batch):
+        with self._listening(batch), self._watching():
             objectives = self._objectives(batch, first)
             for number in range(before.passes, len(objectives)):
                 objective = objectives[number]()
+                self._looked = False
                 if objective.requires_grad:  # or else no parameter that has a way is used
                     objective.backward(retain_graph=number + 1 < len(objectives))
+                if not self._looked:  # no module has given anything
+                    self._drop_strays([slot for slot in self._watched if slot.parameter.grad is not None])
                 self._finish()
                 self._before, self._now = _Done(number + 1), _Done(number + 1)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Parameters that have a way take part in autograd. Their modules do not see that, so any gradient is of another use."""
+        self._watched = [slot for slot in self.slots.values() if not slot.slow]
+        parameters = [slot.parameter for slot in self._watched]
+        kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        for parameter, _ in kept:
+            parameter.grad = None
+        try:
+            with _differentiable(parameters):
+                for slot in self._watched:
+                    slot.end  # noqa: B018
+                yield
+        finally:
+            self._looked = True
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad = None
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+
+    def _look_for_strays(self) -> None:
+        """As a backward pass hands over its first term, before that is added."""
+        self._looked = True
+        self._drop_strays([slot for slot in self._watched if slot.reached])
+
+    def _drop_strays(self, strays: list[Slot]) -> None:
+        if strays:
+            self._give_up([module for module in self._choices if set(self._own(module)) & set(strays)])
+            raise _Strayed
 
     def _add_slowly(self, slots: list[Slot], batch: Any, first: int) -> None:
         parameters = [slot.parameter for slot in slots]
@@ -324,6 +392,8 @@ class Collector:
         kept = [(slot, slot.total.clone()) for slot in self.slots.values()] if self._proved else []
         self._reset()
         self._give_up([module for module, choices in self._choices.items() if not choices])
+        for parameter in self._forced:
+            self.slots[parameter].slow = True
         while self._some_fast() and (wrong := self._try(batch, expected)):
             for module in wrong:
                 self._choices[module] = self._choices[module][1:]
@@ -331,6 +401,32 @@ class Collector:
         self._proved = examples_in(batch)
         for slot, total in kept:
             slot.total.copy_(total)
+
+    def _check_again(self, batch: Any, shape: Any) -> None:
+        """The trial once more, with the ways that were chosen, on the first and the last example of a batch."""
+        some = batch_rows(batch, slice(None, None, max(1, examples_in(batch) - 1)))
+        kept = {slot: (slot.total, slot.kinds) for slot in self.slots.values()}
+        wrong: set[nn.Module] = set()
+        try:
+            for slot, (total, _) in kept.items():
+                slot.total = total.new_zeros(()) if slot.slow else torch.zeros_like(total)
+            expected = self._by_autograd(some)
+            while self._some_fast() and (more := self._try(some, expected)):
+                wrong |= more
+                self._give_up(more)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return  # the batch itself may fit, in halves
+        finally:
+            for slot, (total, kinds) in kept.items():
+                slot.total, slot.kinds = total, max(kinds, slot.kinds, key=len)
+            self._attach()
+        if wrong:
+            self._settled = False
+            if shape in self._checks.shapes or self._checks.skipped:
+                raise Distrusted(slot.parameter for module in wrong for slot in self._own(module))
+        self._checks.passed(shape)
 
     def _reset(self) -> None:
         for slot in self.slots.values():
@@ -397,8 +493,8 @@ class Collector:
 
     def _by_autograd(self, batch: Any) -> dict[Slot, list[Tensor]]:
         """Each example's gradient of the trial's objective, by parameter; none where it is not used."""
-        parameters = list(self.slots)
-        found: dict[Slot, list[Tensor]] = {slot: [] for slot in self.slots.values()}
+        found: dict[Slot, list[Tensor]] = {slot: [] for slot in self.slots.values() if not slot.slow}
+        parameters = [slot.parameter for slot in found]
         with _differentiable(parameters):
             for row in range(examples_in(batch)):
                 value = _mixed(self._outputs(batch_rows(batch, slice(row, row + 1))), row)
@@ -429,10 +525,11 @@ def _mixed(outputs: Tensor, row: int = 0) -> Tensor:
 
 
 def _gradients(value: Tensor, parameters: list[nn.Parameter], retain: bool = False) -> Sequence[Tensor | None]:
-    """None where a parameter is not used."""
+    """None where a parameter is not used. An embedding may give only the rows it used: they are filled up."""
     if not value.requires_grad:
         return [None] * len(parameters)
-    return torch.autograd.grad(value, parameters, retain_graph=retain, allow_unused=True)
+    found = torch.autograd.grad(value, parameters, retain_graph=retain, allow_unused=True)
+    return [g.to_dense() if g is not None and g.layout != torch.strided else g for g in found]
 
 
 def _tokens_in(batch: Any) -> set[int]:
@@ -452,13 +549,6 @@ def _differentiable(parameters: list[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in parameters:
             parameter.requires_grad_(False)
-
-
-def _unsteady() -> InputError:
-    return InputError(
-        "a parameter is used once for some batches and several times for others; "
-        "its curvature cannot be measured batch by batch"
-    )
 
 
 def _no_memory(examples: str) -> MachineError:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import InputError
 from ..words import listed, nearest
 from .batches import examples_in, moved
-from .collect import Collector, Trial
+from .collect import Collector, Distrusted, Trial
 from .curvature import Curvature
 from .outputs import OUTPUTS, Output, Tokens, check_classes, labels_of, logits_of, output_of
 from .stored_names import for_files
@@ -48,6 +48,8 @@ def estimate_curvature(
         model: A model of transformers with a head, or any module. Its mode, gradients and hooks are left as they were found;
             parameters with ``requires_grad=False`` are not measured.
         batches: Mappings of keyword arguments with ``labels``, as transformers takes them, or tuples that end with the labels.
+            Something that can be gone through again (a list, a DataLoader) lets the measurement begin anew where a quick way turns out
+            to be wrong for some of them; with an iterator that is an error.
         likelihood: ``empirical`` takes the data's labels, ``sampled`` draws them from the model, ``exact`` takes the expectation
             over the model's classes.
         output: What the model's output means: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``. By default
@@ -57,7 +59,7 @@ def estimate_curvature(
         start: The curvature of the examples before the first of ``batches``, to go on from.
         each_batch: Called after every batch with a function that gives the curvature so far.
         trial: For one model that is measured many times: `gradmerge.curvature.collect.Trial()`, the same one in every call.
-            The first tries out on two examples how gradients of single examples are to be had; the others need not.
+            The first tries out on two examples how gradients of single examples are to be had; the others check that now and then.
     """
     if likelihood not in LIKELIHOODS:
         raise InputError(
@@ -85,24 +87,62 @@ def estimate_curvature(
         return Curvature(sums, examples, likelihood, _name_of(model), for_files(model))
 
     trial = trial if trial is not None else Trial()
-    with (
-        _prepared(model),
-        Collector(
-            model, {p: totals[n] for n, p in parameters.items()}, measured.objectives, measured.logits, trial
-        ) as collector,
-    ):
-        for batch in batches:
-            batch = moved(batch, place)
-            if not len(labels_of(batch)):
-                continue
-            collector.add(batch, examples)
-            examples += examples_in(batch)
-            _name_slow(collector, parameters, trial.told)
-            if each_batch is not None:
-                each_batch(so_far)
+    tried = trial.examples > 0
+    by_parameter = {p: totals[n] for n, p in parameters.items()}
+
+    def measure(slow: Collection[nn.Parameter]) -> None:
+        nonlocal examples
+        with (
+            _prepared(model),
+            Collector(model, by_parameter, measured.objectives, measured.logits, trial, slow) as collector,
+        ):
+            for batch in batches:
+                batch = moved(batch, place)
+                if not len(labels_of(batch)):
+                    continue
+                collector.add(batch, examples)
+                examples += examples_in(batch)
+                _name_slow(collector, parameters, trial.told)
+                if each_batch is not None:
+                    each_batch(so_far)
+
+    slow: set[nn.Parameter] = set()
+    while True:
+        try:
+            measure(slow)
+            break
+        except Distrusted as error:
+            names = [name for name, parameter in parameters.items() if parameter in error.parameters]
+            _check_repeatable(batches, start, names, examples)
+            if tried:
+                _log.warning(
+                    "earlier measurements with this trial may be wrong for these parameters:\n%s", listed(names)
+                )
+            slow |= error.parameters
+            examples = begun
+            for total in totals.values():
+                total.zero_()
     if examples == begun:
         raise InputError("there are no examples to measure curvature on")
     return so_far(copy=False)
+
+
+def _check_repeatable(batches: Iterable[Any], start: Curvature | None, names: Collection[str], examples: int) -> None:
+    """What was measured is no good: say so, and raise unless it can be measured again."""
+    found = (
+        f"the quick way that fitted the first examples does not fit those from {examples} on (counted from 0), and may not have "
+        f"fitted some before:\n{listed(names)}"
+    )
+    if isinstance(batches, Iterator):
+        raise InputError(
+            f"{found}\nThe batches can be gone through only once. Give a list or a DataLoader, and these parameters are measured from the "
+            "beginning, one example at a time."
+        )
+    if start is not None and any(bool(value.any()) for value in start.values()):
+        raise InputError(
+            f"{found}\nThe sums to go on from have them too: measure from the beginning, without --resume."
+        )
+    _log.warning("%s\nAll is measured again from the beginning, these one example at a time.", found)
 
 
 def _check_start(start: Curvature, totals: Mapping[str, Tensor], likelihood: str) -> None:

@@ -32,6 +32,19 @@ class Slot:
         self.ids: list[Tensor] = []
         """Rows of a table that this batch's examples use, told in the forward pass."""
         self.head: tuple[Tensor, Tensor] | None = None
+        self._end: Any = None
+
+    @property
+    def reached(self) -> bool:
+        """Whether the backward pass that runs now will give the parameter itself a gradient."""
+        return bool(torch._C._will_engine_execute_node(self.end))
+
+    @property
+    def end(self) -> Any:
+        """Where autograd would hand over the parameter's gradient. Asked for while the parameter takes part in autograd."""
+        if self._end is None:
+            self._end = torch.autograd.graph.get_gradient_edge(self.parameter).node
+        return self._end
 
     @property
     def is_tied_table(self) -> bool:
@@ -103,10 +116,19 @@ class Way:
 
     def attach(self) -> Iterator[Any]:
         """Put the hooks in place, and give what removes them."""
-        yield self.module.register_forward_hook(self._behind)
+        yield self.module.register_forward_pre_hook(self._hide)
+        yield self.module.register_forward_hook(self._behind, always_call=True)
+        yield Undo(self._restore)
+
+    def _hide(self, module: nn.Module, inputs: Any) -> None:
+        """While the module runs it sees its parameters outside autograd: a gradient that reaches them is of another use."""
+        if self.collector.listening:
+            for name, slot in self.slots.items():
+                module.__dict__[name] = slot.parameter.detach()
 
     def _behind(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        if not self.collector.listening:
+        self._restore()
+        if output is None or not self.collector.listening:  # None where the module's forward has raised
             return output
         with self._answerable():
             if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):

@@ -14,6 +14,7 @@ from ..curvature.outputs import labels_of, logits_of, output_of
 from ..curvature.stored_names import stored_tensors
 from ..engine.candidates import Block, Candidate, Measured, look_at
 from ..engine.plan import Plan, torch_type
+from ..engine.rounding import rounded
 from ..errors import InputError
 from ..tasks import LoadedTask, evaluate_model
 from ..tasks.models import model_with
@@ -38,7 +39,7 @@ def materialise(
 
     def visit(block: Block) -> None:
         for state, merged in zip(states, block.merged, strict=True):
-            state[block.job.name].view(-1)[block.start : block.stop] = merged
+            state[block.job.name].view(-1)[block.start : block.stop] = rounded(merged, torch_type(block.job.info))
 
     look_at(plan, candidates, visit, threads=threads, measured=measured)
     return states

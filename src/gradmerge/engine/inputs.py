@@ -35,6 +35,10 @@ class CurvatureInput:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied heads → the embedding whose curvature stands for theirs."""
 
+    def __post_init__(self) -> None:
+        if self.constant is not None and self.constant > LARGEST:
+            raise InputError(f"{self.label}: {self.constant:g} is too large for a curvature; the limit is {LARGEST:g}")
+
     @functools.cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
         """Shapes by name; None when the curvature is a constant and fits everything."""
@@ -133,6 +137,11 @@ class Inputs:
     options: Mapping[str, Any] = field(default_factory=dict)
     aliases: dict[int, dict[str, str]] = field(default_factory=dict)
     """By ``id`` of a checkpoint: tensor → the tied tensor that stands for it there."""
+
+    @property
+    def all_weights(self) -> list[float]:
+        """The models', and the base's where it has one."""
+        return self.weights if self.base_weight is None else [*self.weights, self.base_weight]
 
     @property
     def checkpoints(self) -> list[Checkpoint]:

@@ -15,6 +15,7 @@ from ..storage.tensorfile import FLOATS
 from .memory import keep_freed_memory
 from .plan import Job, Plan, Unit, rule_arguments, torch_type
 from .reading import all_finite, is_transposed, not_finite, read_block, read_matrices
+from .rounding import rounded
 from .statistics import Advance, Statistics
 from .workers import one_thread_each, run_parallel
 
@@ -67,12 +68,13 @@ def run(
                 digests[id(template)] = block_digest(block)
                 if job.info.is_float and not allow_nonfinite and not all_finite(block):
                     raise not_finite(template.label, job.name)
-                sink.write(job.name, unit.start, block.to(torch_type(job.info)))  # an adapter's block may be wider
+                # An adapter's block may be wider.
+                sink.write(job.name, unit.start, rounded(block, torch_type(job.info)))
             else:
                 merged, precision = _merge(plan, unit, statistics, buffers, place, allow_nonfinite, digests, watch)
                 sink.write(job.name, unit.start, merged)
                 if precision is not None:
-                    sink.write_precision(job.name, unit.start, (precision * precision_factor).clamp_(min=0).float())
+                    sink.write_precision(job.name, unit.start, _storable(precision * precision_factor, job.name))
             sink.done(unit, digests)
             with lock:
                 advance(sizes[job.name] * (unit.stop - unit.start) // max(1, job.info.numel))
@@ -81,6 +83,17 @@ def run(
 
     with one_thread_each():
         run_parallel(plan.units() if units is None else units, worker, threads)
+
+
+def _storable(precision: Tensor, name: str) -> Tensor:
+    """H̄ as it is written: not negative, in float32."""
+    stored = precision.clamp_(min=0).float()
+    if not all_finite(stored):
+        raise InputError(
+            f"output.curvature: H̄ of {name} is as large as {float(precision.max()):.3g}, which does not fit float32. Scale the "
+            "weights or the curvature of all models down alike."
+        )
+    return stored
 
 
 def _following(jobs: list[Job], distance: int = 2) -> dict[str, tuple[Job, ...]]:
@@ -121,7 +134,7 @@ def _merge(
     merged = job.rule(**arguments)
     if job.whole:
         merged = (merged.T if is_transposed(plan, job) else merged).reshape(-1)
-    stored = merged.cpu().to(torch_type(job.info))
+    stored = rounded(merged.cpu(), torch_type(job.info))
     if not allow_nonfinite:
         _check_finite(plan, job, tensors, merged, stored)
     precision = None

@@ -121,7 +121,8 @@ class Plan:
 
     def memory(self, threads: int) -> int:
         """Bytes of memory that the merge needs at most, about: the interpreter, and each thread's blocks."""
-        width = 8 if any(job.compute == torch.float64 for job in self.jobs) else 4
+        wide = self.rule.wide(self.inputs.all_weights, self.inputs.options)
+        width = 8 if wide or any(job.compute == torch.float64 for job in self.jobs) else 4
         tensors = 1 + len(self.inputs.tuned) + len(self.inputs.curvatures)
         blocks = threads * self.block * width * (2 * tensors + len(self.inputs.tuned) + 6)
         whole = max((job.info.numel * 8 * (tensors + 3) for job in self.jobs if job.whole), default=0)
@@ -172,7 +173,7 @@ def make_plan(
         stored = info.dtype if dtype == "auto" else _STORED[dtype]
         chosen = rule if rule.otherwise is None or name in gram_names else rule.otherwise
         types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
-        compute = torch.float64 if "F64" in types else torch.float32
+        compute = torch.float64 if "F64" in types or chosen.otherwise is not None else torch.float32
         jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute))
     notes = [
         *comparison.notes,
@@ -274,8 +275,13 @@ def rehearse(plan: Plan) -> None:
 
 
 def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a rule: tensors from this block, numbers and options from the recipe."""
+    """The arguments of a rule: tensors from this block, numbers and options from the recipe.
+
+    Where weights make float32 too narrow for the rule, the tensors are widened.
+    """
     inputs = plan.inputs
+    if rule.wide(inputs.all_weights, inputs.options):
+        tensors = {name: _widened(value) for name, value in tensors.items()}
     numbers = {"weights": inputs.weights, "base_weight": inputs.base_weight, "damping": inputs.damping}
     arguments = {
         name: numbers[name]
@@ -287,6 +293,12 @@ def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any]) -> dict[s
     }
     own = {option.name for option in rule.options}
     return arguments | {name: value for name, value in inputs.options.items() if name in own}
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_widened(item) for item in value]
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def torch_type(info: TensorInfo) -> torch.dtype:

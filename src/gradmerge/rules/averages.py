@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from .spec import Help, rule
+from .spec import Help, negative, rule
 
 
 @rule(
@@ -39,6 +40,7 @@ def average(
     row=("w_t / Σ w", "I", "0"),
     reference="Wortsman et al., Model soups, ICML 2022",
     optional=["base"],
+    wide=negative,
 )
 def weighted_average(
     base: Tensor | None,
@@ -56,8 +58,9 @@ def weighted_average(
     models = list(zip(tuned, weights, strict=True))
     if base is not None and base_weight is not None:
         models.append((base, base_weight))
-    whole = sum(weight for _, weight in models) if normalize else 1.0
-    if whole == 0:
+    whole = math.fsum(weight for _, weight in models) if normalize else 1.0
+    # Weights such as 0.1, 0.2 and -0.3 sum to 0 but for rounding.
+    if normalize and abs(whole) <= 1e-12 * math.fsum(abs(weight) for _, weight in models):
         raise ValueError("the weights sum to 0, so that there is nothing to divide by; set options.normalize: false")
     total = torch.zeros_like(tuned[0])
     for model, weight in models:

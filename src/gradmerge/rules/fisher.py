@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .arithmetic import positive, task_arithmetic
 from .averages import weighted_average
-from .spec import Help, rule
+from .spec import Help, rule, unusual
 
 
 def _terms(
@@ -63,6 +63,7 @@ def _fisher_precision(
     optional=["base"],
     base_shows=False,
     precision=_fisher_precision,
+    wide=unusual,
 )
 def fisher_averaging(
     base: Tensor | None,
@@ -95,6 +96,7 @@ def fisher_averaging(
     "fa1",
     row=("w_t", "scaling of the base by F_0", "diag F̂_t at Δ_t"),
     reference="Daheim et al., Elastic weight removal, NAACL 2024",
+    wide=unusual,
 )
 def fa1(
     base: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import positive
-from .spec import Help, rule
+from .spec import Help, rule, unusual
 
 PAPER = "Daheim et al., Model merging by uncertainty-based gradient matching, ICLR 2024"
 
@@ -35,7 +35,13 @@ def merged_precision(
     return precision
 
 
-@rule("gradient-matching", row=("w_t (1)", "F_0 + δ", "F_t"), reference=PAPER, precision=merged_precision)
+@rule(
+    "gradient-matching",
+    row=("w_t (1)", "F_0 + δ", "F_t"),
+    reference=PAPER,
+    precision=merged_precision,
+    wide=unusual,
+)
 def gradient_matching(
     base: Tensor,
     tuned: Sequence[Tensor],
@@ -83,6 +89,7 @@ def _rest(
     reference=PAPER,
     optional=["penalty"],
     precision=_rest,
+    wide=lambda weights, options: bool(options.get("base_saw_removed")) or unusual(weights, options),
 )
 def removal(
     base: Tensor,

@@ -29,21 +29,49 @@ def regmean(
     """(Σ w_t G_t)⁻¹ Σ w_t G_t W_t for the weights of linear layers, G_t = XᵀX of their inputs; the rest is averaged.
 
     W_t is in × out here, the transpose of PyTorch's `Linear.weight`, which this function takes and returns. δ is added
-    to the diagonal of every G_t, so that inputs that never occurred are averaged. Solved in float64.
+    to the diagonal of every G_t. Inputs that never occurred are averaged, and so are directions among the inputs in which
+    Σ w_t G_t is 0 but for the rounding of float32. Solved in float64.
     """
-    total: Tensor | None = None
-    target: Tensor | None = None
-    for weight_matrix, gram, weight in zip(tuned, grams, weights, strict=True):
-        gram = gram.double()
-        gram = gram * off_diagonal + torch.diag(gram.diagonal() * (1.0 - off_diagonal) + damping)
-        gram = gram * weight
-        product = weight_matrix.double() @ gram
-        total = gram if total is None else total + gram
-        target = product if target is None else target + product
-    assert total is not None and target is not None
-    factor, failed = torch.linalg.cholesky_ex(total)
-    if failed:
-        solved: Tensor = target @ torch.linalg.pinv(total, hermitian=True)
-    else:
-        solved = torch.cholesky_solve(target.T, factor).T
-    return solved.to(tuned[0].dtype)
+    models = [model.double() for model in tuned]
+    average = weighted_average(None, models, weights, None)
+    # The average solves it where nothing is known; what is solved for is how far the answer is from it.
+    total, sizes = torch.zeros_like(grams[0], dtype=torch.float64), torch.zeros(len(grams[0]), dtype=torch.float64)
+    pull = torch.zeros_like(average)
+    for model, gram, weight in zip(models, grams, weights, strict=True):
+        diagonal = gram.diagonal().double() + damping
+        gram = gram.double() * (off_diagonal * weight)
+        gram.diagonal().copy_(diagonal * weight)
+        total += gram
+        sizes += diagonal * abs(weight)
+        pull.addmm_(model - average, gram)
+    sure = 1.0 - off_diagonal if min(weights) >= 0 else 0.0
+    return average.add_(_solve(total, sizes, pull, sure)).to(tuned[0].dtype)
+
+
+def _solve(matrix: Tensor, sizes: Tensor, right: Tensor, sure: float) -> Tensor:
+    """The smallest x with x · matrix = right. ``sizes`` are those of the inputs; one that is dead has 0. Overwrites the matrix.
+
+    Gram matrices come as float32: with every input in units of its own size, an eigenvalue below n · ε of that may be
+    rounding, and dividing by it would blow rounding up. ``sure`` is what the smallest is known to exceed but for rounding.
+    """
+    units = torch.where(sizes > 0, sizes.rsqrt(), 1.0)
+    matrix.mul_(units).mul_(units[:, None]).diagonal().add_(sizes == 0)
+    right = right * units
+    noise = len(matrix) * torch.finfo(torch.float32).eps
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if not failed and (sure > 4 * noise or _smallest(matrix, factor) > 2 * noise):
+        return torch.cholesky_solve(right.T, factor).T * units
+    values, vectors = torch.linalg.eigh(matrix)
+    seen = values.abs() > noise
+    step: Tensor = ((right @ vectors[:, seen]) / values[seen]) @ vectors[:, seen].T * units
+    unseen = torch.linalg.qr(vectors[:, ~seen] * units[:, None]).Q
+    step -= step @ unseen @ unseen.T
+    return step
+
+
+def _smallest(matrix: Tensor, factor: Tensor) -> float:
+    """About the smallest eigenvalue of a matrix, and no less, by inverse iteration with its Cholesky factor."""
+    start = torch.randn(len(matrix), 4, dtype=matrix.dtype, generator=torch.Generator().manual_seed(0))
+    for _ in range(4):
+        start = torch.linalg.qr(torch.cholesky_solve(start, factor)).Q
+    return float(torch.linalg.eigvalsh(start.T @ matrix @ start)[0])

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from .spec import Help, rule
+from .spec import Help, rule, unusual
 
 Density = Annotated[float, Help("share of the entries of each Δ_t that is kept", gt=0, le=1)]
 Scope = Annotated[
@@ -46,11 +46,18 @@ def _weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return total.clone() if total is parts[0] else total
 
 
+def _cancelled(count: Tensor, sizes: Tensor) -> Tensor:
+    """Where a sum of weights is 0, or is so but for rounding, as that of 0.1, 0.2 and -0.3. ``sizes`` is that of their sizes."""
+    return count.abs() <= sizes.mul_(4 * torch.finfo(count.dtype).eps)
+
+
 def elect_and_average(deltas: Sequence[Tensor], weights: Sequence[float], base: Tensor, scale: float = 1.0) -> Tensor:
     """θ_0 + scale times the average, with weights, of the entries whose sign is that of Σ w_t τ_t; θ_0 where none is.
 
     Overwrites the differences, so that few blocks are in use at a time.
     """
+    if unusual(weights, {}):  # Δ itself stays as it was rounded: thresholds were measured so
+        base, deltas = base.double(), [delta.double() for delta in deltas]
     elected = _weighted_sum(deltas, weights).sign_()
     for delta in deltas:
         delta.mul_(elected).relu_()  # |τ| where the signs agree, and 0 elsewhere
@@ -59,12 +66,13 @@ def elect_and_average(deltas: Sequence[Tensor], weights: Sequence[float], base: 
         delta.sign_()
         if weight != 1:
             delta.mul_(weight)
-    count = functools.reduce(Tensor.add_, deltas)
     smallest = min(weights)
     if smallest > 0:  # then the count is 0 or at least that, and the sum is 0 where it is 0
-        average.div_(count.clamp_(min=smallest))
+        average.div_(functools.reduce(Tensor.add_, deltas).clamp_(min=smallest))
     else:
-        average.div_(count).masked_fill_(count == 0, 0.0)
+        sizes = functools.reduce(Tensor.add_, [delta.abs() for delta in deltas])
+        count = functools.reduce(Tensor.add_, deltas)
+        average.div_(count).masked_fill_(_cancelled(count, sizes), 0.0)
     if scale != 1:
         average *= scale
     return torch.addcmul(base, average, elected, out=average)  # times ±1 or 0: rounded once, fused or not
@@ -90,14 +98,17 @@ def sparse_finetuning(
     The mask m_t keeps the k = ⌊density · n⌋ entries of Δ_t (at least 1) with the largest magnitude, and all that are
     as large as the k-th.
     """
-    total, count = torch.zeros_like(base), torch.zeros_like(base)
+    wide = torch.float64 if unusual(weights, {}) else base.dtype
+    total = torch.zeros_like(base, dtype=wide)
+    count = sizes = total.new_zeros(())
     for model, weight, threshold in zip(tuned, weights, thresholds, strict=True):
         delta = model - base
         if normalize:
-            count += (delta.abs() >= threshold).to(delta.dtype).mul_(weight)
-        total += trim(delta, threshold).mul_(weight)
+            kept = (delta.abs() >= threshold).to(wide).mul_(weight)
+            count, sizes = count + kept, sizes + kept.abs()
+        total += trim(delta, threshold).to(wide).mul_(weight)
     if normalize:
-        total.div_(count.masked_fill_(count == 0, 1.0))
+        total.div_(count.masked_fill_(_cancelled(count, sizes), 1.0))
     return total.add_(base)
 
 

@@ -14,7 +14,7 @@ that knows about rules (recipe, command line, docs, engine) reads this and nothi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -34,6 +34,31 @@ INPUTS = {
     "geometry": "inner product and norms of the whole tensors that the blocks are cut from",
     "grams": "XᵀX of the inputs of the linear layer, one matrix a tuned model",
 }
+
+
+Wide = Callable[[Sequence[float], Mapping[str, Any]], bool]
+"""(weights, options) → whether float32 is too narrow for what a rule computes with them."""
+#: Weights that are no smaller, and add up to no more, are multiplied with curvature in float32: other products may
+#: vanish or overflow.
+USUAL = (1e-3, 1e3)
+
+
+def never(weights: Sequence[float], options: Mapping[str, Any]) -> bool:
+    """Whatever the weights are, float32 is wide enough."""
+    return False
+
+
+def negative(weights: Sequence[float], options: Mapping[str, Any]) -> bool:
+    """A negative weight makes a divisor the difference of numbers that may be nearly equal."""
+    return min(weights) < 0
+
+
+def unusual(weights: Sequence[float], options: Mapping[str, Any]) -> bool:
+    """A weight is negative, or so large or small that its product with curvature may not fit float32."""
+    if negative(weights, options):
+        return True
+    sizes = [abs(weight) for weight in weights if weight != 0]
+    return min(sizes, default=1.0) < USUAL[0] or sum(sizes) > USUAL[1]
 
 
 @dataclass(frozen=True)
@@ -93,6 +118,8 @@ class Rule:
     """A NaN or infinity of the base always makes one of the result."""
     otherwise: Rule | None = None
     """The rule for tensors that have no Gram matrix; a rule with one works on whole matrices."""
+    wide: Wide = never
+    """When the rule is given float64 whatever the files hold."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.function(*args, **kwargs)
@@ -138,6 +165,7 @@ def rule(
     only_one_model: bool = False,
     base_shows: bool = True,
     otherwise: Rule | None = None,
+    wide: Wide = never,
 ) -> Callable[[Callable[..., Tensor]], Rule]:
     """Declare a function as a merge rule; inputs and options are read from its signature."""
 
@@ -164,6 +192,7 @@ def rule(
             only_one_model=only_one_model,
             base_shows=base_shows,
             otherwise=otherwise,
+            wide=wide,
         )
 
     return declare

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..curvature.batches import Again
 from ..curvature.collect import Trial
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import estimate_curvature
@@ -41,7 +42,7 @@ def sums_of(
     with random_states_kept(subject.device), _running_statistics(subject.model), subject.chosen():
         found = estimate_curvature(
             subject.model,
-            map(_checked, batches),
+            Again(lambda: map(_checked, batches)),
             likelihood,
             seed=seed,
             device=subject.device,

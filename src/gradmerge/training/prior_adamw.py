@@ -154,8 +154,10 @@ class PriorAdamW(torch.optim.AdamW):
         optional = group["strength"] == 0
         kept: list[dict[str, Tensor]] = [{} for _ in params]
         if source["anchor"] is None:
-            for p, values in zip(params, kept, strict=True):
+            for i, (p, values) in enumerate(zip(params, kept, strict=True)):
                 values["anchor"] = _placed("anchor", p.detach().clone(), p, group)
+                if not optional:
+                    _refuse_unusable("anchor", values["anchor"], _name(group, i), "the parameters as they are")
         else:
             named = _named(group, "an anchor")
             place = {name: i for i, (name, _) in enumerate(named)}
@@ -163,16 +165,17 @@ class PriorAdamW(torch.optim.AdamW):
                 for name, value in find(tensors, named, self._model, optional=optional):
                     i = place[name]
                     kept[i]["anchor"] = _placed("anchor", value.clone(), params[i], group)
+                    _refuse_unusable("anchor", kept[i]["anchor"], name, tensors.label)
         if group["prior"] == _CURVATURE:
             named = _named(group, "a prior")
             place = {name: i for i, (name, _) in enumerate(named)}
             with open_prior(source["prior"], source["reduction"]) as tensors:
                 for name, value in find(tensors, named, self._model, optional=optional):
                     i = place[name]
-                    if not bool(torch.isfinite(value).all()) or bool((value < 0).any()):
-                        raise InputError(f"{tensors.label}: {name} has values that are negative or not finite")
+                    _refuse_unusable("prior", value, name, tensors.label)
                     wide = value.to(torch.promote_types(value.dtype, torch.float32))
                     kept[i]["prior"] = _placed("prior", wide + float(source["damping"]), params[i], group)
+                    _refuse_unusable("prior", kept[i]["prior"], name, tensors.label)
         self._kept |= {p: values for p, values in zip(params, kept, strict=True) if values}
 
     @torch.no_grad()
@@ -216,10 +219,9 @@ class PriorAdamW(torch.optim.AdamW):
             if p.grad is not None and not all(k in self.state[p] for k in needed)
         ]
         if bare:
-            names = group.get("param_names") or [f"parameter {i} of its group" for i in range(len(group["params"]))]
             raise InputError(
                 f"PriorAdamW: strength {group['strength']:g}, but these have no {' or no '.join(needed)}:\n"
-                f"{listed(names[i] for i in bare)}\nThey were missing when the optimizer was made with strength 0, or the "
+                f"{listed(_name(group, i) for i in bare)}\nThey were missing when the optimizer was made with strength 0, or the "
                 "optimizer's state has been cleared. Make a new optimizer."
             )
 
@@ -317,6 +319,9 @@ class PriorAdamW(torch.optim.AdamW):
         ]
         if wrong:
             raise InputError(f"PriorAdamW: the state dict is of other parameters:\n{listed(wrong)}")
+        for i in (i for group in groups if group["strength"] != 0 for i in group["params"]):
+            for key, value in loaded.get(i, {}).items():
+                _refuse_unusable(key, value, f"parameter {i}", "PriorAdamW: the state dict")
         super().load_state_dict({**state_dict, "state": moments, "param_groups": groups})
         plain = not any(loaded.values())
         self._kept = {}
@@ -423,6 +428,20 @@ def _named(group: Mapping[str, Any], what: str) -> list[tuple[str, Tensor]]:
             "model.named_parameters()."
         )
     return list(zip(names, group["params"], strict=True))
+
+
+def _name(group: Mapping[str, Any], i: int) -> str:
+    return (group.get("param_names") or {i: f"parameter {i} of its group"})[i]  # type: ignore[no-any-return]
+
+
+def _refuse_unusable(key: str, value: Tensor, name: str, label: str) -> None:
+    """Anchors are finite, and curvature is not negative either: anything else would reach every weight in the first step."""
+    if value.numel() == 0 or value.is_meta:
+        return
+    low, high = (float(limit) for limit in torch.aminmax(value.detach()))
+    if not (math.isfinite(low) and math.isfinite(high)) or (key == "prior" and low < 0):
+        what = "negative or not finite" if key == "prior" else "not finite"
+        raise InputError(f"{label}: {name} has values that are {what}; PriorAdamW cannot take it as {key}")
 
 
 def _placed(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:

@@ -1,0 +1,233 @@
+"""Quick ways that fit the first examples and not the later ones: noticed, and measured right all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradmerge as gm
+from gradmerge.curvature import checks
+from gradmerge.curvature.batches import Again
+from gradmerge.curvature.checks import Checks
+from gradmerge.curvature.collect import Trial
+from gradmerge.curvature.estimate import estimate_curvature
+
+from . import slow
+from .families import EXACT, FAMILIES, batch_of
+from .slow import Example, assert_same
+from .test_collect import WIDTH, Body
+
+LONG = 4
+
+
+class OutsideWhenLong(Body):
+    """The weight is used outside its module too, for long inputs only."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y + F.linear(x, self.layer.weight).sin() if x.shape[1] > LONG else y
+
+
+class OutsideWhenMarked(Body):
+    """The same, where a mark occurs: which batch that is, no shape tells."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        y, marked = self.layer(x), (x[:, :, 0] > 5).any(1)[:, None, None]
+        return y + marked * F.linear(x, self.layer.weight).sin() if marked.any() else y
+
+
+class OutsideOnlyWhenMarked(Body):
+    """Marked examples go by the weight alone: the module is not even called when all are marked."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        marked = (x[:, :, 0] > 5).any(1)[:, None, None]
+        if marked.all():
+            return F.linear(x, self.layer.weight).sin()
+        return (
+            torch.where(marked, F.linear(x, self.layer.weight).sin(), self.layer(x)) if marked.any() else self.layer(x)
+        )
+
+
+class OddLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        marked = (x[:, :, 0] > 5).any(1)[:, None, None] | (x.shape[1] > LONG)
+        return y + marked * (x.cumsum(1) @ self.weight.T).cos() if marked.any() else y
+
+
+class Inside(Body):
+    """A second use within the module itself, for long or marked inputs: nothing but the numbers tells."""
+
+    def build(self) -> None:
+        self.layer = OddLinear(WIDTH, WIDTH)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class TimeMajor(Body):
+    """Rows are folded token by token; with one token an example that is the same as example by example."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        rows = self.layer(x.transpose(0, 1).reshape(-1, WIDTH))
+        return rows.view(x.shape[1], x.shape[0], WIDTH).transpose(0, 1)
+
+
+class TwiceWhenLong(Body):
+    def inner(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return self.layer(y.tanh()) if x.shape[1] > LONG else y
+
+
+class OnceWhenLong(Body):
+    def inner(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y if x.shape[1] > LONG else self.layer(y.tanh())
+
+
+KINDS = [OutsideWhenLong, OutsideWhenMarked, OutsideOnlyWhenMarked, Inside, TimeMajor, TwiceWhenLong, OnceWhenLong]
+
+
+def batches_of(lengths: Sequence[int], marked: Sequence[int] = (), size: int = 3) -> tuple[list[Example], list[Any]]:
+    """Batches of these lengths; of those whose numbers are ``marked``, the last two examples have a mark."""
+    generator = torch.Generator().manual_seed(1)
+    examples, batches = [], []
+    for number, length in enumerate(lengths):
+        x = torch.randn(size, length, WIDTH, generator=generator, dtype=torch.float64)
+        if number in marked:
+            x[1:, -1, 0] = 6.0
+        some = [{"0": one, "labels": torch.tensor((number + n) % 3)} for n, one in enumerate(x)]
+        examples += some
+        batches.append(batch_of(some))
+    return examples, batches
+
+
+def check(model: nn.Module, examples: list[Example], batches: Any, likelihood: str = "empirical") -> None:
+    twin = slow.empirical if likelihood == "empirical" else slow.exact
+    assert_same(estimate_curvature(model, batches, likelihood), twin(model, examples, "classes"), EXACT)
+
+
+@pytest.mark.parametrize("likelihood", ["empirical", "exact"])
+@pytest.mark.parametrize("lengths", [(1, 1, 5), (1, 5, 1, 5), (3, 1, 5, 6, 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shape_that_a_way_does_not_fit_is_noticed_as_it_comes(
+    kind: type[Body], lengths: tuple[int, ...], likelihood: str
+) -> None:
+    examples, batches = batches_of(lengths)
+    check(kind(), examples, iter(batches), likelihood)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", [OutsideWhenMarked, OutsideOnlyWhenMarked])
+def test_a_use_outside_the_module_is_noticed_in_the_batch_that_has_it(kind: type[Body], size: int) -> None:
+    """Batches of all shapes have been checked long before; they can be gone through only once."""
+    examples, batches = batches_of([3] * 7, marked=[4, 6], size=size)
+    if size == 1:
+        batches[4][0][:, -1, 0] = 6.0
+        examples[4]["0"][-1, 0] = 6.0
+    check(kind(), examples, iter(batches))
+
+
+def test_a_use_outside_the_module_leaves_the_models_gradients_alone() -> None:
+    model = OutsideWhenMarked()
+    mine = {p: torch.full_like(p, 3.0) for p in model.parameters()}
+    for p, gradient in mine.items():
+        p.grad = gradient
+    examples, batches = batches_of([3] * 3, marked=[2])
+    check(model, examples, batches)
+    for p, gradient in mine.items():
+        assert p.grad is gradient
+        assert bool((gradient == 3).all())
+        assert p.requires_grad
+    assert "weight" not in model.layer.__dict__
+
+
+def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first shape is checked as it comes, and then every batch whose number is a power of two from 8 on."""
+    monkeypatch.setattr(checks, "SHAPES", 1)
+    monkeypatch.setattr(checks, "BATCHES", 1000)
+    monkeypatch.setattr(checks, "FIRST", 8)
+
+
+@pytest.mark.parametrize("kind", [Inside, TimeMajor])
+def test_a_shape_that_is_checked_late_has_everything_measured_again(
+    kind: type[Body], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    few_checks(monkeypatch)
+    examples, batches = batches_of([1, 1, 5, 1, 1, 5, 1, 5, 1])
+    for given in (batches, Again(lambda: (batch for batch in batches))):
+        caplog.clear()
+        check(kind(), examples, given)
+        assert "does not fit those from 21 on" in caplog.text
+        assert "layer.weight" in caplog.text
+    with pytest.raises(gm.InputError, match=r"(?s)does not fit.*layer.weight.*gone through only once. Give a list"):
+        estimate_curvature(kind(), iter(batches))
+
+
+def test_a_shape_that_was_right_before_is_checked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_checks(monkeypatch)
+    examples, batches = batches_of([3] * 12, marked=[5, 7])
+    check(Inside(), examples, batches)
+    with pytest.raises(gm.InputError, match="gone through only once"):
+        estimate_curvature(Inside(), iter(batches))
+
+
+def test_sums_to_go_on_from_cannot_be_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_checks(monkeypatch)
+    _, batches = batches_of([1, 1, 5, 1, 1, 5, 1, 5, 1])
+    start = estimate_curvature(Inside(), batches[:1])
+    with pytest.raises(gm.InputError, match=r"without --resume"):
+        estimate_curvature(Inside(), batches, start=start)
+
+
+def test_a_module_that_is_called_more_often_later_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_checks(monkeypatch)
+    examples, batches = batches_of([3, 5, 3, 5])
+    check(TwiceWhenLong(), examples, batches)
+
+
+def test_measurements_that_share_a_trial_share_its_checks() -> None:
+    examples, batches = batches_of([1, 1, 5, 1, 6])
+    for kind in (Inside, TimeMajor):
+        model, trial, total = kind(), Trial(), {}
+        for batch in batches:
+            for name, value in estimate_curvature(model, [batch], trial=trial).items():
+                total[name] = total[name] + value if name in total else value
+        assert_same(total, slow.empirical(model, examples, "classes"), EXACT)
+
+
+def test_a_check_that_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, examples = FAMILIES["bert"].model(), FAMILIES["bert"].examples()
+    batches = [batch_of(examples), batch_of(examples, longer=3)]
+    want = dict(estimate_curvature(model, batches))
+    calls = 0
+
+    def full(*_: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def one_by_one() -> Iterator[Any]:
+        yield batches[0]
+        monkeypatch.setattr("gradmerge.curvature.collect.Collector._by_autograd", full)
+        yield batches[1]
+
+    assert_same(estimate_curvature(model, one_by_one()), want, EXACT)
+    assert calls == 1
+
+
+@pytest.mark.parametrize(("batches", "most"), [(100, 7), (300, 9), (1000, 24)])
+def test_checks_are_few_however_many_shapes_there_are(batches: int, most: int) -> None:
+    for shapes in (1, 5, 10_000):
+        seen, count = Checks(), 0
+        for number in range(batches):
+            shape = number % shapes
+            if seen.due(shape):
+                count += 1
+                seen.passed(shape)
+        assert count <= most

@@ -1,0 +1,190 @@
+"""Weights that are huge, tiny or negative: right, as far as float64 tells, or refused; never zeros without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.rules import RULES
+
+from ..making import cli
+from . import slow
+
+SIZE = 400
+WEIGHTED = [name for name, rule in RULES.items() if "weights" in rule.inputs]
+DENSITY = 0.3
+
+
+def normal(seed: int) -> Tensor:
+    return torch.randn(20, SIZE // 20, generator=torch.Generator().manual_seed(seed))
+
+
+BASE = normal(0)
+TUNED = [BASE + 0.3 * normal(seed) for seed in (1, 2, 3)]
+PRIOR = normal(4).square()
+CURVATURE = [normal(seed).square() for seed in (5, 6, 7)]
+GRAMS = [(x := normal(seed)).T @ x for seed in (8, 9, 10)]
+
+
+def given(name: str, **changes: Any) -> dict[str, Any]:
+    inputs = RULES[name].inputs
+    found: dict[str, Any] = {}
+    if "prior" in inputs and name != "fisher-averaging":
+        found["prior"] = {"w": PRIOR}
+    if "curvature" in inputs:
+        found["curvature"] = [{"w": c} for c in CURVATURE]
+    if "grams" in inputs:
+        found["curvature"] = [{"w": g} for g in GRAMS]
+    return found | changes
+
+
+def merge(name: str, weights: Sequence[float], **changes: Any) -> Tensor:
+    tuned = [{"w": model} for model in TUNED]
+    return gm.merge_state_dicts({"w": BASE}, tuned, name, weights=weights, **given(name, **changes))["w"]
+
+
+def flat(values: Tensor) -> list[float]:
+    return values.double().flatten().tolist()
+
+
+def expected(name: str, weights: Sequence[float], options: Mapping[str, Any], damping: float) -> Tensor:
+    """The rule's slow twin, on the same numbers."""
+    base, tuned, prior = flat(BASE), [flat(m) for m in TUNED], flat(PRIOR)
+    curvature = [flat(c) for c in CURVATURE]
+    twins: dict[str, Callable[[], Any]] = {
+        "weighted-average": lambda: slow.weighted_average(base, tuned, weights),
+        "task-arithmetic": lambda: slow.task_arithmetic(base, tuned, weights),
+        "fisher-averaging": lambda: slow.fisher_averaging(base, tuned, weights, curvature, damping),
+        "fa1": lambda: slow.fa1(base, tuned, weights, prior, curvature, damping),
+        "gradient-matching": lambda: slow.gradient_matching(base, tuned, weights, prior, curvature, damping),
+        "removal": lambda: slow.removal(
+            base, tuned, weights, prior, curvature, damping, None, options.get("base_saw_removed", False)
+        ),
+        "ties": lambda: slow.ties(base, tuned, weights, DENSITY),
+        "sparse-finetuning": lambda: slow.sparse_finetuning(base, tuned, weights, DENSITY, options["normalize"]),
+        "regmean": lambda: slow.regmean(
+            [m.double().numpy() for m in TUNED], [g.double().numpy() for g in GRAMS], weights, damping
+        ),
+    }
+    return torch.as_tensor(twins[name](), dtype=torch.float64).reshape(BASE.shape)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The largest relative error of the entries; those below the usual size count as if they were that large."""
+    return float(((got.double() - want).abs() / want.abs().clamp(min=float(want.abs().median()))).max())
+
+
+@pytest.mark.parametrize("wrong", [1e308, -1e308, 1e39, 1.1e30, 1e-320, -1e-31, float("inf"), float("nan")])
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_a_weight_that_no_product_fits_is_refused_by_name_and_limit(name: str, wrong: float) -> None:
+    with pytest.raises(gm.InputError, match=r"models\[1\].weight: a weight is 0, or from 1e-30 to 1e\+30"):
+        merge(name, [1.0, wrong, 1.0])
+
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "weighted-average": ("weighted-average", {}),
+    "fisher-averaging": ("fisher-averaging", {}),
+    "fa1": ("fa1", {}),
+    "gradient-matching": ("gradient-matching", {}),
+    "removal": ("removal", {}),
+    "removal, seen": ("removal", {"base_saw_removed": True}),
+    "ties": ("ties", {"density": DENSITY, "scope": "tensor"}),
+    "sparse": ("sparse-finetuning", {"density": DENSITY, "scope": "tensor", "normalize": False}),
+    "sparse, normalised": ("sparse-finetuning", {"density": DENSITY, "scope": "tensor", "normalize": True}),
+    "regmean": ("regmean", {}),
+}
+
+
+@pytest.mark.parametrize("weights", [[1e30, 1e30, 5e29], [1e-30, 2e-30, 1e-30], [1e20, 1.0, 1e-20]], ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_large_and_small_weights_are_right(setting: str, weights: Sequence[float]) -> None:
+    name, options = SETTINGS[setting]
+    if "seen" in setting and weights[0] > 1:
+        weights = [weight / 1e5 for weight in weights]  # a strength that takes everything away, divided by the damping
+    want = expected(name, weights, options, 1e-10)
+    assert error(merge(name, weights, options=options), want) < 1e-6
+
+
+def test_weights_and_curvature_that_overflow_float32_together_are_right() -> None:
+    large = [{"w": c * 1e33} for c in CURVATURE]
+    for name in ("fisher-averaging", "fa1", "gradient-matching"):
+        changes = {"curvature": large} | ({} if name == "fisher-averaging" else {"prior": {"w": PRIOR * 1e33}})
+        got = merge(name, [400.0, 500.0, 3e5], damping=0.0, **changes)
+        assert error(got, expected(name, [400.0, 500.0, 3e5], {}, 0.0)) < 1e-6
+
+
+#: H̄, or the sum of the weights, is then a difference, and of some entries one of nearly equal numbers.
+NEGATIVE = [[1.0, 1.0, -0.5], [0.7, -0.6999, 0.01], [-1.0, -0.5, -2.0]]
+
+
+@pytest.mark.parametrize("weights", NEGATIVE, ids=str)
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if "sparse" not in name and "ties" not in name])
+def test_negative_weights_are_as_right_as_positive_ones(setting: str, weights: Sequence[float]) -> None:
+    name, options = SETTINGS[setting]
+    assert error(merge(name, weights, options=options), expected(name, weights, options, 1e-10)) < 1e-6
+
+
+def test_a_negative_weight_of_the_base_is_as_right() -> None:
+    got = merge("weighted-average", [0.5, 0.3, 0.2], base_weight=-0.9999)
+    want = slow.weighted_average(flat(BASE), [flat(m) for m in TUNED], [0.5, 0.3, 0.2], -0.9999)
+    assert error(got, torch.tensor(want, dtype=torch.float64).reshape(BASE.shape)) < 1e-6
+
+
+def test_positive_weights_that_leave_little_of_the_bases_curvature_are_right() -> None:
+    options, weights = {"base_saw_removed": True}, [0.3, 0.2, 0.1]
+    assert error(merge("removal", weights, options=options), expected("removal", weights, options, 1e-10)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["weighted-average", "regmean"])
+def test_weights_that_sum_to_zero_but_for_rounding_are_refused(name: str) -> None:
+    with pytest.raises(gm.InputError, match="sum to 0"):
+        merge(name, [0.1, 0.2, -0.3])
+    large = [1e30, -1e30, 1e12]
+    with pytest.raises(gm.InputError, match="sum to 0"):
+        merge(name, large)
+
+
+def test_a_sum_that_is_not_divided_by_may_have_any_size() -> None:
+    got = merge("weighted-average", [1e14, -1e14, 1.0], options={"normalize": False})
+    assert error(got, 1e14 * (TUNED[0].double() - TUNED[1].double()) + TUNED[2].double()) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["ties", "sparse-finetuning"])
+def test_weights_that_cancel_at_an_entry_do_not_blow_it_up(name: str) -> None:
+    options = {"density": 1.0} | ({"normalize": True} if name == "sparse-finetuning" else {})
+    got = merge(name, [0.1, 0.2, -0.3], options=options)
+    assert float((got - BASE).abs().max()) < 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"damping": 1e308}, r"damping: should be at most 1e\+30"),
+        ({"prior": 1e308}, r"prior: 1e\+308 is too large"),
+        ({"prior": 1e36}, r"prior: 1e\+36 is too large"),
+    ],
+)
+def test_other_numbers_that_are_too_large_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(gm.InputError, match=message):
+        merge("gradient-matching", [1.0, 1.0, 1.0], **changes)
+    with pytest.raises(gm.InputError, match="scale"):
+        merge("ties", [1.0, 1.0, 1.0], options={"scale": 1e308})
+
+
+def test_the_command_line_refuses_a_huge_weight_and_writes_nothing(tmp_path: Path) -> None:
+    for place, values in (("base", BASE), ("a", TUNED[0])):
+        (tmp_path / place).mkdir()
+        save_file({"w": values}, tmp_path / place / "model.safetensors")
+    result = cli(
+        "merge", "--method", "weighted-average", "--model", "a=1e308", "--model", "base", "-o", "out", cwd=tmp_path
+    )
+    assert result.returncode == 2
+    assert "models[0].weight: a weight is 0, or from 1e-30 to 1e+30 in size, but it is 1e+308" in result.stderr
+    assert not (tmp_path / "out").exists()
