@@ -96,7 +96,8 @@ KINDS = [OutsideWhenLong, OutsideWhenMarked, OutsideOnlyWhenMarked, Inside, Time
 def batches_of(lengths: Sequence[int], marked: Sequence[int] = (), size: int = 3) -> tuple[list[Example], list[Any]]:
     """Batches of these lengths; of those whose numbers are ``marked``, the last two examples have a mark."""
     generator = torch.Generator().manual_seed(1)
-    examples, batches = [], []
+    examples: list[Example] = []
+    batches: list[Any] = []
     for number, length in enumerate(lengths):
         x = torch.randn(size, length, WIDTH, generator=generator, dtype=torch.float64)
         if number in marked:
