@@ -51,13 +51,13 @@ SMALLEST, LARGEST = 1e-30, 1e30
 
 def _check_weight(value: float) -> float:
     if value != 0 and not SMALLEST <= abs(value) <= LARGEST:
-        raise ValueError(f"a weight is 0, or from {SMALLEST:g} to {LARGEST:g} in size")
+        raise ValueError(f"a weight is a finite number: 0, or from {SMALLEST:g} to {LARGEST:g} in size")
     return value
 
 
 def _check_size(value: float) -> float:
     if not abs(value) <= LARGEST:
-        raise ValueError(f"should be at most {LARGEST:g} in size")
+        raise ValueError(f"should be a finite number, at most {LARGEST:g} in size")
     return value
 
 

@@ -222,7 +222,10 @@ def test_a_result_too_large_for_float16_is_an_error(place: Place) -> None:
 
 
 def test_a_merge_that_overflows_is_an_error(place: Place) -> None:
-    refused(place.out, *place.command("task-arithmetic", f"{place.a}=1e39"), says=("too extreme", "--allow-nonfinite"))
+    base = {"w": torch.full((4,), 1e20)}
+    one, two = write_model(place.path / "h1", base), write_model(place.path / "h2", {"w": torch.zeros(4)})
+    command = ["merge", "--method", "task-arithmetic", "--base", one, "--model", f"{two}=1e30"]
+    refused(place.out, *command, says=("too extreme", "--allow-nonfinite"))
 
 
 # Curvature.

@@ -157,7 +157,7 @@ def test_costs_of_checkpoints_on_disk_are_those_of_a_slow_loop(
 
 def test_a_merged_model_costs_what_the_rule_that_made_it_costs(tmp_path: Path) -> None:
     recipe, _, _ = on_disk(tmp_path, torch.float64, "sum")
-    gm.merge(recipe, tmp_path / "out")
+    gm.merge(recipe, tmp_path / "out", accept_untrusted=True)
     plan = open_to_look(make_recipe(recipe))
     with gm.open_checkpoint(str(tmp_path / "out")) as made:
         found = predict(plan, TASKS, [Candidate("rule", "gradient-matching"), Candidate("file", model=made)])
@@ -261,7 +261,7 @@ def test_constant_curvature_counts_for_every_entry(models: tuple[list[State], li
 def test_a_penalty_of_a_removal_is_looked_at_too(tmp_path: Path) -> None:
     recipe, _, _ = on_disk(tmp_path, torch.float64, "sum")
     recipe = recipe | {"method": "removal", "base": {"model": recipe["base"], "penalty": {"identity": 3.0}}}
-    gm.merge(recipe, tmp_path / "out")
+    gm.merge(recipe, tmp_path / "out", accept_untrusted=True)
     plan = open_to_look(make_recipe(recipe))
     with gm.open_checkpoint(str(tmp_path / "out")) as made:
         found = predict(plan, TASKS, [Candidate("rule", "removal"), Candidate("file", model=made)])
