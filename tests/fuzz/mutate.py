@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gzip
 import io
 import json
@@ -111,7 +112,7 @@ def mutate_value(value: Any, rng: random.Random, wrong: list[Any] = WRONG) -> No
         container, key = rng.choice(places)
         kind = rng.randrange(7)
         if kind == 0:
-            container[key] = rng.choice(wrong)
+            container[key] = copy.deepcopy(rng.choice(wrong))  # a later change must not change the list
         elif kind == 1 and isinstance(container[key], int) and not isinstance(container[key], bool):
             container[key] += rng.choice([-4, -1, 1, 4, 2**32, -(2**32)])
         elif kind == 2:

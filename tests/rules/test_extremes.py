@@ -84,7 +84,9 @@ def error(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("wrong", [1e308, -1e308, 1e39, 1.1e30, 1e-320, -1e-31, float("inf"), float("nan")])
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_a_weight_that_no_product_fits_is_refused_by_name_and_limit(name: str, wrong: float) -> None:
-    with pytest.raises(gm.InputError, match=r"models\[1\].weight: a weight is a finite number: 0, or from 1e-30 to 1e\+30"):
+    with pytest.raises(
+        gm.InputError, match=r"models\[1\].weight: a weight is a finite number: 0, or from 1e-30 to 1e\+30"
+    ):
         merge(name, [1.0, wrong, 1.0])
 
 
@@ -186,5 +188,8 @@ def test_the_command_line_refuses_a_huge_weight_and_writes_nothing(tmp_path: Pat
         "merge", "--method", "weighted-average", "--model", "a=1e308", "--model", "base", "-o", "out", cwd=tmp_path
     )
     assert result.returncode == 2
-    assert "models[0].weight: a weight is a finite number: 0, or from 1e-30 to 1e+30 in size, but it is 1e+308" in result.stderr
+    assert (
+        "models[0].weight: a weight is a finite number: 0, or from 1e-30 to 1e+30 in size, but it is 1e+308"
+        in result.stderr
+    )
     assert not (tmp_path / "out").exists()

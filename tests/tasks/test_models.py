@@ -312,3 +312,13 @@ def test_a_config_with_strange_values_is_refused_or_its_model_is(tmp_path: Path,
     data = str(write_jsonl(tmp_path / "a.jsonl", labelled(2)))
     with pytest.raises(InputError):
         evaluate(load_task(str(model), data, device="cpu"))
+
+
+def test_a_config_that_makes_far_more_weights_than_the_files_hold_is_refused_before_they_are_made(
+    tmp_path: Path,
+) -> None:
+    folder = tiny_vit_checkpoint(tmp_path / "vit")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_channels": 10**9}))  # a terabyte of them
+    with pytest.raises(InputError, match=r"makes a model of 256 B parameters, and its files hold"):
+        load_model(str(folder), device="cpu")

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,11 @@ def test_other_wrong_sources_are_explained(tmp_path: Path) -> None:
     np.savez(tmp_path / "odd.npz", x=np.zeros((3, 4)), y=np.zeros(3))
     with pytest.raises(InputError, match=r"x of shape \[3, 4\]"):
         read_rows(str(tmp_path / "odd.npz"))
+
+
+def test_a_member_of_an_archive_that_is_no_array_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("x", b"no array")
+        archive.writestr("y", b"nor this")
+    with pytest.raises(InputError, match="is no array"):
+        read_rows(str(tmp_path / "a.npz"))

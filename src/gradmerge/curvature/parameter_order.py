@@ -18,8 +18,6 @@ from ..storage.smallfile import MAX_CONFIG, read_bounded
 from ..words import listed
 
 Shape = tuple[int, ...]
-#: Many times the layers of any model; to build more, even without memory for their weights, would take minutes.
-_MOST_LAYERS = 1000
 
 
 def empty_model(folder: Path) -> nn.Module:
@@ -35,7 +33,6 @@ def empty_model(folder: Path) -> nn.Module:
         architecture = config["architectures"][0]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise InputError(f"{path}: does not name the model's class under `architectures`") from error
-    _check_layers(path, config)
     refuse_hub_code(config, path)
     model_class = _model_class(path, architecture)
     try:
@@ -45,14 +42,6 @@ def empty_model(folder: Path) -> nn.Module:
         reason = str(error).strip().partition("\n")[0][:200]
         raise InputError(f"{path}: {architecture} cannot be built from it ({reason})") from error
     return model
-
-
-def _check_layers(path: Path, config: dict[str, Any]) -> None:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _check_layers(path, value)
-        elif isinstance(value, int) and value > _MOST_LAYERS and key.endswith(("layer", "layers", "depth")):
-            raise InputError(f"{path}: {key} is above {_MOST_LAYERS}; that is no model")
 
 
 def _model_class(path: Path, architecture: object) -> Any:

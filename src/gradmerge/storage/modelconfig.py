@@ -1,4 +1,4 @@
-"""Which settings of a model's config would have code fetched and run, or weights read from elsewhere."""
+"""Which settings of a model's config would have code fetched and run, weights read from elsewhere, or no end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ IMPLEMENTATIONS = {
 }  # fmt: skip
 
 
+#: More layers than any model has; building a million of them takes hours.
+MOST_LAYERS = 1000
+
+
 def refuse_hub_code(config: Any, where: object) -> None:
-    """Refuse a config, as its JSON is, that names code of the Hub or a file of weights, in any of its parts."""
+    """Refuse a config, as its JSON is, that names code of the Hub or a file of weights, or has endless layers, in any part."""
     parts = [config]
     while parts:
         part = parts.pop()
@@ -29,6 +33,8 @@ def refuse_hub_code(config: Any, where: object) -> None:
             elif key == "transformers_weights" and value is not None:
                 raise InputError(f"{where}: {key} names a file of weights, {str(value)[:80]!r}. Remove the key: weights "
                                  "are read from model.safetensors.")  # fmt: skip
+            elif isinstance(value, int) and value > MOST_LAYERS and key.endswith(("layer", "layers", "depth")):
+                raise InputError(f"{where}: {key} is above {MOST_LAYERS}; that is no model")
             else:
                 parts.append(value)
 

@@ -17,8 +17,8 @@ from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..storage.modelconfig import check_implementation, refuse_hub_code
 from ..storage.smallfile import read_json
-from ..storage.tensorfile import in_utf8, local_path, open_files
-from ..words import listed, nearest
+from ..storage.tensorfile import close_files, in_utf8, local_path, open_files
+from ..words import count, listed, nearest
 from .adapters import without_patterns
 from .folders import check_small_files, check_weights
 
@@ -37,6 +37,9 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _PROCESSOR_SIZES = ("size", "crop_size", "pad_size")
 #: Pixels along the longer edge of what an image processor makes.
 LONGEST_EDGE = 10_000
+
+#: A model may have so many parameters more than its files, and so many times as many: a new head, or eight codes in an integer.
+MOST_INFLATED = (50_000_000, 16)
 
 #: Layers at the top whose number of rows is the number of classes.
 _HEADS = ("score", "classifier", "classifier.out_proj")
@@ -300,6 +303,7 @@ def _loaded(
 
     kind = getattr(transformers, _AUTO_CLASSES[task][0])
     given = {} if attn is None else {"attn_implementation": attn}
+    _refuse_inflated(reference, folder, kind, config)
     try:
         model, loading = kind.from_pretrained(
             folder,
@@ -327,6 +331,24 @@ def _loaded(
     }
     assert isinstance(model, nn.Module)
     return model
+
+
+def _refuse_inflated(reference: str, folder: Path, kind: Any, config: Any) -> None:
+    """Refuse a config that makes far more weights than the files hold: they would be random, and take all memory first."""
+    try:
+        with torch.device("meta"):
+            empty = kind.from_config(config, trust_remote_code=False)
+    except Exception:  # which loading it tells better
+        return
+    wanted = sum(parameter.numel() for parameter in empty.parameters())
+    files = open_files(folder, "model") or []
+    stored = sum(entry.numel for file in files for entry in file.entries.values())
+    close_files(files)
+    if wanted > MOST_INFLATED[0] + MOST_INFLATED[1] * stored:
+        raise InputError(
+            f"{reference}: its config makes a model of {count(wanted)} parameters, and its files hold {count(stored)}. Is the config of "
+            "another model?"
+        )
 
 
 def _with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingInfo) -> nn.Module:

@@ -266,6 +266,8 @@ def _arrays(source: str, path: Path, split: str | None, limit: int | None) -> Ro
             sizes = {info.filename.removesuffix(".npy"): info.file_size for info in file.zip.infolist()}  # type: ignore[union-attr]
             require_unpackable(path, sizes[x_name] + sizes[y_name])
             x, y = file[x_name], file[y_name]
+            if not (isinstance(x, np.ndarray) and isinstance(y, np.ndarray)):
+                raise InputError(f"{source}: {x_name} or {y_name} is no array")
     except InputError:
         raise
     except Exception as error:  # of the archive, of a way to pack it, of a header; or an array beyond all memory
