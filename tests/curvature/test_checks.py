@@ -149,7 +149,7 @@ def test_a_use_outside_the_module_leaves_the_models_gradients_alone() -> None:
 
 
 def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first shape is checked as it comes, and then every batch whose number is a power of two from 8 on."""
+    """Only the first shape is checked as it comes, and then batches number 8, 32, …"""
     monkeypatch.setattr(checks, "SHAPES", 1)
     monkeypatch.setattr(checks, "BATCHES", 1000)
     monkeypatch.setattr(checks, "FIRST", 8)

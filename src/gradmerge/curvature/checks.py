@@ -18,8 +18,8 @@ from .batches import examples_in
 #: So many shapes are checked as they come.
 SHAPES = 4
 #: Later ones are, as long as there is no more than one check in so many batches.
-BATCHES = 64
-#: Whatever its shape, a batch is checked when its number is a power of two, from this one on.
+BATCHES = 256
+#: Whatever its shape, a batch is checked when its number is this one, four times it, sixteen times, …
 FIRST = 16
 
 
@@ -30,6 +30,8 @@ class Checks:
     shapes: set[Hashable] = field(default_factory=set)
     """Shapes that the ways were right for."""
     batches: int = 0
+    again: int = field(default_factory=lambda: FIRST)
+    """The number of the next batch that is checked whatever its shape."""
     count: int = 0
     skipped: bool = False
     """A batch was measured although its shape had not been checked."""
@@ -37,7 +39,8 @@ class Checks:
     def due(self, shape: Hashable) -> bool:
         """Whether the next batch, which has this shape, is to be checked before it is measured."""
         self.batches += 1
-        if self.batches >= FIRST and self.batches & (self.batches - 1) == 0:
+        if self.batches == self.again:
+            self.again *= 4
             return True
         return shape not in self.shapes and (len(self.shapes) < SHAPES or self.count * BATCHES < self.batches)
 
