@@ -166,6 +166,15 @@ def test_neither_a_merge_nor_another_measurement_takes_over_an_unfinished_one(be
     assert done.resumed_from > 0
 
 
+def test_a_kill_while_sums_are_being_replaced_loses_none_of_them(bert: Path) -> None:
+    model, rows, out = bert / "models" / "a", str(bert / "data" / "rows.jsonl"), bert / "out"
+    stop_after_saving(model, rows, out)
+    so_far = bert / "out.gradmerge-partial" / "so-far"
+    so_far.rename(so_far.with_name("so-far.gradmerge-replaced"))
+    assert measure_curvature(str(model), rows, out, batch_size=1, resume=True, device="cpu").resumed_from > 0
+    assert [path.name for path in out.iterdir()] == ["curvature.safetensors"]
+
+
 def test_a_measurement_does_not_take_over_an_unfinished_merge(bert: Path, recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         gm.merge(recipe, tmp_path / "out", progress=Stop())

@@ -23,7 +23,7 @@ from ..curvature.stored_names import for_files
 from ..engine.progress import Progress
 from ..errors import GradmergeError, InputError, MachineError
 from ..storage.smallfile import read_json
-from ..storage.staging import MARK, Staging
+from ..storage.staging import MARK, REPLACED, Staging
 from ..tasks import LoadedTask, load_model, load_task
 from ..words import nearest
 from .reads import changed, data_paths, digest_of_state, model_paths, state_of
@@ -228,6 +228,9 @@ class _Saved:
     def read(self, request: dict[str, Any]) -> Curvature | None:
         if not self._request.is_file():
             return None
+        aside = self._curvature.with_name(self._curvature.name + REPLACED)
+        if aside.is_dir() and not self._curvature.exists():  # a kill came while newer sums took the place of these
+            aside.rename(self._curvature)
         try:
             found, so_far = read_json(self._request), Curvature.load(self._curvature)
         except (InputError, OSError, ValueError) as error:

@@ -21,6 +21,8 @@ from ..errors import InputError, MachineError
 from ..words import size
 from .smallfile import read_json
 
+#: What follows OUT in the name of the folder that is written, and of one that is being replaced.
+PARTIAL, REPLACED = ".gradmerge-partial", ".gradmerge-replaced"
 #: Lies in an unfinished folder and says whose it is.
 MARK = ".gradmerge"
 #: A folder that holds one of these sets of files was written by gradmerge: a merge or samples, reports.
@@ -56,8 +58,8 @@ class Staging:
         self.keep = False
         """Whether an error leaves what was written, for a later run to go on with."""
         self.notes: list[str] = []
-        self.folder = self.out.with_name(self.out.name + ".gradmerge-partial")
-        self._replaced = self.out.with_name(self.out.name + ".gradmerge-replaced")
+        self.folder = self.out.with_name(self.out.name + PARTIAL)
+        self._replaced = self.out.with_name(self.out.name + REPLACED)
         self._lock = -1
         reads = list(reads)
         try:
