@@ -68,7 +68,7 @@ def diagnose(
     ] = None,
     allow_pickle: AllowPickle = False,
     allow_config: AllowConfig = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace REPORT_DIR if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace REPORT_DIR if gradmerge wrote it.")] = False,
     json_: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,

@@ -69,7 +69,7 @@ def estimate(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a run that was stopped; it saves its work every few minutes.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or it is empty.")] = False,
     durable: Durable = False,
     json_: Json = False,
     quiet: Quiet = False,

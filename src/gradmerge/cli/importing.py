@@ -45,7 +45,7 @@ def import_(
         ),
     ] = None,
     precision: Precision = "float32",
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or it is empty.")] = False,
     json_: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,

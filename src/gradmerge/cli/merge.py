@@ -74,7 +74,7 @@ Threads = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="Where the arithmetic is done: cpu, cuda, cuda:1, …")]
-Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or it is empty.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a merge that was killed; same bytes in the end.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be read and written, and stop.")]
 AllowNonfinite = Annotated[bool, typer.Option("--allow-nonfinite", help="Go on when weights are NaN or infinite.")]

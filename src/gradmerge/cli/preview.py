@@ -110,7 +110,9 @@ def preview(
     ] = None,
     allow_pickle: AllowPickle = False,
     allow_config: AllowConfig = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace REPORT_DIR, and OUT, if they exist.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace REPORT_DIR, and OUT, if gradmerge wrote them.")
+    ] = False,
     json_: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
