@@ -95,6 +95,20 @@ def cli(*arguments: str | Path, cwd: Path | None = None, timeout: float = 120) -
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+class Stop:
+    """Progress that interrupts the work, at the first block or a later one."""
+
+    def __init__(self, after: int = 1) -> None:
+        self.left = after
+
+    def begin(self, what: str, total: int, done: int = 0) -> None: ...
+
+    def advance(self, amount: int) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
 def assert_close(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float = 1e-6) -> None:
     assert got.keys() == want.keys()
     for name in want:

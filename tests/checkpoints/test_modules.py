@@ -15,7 +15,7 @@ from torch import Tensor
 import gradmerge as gm
 from gradmerge.checkpoints import open_checkpoint
 
-from ..making import near, random_state, write_model
+from ..making import Stop, near, random_state, write_model
 
 DENSE = {"linear.weight": (4, 8), "linear.bias": (4,)}
 TRANSFORMER = {"embeddings.weight": (11, 8), "layer.0.weight": (8, 8)}
@@ -90,19 +90,9 @@ def test_a_killed_merge_of_modules_resumes_and_its_result_merges_again(tmp_path:
     models = write_three(tmp_path)
     recipe = {"method": "average", "base": str(models[0]), "models": [str(m) for m in models[1:]]}
 
-    class Stop:
-        seen = 0
-
-        def begin(self, what: str, total: int, done: int = 0) -> None: ...
-
-        def advance(self, amount: int) -> None:
-            self.seen += 1
-            if self.seen == 3:
-                raise KeyboardInterrupt
-
     gm.merge(recipe, tmp_path / "want")
     with pytest.raises(KeyboardInterrupt):
-        gm.merge(recipe, tmp_path / "out", progress=Stop(), threads=1)
+        gm.merge(recipe, tmp_path / "out", progress=Stop(after=3), threads=1)
     gm.merge(recipe, tmp_path / "out", resume=True)
     for name in ("model.safetensors", "2_Dense/model.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "want" / name).read_bytes()

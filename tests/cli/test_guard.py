@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,28 +22,23 @@ from gradmerge.api.measuring import measure_curvature
 from gradmerge.cli.app import app
 
 from ..checkpoints.test_lora import make_base, tune
-from ..making import random_curvature, three_models, weight_bytes, write_recipe
+from ..making import Stop, random_curvature, three_models, weight_bytes, write_recipe
 from ..tasks.making import labelled, tiny_bert_checkpoint, tiny_vit_checkpoint, write_jsonl
 
 
 def refused(*words: str | Path, says: str = "") -> str:
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 2 and result.stderr.startswith("error: "), result.output
-    assert says in result.stderr, result.stderr
+    assert re.search(says, result.stderr), result.stderr
     return result.stderr
+
+
+#: What is said of a place that is, holds or lies in something that is read.
+READ = "would be lost|which is read"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-class Stop:
-    """Interrupts at the first block."""
-
-    def begin(self, what: str, total: int, done: int = 0) -> None: ...
-
-    def advance(self, amount: int) -> None:
-        raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -63,7 +59,7 @@ def test_estimate_with_force_deletes_none_of_its_inputs(
     monkeypatch.chdir(bert)
     before = contents(bert)
     words = ("models/a", "--data", "data/rows.jsonl", "--tokenizer", "tokenizer", "--kind", kind, "--device", "cpu")
-    refused("curvature", "estimate", *words, "-o", out, "--force")
+    refused("curvature", "estimate", *words, "-o", out, "--force", says=READ)
     assert contents(bert) == before
 
 
@@ -109,12 +105,12 @@ def test_reports_with_force_delete_none_of_their_inputs(
     monkeypatch.chdir(recipe.parent)
     before = contents(recipe.parent)
     data = ("--data", "a=data/x.npz:test")
-    refused("diagnose", recipe, *data, "--target", "target", "-o", out, "--force")
-    refused("diagnose", recipe, *data, "--merged", "target", "-o", out, "--force")
+    refused("diagnose", recipe, *data, "--target", "target", "-o", out, "--force", says=READ)
+    refused("diagnose", recipe, *data, "--merged", "target", "-o", out, "--force", says=READ)
     if out != "target":
-        refused("preview", recipe, *data, "-o", out, "--force")
+        refused("preview", recipe, *data, "-o", out, "--force", says=READ)
     if out not in ("target", "data"):
-        refused("merge", recipe, "-o", out, "--force")
+        refused("merge", recipe, "-o", out, "--force", says=READ)
     assert contents(recipe.parent) == before
 
 
@@ -135,19 +131,9 @@ def test_the_best_setting_is_not_written_over_the_data_that_chose_it(recipe: Pat
 def stop_after_saving(model: Path, data: str, out: Path, **options: Any) -> None:
     """A measurement that is stopped once it has saved what it had."""
 
-    class StopLater:
-        seen = 0
-
-        def begin(self, what: str, total: int, done: int = 0) -> None: ...
-
-        def advance(self, amount: int) -> None:
-            self.seen += 1
-            if self.seen == 3:
-                raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         measure_curvature(
-            str(model), data, out, batch_size=1, save_every=0, progress=StopLater(), device="cpu", **options
+            str(model), data, out, batch_size=1, save_every=0, progress=Stop(after=3), device="cpu", **options
         )
     assert (out.with_name(out.name + ".gradmerge-partial") / "so-far.json").is_file()
 
