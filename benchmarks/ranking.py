@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from gradmerge.diagnose.models import TaskData, materialise
-from gradmerge.diagnose.predict import open_to_look, predict
+from gradmerge.diagnostics.models import TaskData, materialise
+from gradmerge.diagnostics.predict import open_to_look, predict
 from gradmerge.engine.candidates import Candidate
 from gradmerge.recipe import make_recipe
 from gradmerge.tasks import load_task

@@ -9,9 +9,9 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .api import MergeResult, evaluate, merge, merge_state_dicts
     from .api.diagnosing import write_diagnosis
-    from .api.measuring import measure_curvature
-    from .api.posterior import sample_posterior
+    from .api.estimating import measure_curvature
     from .api.previewing import preview, suggest_weights
+    from .api.sampling import sample_posterior
     from .checkpoints import open_checkpoint
     from .curvature import Curvature
     from .curvature.estimate import estimate_curvature
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .errors import GradmergeError, InputError, MachineError
     from .recipe import Recipe, load_recipe
     from .rules import RULES, gradient_matching_full, removal_full
-    from .tasks.sources import read_rows
+    from .tasks.data_sources import read_rows
     from .training.callback import CurvatureCallback
     from .training.prior_adamw import PriorAdamW
     from .training.prior_trainer import PriorTrainer
@@ -37,10 +37,10 @@ _WHERE = {
     "Gram": "curvature.gram",
     "estimate_gram": "curvature.gram",
     "import_curvature": "curvature.optimizers",
-    "measure_curvature": "api.measuring",
+    "measure_curvature": "api.estimating",
     "preview": "api.previewing",
     "suggest_weights": "api.previewing",
-    "sample_posterior": "api.posterior",
+    "sample_posterior": "api.sampling",
     "write_diagnosis": "api.diagnosing",
     "GradmergeError": "errors",
     "InputError": "errors",
@@ -50,7 +50,7 @@ _WHERE = {
     "RULES": "rules",
     "gradient_matching_full": "rules",
     "removal_full": "rules",
-    "read_rows": "tasks.sources",
+    "read_rows": "tasks.data_sources",
     "CurvatureCallback": "training.callback",
     "PriorAdamW": "training.prior_adamw",
     "PriorTrainer": "training.prior_trainer",

@@ -23,7 +23,7 @@ from pydantic import (
 
 from .errors import InputError
 from .rules import RULES, Rule
-from .words import nearest
+from .text import nearest
 
 MAX_BYTES = 1_000_000
 MAX_NODES = 20_000

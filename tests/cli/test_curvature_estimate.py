@@ -327,7 +327,7 @@ def test_resume_goes_on_and_refuses_what_is_different(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["-d", place / "labels.jsonl", "--batch-size", 2, "-o", tmp_path / "c"]
-    monkeypatch.setattr("gradmerge.api.measuring.measure_curvature.__kwdefaults__", {
+    monkeypatch.setattr("gradmerge.api.estimating.measure_curvature.__kwdefaults__", {
         **gm.measure_curvature.__kwdefaults__, "save_every": 0.0,
     })  # fmt: skip
     with monkeypatch.context() as patch:

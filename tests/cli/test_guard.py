@@ -18,7 +18,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.api.measuring import measure_curvature
+from gradmerge.api.estimating import measure_curvature
 from gradmerge.cli.app import app
 
 from ..checkpoints.test_lora import make_base, tune

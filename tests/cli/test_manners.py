@@ -24,7 +24,7 @@ import gradmerge.cli
 from gradmerge.cli.app import app
 from gradmerge.cli.output import continued, explain
 from gradmerge.errors import InputError
-from gradmerge.words import printable
+from gradmerge.text import printable
 
 from ..making import near, random_curvature, random_state, read_model, three_models, write_model, write_recipe
 from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 import gradmerge as gm
 from gradmerge.cli.app import app
-from tests.diagnose.conftest import write_texts
+from tests.diagnostics.conftest import write_texts
 from tests.making import random_curvature, read_model, three_models, weight_bytes, write_model, write_recipe
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gradmerge as gm
-from gradmerge.api.measuring import measure_curvature
+from gradmerge.api.estimating import measure_curvature
 from gradmerge.curvature.files import open_curvature
 from gradmerge.curvature.summary import pieces, summarize
 from gradmerge.engine.journal import NAME as JOURNAL

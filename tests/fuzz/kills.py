@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 import gradmerge as gm
-from gradmerge.api.measuring import measure_curvature
+from gradmerge.api.estimating import measure_curvature
 from gradmerge.errors import GradmergeError
 from tests.making import near, random_curvature, random_state, write_model
 

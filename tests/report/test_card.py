@@ -10,7 +10,7 @@ import yaml
 
 from gradmerge.recipe import make_recipe
 from gradmerge.report.card import model_card
-from gradmerge.words import printable
+from gradmerge.text import printable
 
 NASTY = [
     "a`b``c",

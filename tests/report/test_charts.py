@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gradmerge.report import numbers, palette
 from gradmerge.report.charts import BarChart, Chart, HeatMap, LineChart, ScatterChart, Series
 from gradmerge.report.page import Table
-from gradmerge.words import printable
+from gradmerge.text import printable
 
 SVG = "{http://www.w3.org/2000/svg}"
 NASTY = '<script>alert("x")</script> & \x00 \ud800 '

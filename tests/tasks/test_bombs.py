@@ -19,11 +19,11 @@ import pytest
 
 from gradmerge.errors import InputError
 from gradmerge.storage import smallfile
-from gradmerge.tasks import sources
+from gradmerge.tasks import data_sources
 from gradmerge.tasks.columns import choose_columns
-from gradmerge.tasks.sources import LONGEST_ROW, read_rows
+from gradmerge.tasks.data_sources import LONGEST_ROW, read_rows
 
-from .test_sources import ROWS, in_form
+from .test_data_sources import ROWS, in_form
 
 ENDLESS = b"a" * (LONGEST_ROW + 1)
 LINE = b"a" * 999 + b"\n"
@@ -80,7 +80,7 @@ def test_what_packs_well_but_honestly_is_read(tmp_path: Path) -> None:
 def test_a_parquet_file_whose_dictionary_unfolds_is_refused(
     tmp_path: Path, small_limits: None, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
-    monkeypatch.setattr(sources, "BATCH_BYTES", 1_000_000)
+    monkeypatch.setattr(data_sources, "BATCH_BYTES", 1_000_000)
     text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 2000, pyarrow.int32()), ["a" * 300_000])
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": text}), path, compression="zstd", store_schema=False)

@@ -16,7 +16,7 @@ from gradmerge.tasks.labels import read_labels
 from gradmerge.tasks.rows import Rows
 
 from .making import tiny_bert_checkpoint
-from .test_sources import in_form as write_form
+from .test_data_sources import in_form as write_form
 
 
 def rows_of(*names: str, **values: Any) -> Rows:

@@ -1,10 +1,10 @@
 """Merging, from Python: disk to disk, or in memory; and how good a model is."""
 
 from ..engine.progress import Progress
-from .disk import MergeResult, default_threads, merge, planned
-from .evaluation import evaluate
-from .memory import merge_state_dicts
+from .evaluating import evaluate
+from .merging import MergeResult, default_threads, merge, planned
 from .record import digest_of
+from .state_dicts import merge_state_dicts
 
 __all__ = [
     "MergeResult",

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from .._version import __version__
-from ..diagnose.diagnosis import Diagnosis, diagnose
+from ..diagnostics.diagnosis import Diagnosis, diagnose
 from ..engine.progress import NoProgress, Progress
 from ..recipe import Recipe
 from ..report.card import to_yaml
 from ..report.diagnosis_page import costliest, diagnosis_page, rank, reference_of, relative
 from ..report.page import write_report
 from ..storage.staging import Staging
-from ..words import to_json
-from .disk import as_recipe, default_threads
+from ..text import to_json
+from .merging import as_recipe, default_threads
 from .reads import data_paths, model_paths, recipe_paths
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from ..diagnose.looking import Measurer, Predictor
-from ..diagnose.predict import task_names
-from ..diagnose.preview import Looker, Preview, Row, compare
-from ..diagnose.settings import Weights, check_methods, grid, parse_weights, recipe_with, sample
-from ..diagnose.suggest import OBJECTIVES, Suggestion, search_ranges, suggest
+from ..diagnostics.grid import Weights, check_methods, grid, parse_weights, recipe_with, sample
+from ..diagnostics.looking import Measurer, Predictor
+from ..diagnostics.predict import task_names
+from ..diagnostics.preview import Looker, Preview, Row, compare
+from ..diagnostics.suggest import OBJECTIVES, Suggestion, search_ranges, suggest
 from ..engine.progress import NoProgress, Progress
 from ..errors import InputError
 from ..recipe import Base, Identity, Model, Recipe
@@ -21,9 +21,9 @@ from ..report.page import write_report
 from ..report.preview_page import preview_page, settings_table
 from ..storage.staging import Staging
 from ..storage.tensorfile import local_path
-from ..words import to_json
+from ..text import to_json
 from .diagnosing import provenance, recipe_text, report_folder
-from .disk import MergeResult, as_recipe, default_threads, merge
+from .merging import MergeResult, as_recipe, default_threads, merge
 
 
 class Loading(TypedDict, total=False):

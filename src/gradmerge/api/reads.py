@@ -12,7 +12,7 @@ from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..errors import InputError
 from ..recipe import Base, Model, Recipe
 from ..storage.tensorfile import local_path
-from ..tasks.sources import place_and_split
+from ..tasks.data_sources import place_and_split
 
 State = list[list[Any]]
 """Of each file its path, size, times of change and inode."""

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import InputError
 from ..storage.tensorfile import TensorInfo
-from ..words import listed, nearest
+from ..text import listed, nearest
 from .beside import notes_on_files
 from .configs import allows, differences, labels, shown
 from .kinship import kinship, kinship_note

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..words import count
+from ..text import count
 from .model import Buffers, Checkpoint
 
 WARNING = "WARNING: "

@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..storage.links import require_within
 from ..storage.smallfile import read_json
 from ..storage.tensorfile import PositionalFile
-from ..words import listed
+from ..text import listed
 from .compare import HEADS, TIED, has_head, same_values, tied_to
 from .model import Buffers, Checkpoint
 from .patterns import Patterns

@@ -22,7 +22,7 @@ from ..storage.tensorfile import (
     open_files,
     read_index,
 )
-from ..words import listed
+from ..text import listed
 from .lora import AdapterCheckpoint, is_adapter, read_adapter_config
 from .model import Checkpoint
 from .pickles import SUFFIXES, PickleFile

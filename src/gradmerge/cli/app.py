@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from .._version import __version__
-from ..words import printable, to_json
+from ..text import printable, to_json
 from . import curvature, demo, diagnose, evaluate, inspect, merge, methods, preview
 from .output import OUT_OF_MEMORY
 from .streams import prepare_streams, say, settle

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..words import count, one_line
+from ..text import count, one_line
 from . import estimate, importing
 from .output import Debug, Json, Quiet, guarded, print_json, print_table
 from .streams import say

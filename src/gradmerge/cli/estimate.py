@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ..words import count
+from ..text import count
 from .options import (
     Attn,
     BatchSize,
@@ -81,7 +81,7 @@ def estimate(
     """
     with guarded(debug, json_):
         with heavy_imports():
-            from ..api.measuring import measure_curvature
+            from ..api.estimating import measure_curvature
             from ..tasks import parse_columns
 
         logging.basicConfig(handlers=[Notes()], level=logging.ERROR if quiet else logging.WARNING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ..words import one_line
+from ..text import one_line
 from .options import Attn, BatchSize, Columns, Data, Device, Dtype, Limit, MaxLength, Model, Task, Tokenizer
 from .output import Debug, Json, Quiet, guarded, heavy_imports, note, print_json, print_table, progress
 from .streams import say

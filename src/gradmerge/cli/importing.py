@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..words import count
+from ..text import count
 from .options import Precision
 from .output import Debug, Json, Quiet, guarded, heavy_imports, note, print_json
 from .streams import say

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..words import count, one_line, size
+from ..text import count, one_line, size
 from .output import AllowConfig, AllowPickle, Debug, Json, Quiet, continued, guarded, print_json, print_table
 from .streams import say
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..words import count, size
+from ..text import count, size
 from .output import (
     AllowConfig,
     AllowPickle,

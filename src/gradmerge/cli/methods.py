@@ -22,7 +22,7 @@ def methods(
     with guarded(debug, json_):
         from ..errors import InputError
         from ..rules import RULES
-        from ..words import nearest
+        from ..text import nearest
 
         if name is None:
             if json_:

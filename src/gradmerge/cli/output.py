@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import GradmergeError, MachineError
-from ..words import one_line, size, to_json
+from ..text import one_line, size, to_json
 from .streams import say, write
 
 if TYPE_CHECKING:

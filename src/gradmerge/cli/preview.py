@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..words import one_line
+from ..text import one_line
 from .options import Attn, BatchSize, Columns, Device, Dtype, Limit, MaxLength, Task, Tokenizer
 from .output import (
     AllowConfig,

@@ -10,7 +10,7 @@ import select
 import sys
 from typing import Any, TextIO
 
-from ..words import printable
+from ..text import printable
 
 #: File descriptor → why something that was to be said there got lost.
 _lost: dict[int, OSError] = {}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError
-from ..words import listed, nearest
+from ..text import listed, nearest
 from .batches import examples_in, moved
 from .collect import Collector, Distrusted, Trial
 from .curvature import Curvature

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..storage.bytesof import bytes_of
 from ..storage.tensorfile import Entry, TensorFile, close_files, local_path, open_files
-from ..words import listed
+from ..text import listed
 from . import log8
 
 FORMAT = "gradmerge-curvature/1"

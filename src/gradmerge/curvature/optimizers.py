@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..storage.tensorfile import close_files, open_files
-from ..words import listed
+from ..text import listed
 from .curvature import Curvature
 from .parameter_order import Shape, check_names, empty_model, parameter_names
 from .stored_names import stored_shapes, stored_tensors

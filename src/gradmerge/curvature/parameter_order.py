@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..storage.modelconfig import refuse_hub_code
 from ..storage.smallfile import MAX_CONFIG, read_bounded
-from ..words import listed
+from ..text import listed
 
 Shape = tuple[int, ...]
 

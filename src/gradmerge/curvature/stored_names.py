@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..words import listed
+from ..text import listed
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..words import natural
+from ..text import natural
 from .files import CurvatureFile
 
 _CHUNK = 1 << 20

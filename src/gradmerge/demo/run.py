@@ -16,11 +16,11 @@ from typing import Any
 from .._version import __version__
 from ..api import Progress, merge
 from ..api.diagnosing import write_diagnosis
-from ..api.measuring import measure_curvature
+from ..api.estimating import measure_curvature
 from ..api.previewing import preview
 from ..engine.workers import one_thread_each
 from ..recipe import load_recipe
-from ..words import to_json
+from ..text import to_json
 from . import commands, recipes, tables
 from .commands import Command
 from .digits import load_digits, write_data

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..rules import Rule
 from ..rules.spherical import Geometry
 from ..storage.tensorfile import FLOATS, TensorInfo
-from ..words import listed, natural
+from ..text import listed, natural
 from .inputs import CurvatureInput, Inputs
 
 #: Elements that go through a rule at once. Smaller blocks stay in a core's own cache, but threads then spend their time waiting

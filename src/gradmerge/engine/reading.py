@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, block_digest
 from ..errors import InputError
-from ..words import one_line
+from ..text import one_line
 from .inputs import CurvatureInput
 from .plan import Job, Plan
 from .randomness import keep_mask

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..checkpoints.model import Buffers
 from ..curvature.summary import group_of
 from ..errors import InputError
-from ..words import count
+from ..text import count
 from .plan import BLOCK, Job, Plan, rule_arguments
 from .progress import Progress
 from .reading import read_block

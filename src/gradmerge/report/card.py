@@ -13,7 +13,7 @@ from .._version import __version__
 from ..checkpoints.opening import HUB_ID
 from ..recipe import Recipe
 from ..storage.tensorfile import local_path
-from ..words import one_line, printable
+from ..text import one_line, printable
 
 
 def model_card(recipe: Recipe, name: str, has_config: bool) -> str:

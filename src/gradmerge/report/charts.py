@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..words import one_line
+from ..text import one_line
 from .bars import draw_bars
 from .heat import draw_heat
 from .xy import draw_lines, draw_scatter

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..curvature.files import CurvatureFile
 from ..curvature.summary import group_of
 from ..errors import InputError, MachineError
-from ..words import count, natural, one_line
+from ..text import count, natural, one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

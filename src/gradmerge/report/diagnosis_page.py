@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..diagnose.diagnosis import Diagnosis
-from ..diagnose.predict import BASE
-from ..diagnose.scores import headline, higher_is_better, loss_of
+from ..diagnostics.diagnosis import Diagnosis
+from ..diagnostics.predict import BASE
+from ..diagnostics.scores import headline, higher_is_better, loss_of
 from .charts import BarChart, HeatMap, ScatterChart, Series
 from .page import Page, Section, Table
 

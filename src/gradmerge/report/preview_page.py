@@ -6,10 +6,10 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from ..diagnose.predict import BASE
-from ..diagnose.preview import Preview, Row
-from ..diagnose.scores import higher_is_better
-from ..diagnose.suggest import Suggestion
+from ..diagnostics.predict import BASE
+from ..diagnostics.preview import Preview, Row
+from ..diagnostics.scores import higher_is_better
+from ..diagnostics.suggest import Suggestion
 from .charts import Chart, HeatMap, LineChart, ScatterChart, Series
 from .numbers import number
 from .page import Page, Section, Table, Value

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape as _escape
 
-from ..words import printable
+from ..text import printable
 from . import palette
 from .numbers import fit, text_width, wrapped
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..words import size
+from ..text import size
 
 #: Bytes of a config. Parsed JSON takes up to forty times its size in memory.
 MAX_CONFIG = 10_000_000

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import InputError, MachineError
-from ..words import size
+from ..text import size
 from .smallfile import read_json
 
 #: What follows OUT in the name of the folder that is written, and of one that is being replaced.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, MachineError
-from ..words import size
+from ..text import size
 from .links import require_within
 from .smallfile import open_regular, parse_json_object, read_bounded
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ..curvature.outputs import MASKED, OUTPUTS, Output
 from ..errors import InputError
-from ..words import size
+from ..text import size
 from .columns import Fields
+from .data_sources import LONGEST_ROW
 from .patience import little_memory, patience
 from .rows import Rows, shown
-from .sources import LONGEST_ROW
 from .tokens import Tokens, padded, padded_labels
 
 #: What a chat template may take to write down one conversation: it takes a millisecond, unless it was made not to end.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
-from ..words import nearest
+from ..text import nearest
 from .rows import Rows
 
 KEYS = ("text", "text2", "label", "labels", "prompt", "completion", "messages", "source", "target", "image")

@@ -10,7 +10,7 @@ from ..errors import InputError
 from ..storage.links import require_within
 from ..storage.smallfile import MAX_CONFIG, MAX_TOKENIZER, read_bounded
 from ..storage.tensorfile import TensorFile, close_files, open_files
-from ..words import size
+from ..text import size
 
 #: What is read of a folder beside weights, by the ends of names.
 _ENDS = ("config.json", "tokens.json", "tokens_map.json", "tokenizer.json", "tekken.json", "vocab.json", "vocab.txt", "merges.txt",

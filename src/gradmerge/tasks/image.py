@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..curvature.outputs import Output, output_of
 from ..errors import InputError
-from ..words import count
+from ..text import count
 from .columns import Fields
 from .labels import read_labels
 from .rows import Rows, shown

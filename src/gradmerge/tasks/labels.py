@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..words import listed
+from ..text import listed
 from .columns import Fields
 from .rows import Rows, shown
 

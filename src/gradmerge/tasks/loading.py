@@ -15,11 +15,11 @@ from ..quiet import quiet_transformers
 from .causal_lm import LanguageExamples, without_empty
 from .classify import TextExamples
 from .columns import Fields, choose_columns
+from .data_sources import read_rows
 from .image import ImageExamples
 from .models import LoadingInfo, device_of, load_image_processor, load_model, load_tokenizer
 from .rows import Rows
 from .seq2seq import PairExamples
-from .sources import read_rows
 
 
 class Examples(Protocol):

@@ -18,7 +18,7 @@ from ..quiet import quiet_transformers
 from ..storage.modelconfig import check_implementation, refuse_hub_code
 from ..storage.smallfile import read_json
 from ..storage.tensorfile import close_files, in_utf8, local_path, open_files
-from ..words import count, listed, nearest
+from ..text import count, listed, nearest
 from .adapters import without_patterns
 from .folders import check_small_files, check_weights
 

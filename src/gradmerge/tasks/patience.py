@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..words import size
+from ..text import size
 
 
 class _TooLate(BaseException):

@@ -19,7 +19,7 @@ from ..checkpoints import Buffers, open_checkpoint
 from ..curvature import Curvature, open_curvature
 from ..curvature.stored_names import _reverted, _untied
 from ..errors import InputError
-from ..words import listed
+from ..text import listed
 
 Reduction = Literal["mean", "sum"]
 PriorSource = Curvature | Mapping[str, Tensor] | str | Path

@@ -16,7 +16,7 @@ from ..curvature.files import PRECISIONS, STEM
 from ..errors import GradmergeError, InputError
 from ..storage.staging import Staging
 from ..storage.tensorfile import close_files, open_files
-from ..words import nearest
+from ..text import nearest
 from .online import STATE
 from .sources import Adam, Online, Options, Pass, Source, Training
 from .subject import subject_of

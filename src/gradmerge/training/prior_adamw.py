@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..curvature import Curvature
 from ..errors import InputError
-from ..words import listed
+from ..text import listed
 from .anchors import AnchorSource, Reduction, find, open_anchor, open_prior, trainable
 from .prior_kernels import Moments, Pull, pull
 

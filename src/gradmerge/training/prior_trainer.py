@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from ..curvature import Curvature
 from ..errors import InputError
-from ..words import listed, nearest
+from ..text import listed, nearest
 from .anchors import Reduction, Source, find, open_anchor, open_prior, trainable
 from .callback import CurvatureCallback
 from .prior_adamw import PriorAdamW

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..checkpoints.lora import CHANGES_BASE, UNSUPPORTED
 from ..curvature.stored_names import skeleton, stored_shapes, stored_tensors
 from ..errors import InputError
-from ..words import listed
+from ..text import listed
 
 #: What to do about adapters whose full weights cannot be measured in place.
 _INSTEAD = "Merge the adapter into its base (merge_and_unload) and measure the result: gradmerge curvature estimate."

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.api.measuring import Measurement, measure_curvature
+from gradmerge.api.estimating import Measurement, measure_curvature
 from gradmerge.tasks import load_task
 
 from ..curvature import slow
@@ -182,7 +182,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_numbers(place: Path, tmp_pa
     code = f"""
 import os, signal, torch
 torch.set_num_threads(1)
-from gradmerge.api.measuring import measure_curvature
+from gradmerge.api.estimating import measure_curvature
 class Clock:
     left = 3
     def begin(self, *_): pass

@@ -12,7 +12,7 @@ from decimal import Decimal, InvalidOperation
 from ..errors import InputError
 from ..recipe import Recipe, make_recipe
 from ..rules import RULES
-from ..words import nearest
+from ..text import nearest
 
 #: A grid with more settings is refused.
 MOST = 2000

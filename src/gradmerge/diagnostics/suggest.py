@@ -17,6 +17,7 @@ from torch.quasirandom import SobolEngine
 
 from ..errors import InputError
 from ..recipe import Recipe
+from .grid import HIGH, LOW, Range, Ranges, Setting, rounded, settings_of, takes_weights
 from .preview import (
     Advance,
     Looker,
@@ -28,7 +29,6 @@ from .preview import (
     worst_or_sum,
 )
 from .scores import Criterion
-from .settings import HIGH, LOW, Range, Ranges, Setting, rounded, settings_of, takes_weights
 
 OBJECTIVES = ("worst", "sum")
 #: How far a round goes from the best point, as a share of the ranges.

@@ -25,7 +25,7 @@ from ..errors import GradmergeError, InputError, MachineError
 from ..storage.smallfile import read_json
 from ..storage.staging import MARK, REPLACED, Staging
 from ..tasks import LoadedTask, load_model, load_task
-from ..words import nearest
+from ..text import nearest
 from .reads import changed, data_paths, digest_of_state, model_paths, state_of
 
 #: What can be measured, and what an unfinished measurement of it is called.

@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from gradmerge.errors import InputError
-from gradmerge.tasks.sources import read_rows
+from gradmerge.tasks.data_sources import read_rows
 
 ROWS = [
     {"text": "a good film, they said", "label": "1"},

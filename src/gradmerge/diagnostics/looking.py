@@ -17,11 +17,11 @@ from ..recipe import Recipe
 from ..rules import RULES
 from ..storage.tensorfile import local_path
 from ..tasks import LoadedTask, evaluate_model, load_task
+from .grid import Setting
 from .models import State, TaskData, match_data, materialise, state_of
 from .predict import BASE, open_to_look, predict, task_names
 from .preview import Advance, Row
 from .scores import headline, loss_of
-from .settings import Setting
 
 #: Candidates of one pass over the files; their blocks are cut smaller as they become more.
 PASS = 256

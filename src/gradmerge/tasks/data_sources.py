@@ -18,7 +18,7 @@ from typing import IO, Any
 from ..errors import InputError, MachineError
 from ..storage.smallfile import require_unpackable
 from ..storage.tensorfile import in_utf8, local_path
-from ..words import listed, size
+from ..text import listed, size
 from .rows import Row, Rows, shown
 
 FORMS = (

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.diagnose import looking
-from gradmerge.diagnose.preview import Row, score_all
-from gradmerge.diagnose.scores import headline
-from gradmerge.diagnose.settings import Setting, check_methods, grid, parse_range, parse_weights, recipe_with, sample
+from gradmerge.diagnostics import looking
+from gradmerge.diagnostics.grid import Setting, check_methods, grid, parse_range, parse_weights, recipe_with, sample
+from gradmerge.diagnostics.preview import Row, score_all
+from gradmerge.diagnostics.scores import headline
 from gradmerge.recipe import make_recipe
 from gradmerge.report.preview_page import pareto_front, verdict
 from tests.making import random_curvature, read_model, three_models

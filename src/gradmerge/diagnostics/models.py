@@ -18,7 +18,7 @@ from ..engine.rounding import rounded
 from ..errors import InputError
 from ..tasks import LoadedTask, evaluate_model
 from ..tasks.models import model_with
-from ..words import nearest
+from ..text import nearest
 
 State = dict[str, Tensor]
 

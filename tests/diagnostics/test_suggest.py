@@ -112,7 +112,7 @@ def test_the_same_seed_gives_the_same_weights_whatever_the_threads(tmp_path: Pat
 
 
 def test_every_round_is_one_pass_over_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradmerge.diagnose import looking
+    from gradmerge.diagnostics import looking
 
     passes = []
     predict = looking.predict  # type: ignore[attr-defined]

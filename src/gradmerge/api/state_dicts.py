@@ -16,7 +16,7 @@ from ..engine.workers import one_thread_each
 from ..errors import InputError
 from ..recipe import check_options, make_recipe
 from ..rules import RULES
-from .disk import default_threads
+from .merging import default_threads
 
 CurvatureLike = Mapping[str, Tensor] | float
 

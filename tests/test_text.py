@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from gradmerge.words import listed, natural, one_line, printable, to_json
+from gradmerge.text import listed, natural, one_line, printable, to_json
 
 #: What a terminal, a viewer of text or an encoder would not show as it is.
 UNSEEN = "\x00\x07\x08\t\r\x1b\x7f\x80\x9b\u2028\u2029\u202a\u202e\u2066\u2069\udce9\ud800"

@@ -35,7 +35,7 @@ from ..storage.bytesof import bytes_of
 from ..storage.smallfile import MAX_TOKENIZER, read_json
 from ..storage.staging import Staging
 from ..storage.tensorwriter import TensorWriter
-from ..words import to_json
+from ..text import to_json
 from .reads import State, changed, recipe_paths, state_of
 from .record import merge_record
 

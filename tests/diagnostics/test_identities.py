@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.diagnose.predict import BASE, open_to_look, predict
+from gradmerge.diagnostics.predict import BASE, open_to_look, predict
 from gradmerge.engine.candidates import Candidate
 from gradmerge.recipe import make_recipe
 

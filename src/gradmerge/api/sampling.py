@@ -29,8 +29,8 @@ from ..storage.bytesof import bytes_of
 from ..storage.staging import Staging
 from ..storage.tensorfile import FLOATS
 from ..storage.tensorwriter import TensorWriter
-from ..words import count, listed, to_json
-from .disk import default_threads
+from ..text import count, listed, to_json
+from .merging import default_threads
 
 #: No number that :func:`standard_normal` gives is farther from 0.
 FARTHEST = 9.0

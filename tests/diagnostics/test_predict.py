@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.diagnose.predict import BASE, open_to_look, predict, task_names
+from gradmerge.diagnostics.predict import BASE, open_to_look, predict, task_names
 from gradmerge.engine.candidates import Candidate
 from gradmerge.engine.inputs import CurvatureInput
 from gradmerge.engine.plan import Plan

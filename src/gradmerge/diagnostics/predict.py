@@ -29,7 +29,7 @@ from ..engine.statistics import Advance
 from ..errors import InputError
 from ..recipe import Recipe
 from ..storage.tensorfile import local_path
-from ..words import natural
+from ..text import natural
 
 BASE = "base"
 

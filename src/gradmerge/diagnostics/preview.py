@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from ..engine.plan import Plan
 from ..recipe import Recipe
+from .grid import Setting, takes_weights
 from .predict import task_names
 from .scores import Criterion, Ranking, headline, higher_is_better, loss_of, mean_ranks, steady
-from .settings import Setting, takes_weights
 
 Advance = Callable[[int], None]
 """Called with the number of merges that are done."""
