@@ -8,7 +8,8 @@ from torch import Tensor
 
 from gradmerge.checkpoints.model import Checkpoint
 from gradmerge.engine.inputs import CurvatureInput, Inputs
-from gradmerge.engine.plan import Plan, make_plan
+from gradmerge.engine.plan import Plan
+from gradmerge.engine.planning import make_plan
 from gradmerge.rules import RULES
 
 State = Mapping[str, Tensor]

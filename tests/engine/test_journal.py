@@ -3,12 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from gradmerge.engine.journal import Journal
+from gradmerge.engine.statistics import Statistics
 
 
 def test_a_line_that_was_cut_short_is_forgotten_and_does_no_harm(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "fingerprint")
     journal.open(fresh=True)
-    journal.statistics({"thresholds": {"": [0.1]}, "geometry": {}})
+    journal.statistics(Statistics({"": [0.1]}))
     journal.unit(3, [11, 2**64 - 1])
     journal.unit(4, [12, -1])
     journal.close()
@@ -18,7 +19,7 @@ def test_a_line_that_was_cut_short_is_forgotten_and_does_no_harm(tmp_path: Path)
     finished = again.load()
     assert finished is not None
     assert finished.units == {3: [11, 2**64 - 1]}
-    assert finished.statistics == {"thresholds": {"": [0.1]}, "geometry": {}}
+    assert finished.statistics == Statistics({"": [0.1]})
     again.open(fresh=False)
     again.unit(5, [13, 1])
     again.close()
@@ -28,7 +29,7 @@ def test_a_line_that_was_cut_short_is_forgotten_and_does_no_harm(tmp_path: Path)
 
 
 def test_units_made_with_a_guess_count_until_the_statistics_turn_out_to_be_others(tmp_path: Path) -> None:
-    guess, right = ({"thresholds": {"": [value]}, "geometry": {}} for value in (0.1, 0.2))
+    guess, right = (Statistics({"": [value]}) for value in (0.1, 0.2))
     journal = Journal(tmp_path, "one")
     journal.open(fresh=True)
     journal.guess(guess)

@@ -20,6 +20,7 @@ import torch
 
 import gradmerge as gm
 from gradmerge.engine.journal import NAME, Journal
+from gradmerge.engine.statistics import Statistics
 from tests.making import cli, near, random_state, weight_bytes, write_model
 
 # A process that imports once and forks for every merge. It computes nothing itself, so that it has one thread when it
@@ -351,7 +352,7 @@ def test_what_a_merge_of_another_recipe_left_without_a_journal_does_not_get_into
 def test_a_torn_line_does_not_spoil_what_is_appended_after_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "print")
     journal.open(fresh=True)
-    journal.statistics({"thresholds": {}})
+    journal.statistics(Statistics())
     journal.unit(0, [1, 2])
     journal.close()
     with journal.path.open("ab") as file:

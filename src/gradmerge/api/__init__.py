@@ -1,9 +1,9 @@
 """Merging, from Python: disk to disk, or in memory; and how good a model is."""
 
 from ..engine.progress import Progress
+from ..engine.record import digest_of
 from .evaluating import evaluate
 from .merging import MergeResult, default_threads, merge, planned
-from .record import digest_of
 from .state_dicts import merge_state_dicts
 
 __all__ = [

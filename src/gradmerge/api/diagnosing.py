@@ -10,15 +10,16 @@ from typing import Any
 
 from .._version import __version__
 from ..diagnostics.diagnosis import Diagnosis, diagnose
+from ..engine.card import to_yaml
 from ..engine.progress import NoProgress, Progress
+from ..engine.reads import model_paths, recipe_paths
 from ..recipe import Recipe
-from ..report.card import to_yaml
 from ..report.diagnosis_page import costliest, diagnosis_page, rank, reference_of, relative
 from ..report.page import write_report
 from ..storage.staging import Staging
 from ..text import to_json
 from .merging import as_recipe, default_threads
-from .reads import data_paths, model_paths, recipe_paths
+from .reads import data_paths
 
 
 def write_diagnosis(

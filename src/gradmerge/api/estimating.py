@@ -21,12 +21,13 @@ from ..curvature.gram import Gram, estimate_gram
 from ..curvature.outputs import Tokens
 from ..curvature.stored_names import for_files
 from ..engine.progress import Progress
+from ..engine.reads import changed, digest_of_state, model_paths, state_of
 from ..errors import GradmergeError, InputError, MachineError
 from ..storage.smallfile import read_json
 from ..storage.staging import MARK, REPLACED, Staging
 from ..tasks import LoadedTask, load_model, load_task
 from ..text import nearest
-from .reads import changed, data_paths, digest_of_state, model_paths, state_of
+from .reads import data_paths
 
 #: What can be measured, and what an unfinished measurement of it is called.
 KINDS = {"diagonal": "measurement of diagonal curvature", "gram": "measurement of Gram matrices"}

@@ -13,10 +13,10 @@ from ..diagnostics.looking import Measurer, Predictor
 from ..diagnostics.predict import task_names
 from ..diagnostics.preview import Looker, Preview, Row, compare
 from ..diagnostics.suggest import OBJECTIVES, Suggestion, search_ranges, suggest
+from ..engine.card import recipe_as_written, to_yaml
 from ..engine.progress import NoProgress, Progress
 from ..errors import InputError
 from ..recipe import Base, Identity, Model, Recipe
-from ..report.card import recipe_as_written, to_yaml
 from ..report.page import write_report
 from ..report.preview_page import preview_page, settings_table
 from ..storage.staging import Staging

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ..checkpoints.model import STORED_TYPES, Checkpoint
 from ..curvature.curvature import Curvature
-from ..engine import CurvatureInput, Inputs, Plan, Unit, make_plan, measure, run
+from ..engine import CurvatureInput, MergedBlock, find_statistics, make_plan, run
 from ..engine.plan import torch_type
+from ..engine.planning import inputs_of
 from ..engine.workers import one_thread_each
 from ..errors import InputError
-from ..recipe import check_options, make_recipe
+from ..recipe import make_recipe
 from ..rules import RULES
 from .merging import default_threads
 
@@ -50,10 +51,12 @@ def merge_state_dicts(
     if method not in RULES:
         raise InputError(f"method: there is no rule {method!r}; known are {', '.join(RULES)}")
     _check_state_dicts(base, tuned)
-    models = [{"model": f"tuned[{i}]", "weight": w} for i, w in enumerate(_weights(tuned, weights))]
+    weights = [1.0] * len(tuned) if weights is None else weights
+    if len(weights) != len(tuned):
+        raise InputError(f"weights: {len(weights)} for {len(tuned)} tuned models")
     description: dict[str, Any] = {
         "method": method,
-        "models": models,
+        "models": [{"model": f"tuned[{i}]", "weight": w} for i, w in enumerate(weights)],
         "damping": damping,
         "reduction": reduction,
         "include": list(include),
@@ -70,19 +73,9 @@ def merge_state_dicts(
             "penalty": None if penalty is None else "penalty",
         }
     recipe = make_recipe(description, where="merge_state_dicts")
-    rule, settings = recipe.rule, check_options(recipe.rule, recipe.options)
-    needs = rule.needs(settings)
     opened = [Checkpoint(f"tuned[{i}]", memory=_contiguous(state)) for i, state in enumerate(tuned)]
-    base_checkpoint = Checkpoint("base", memory=_contiguous(base)) if base is not None else None
-    inputs = Inputs(
-        template=base_checkpoint or opened[0],
-        base=base_checkpoint,
-        tuned=opened,
-        weights=recipe.weights,
-        base_weight=base_weight,
-        damping=damping,
-        options=settings,
-    )
+    inputs = inputs_of(recipe, Checkpoint("base", memory=_contiguous(base)) if base is not None else None, opened)
+    needs = recipe.rule.needs(inputs.options)
     if "prior" in needs:
         inputs.prior = _in_memory(prior, "prior", reduction, method)
     if penalty is not None:
@@ -91,18 +84,19 @@ def merge_state_dicts(
         if curvature is None or isinstance(curvature, Mapping) or len(curvature) != len(tuned):
             raise InputError(f"curvature: {method} needs one for each of the {len(tuned)} tuned models")
         every = [_in_memory(c, f"curvature[{i}]", reduction, method) for i, c in enumerate(curvature)]
-        if "grams" in needs:
-            inputs.grams = every
-        else:
-            inputs.curvature = every
-    plan = make_plan(rule, inputs, include=include, exclude=exclude, missing=missing)
-    sink = _Memory(plan)
+        inputs.curvature, inputs.grams = ([], every) if "grams" in needs else (every, [])
+    plan = make_plan(recipe.rule, inputs, include=include, exclude=exclude, missing=missing)
+    result = {job.name: torch.empty(job.info.shape, dtype=torch_type(job.info)) for job in plan.jobs}
+
+    def put(block: MergedBlock) -> None:
+        result[block.unit.job.name].view(-1)[block.unit.start : block.unit.stop] = block.values
+
     threads = threads or default_threads()
     with one_thread_each():
-        statistics = measure(plan, threads, lambda nbytes: None)
-    run(plan, statistics, sink, threads=threads, allow_nonfinite=allow_nonfinite)
+        statistics = find_statistics(plan, threads, lambda nbytes: None)
+    run(plan, statistics, put, threads=threads, allow_nonfinite=allow_nonfinite)
     template = base if base is not None else tuned[0]
-    return {name: value.to(template[name].device) for name, value in sink.result.items()}
+    return {name: value.to(template[name].device) for name, value in result.items()}
 
 
 def _check_state_dicts(base: Any, tuned: Any) -> None:
@@ -119,14 +113,6 @@ def _check_state_dicts(base: Any, tuned: Any) -> None:
                 raise InputError(f"{label}: {name!r} is {kind}, not a tensor that can be merged or copied")
 
 
-def _weights(tuned: Sequence[Any], weights: Sequence[float] | None) -> list[float]:
-    if weights is None:
-        return [1.0] * len(tuned)
-    if len(weights) != len(tuned):
-        raise InputError(f"weights: {len(weights)} for {len(tuned)} tuned models")
-    return list(weights)
-
-
 def _contiguous(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().contiguous() for name, value in state.items()}
 
@@ -139,26 +125,8 @@ def _in_memory(value: CurvatureLike | None, label: str, reduction: str, method: 
     if isinstance(value, Mapping):
         if isinstance(value, Curvature):
             factor = 1.0 / value.examples if reduction == "mean" else 1.0
-            return CurvatureInput(
-                label, memory=value, factor=factor, examples=value.examples, likelihood=value.likelihood
-            )
+            return CurvatureInput(label, memory=value, factor=factor)
         return CurvatureInput(label, memory=value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise InputError(f"{label}: {value} is no curvature; it must be a finite number that is not negative")
     return CurvatureInput(label, constant=float(value))
-
-
-class _Memory:
-    """A result in memory."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.result = {job.name: torch.empty(job.info.shape, dtype=torch_type(job.info)) for job in plan.jobs}
-
-    def write(self, name: str, start: int, block: Tensor) -> None:
-        self.result[name].view(-1)[start : start + block.numel()] = block
-
-    def write_precision(self, name: str, start: int, block: Tensor) -> None:
-        raise AssertionError("merge_state_dicts never asks for it")
-
-    def done(self, unit: Unit, digests: dict[int, int]) -> None:
-        pass

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..notes import Kind, Note
 from ..text import count
 from .model import Buffers, Checkpoint
 
-WARNING = "WARNING: "
 #: Fine-tuning moves weight matrices by a few hundredths of their own size, long training on other data by a few tenths;
 #: matrices that have nothing to do with one another are about √2 apart.
 FAR = 0.7
@@ -18,33 +18,19 @@ MATRICES = 64
 RUN = 1 << 14
 
 
-@dataclass
+@dataclass(frozen=True)
 class Kinship:
-    """How far a model is from another one: sums over weight matrices, each sample standing for all of its matrix."""
+    """How far a model θ_t is from another one, θ_0: ‖θ_t − θ_0‖ / ‖θ_0‖ (0 where it cannot be told), and their cosine."""
 
-    ours: float = 0.0
-    """Σ θ_0²"""
-    theirs: float = 0.0
-    """Σ θ_t²"""
-    product: float = 0.0
-    """Σ θ_0 θ_t"""
-    looked_at: int = 0
-
-    @property
-    def distance(self) -> float:
-        """‖θ_t − θ_0‖ / ‖θ_0‖; 0 where it cannot be told."""
-        square = self.ours + self.theirs - 2 * self.product
-        return math.sqrt(max(0.0, square) / self.ours) if self.ours and math.isfinite(square) else 0.0
-
-    @property
-    def cosine(self) -> float:
-        norms = math.sqrt(self.ours) * math.sqrt(self.theirs)
-        return self.product / norms if norms else 0.0
+    distance: float
+    cosine: float
+    looked_at: int
 
 
 def kinship(first: Checkpoint, other: Checkpoint, names: Sequence[str]) -> Kinship:
-    """Compare the matrices among some tensors that both models have."""
-    found = Kinship()
+    """Compare the matrices among some tensors that both models have; each sample stands for all of its matrix."""
+    ours = theirs = product = 0.0
+    looked_at = 0
     buffers = Buffers()
     matrices = [name for name in names if len(first.tensors[name].shape) >= 2 and first.tensors[name].numel]
     most = min(MATRICES, len(matrices))
@@ -55,21 +41,24 @@ def kinship(first: Checkpoint, other: Checkpoint, names: Sequence[str]) -> Kinsh
         a = first.read(name, start, start + length, buffers, "ours").double()
         b = other.read(name, start, start + length, buffers, "theirs").double()
         # Sums of products, not `@`: it wakes every thread of the machine for a few microseconds of work.
-        found.ours += float((a * a).sum()) * numel / length
-        found.theirs += float((b * b).sum()) * numel / length
-        found.product += float((a * b).sum()) * numel / length
-        found.looked_at += length
-    return found
+        ours += float((a * a).sum()) * numel / length
+        theirs += float((b * b).sum()) * numel / length
+        product += float((a * b).sum()) * numel / length
+        looked_at += length
+    square, norms = ours + theirs - 2 * product, math.sqrt(ours) * math.sqrt(theirs)
+    distance = math.sqrt(max(0.0, square) / ours) if ours and math.isfinite(square) else 0.0
+    return Kinship(distance, product / norms if norms else 0.0, looked_at)
 
 
-def kinship_note(first: Checkpoint, other: Checkpoint, found: Kinship, first_is_base: bool) -> str | None:
+def kinship_note(first: Checkpoint, other: Checkpoint, found: Kinship, first_is_base: bool) -> Note | None:
     """A warning with the numbers if a model is too far from the one that it should stem from."""
     if found.distance < FAR:
         return None
     what = first.label if first_is_base else f"the same base as {first.label}"
-    return (
-        f"{WARNING}{other.label} may not stem from {what}: its weight matrices differ from those of {first.label} by "
-        f"{found.distance:.2f} times their size (‖difference‖ / ‖{first.label}‖), and their cosine is {found.cosine:.2f} "
-        f"(on a sample of {count(found.looked_at)} entries). After fine-tuning these are near 0 and 1. A merge of models "
-        "without a common base is noise: check that these are the models you mean."
+    text = (
+        f"WARNING: {other.label} may not stem from {what}: its weight matrices differ from those of {first.label} "
+        f"by {found.distance:.2f} times their size (‖difference‖ / ‖{first.label}‖), and their cosine is "
+        f"{found.cosine:.2f} (on a sample of {count(found.looked_at)} entries). After fine-tuning these are near 0 and 1. "
+        "A merge of models without a common base is noise: check that these are the models you mean."
     )
+    return Note(text, Kind.STRANGERS, distance=found.distance, cosine=found.cosine)

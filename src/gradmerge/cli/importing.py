@@ -59,9 +59,9 @@ def import_(
         from ..errors import InputError
 
         with heavy_imports():
-            from ..api.reads import model_paths
             from ..curvature.files import PRECISIONS
             from ..curvature.optimizers import read_optimizer
+            from ..engine.reads import model_paths
             from ..storage.staging import Staging
 
         if precision not in PRECISIONS:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..text import count, one_line, size
-from .output import AllowConfig, AllowPickle, Debug, Json, Quiet, continued, guarded, print_json, print_table
+from .options import Printing, command
+from .output import AllowConfig, AllowPickle, continued, print_json, print_table
 from .streams import say
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 EXAMPLE = "Examples: gradmerge inspect ./model   ·   gradmerge inspect ./base ./yelp ./sst2 (can they be merged?)"
 
 
+@command
 def inspect(
+    *,
     model: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models; the first is taken as the base.")],
     exclude: Annotated[
         list[str] | None,
@@ -31,14 +34,12 @@ def inspect(
     ] = False,
     allow_pickle: AllowPickle = False,
     allow_config: AllowConfig = None,
-    json_: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    printing: Printing,
 ) -> None:
     """Show what is inside a model; with several, whether they can be merged (exit status 2 if not)."""
-    with guarded(debug, json_), contextlib.ExitStack() as opened:
-        from ..checkpoints import compare, open_checkpoint
+    from ..checkpoints import compare, open_checkpoint
 
+    with contextlib.ExitStack() as opened:
         first = opened.enter_context(open_checkpoint(model[0], allow_pickle=allow_pickle))
         others = [
             opened.enter_context(open_checkpoint(reference, adapter_base=first, allow_pickle=allow_pickle))
@@ -49,7 +50,7 @@ def inspect(
         if others:
             comparison = compare(first, others, exclude=exclude or (), allow_config=allow_config or ())
             comparison.notes += [text for checkpoint in (first, *others) for text in checkpoint.notes]
-        if json_:
+        if printing.json:
             result: dict[str, Any] = {"models": facts}
             if comparison is not None:
                 result |= {
@@ -60,15 +61,14 @@ def inspect(
                     "notes": comparison.notes,
                 }
             print_json(result)
-        else:
-            if not quiet:
-                for checkpoint, fact in zip((first, *others), facts, strict=True):
-                    _print_model(checkpoint, fact, tensors)
-            if comparison is not None and not quiet:
+        elif not printing.quiet:
+            for checkpoint, fact in zip((first, *others), facts, strict=True):
+                _print_model(checkpoint, fact, tensors)
+            if comparison is not None:
                 _print_comparison(comparison)
-            elif comparison is not None:
-                for problem in comparison.problems:
-                    say(f"error: {continued(problem)}", err=True)
+        elif comparison is not None:
+            for problem in comparison.problems:
+                say(f"error: {continued(problem)}", err=True)
         if comparison is not None and comparison.problems:
             raise typer.Exit(2)
 

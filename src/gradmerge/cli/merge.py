@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..text import count, size
-from .output import (
-    AllowConfig,
-    AllowPickle,
-    Debug,
-    Durable,
-    Json,
-    Quiet,
-    continued,
-    guarded,
-    heavy_imports,
-    note,
-    print_json,
-    print_table,
-    progress,
-)
+from .options import Force, Printing, RecipeOptions, command
+from .output import Durable, continued, heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
 if TYPE_CHECKING:
@@ -38,15 +26,6 @@ REMOVE_EXAMPLE = "Example: gradmerge remove --base ./gpt2 --model ./toxic=0.8 --
 Out = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="OUT", help="Folder to write; it must not exist.", show_default=False),
-]
-Models = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--model",
-        metavar="MODEL[=WEIGHT]",
-        help="A tuned model and its weight; once for each.",
-        show_default=False,
-    ),
 ]
 CurvatureOption = Annotated[
     list[str] | None,
@@ -67,23 +46,30 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads", min=1, max=256, help="Threads to use. Default: one a core, at most 4.", show_default=False
-    ),
-]
-Device = Annotated[str, typer.Option("--device", help="Where the arithmetic is done: cpu, cuda, cuda:1, …")]
-Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or it is empty.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with a merge that was killed; same bytes in the end.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be read and written, and stop.")]
-AllowNonfinite = Annotated[bool, typer.Option("--allow-nonfinite", help="Go on when weights are NaN or infinite.")]
-AcceptUntrusted = Annotated[
-    bool, typer.Option("--accept-untrusted", help="Write a removal whose step is too long to be trusted.")
-]
 
 
+@dataclass(frozen=True)
+class MergeOptions(RecipeOptions):
+    """How a merge is run: the options of :func:`gradmerge.merge`, and whether only its plan is printed."""
+
+    device: Annotated[str, typer.Option("--device", help="Where the arithmetic is done: cpu, cuda, cuda:1, …")] = "cpu"
+    force: Force = False
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a merge that was killed; same bytes in the end.")
+    ] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be read and written, and stop.")] = False
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Go on when weights are NaN or infinite.")
+    ] = False
+    accept_untrusted: Annotated[
+        bool, typer.Option("--accept-untrusted", help="Write a removal whose step is too long to be trusted.")
+    ] = False
+    durable: Durable = False
+
+
+@command
 def merge(
+    *,
     recipe: Annotated[
         Path | None, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).", show_default=False)
     ] = None,
@@ -95,48 +81,39 @@ def merge(
     base: Annotated[
         str | None, typer.Option("--base", metavar="MODEL", help="The base model.", show_default=False)
     ] = None,
-    model: Models = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", metavar="MODEL[=WEIGHT]", help="A tuned model and its weight; once for each.", show_default=False
+        ),
+    ] = None,
     curvature: CurvatureOption = None,
     set_: Settings = None,
-    threads: Threads = None,
-    device: Device = "cpu",
-    force: Force = False,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    allow_pickle: AllowPickle = False,
-    allow_config: AllowConfig = None,
-    allow_nonfinite: AllowNonfinite = False,
-    accept_untrusted: AcceptUntrusted = False,
-    durable: Durable = False,
-    json_: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    options: MergeOptions,
+    printing: Printing,
 ) -> None:
     """Merge checkpoints on disk, as a recipe says or as the options say.
 
     A model is a Hugging Face folder, a .safetensors file, a Hub id (org/name@revision) or a PEFT LoRA adapter folder.
     """
-    with guarded(debug, json_):
-        from ..errors import InputError
+    from ..errors import InputError
 
-        with heavy_imports():
-            from .request import build_recipe, from_options
+    with heavy_imports():
+        from .request import build_recipe, from_options
 
-        given = None
-        if recipe is None:
-            if method is None or not model:
-                raise InputError("give a recipe file, or --method, --base and one --model or more")
-            given = from_options(method, base, model, curvature or [])
-        elif base is not None or model or curvature:
-            raise InputError("--base, --model and --curvature go without a recipe file; with one, use --set")
-        built = build_recipe(recipe, given, set_ or [], method if recipe is not None else None)
-        settings = {"threads": threads, "device": device, "force": force, "resume": resume, "allow_pickle": allow_pickle,
-                    "allow_config": allow_config or (), "allow_nonfinite": allow_nonfinite, "accept_untrusted": accept_untrusted,
-                    "durable": durable}  # fmt: skip
-        _run(built, out, settings, dry_run=dry_run, as_json=json_, quiet=quiet)
+    given = None
+    if recipe is None:
+        if method is None or not model:
+            raise InputError("give a recipe file, or --method, --base and one --model or more")
+        given = from_options(method, base, model, curvature or [])
+    elif base is not None or model or curvature:
+        raise InputError("--base, --model and --curvature go without a recipe file; with one, use --set")
+    _run(build_recipe(recipe, given, set_ or [], method if recipe is not None else None), out, options, printing)
 
 
+@command
 def remove(
+    *,
     base: Annotated[str, typer.Option("--base", metavar="MODEL", help="The model that something is taken out of.")],
     model: Annotated[
         list[str],
@@ -155,64 +132,47 @@ def remove(
         str, typer.Option("--method", "-m", help="removal, or task-arithmetic for plain negation.")
     ] = "removal",
     set_: Settings = None,
-    threads: Threads = None,
-    device: Device = "cpu",
-    force: Force = False,
-    resume: Resume = False,
-    dry_run: DryRun = False,
-    allow_pickle: AllowPickle = False,
-    allow_config: AllowConfig = None,
-    allow_nonfinite: AllowNonfinite = False,
-    accept_untrusted: AcceptUntrusted = False,
-    durable: Durable = False,
-    json_: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    options: MergeOptions,
+    printing: Printing,
 ) -> None:
     """Take what tuned models have learned out of their base, without training.
 
-    Needs the curvature of the base on data that stays, and of each tuned model. Strength 1 takes all out, 0 nothing. Where the
-    step is too long to be trusted nothing is written, and the message says which damping would do.
+    Needs the curvature of the base on data that stays, and of each tuned model. Strength 1 takes all out, 0 nothing.
+    Where the step is too long to be trusted nothing is written, and the message says which damping would do.
     """
-    with guarded(debug, json_):
-        from ..errors import InputError
+    from ..errors import InputError
 
-        with heavy_imports():
-            from .request import build_recipe, from_options
+    with heavy_imports():
+        from .request import build_recipe, from_options
 
-        if method not in ("removal", "task-arithmetic"):
-            raise InputError(f"--method {method}: remove knows removal and task-arithmetic")
-        given = from_options(method, base, model, curvature or [] if method == "removal" else [])
-        for entry in given["models"]:
-            entry["weight"] *= strength if method == "removal" else -strength
-        built = build_recipe(None, given, set_ or [], None)
-        settings = {"threads": threads, "device": device, "force": force, "resume": resume, "allow_pickle": allow_pickle,
-                    "allow_config": allow_config or (), "allow_nonfinite": allow_nonfinite, "accept_untrusted": accept_untrusted,
-                    "durable": durable}  # fmt: skip
-        _run(built, out, settings, dry_run=dry_run, as_json=json_, quiet=quiet)
+    if method not in ("removal", "task-arithmetic"):
+        raise InputError(f"--method {method}: remove knows removal and task-arithmetic")
+    given = from_options(method, base, model, curvature or [] if method == "removal" else [])
+    for entry in given["models"]:
+        entry["weight"] *= strength if method == "removal" else -strength
+    _run(build_recipe(None, given, set_ or [], None), out, options, printing)
 
 
-def _run(
-    recipe: Recipe, out: Path | None, settings: dict[str, Any], *, dry_run: bool, as_json: bool, quiet: bool
-) -> None:
-    """Merge, or print the plan; ``settings`` are those of :func:`gradmerge.merge`."""
+def _run(recipe: Recipe, out: Path | None, options: MergeOptions, printing: Printing) -> None:
+    """Merge, or print the plan."""
     from ..errors import InputError
 
     with heavy_imports():
         from .. import api
         from ..engine.trust import trust_notes
 
-    if dry_run:
+    settings = options.as_keywords()
+    if settings.pop("dry_run"):
         allowed = {key: settings[key] for key in ("allow_pickle", "allow_config")}
         with api.planned(recipe, **allowed) as plan:
-            plan.notes += trust_notes(plan)
-            _print_plan(recipe, plan, out, settings["threads"] or api.default_threads(), as_json)
+            plan.note(trust_notes(plan))
+            _print_plan(recipe, plan, out, options.threads or api.default_threads(), printing.json)
         return
     if out is None:
         raise InputError("say where to write the result: -o OUT")
-    with progress(quiet or as_json) as shown:
+    with progress(printing.silent) as shown:
         result = api.merge(recipe, out, progress=shown, **settings)
-    if as_json:
+    if printing.json:
         print_json(
             {
                 "output": str(out),
@@ -227,20 +187,17 @@ def _run(
             }
         )
         return
-    from ..checkpoints.kinship import WARNING
-    from ..engine.trust import UNTRUSTED
-
     for text in result.notes:
-        note(text, quiet and not text.startswith((UNTRUSTED, WARNING)))
-    if quiet:
+        note(text, printing.quiet and not text.is_warning)
+    if printing.quiet:
         return
     if result.already_done:
         say(f"{out} is complete already")
     else:
-        moved = result.bytes_read + result.bytes_written
+        rate = (result.bytes_read + result.bytes_written) / max(result.seconds, 1e-9)
         say(
             f"{recipe.method}: {result.merged} tensors merged, {result.copied} copied → {out} "
-            f"({size(result.bytes_written)} in {result.seconds:.1f} s, {size(moved / max(result.seconds, 1e-9))}/s moved)"
+            f"({size(result.bytes_written)} in {result.seconds:.1f} s, {size(rate)}/s moved)"
         )
 
 

@@ -1,10 +1,16 @@
-"""Options that commands on a model with data share."""
+"""Options that commands share, in groups, and how a command gets them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from .output import AllowConfig, AllowPickle, Debug, Json, Quiet, guarded
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Model folder, Hub id (org/name@revision) or PEFT adapter folder.")
@@ -65,3 +71,72 @@ Tokenizer = Annotated[
 Precision = Annotated[
     str, typer.Option("--precision", metavar="P", help="How to store it: float32, bfloat16 or log8 (one byte).")
 ]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or it is empty.")]
+
+
+@dataclass(frozen=True)
+class Printing:
+    """What a command prints."""
+
+    json: Json = False
+    quiet: Quiet = False
+    debug: Debug = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is said of how far the work is."""
+        return self.json or self.quiet
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """How the models of a recipe are read."""
+
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", metavar="N", min=1, max=256, help="Threads; by default one per core, at most 4."),
+    ] = None
+    allow_pickle: AllowPickle = False
+    allow_config: AllowConfig = None
+
+    def as_keywords(self) -> dict[str, Any]:
+        """As functions take them."""
+        return {**asdict(self), "allow_config": self.allow_config or ()}
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """A command for typer, of a function some of whose parameters are groups of options.
+
+    In the place of a group typer sees its options; the function gets the group as one object. What goes wrong inside ends
+    with one message, as `Printing`, which every command takes, says.
+    """
+    shown: dict[str, inspect.Parameter] = {}
+    groups: dict[str, Any] = {}
+    for name, parameter in _parameters(function).items():
+        if is_dataclass(parameter.annotation):
+            groups[name] = parameter.annotation
+            shown |= _parameters(parameter.annotation)
+        else:
+            shown[name] = parameter
+
+    @functools.wraps(function)
+    def run(**given: Any) -> None:
+        with guarded(given["debug"], given["json"]):
+            made = {
+                name: group(**{option: given.pop(option) for option in group.__dataclass_fields__})
+                for name, group in groups.items()
+            }
+            function(**given, **made)
+
+    run.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {name: parameter.annotation for name, parameter in shown.items()}
+    return run
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function or dataclass, by keyword, with their types."""
+    types = get_type_hints(function, include_extras=True)
+    return {
+        name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name])
+        for name, parameter in inspect.signature(function).parameters.items()
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,28 +15,18 @@ from ..rules import RULES
 TOP_KEYS = tuple(Recipe.model_fields)
 
 
-def split_weight(text: str) -> tuple[str, float | None]:
-    """`path=0.3` into path and weight; what exists as a whole is a path, even with an equals sign in it."""
+def split_weight(text: str) -> tuple[str, float]:
+    """`path=0.3` into path and weight, 1 by default; what exists as a whole is a path, whatever signs are in it."""
     path, equals, number = text.rpartition("=")
     if equals and not Path(text).exists():
-        try:
+        with contextlib.suppress(ValueError):
             return path, float(number)
-        except ValueError:
-            pass
-    return text, None
+    return text, 1.0
 
 
-def from_options(
-    method: str,
-    base: str | None,
-    models: Sequence[str],
-    curvature: Sequence[str],
-) -> dict[str, Any]:
+def from_options(method: str, base: str | None, models: Sequence[str], curvature: Sequence[str]) -> dict[str, Any]:
     """A recipe as a mapping, from --method, --base, --model and --curvature."""
-    tuned: list[dict[str, Any]] = []
-    for text in models:
-        path, weight = split_weight(text)
-        tuned.append({"model": path, "weight": 1.0 if weight is None else weight})
+    tuned = [{"model": path, "weight": weight} for path, weight in map(split_weight, models)]
     recipe: dict[str, Any] = {"method": method, "models": tuned}
     if base is not None:
         recipe["base"] = {"model": base}
@@ -61,8 +52,8 @@ def _assign_curvature(recipe: dict[str, Any], values: Sequence[str]) -> None:
         places = [recipe["base"], *places]
     if len(plain) != len(places):
         raise InputError(
-            f"--curvature: {len(plain)} given for {len(models)} models. Give one for the base and one for each --model in order, "
-            "or name them: --curvature base=PATH --curvature MODEL=PATH"
+            f"--curvature: {len(plain)} given for {len(models)} models. Give one for the base and one for each --model "
+            "in order, or name them: --curvature base=PATH --curvature MODEL=PATH"
         )
     for place, path in zip(places, plain, strict=True):
         place["curvature"] = _source(path)
@@ -78,14 +69,11 @@ def apply_settings(recipe: dict[str, Any], settings: Sequence[str]) -> None:
     """Change keys by `--set key=value`; a key may be dotted, and a rule's option needs no `options.`."""
     for setting in settings:
         key, equals, text = setting.partition("=")
-        if not equals or not key:
+        words = [word for word in re.split(r"[.\[\]]+", key) if word]
+        if not equals or not words:
             raise InputError(f"--set {setting}: write key=value, such as --set options.density=0.2")
         value = parse_yaml(text, f"--set {key}") if text.strip() else ""
-        parts: list[str | int] = [
-            int(p) if p.isdecimal() and len(p) < 10 else p for p in re.split(r"[.\[\]]+", key.strip("]")) if p
-        ]
-        if not parts:
-            raise InputError(f"--set {setting}: write key=value, such as --set options.density=0.2")
+        parts: list[str | int] = [int(p) if p.isdecimal() and len(p) < 10 else p for p in words]
         rule = RULES.get(str(recipe.get("method")))
         if parts[0] not in TOP_KEYS and rule is not None and parts[0] in {o.name for o in rule.options}:
             parts.insert(0, "options")

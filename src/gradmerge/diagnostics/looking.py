@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..engine.candidates import Candidate, Measured, plan_of
-from ..engine.opening import open_plan
+from ..engine.candidates import Candidate, KnownStatistics, plan_of
 from ..engine.plan import BLOCK, Plan
+from ..engine.planning import open_plan
 from ..errors import InputError
 from ..recipe import Recipe
 from ..rules import RULES
@@ -38,7 +38,7 @@ class _Candidates:
 
     def __init__(self, recipe: Recipe, plan: Plan) -> None:
         self.recipe, self.plan = recipe, plan
-        self.known: Measured = {}
+        self.known: KnownStatistics = {}
         self.left_out: dict[str, str] = {}
 
     def candidate(self, setting: Setting, name: str = "") -> Candidate:
@@ -285,37 +285,24 @@ class Measurer:
 
 
 def _open_for(recipe: Recipe, methods: Sequence[str], allow_pickle: bool, allow_config: Sequence[str]) -> Plan:
-    """A plan that reads what some rules need, and no more."""
-    needs: frozenset[str] = frozenset()
-    for method in methods:
-        options = recipe.resolved_options if method == recipe.method else {}
-        needs |= RULES[method].needs(options)
-    if "penalty" in needs and recipe.base is not None and recipe.base.penalty is not None:
-        reading = "removal"
-    elif "prior" in needs:
-        reading = "gradient-matching"
-    elif "curvature" in needs:
-        reading = "fisher-averaging"
-    else:
-        reading = "task-arithmetic" if recipe.base is not None else "weighted-average"
-    same = recipe.model_copy(update={"method": reading, "options": {}})
-    try:
-        plan = open_plan(same, allow_pickle=allow_pickle, allow_config=allow_config)
-    except InputError as error:
-        raise InputError(str(error).replace(f"{reading} needs", f"{', '.join(methods)} needs")) from error
-    plan.needs |= {"base"}
-    plan.notes = [note for note in plan.notes if "does not use" not in note]
-    return plan
+    """A plan that reads what some methods need, and no more."""
+    needs = frozenset[str]().union(*(_needs(recipe, method) for method in methods))
+    reads = needs & {"prior", "curvature", "penalty"} | {"base"}
+    who = ", ".join(methods)
+    return open_plan(recipe, reads=reads, wanted_by=who, allow_pickle=allow_pickle, allow_config=allow_config)
+
+
+def _needs(recipe: Recipe, method: str) -> frozenset[str]:
+    return RULES[method].needs(recipe.resolved_options if method == recipe.method else {})
 
 
 def _check_prior(recipe: Recipe, methods: Sequence[str], plan: Plan) -> None:
-    for method in methods:
-        options = recipe.resolved_options if method == recipe.method else {}
-        if "prior" in RULES[method].needs(options) and plan.inputs.prior is None:
-            raise InputError(
-                f"{method} needs the curvature of the base, the recipe names none (base.curvature), and the base's folder has no "
-                "curvature/ folder"
-            )
+    lacking = [method for method in methods if "prior" in _needs(recipe, method) and plan.inputs.prior is None]
+    if lacking:
+        raise InputError(
+            f"{lacking[0]} needs the curvature of the base, the recipe names none (base.curvature), and the base's folder "
+            "has no curvature/ folder"
+        )
 
 
 def _load(recipe: Recipe, given: Mapping[str, str], loading: Mapping[str, Any], batch_size: int) -> dict[str, TaskData]:

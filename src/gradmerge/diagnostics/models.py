@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..checkpoints.model import Buffers, Checkpoint
 from ..curvature.outputs import labels_of, logits_of, output_of
 from ..curvature.stored_names import stored_tensors
-from ..engine.candidates import Block, Candidate, Measured, look_at
+from ..engine.candidates import Block, Candidate, KnownStatistics, look_at
 from ..engine.plan import Plan, torch_type
 from ..engine.rounding import rounded
 from ..errors import InputError
@@ -24,7 +24,7 @@ State = dict[str, Tensor]
 
 
 def materialise(
-    plan: Plan, candidates: Sequence[Candidate], threads: int = 1, measured: Measured | None = None
+    plan: Plan, candidates: Sequence[Candidate], threads: int = 1, measured: KnownStatistics | None = None
 ) -> list[State]:
     """The weights of every candidate, by the names and in the types of a merge on disk."""
     states: list[State] = [{} for _ in candidates]

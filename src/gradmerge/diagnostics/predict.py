@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..curvature.files import default_curvature
 from ..curvature.summary import group_of
-from ..engine.candidates import Block, Candidate, Measured, look_at
-from ..engine.opening import open_plan
+from ..engine.candidates import Block, Candidate, KnownStatistics, look_at
 from ..engine.plan import Plan
+from ..engine.planning import open_plan
 from ..engine.statistics import Advance
 from ..errors import InputError
 from ..recipe import Recipe
@@ -104,25 +104,24 @@ class Prediction:
 
 
 def open_to_look(recipe: Recipe, *, allow_pickle: bool = False, allow_config: Sequence[str] = ()) -> Plan:
-    """A plan that reads the curvature of every tuned model, and the base's where there is one, whatever rule the recipe is for."""
+    """A plan that reads all curvature which the recipe names: every tuned model's, and the base's where there is one."""
     if recipe.base is None:
         raise InputError(
             "the recipe names no base; what fine-tuning changed, and so what a merge costs, is not known without it"
         )
     known = recipe.base.curvature is not None or _has_curvature_inside(recipe)
-    method = "gradient-matching" if known else "fisher-averaging"
-    if recipe.base.penalty is not None:
-        method = "removal"
-    reading = recipe.model_copy(update={"method": method, "options": {}})
-    try:
-        plan = open_plan(reading, allow_pickle=allow_pickle, allow_config=allow_config)
-    except InputError as error:
-        text = str(error).replace(f"{reading.method} needs", "looking at a merge needs")
-        raise InputError(text) from error
-    plan.needs |= {"base"}
-    plan.notes = [note for note in plan.notes if "does not use" not in note]
+    reads = {"base", "curvature", "penalty"}
+    if known or recipe.base.penalty is not None:
+        reads.add("prior")
+    plan = open_plan(
+        recipe,
+        reads=frozenset(reads),
+        wanted_by="looking at a merge",
+        allow_pickle=allow_pickle,
+        allow_config=allow_config,
+    )
     if not known:
-        plan.notes.append("the base has no curvature: what the merge costs on the base's own data is not known")
+        plan.note(["the base has no curvature: what the merge costs on the base's own data is not known"])
     return plan
 
 
@@ -146,7 +145,7 @@ def predict(
     *,
     threads: int = 1,
     advance: Advance = lambda nbytes: None,
-    measured: Measured | None = None,
+    measured: KnownStatistics | None = None,
 ) -> Prediction:
     """Look at the candidates through the curvature of the tasks. ``plan`` reads the curvature of every model."""
     names = [*tasks, *([BASE] if plan.inputs.prior is not None else [])]

@@ -1,21 +1,23 @@
-"""A plan of what goes where, and running it."""
+"""A plan of what goes where, and running it: to a folder, or wherever a caller puts the blocks."""
 
 from .inputs import CurvatureInput, Inputs
-from .local import Sink, Watch, run
-from .plan import BLOCK, Plan, Unit, make_plan
-from .statistics import Statistics, begin_search, measure
+from .local import MergedBlock, run
+from .plan import BLOCK, Plan
+from .planning import make_plan, open_plan
+from .statistics import Statistics, find_statistics
+from .to_folder import MergeResult, merge_to_folder
 
 __all__ = [
     "BLOCK",
     "CurvatureInput",
     "Inputs",
+    "MergeResult",
+    "MergedBlock",
     "Plan",
-    "Sink",
     "Statistics",
-    "Unit",
-    "Watch",
-    "begin_search",
+    "find_statistics",
     "make_plan",
-    "measure",
+    "merge_to_folder",
+    "open_plan",
     "run",
 ]

@@ -13,10 +13,11 @@ from ..errors import InputError
 from ..recipe import check_options
 from ..rules import RULES
 from .memory import keep_freed_memory
-from .plan import Job, Plan, Unit, rehearse, rule_arguments
+from .plan import Job, Plan, Unit, rule_arguments
+from .planning import rehearse
 from .randomness import keep_mask
 from .reading import read_block
-from .statistics import Advance, Statistics, measure
+from .statistics import Advance, Statistics, find_statistics
 from .workers import one_thread_each, run_parallel
 
 
@@ -46,11 +47,11 @@ class Block:
     prior: Tensor | None
     curvature: Sequence[Tensor]
     merged: Sequence[Tensor]
-    """One for each candidate, in float32 (float64 where inputs are)."""
+    """One per candidate, in float32 (float64 where inputs are)."""
 
 
 Visit = Callable[[Block], None]
-Measured = dict[tuple[Any, ...], Statistics]
+KnownStatistics = dict[tuple[Any, ...], Statistics]
 """Thresholds and angles by what they were asked for: they do not depend on weights, and many candidates share them."""
 
 
@@ -61,15 +62,14 @@ def look_at(
     *,
     threads: int = 1,
     advance: Advance = lambda nbytes: None,
-    measured: Measured | None = None,
+    measured: KnownStatistics | None = None,
 ) -> None:
     """Form every block of every candidate and hand it over, from several threads, in any order.
 
-    ``plan`` says what is read: it is that of a rule which takes the curvature of all models. ``measured`` keeps thresholds and
-    angles for further looks at the same plan.
+    ``plan`` says what is read. ``measured`` keeps thresholds and angles for further looks at the same plan.
     """
     keep_freed_memory()
-    known: Measured = {} if measured is None else measured
+    known: KnownStatistics = {} if measured is None else measured
     runners = [_Runner(plan, candidate, threads, known) for candidate in candidates]
 
     def worker() -> Callable[[Unit], None]:
@@ -79,21 +79,11 @@ def look_at(
             job = unit.job
             if job.rule is None:
                 return
-            tensors = read_block(plan, job, unit.start, unit.stop, buffers, {})
+            tensors = read_block(plan, job, unit.start, unit.stop, buffers)
             masks: dict[tuple[int, float], list[Tensor]] = {}
             merged = [runner.block(unit, tensors, masks, buffers) for runner in runners]
-            visit(
-                Block(
-                    job,
-                    unit.start,
-                    unit.stop,
-                    tensors["base"],
-                    tensors["tuned"],
-                    tensors.get("prior"),
-                    tensors.get("curvature") or [],
-                    merged,
-                )
-            )
+            prior, curvature = tensors.get("prior"), tensors.get("curvature") or []
+            visit(Block(job, unit.start, unit.stop, tensors["base"], tensors["tuned"], prior, curvature, merged))
             advance(plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel))
 
         return work
@@ -103,12 +93,12 @@ def look_at(
 
 
 def plan_of(plan: Plan, candidate: Candidate) -> Plan:
-    """The plan of a candidate that is a rule, on the inputs of ``plan``; raises if the rule cannot work with its weights."""
+    """The plan of a candidate that is a rule, on the inputs of ``plan``; raises if its weights do not suit the rule."""
     rule = RULES[candidate.method]
     if rule.otherwise is not None:
         raise InputError(
-            f"{rule.name} works on whole matrices and cannot be looked at block by block. Merge it first, and give the result "
-            "as --merged."
+            f"{rule.name} works on whole matrices and cannot be looked at block by block. Merge it first, and give the "
+            "result as --merged."
         )
     options = check_options(rule, candidate.options or {})
     weights = plan.inputs.weights if candidate.weights is None else list(candidate.weights)
@@ -129,7 +119,7 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
 class _Runner:
     """One candidate, ready to form blocks."""
 
-    def __init__(self, plan: Plan, candidate: Candidate, threads: int, measured: Measured) -> None:
+    def __init__(self, plan: Plan, candidate: Candidate, threads: int, measured: KnownStatistics) -> None:
         self._candidate = candidate
         if candidate.model is not None:
             self._check_model(plan, candidate.model)
@@ -140,7 +130,7 @@ class _Runner:
         key = (*sorted(wanted), options.get("density"), options.get("scope"))
         if key not in measured:
             with one_thread_each():
-                measured[key] = measure(self._plan, threads, lambda nbytes: None) if wanted else Statistics()
+                measured[key] = find_statistics(self._plan, threads, lambda nbytes: None) if wanted else Statistics()
         self._statistics = measured[key]
 
     def _check_model(self, plan: Plan, model: Checkpoint) -> None:

@@ -39,6 +39,12 @@ class CurvatureInput:
         if self.constant is not None and self.constant > LARGEST:
             raise InputError(f"{self.label}: {self.constant:g} is too large for a curvature; the limit is {LARGEST:g}")
 
+    @classmethod
+    def of_file(cls, file: CurvatureFile, reduction: str) -> CurvatureInput:
+        """A file's sums over examples, or with ``mean`` those divided by the number of examples."""
+        factor = 1.0 / file.examples if reduction == "mean" else 1.0
+        return cls(file.label, file=file, factor=factor, examples=file.examples, likelihood=file.likelihood)
+
     @functools.cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
         """Shapes by name; None when the curvature is a constant and fits everything."""
@@ -57,7 +63,14 @@ class CurvatureInput:
         return tied if shapes.get(tied) == shape else None
 
     def read(
-        self, name: str, start: int, stop: int, buffers: Buffers, slot: str, dtype: torch.dtype, digests: dict[int, int]
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        buffers: Buffers,
+        slot: str,
+        dtype: torch.dtype,
+        digests: Digests | None = None,
     ) -> Tensor:
         """Elements ``start`` to ``stop`` of a parameter's reduced curvature; one number stands for all of a constant.
 
@@ -71,11 +84,12 @@ class CurvatureInput:
             assert self.memory is not None
             values = self.memory[name].detach().reshape(-1)[start:stop].cpu().contiguous()
         self._check(values, name)
-        digests[id(self)] = block_digest(values)
+        if digests is not None:
+            digests[self] = block_digest(values)
         values = values.to(dtype)
         return values if self.factor == 1.0 else values * self.factor
 
-    def read_matrix(self, name: str, digests: dict[int, int]) -> Tensor:
+    def read_matrix(self, name: str, digests: Digests) -> Tensor:
         """A whole Gram matrix, reduced, in float64. Its diagonal may not be negative; other entries may."""
         shapes = self.shapes
         assert shapes is not None
@@ -90,7 +104,7 @@ class CurvatureInput:
             raise InputError(
                 f"{self.label}: {name} is no Gram matrix: it has entries that are not finite, or a negative diagonal"
             )
-        digests[id(self)] = block_digest(values.contiguous())
+        digests[self] = block_digest(values.contiguous())
         return values.double() * self.factor
 
     def _check(self, values: Tensor, name: str) -> None:
@@ -101,8 +115,10 @@ class CurvatureInput:
             what = "negative" if float(low) < 0 else "not finite"
             raise InputError(f"{self.label}: curvature of {name} has values that are {what}; measure it again")
         if float(high) * self.factor > LARGEST:
-            raise InputError(f"{self.label}: curvature of {name} is as large as {float(high) * self.factor:.3g}; sums of such numbers do not "
-                             "fit float32. Scale the curvature of all models down alike.")  # fmt: skip
+            raise InputError(
+                f"{self.label}: curvature of {name} is as large as {float(high) * self.factor:.3g}; sums of such numbers "
+                "do not fit float32. Scale the curvature of all models down alike."
+            )
 
     def will_need(self, name: str) -> None:
         if self.file is not None and name in self.file.shapes:
@@ -117,6 +133,11 @@ class CurvatureInput:
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
+
+
+Source = Checkpoint | CurvatureInput
+Digests = dict[Source, int]
+"""Of one block: the digest of what was read from each source, as stored."""
 
 
 @dataclass
@@ -135,8 +156,8 @@ class Inputs:
     grams: list[CurvatureInput] = field(default_factory=list)
     damping: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
-    aliases: dict[int, dict[str, str]] = field(default_factory=dict)
-    """By ``id`` of a checkpoint: tensor → the tied tensor that stands for it there."""
+    aliases: dict[Checkpoint, dict[str, str]] = field(default_factory=dict)
+    """Tensor → the tied tensor that stands for it in a checkpoint."""
 
     @property
     def all_weights(self) -> list[float]:
@@ -146,20 +167,20 @@ class Inputs:
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """Every checkpoint once, the template first."""
-        return list({id(c): c for c in (self.template, *self.tuned)}.values())
+        return list(dict.fromkeys((self.template, *self.tuned)))
 
     @property
     def curvatures(self) -> list[CurvatureInput]:
         every = (self.prior, *self.curvature, self.penalty, *self.grams)
-        return list({id(c): c for c in every if c is not None}.values())
+        return list(dict.fromkeys(source for source in every if source is not None))
 
     @property
-    def sources(self) -> list[Checkpoint | CurvatureInput]:
-        """Everything that is read."""
+    def sources(self) -> list[Source]:
+        """Everything that is read, in the order of the journal's digests and of the record."""
         return [*self.checkpoints, *self.curvatures]
 
     def stored_name(self, checkpoint: Checkpoint, name: str) -> str:
-        return self.aliases.get(id(checkpoint), {}).get(name, name)
+        return self.aliases.get(checkpoint, {}).get(name, name)
 
     def files(self) -> list[Path]:
         return [path for source in self.sources for path in source.files()]

@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MachineError
+from .statistics import Statistics
 
 NAME = "gradmerge.journal"
 
 
 @dataclass
 class Finished:
-    """What a journal says: the statistics, and the digests of each finished unit's inputs and output."""
+    """What a journal says: the statistics, and the digests of each finished unit's inputs."""
 
-    statistics: dict[str, Any] | None = None
-    guess: dict[str, Any] | None = None
+    statistics: Statistics | None = None
+    guess: Statistics | None = None
     """What the units were made with before the statistics were known."""
     units: dict[int, list[int]] = field(default_factory=dict)
 
-    def know(self, statistics: dict[str, Any]) -> None:
+    def know(self, statistics: Statistics) -> None:
         """Take the statistics, and do not count what was made with a wrong guess of them."""
         if self.guess is not None and self.guess != statistics:
             self.units.clear()
@@ -38,8 +39,8 @@ class Journal:
     A guess of the statistics may come first; then the line of statistics follows where they are known.
 
     A line is written after the unit's bytes are, so that a unit in the journal is a unit on disk. After a crash of the
-    whole machine that need not hold, so the header names the boot; a journal of another boot is not believed. Nor is one
-    with a line that has changed since: it could name a unit that is not there, so every line ends with its checksum.
+    whole machine that need not hold, so the header names the boot; a journal of another boot is not believed. Nor is
+    one with a line that has changed since: it could name a unit that is not there, so every line ends with its checksum.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
@@ -60,9 +61,9 @@ class Journal:
                 for line in lines[1:]:
                     record = _checked(line)
                     if isinstance(record, dict) and "guess" in record:
-                        finished.guess = record["guess"]
+                        finished.guess = Statistics.from_json(record["guess"])
                     elif isinstance(record, dict):
-                        finished.know(record["statistics"])
+                        finished.know(Statistics.from_json(record["statistics"]))
                     else:
                         finished.units[record[0]] = record[1:]
                 return finished
@@ -86,11 +87,11 @@ class Journal:
         if fresh:
             self._write(json.dumps(self._header).encode() + b"\n")
 
-    def guess(self, value: dict[str, Any]) -> None:
-        self._append({"guess": value})
+    def guess(self, value: Statistics) -> None:
+        self._append({"guess": value.to_json()})
 
-    def statistics(self, value: dict[str, Any]) -> None:
-        self._append({"statistics": value})
+    def statistics(self, value: Statistics) -> None:
+        self._append({"statistics": value.to_json()})
 
     def unit(self, number: int, digests: list[int]) -> None:
         self._append([number, *digests])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..checkpoints.model import Buffers, block_digest
 from ..errors import InputError
 from ..storage.tensorfile import FLOATS
+from .inputs import Digests
 from .memory import keep_freed_memory
 from .plan import Job, Plan, Unit, rule_arguments, torch_type
 from .reading import all_finite, is_transposed, not_finite, read_block, read_matrices
@@ -23,18 +25,22 @@ Watch = Callable[[Tensor, list[Tensor]], None]
 """Is shown every block of the base and of the tuned models, from several threads at once."""
 
 
-class Sink(Protocol):
-    """Where blocks of the result go."""
+@dataclass
+class MergedBlock:
+    """A unit of the result."""
 
-    def write(self, name: str, start: int, block: Tensor) -> None: ...
-    def write_precision(self, name: str, start: int, block: Tensor) -> None: ...
-    def done(self, unit: Unit, digests: dict[int, int]) -> None: ...
+    unit: Unit
+    values: Tensor
+    """Flat, in the type that they are stored in. They may lie in a buffer that the next block overwrites."""
+    precision: Tensor | None = None
+    """H̄ of the same entries, in float32, if the plan writes it."""
+    digests: Digests = field(default_factory=dict)
 
 
 def run(
     plan: Plan,
     statistics: Statistics,
-    sink: Sink,
+    put: Callable[[MergedBlock], None],
     *,
     units: Iterable[Unit] | None = None,
     threads: int = 1,
@@ -44,13 +50,13 @@ def run(
     advance: Advance = lambda nbytes: None,
     watch: Watch | None = None,
 ) -> None:
-    """Merge every unit of the plan (or those given) and hand the blocks to the sink. ``watch`` sees what is merged.
+    """Merge every unit of the plan (or those given) and ``put`` it where it goes. ``watch`` sees what is merged.
 
     The result of a unit depends on the plan alone, so that neither the number of threads nor the order matters.
     """
     keep_freed_memory()
     place = torch.device(device)
-    following = _following(plan.jobs)
+    soon = dict(zip((job.name for job in plan.jobs), plan.jobs[2:], strict=False))
     sizes = {job.name: plan.bytes_read(job) for job in plan.jobs}
     lock = threading.Lock()
 
@@ -59,23 +65,13 @@ def run(
 
         def work(unit: Unit) -> None:
             job = unit.job
-            if unit.start == 0:
-                _read_ahead(plan, following.get(job.name, ()))
-            digests: dict[int, int] = {}
+            if unit.start == 0 and job.name in soon:
+                _read_ahead(plan, soon[job.name])
             if job.rule is None:
-                template = plan.inputs.template
-                block = template.read(job.name, unit.start, unit.stop, buffers)
-                digests[id(template)] = block_digest(block)
-                if job.info.is_float and not allow_nonfinite and not all_finite(block):
-                    raise not_finite(template.label, job.name)
-                # An adapter's block may be wider.
-                sink.write(job.name, unit.start, rounded(block, torch_type(job.info)))
+                block = _copy(plan, unit, buffers, allow_nonfinite)
             else:
-                merged, precision = _merge(plan, unit, statistics, buffers, place, allow_nonfinite, digests, watch)
-                sink.write(job.name, unit.start, merged)
-                if precision is not None:
-                    sink.write_precision(job.name, unit.start, _storable(precision * precision_factor, job.name))
-            sink.done(unit, digests)
+                block = _merge(plan, unit, statistics, buffers, place, allow_nonfinite, precision_factor, watch)
+            put(block)
             with lock:
                 advance(sizes[job.name] * (unit.stop - unit.start) // max(1, job.info.numel))
 
@@ -85,28 +81,21 @@ def run(
         run_parallel(plan.units() if units is None else units, worker, threads)
 
 
-def _storable(precision: Tensor, name: str) -> Tensor:
-    """H̄ as it is written: not negative, in float32."""
-    stored = precision.clamp_(min=0).float()
-    if not all_finite(stored):
-        raise InputError(
-            f"output.curvature: H̄ of {name} is as large as {float(precision.max()):.3g}, which does not fit float32. Scale the "
-            "weights or the curvature of all models down alike."
-        )
-    return stored
+def _read_ahead(plan: Plan, job: Job) -> None:
+    """Ask for a tensor that comes soon, so that the disk works while the processor does."""
+    for checkpoint in plan.inputs.checkpoints:
+        checkpoint.will_need(plan.inputs.stored_name(checkpoint, job.name))
+    for source in plan.inputs.curvatures:
+        source.will_need(job.name)
 
 
-def _following(jobs: list[Job], distance: int = 2) -> dict[str, tuple[Job, ...]]:
-    return {job.name: tuple(jobs[i + distance : i + distance + 1]) for i, job in enumerate(jobs)}
-
-
-def _read_ahead(plan: Plan, jobs: Iterable[Job]) -> None:
-    """Ask for tensors that come soon, so that the disk works while the processor does."""
-    for job in jobs:
-        for checkpoint in plan.inputs.checkpoints:
-            checkpoint.will_need(plan.inputs.stored_name(checkpoint, job.name))
-        for source in plan.inputs.curvatures:
-            source.will_need(job.name)
+def _copy(plan: Plan, unit: Unit, buffers: Buffers, allow_nonfinite: bool) -> MergedBlock:
+    template, job = plan.inputs.template, unit.job
+    block = template.read(job.name, unit.start, unit.stop, buffers)
+    if job.info.is_float and not allow_nonfinite and not all_finite(block):
+        raise not_finite(template.label, job.name)
+    # An adapter's block may be wider than what is stored.
+    return MergedBlock(unit, rounded(block, torch_type(job.info)), digests={template: block_digest(block)})
 
 
 def _merge(
@@ -116,20 +105,20 @@ def _merge(
     buffers: Buffers,
     device: torch.device,
     allow_nonfinite: bool,
-    digests: dict[int, int],
+    precision_factor: float,
     watch: Watch | None,
-) -> tuple[Tensor, Tensor | None]:
-    """The merged block in the type that it is stored in, and H̄ of it if the plan writes that."""
+) -> MergedBlock:
     job = unit.job
     assert job.rule is not None
+    digests: Digests = {}
     if job.whole:
         tensors = read_matrices(plan, job, buffers, digests)
     else:
         tensors = read_block(plan, job, unit.start, unit.stop, buffers, digests) | statistics.of(job.name)
         if watch is not None:
             watch(tensors["base"], tensors["tuned"])
-    if not job.whole and device.type != "cpu":
-        tensors = {name: _to(value, device) for name, value in tensors.items()}
+        if device.type != "cpu":
+            tensors = {name: _to(value, device) for name, value in tensors.items()}
     arguments = rule_arguments(job.rule, plan, tensors)
     merged = job.rule(**arguments)
     if job.whole:
@@ -139,15 +128,26 @@ def _merge(
         _check_finite(plan, job, tensors, merged, stored)
     precision = None
     if plan.write_precision and job.rule.precision is not None:
-        precision = job.rule.precision(**arguments).cpu()
-    return stored, precision
+        precision = _storable(job.rule.precision(**arguments).cpu() * precision_factor, job.name)
+    return MergedBlock(unit, stored, precision, digests)
+
+
+def _storable(precision: Tensor, name: str) -> Tensor:
+    """H̄ as it is written: not negative, in float32."""
+    stored = precision.clamp_(min=0).float()
+    if not all_finite(stored):
+        raise InputError(
+            f"output.curvature: H̄ of {name} is as large as {float(precision.max()):.3g}, which does not fit float32. "
+            "Scale the weights or the curvature of all models down alike."
+        )
+    return stored
 
 
 def _check_finite(plan: Plan, job: Job, tensors: dict[str, Any], merged: Tensor, stored: Tensor) -> None:
     """Stop if an input or the result has NaN or infinity.
 
-    With weights above 0 no rule makes a finite number of a model's NaN or infinity: it shows in the result, and only then
-    are the models looked at. They are looked at always where a weight, or the rule, may leave one out.
+    With weights above 0 no rule makes a finite number of a model's NaN or infinity: it shows in the result, and only
+    then are the models looked at. They are looked at always where a weight, or the rule, may leave one out.
     """
     assert job.rule is not None
     inputs, base = plan.inputs, tensors.get("base")
@@ -162,15 +162,18 @@ def _check_finite(plan: Plan, job: Job, tensors: dict[str, Any], merged: Tensor,
     if fine:
         return
     if all_finite(merged):
-        raise InputError(f"the merge of {job.name} has values that are too large for {FLOATS[job.info.dtype]} (largest "
-                         f"{float(merged.abs().max()):.6g}, limit {torch.finfo(stored.dtype).max:.6g}). Set output.dtype to a wider type.")  # fmt: skip
-    raise InputError(f"the merge of {job.name} has values that are NaN or infinite, although its inputs have none: a weight, "
-                     "an option or the curvature is too extreme. Pass --allow-nonfinite to go on.")  # fmt: skip
+        raise InputError(
+            f"the merge of {job.name} has values that are too large for {FLOATS[job.info.dtype]} (largest "
+            f"{float(merged.abs().max()):.6g}, limit {torch.finfo(stored.dtype).max:.6g}). Set output.dtype to a wider "
+            "type."
+        )
+    raise InputError(
+        f"the merge of {job.name} has values that are NaN or infinite, although its inputs have none: a weight, "
+        "an option or the curvature is too extreme. Pass --allow-nonfinite to go on."
+    )
 
 
 def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
-    if isinstance(value, list):
-        return [_to(item, device) for item in value]
-    return value
+    return [_to(item, device) for item in value] if isinstance(value, list) else value

@@ -26,7 +26,7 @@ def keep_mask(seed: int, model: int, tensor: str, start: int, stop: int, density
 def standard_normal(seed: int, sample: int, tensor: str, start: int, stop: int) -> Tensor:
     """Numbers from N(0, 1), in float64, for the elements ``start`` to ``stop`` of a flattened tensor.
 
-    Element i is the normal quantile of the i-th word of a stream like that of the masks, so that blocks may be cut anywhere.
+    Element i is the normal quantile of the i-th word of a stream like that of the masks: blocks may be cut anywhere.
     """
     stream = _stream(f"normal/{seed}/{sample}/{tensor}")
     stream.advance(start)

@@ -12,24 +12,21 @@ from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, block_digest
 from ..errors import InputError
 from ..text import one_line
-from .inputs import CurvatureInput
+from .inputs import CurvatureInput, Digests
 from .plan import Job, Plan
 from .randomness import keep_mask
 
 
 def read_models(
-    plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, digests: dict[int, int] | None = None
+    plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, digests: Digests | None = None
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """The block of the base (None if the rule does not use it) and of every tuned model, in the job's type.
-
-    ``digests`` collects the digest of each block as stored, by ``id`` of the checkpoint.
-    """
+    """The block of the base (None if the rule does not use it) and of every tuned model, in the job's type."""
     inputs = plan.inputs
 
     def read(checkpoint: Checkpoint, slot: str) -> Tensor:
         block = checkpoint.read(inputs.stored_name(checkpoint, job.name), start, stop, buffers, slot)
         if digests is not None and not isinstance(checkpoint, AdapterCheckpoint):
-            digests[id(checkpoint)] = block_digest(block)
+            digests[checkpoint] = block_digest(block)
         return block.to(job.compute)
 
     base = None
@@ -39,9 +36,9 @@ def read_models(
 
 
 def read_block(
-    plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, digests: dict[int, int]
+    plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, digests: Digests | None = None
 ) -> dict[str, Any]:
-    """Every tensor input that the plan's rule needs for one block."""
+    """Every tensor input that the plan needs for one block."""
     inputs = plan.inputs
     base, tuned = read_models(plan, job, start, stop, buffers, digests)
     block: dict[str, Any] = {"base": base, "tuned": tuned}
@@ -66,7 +63,7 @@ def read_block(
     return block
 
 
-def read_matrices(plan: Plan, job: Job, buffers: Buffers, digests: dict[int, int]) -> dict[str, Any]:
+def read_matrices(plan: Plan, job: Job, buffers: Buffers, digests: Digests) -> dict[str, Any]:
     """Whole weights (out × in) and Gram matrices (in × in) of a linear layer."""
     numel, shape = job.info.numel, job.info.shape
     _, tuned = read_models(plan, job, 0, numel, buffers)
@@ -88,11 +85,11 @@ def is_transposed(plan: Plan, job: Job) -> bool:
 
 def not_finite(label: str, name: str) -> InputError:
     return InputError(
-        f"{label}: {one_line(name)} has values that are NaN or infinite. The model is damaged; to merge it all the same, "
-        "pass --allow-nonfinite."
+        f"{label}: {one_line(name)} has values that are NaN or infinite. The model is damaged; to merge it all the "
+        "same, pass --allow-nonfinite."
     )
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite. A sum is the fastest look: it is finite unless a value is not, or it overflows."""
+    """Whether no value is NaN or infinite. A sum tells fastest: it is finite unless a value is not, or it overflows."""
     return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())

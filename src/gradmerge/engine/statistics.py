@@ -54,8 +54,8 @@ class Statistics:
 class Search:
     """The search for every tuned model's threshold: the k-th largest entry of |Δ| over some tensors.
 
-    It takes passes over all of the tensors. The first may be a merge with ``guess`` for thresholds: if that ends the search,
-    with the thresholds that were guessed, the merge is right.
+    It takes passes over all of the tensors. The first may be a merge with ``guess`` for thresholds: if that ends the
+    search, with the thresholds that were guessed, the merge is right.
     """
 
     def __init__(self, plan: Plan, jobs: list[Job]) -> None:
@@ -66,8 +66,8 @@ class Search:
         if total > SAMPLE_FROM and dtype == torch.float32:
             guesses = [*_guesses(plan, jobs, density)]
         exact = [guess.value for guess in guesses if guess is not None and guess.exact]
-        self.guess = exact if len(exact) == len(guesses) else None
-        """Values that are probably the thresholds, if there are such values for all models."""
+        self.guess = Statistics({"": exact}) if len(exact) == len(guesses) else None
+        """What is probably found in the end, if the sample tells it for all models."""
         self._selections = [Selection(k, dtype, guess) for guess in guesses]
         self._counts: list[Any] = [0] * len(guesses)
         self._lock = threading.Lock()
@@ -100,7 +100,7 @@ def begin_search(plan: Plan) -> Search | None:
     return None
 
 
-def measure(plan: Plan, threads: int, advance: Advance, search: Search | None = None) -> Statistics:
+def find_statistics(plan: Plan, threads: int, advance: Advance, search: Search | None = None) -> Statistics:
     """Whatever the plan's rule needs to know beforehand; ``advance`` is told how many bytes have been read.
 
     ``search`` is one for the thresholds of the whole model that has begun already.

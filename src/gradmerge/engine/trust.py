@@ -1,8 +1,8 @@
-"""Whether the step of a removal can be trusted, judged before the merge: on all entries, or on a sample for a quick look.
+"""Whether the step of a removal can be trusted, judged before it is made: on all entries, or quickly on a sample.
 
-The curvature of a removal is measured at the base and at the tuned models. How far apart those are says how far the quadratic
-model of the loss has been seen to hold; a step that goes much farther leaves what is known. Where the base's curvature is almost 0 and a tuned
-model's is not, (H_0 + H_t) / H̄_rest is huge, and a few such entries can ruin the model.
+The curvature of a removal was estimated at the base and at the tuned models. A step much longer than the way between
+them leaves what is known of the loss. It is long where the base's curvature is almost 0 and a tuned model's is not:
+there (H_0 + H_t) / H̄_rest is huge, and a few such entries can ruin the model.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from ..checkpoints.model import Buffers
 from ..curvature.summary import group_of
 from ..errors import InputError
+from ..notes import Kind, Note
 from ..text import count
 from .plan import BLOCK, Job, Plan, rule_arguments
 from .progress import Progress
@@ -25,14 +26,13 @@ from .reading import read_block
 from .statistics import Advance
 from .workers import one_thread_each, run_parallel
 
-#: A step this many times as long as fine-tuning's is not trusted: twice leaves room for a preconditioner that does its
-#: work, while negation at strength 1 has 1.
+#: A step more than this many times as long as fine-tuning's is not trusted. Negation at strength 1 has 1; the rest is
+#: room for what curvature may rightly lengthen.
 WHOLE = 2.0
 #: One layer may differ more from the others, as long as the whole does not follow it.
 GROUP = 10.0
-#: A group counts if it holds this share of the squared step: with less, its part of the step is below a tenth of the whole's length.
+#: A group counts if it holds this share of the squared step, so a tenth of its length.
 NOTICEABLE = 0.01
-UNTRUSTED = "this removal cannot be trusted"
 #: Dampings that are tried for a better one.
 DAMPINGS = tuple(float(f"1e{power}") for power in range(-10, 3))
 #: A model of up to so many entries is looked at whole.
@@ -45,16 +45,16 @@ RUN = 1 << 13
 
 @dataclass
 class Step:
-    """How far a removal goes, and how far fine-tuning went: sums of squares over entries."""
+    """How far a removal goes, and how far fine-tuning went: sums of squares over entries.
+
+    ``step`` is Σ (θ̂ − θ_0)² and ``tuning`` Σ (Σ_t |Δ_t|)². The felt ones weigh each entry by the removed data's
+    curvature F = Σ_t F_t: Σ F (θ̂ − θ_0)² and Σ F (Σ_t |Δ_t|)².
+    """
 
     step: float = 0.0
-    """Σ (θ̂ − θ_0)²"""
     tuning: float = 0.0
-    """Σ (Σ_t |Δ_t|)²"""
     felt_step: float = 0.0
-    """Σ F (θ̂ − θ_0)² with F = Σ_t F_t: the same where the removed data care."""
     felt_tuning: float = 0.0
-    """Σ F (Σ_t |Δ_t|)²"""
 
     def add(self, other: Step, times: float = 1.0) -> None:
         self.step += other.step * times
@@ -69,13 +69,13 @@ class Step:
 
     @property
     def felt(self) -> float:
-        """The same in the norm of the removed tasks' curvature: most entries hardly matter, and those that do move most."""
+        """The same in the norm of the removed data's curvature: most entries hardly matter; those that do move most."""
         return math.sqrt(self.felt_step / self.felt_tuning) if self.felt_tuning else 0.0
 
 
 @dataclass
 class Judgement:
-    """The steps of a removal with one damping, by layer group."""
+    """The steps of a removal with one damping, per layer group."""
 
     damping: float
     groups: dict[str, Step] = field(default_factory=dict)
@@ -105,13 +105,13 @@ class Judgement:
         return max(whole / WHOLE, self.groups[self.worst].amplification / GROUP)
 
 
-def trust_notes(plan: Plan) -> list[str]:
+def trust_notes(plan: Plan) -> list[Note]:
     """A note if the plan is a removal whose step seems too long to be trusted; it reads a small part of the inputs."""
     return _notes(plan, _sample_share(plan), 1, lambda nbytes: None)
 
 
-def judge_removal(plan: Plan, threads: int, progress: Progress, *, refuse: bool) -> list[str]:
-    """The same on all entries, which a few of can ruin a model. With ``refuse``, such a removal is an error."""
+def judge_removal(plan: Plan, threads: int, progress: Progress, *, refuse: bool) -> list[Note]:
+    """The same on all entries, of which a few can ruin a model. With ``refuse``, such a removal is an error."""
     if plan.rule.name != "removal":
         return []
     progress.begin("judging", plan.total_read)
@@ -121,7 +121,7 @@ def judge_removal(plan: Plan, threads: int, progress: Progress, *, refuse: bool)
     return notes
 
 
-def _notes(plan: Plan, share: float, threads: int, advance: Advance) -> list[str]:
+def _notes(plan: Plan, share: float, threads: int, advance: Advance) -> list[Note]:
     if plan.rule.name != "removal":
         return []
     (judged,) = judge(plan, [plan.inputs.damping], share, threads, advance)
@@ -129,19 +129,20 @@ def _notes(plan: Plan, share: float, threads: int, advance: Advance) -> list[str
         return []
     total = sum(job.info.numel for job in plan.merged)
     part = "all" if judged.looked_at >= total else f"{count(judged.looked_at)} of {count(total)}"
-    worst = judged.groups[judged.worst].amplification
-    return [
-        f"{UNTRUSTED}. It moves the model {judged.whole.amplification:.3g} times as far as fine-tuning did, "
-        f"{judged.whole.felt:.3g} times where the removed data care (in the norm of their curvature), and {judged.worst} {worst:.3g} "
-        f"times (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on {part} entries); the quadratic model behind it is not trusted beyond {WHOLE:g} times, or "
-        f"{GROUP:g} times in a layer. {_advice(plan, judged, share, threads)}"
-    ]
-
-
-def _advice(plan: Plan, judged: Judgement, share: float, threads: int) -> str:
+    amplification, worst = judged.whole.amplification, judged.groups[judged.worst].amplification
     larger = [damping for damping in DAMPINGS if damping > judged.damping]
     tried = judge(plan, larger, share, threads) if larger else []
     enough = next((judgement.damping for judgement in tried if judgement.excess <= 1), None)
+    text = (
+        f"this removal cannot be trusted. It moves the model {amplification:.3g} times as far as fine-tuning did, "
+        f"{judged.whole.felt:.3g} times where the removed data care (in the norm of their curvature), and {judged.worst} "
+        f"{worst:.3g} times (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on {part} entries); the quadratic model behind it is not "
+        f"trusted beyond {WHOLE:g} times, or {GROUP:g} times in a layer. {_advice(plan, judged, enough)}"
+    )
+    return [Note(text, Kind.UNTRUSTED, amplification=amplification, damping=enough)]
+
+
+def _advice(plan: Plan, judged: Judgement, enough: float | None) -> str:
     rest = "measure the base's curvature on more data, so that fewer of its entries are almost 0."
     # The step is linear in the strength, unless that also decides what is left of the base's curvature.
     if judged.excess <= 20 and not plan.inputs.options.get("base_saw_removed"):
@@ -149,8 +150,8 @@ def _advice(plan: Plan, judged: Judgement, share: float, threads: int) -> str:
     if enough is None:
         return f"No damping up to {DAMPINGS[-1]:g} is enough: {rest}"
     return (
-        f"Raise the damping from {judged.damping:g} to {enough:g}, the least power of ten that is enough for that, or {rest} "
-        "Either way, evaluate the result on data that stays."
+        f"Raise the damping from {judged.damping:g} to {enough:g}, the least power of ten that is enough for that, or "
+        f"{rest} Either way, evaluate the result on data that stays."
     )
 
 
@@ -166,7 +167,7 @@ def judge(
     threads: int = 1,
     advance: Advance = lambda nbytes: None,
 ) -> list[Judgement]:
-    """The steps of a removal with each damping, from this share of the entries (None: a sample); a part stands for all."""
+    """The steps of a removal with each damping, from this share of the entries (None: a sample), scaled up to all."""
     share = _sample_share(plan) if share is None else share
     runs = {job.name: list(_runs(job.info.numel, share)) for job in plan.merged if job.info.numel}
     seen = {name: sum(stop - start for start, stop in parts) for name, parts in runs.items()}
@@ -205,7 +206,7 @@ def _runs(numel: int, share: float) -> Iterator[tuple[int, int]]:
 
 def _steps(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, dampings: Sequence[float]) -> Iterator[Step]:
     """In float64, so that a step which overflows what the merge computes in is still a number."""
-    tensors = read_block(plan, job, start, stop, buffers, {})
+    tensors = read_block(plan, job, start, stop, buffers)
     wide: dict[str, Any] = {
         name: value.double() if isinstance(value, Tensor) else [v.double() for v in value] if value else value
         for name, value in tensors.items()

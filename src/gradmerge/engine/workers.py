@@ -56,8 +56,8 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
         finally:
             over.set()
 
-    # Ctrl-C in the middle of Thread.join makes Python take the thread for dead, and a thread that still computes when the
-    # interpreter ends aborts the process. Hence events of our own.
+    # Ctrl-C in the middle of Thread.join makes Python take the thread for dead, and a thread that still computes when
+    # the interpreter ends aborts the process. Hence events of our own.
     ends = [threading.Event() for _ in range(max(1, threads))]
     pool = [threading.Thread(target=loop, args=(over,), name=f"gradmerge-{i}") for i, over in enumerate(ends)]
     try:

@@ -13,9 +13,10 @@ import torch
 from .._version import __version__
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, Digest, block_digest
-from ..engine import BLOCK, CurvatureInput, Inputs, Plan
 from ..recipe import Recipe
 from ..storage.tensorfile import TensorInfo
+from .inputs import Inputs, Source
+from .plan import BLOCK, Plan
 
 
 def merge_record(
@@ -27,14 +28,14 @@ def merge_record(
     timings: Mapping[str, float],
     resumed: int,
 ) -> dict[str, Any]:
-    """The record of a merge. ``digests`` holds, by unit, one number for each of the plan's sources (-1: not read)."""
+    """The record of a merge. ``digests`` holds, per unit, one number for each of the plan's sources (-1: not read)."""
     merged = len(plan.merged)
     return {
         "gradmerge": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "fingerprint": fingerprint,
         "recipe": recipe.model_dump(mode="json") | {"options": dict(plan.inputs.options)},
-        "inputs": [_input_record(plan, index, digests) for index in range(len(plan.inputs.sources))],
+        "inputs": [_input_record(plan, place, source, digests) for place, source in enumerate(plan.inputs.sources)],
         "output": {
             "files": [name for name in sizes if not name.startswith("curvature/")],
             "sizes": dict(sizes),
@@ -54,13 +55,12 @@ def merge_record(
     }
 
 
-def _input_record(plan: Plan, index: int, digests: Mapping[int, list[int]]) -> dict[str, Any]:
-    source = plan.inputs.sources[index]
+def _input_record(plan: Plan, place: int, source: Source, digests: Mapping[int, list[int]]) -> dict[str, Any]:
     record: dict[str, Any] = {"role": _role(source, plan.inputs), "source": source.label}
     if isinstance(source, Checkpoint) and source.hub_id:
         record["hub_id"] = source.hub_id
     record["files"] = [{"name": path.name, "bytes": path.stat().st_size} for path in source.files()]
-    digest = _digest_of_source(plan, index, digests)
+    digest = _digest_of_source(plan, place, source, digests)
     if len(digest):
         record["digest"] = f"xxh3-128:{digest.hex()}"
         record["digest_tensors"] = len(digest)
@@ -68,9 +68,8 @@ def _input_record(plan: Plan, index: int, digests: Mapping[int, list[int]]) -> d
     return record
 
 
-def _digest_of_source(plan: Plan, index: int, digests: Mapping[int, list[int]]) -> Digest:
+def _digest_of_source(plan: Plan, place: int, source: Source, digests: Mapping[int, list[int]]) -> Digest:
     """From the blocks' digests, as far as the merge has read the source; whole matrices are digested now."""
-    source = plan.inputs.sources[index]
     if isinstance(source, AdapterCheckpoint):
         return digest_of(source, plan.block)
     digest, buffers = Digest(plan.block), Buffers()
@@ -81,7 +80,7 @@ def _digest_of_source(plan: Plan, index: int, digests: Mapping[int, list[int]]) 
             info = source.tensors.get(name)
         else:
             info = TensorInfo("F32", unit.job.info.shape)
-        value = digests[unit.number][index]
+        value = digests[unit.number][place]
         if info is not None and unit.job.whole and isinstance(source, Checkpoint) and source in plan.inputs.tuned:
             _add_tensor(digest, source, name, buffers)
         elif info is not None and value >= 0:
@@ -89,7 +88,7 @@ def _digest_of_source(plan: Plan, index: int, digests: Mapping[int, list[int]]) 
     return digest
 
 
-def _role(source: Checkpoint | CurvatureInput, inputs: Inputs) -> str:
+def _role(source: Source, inputs: Inputs) -> str:
     if source is inputs.base:
         return "base"
     if source is inputs.prior:

@@ -19,18 +19,17 @@ from ..text import one_line, printable
 def model_card(recipe: Recipe, name: str, has_config: bool) -> str:
     """README.md: what was merged, by which rule, and the recipe to do it again. The same inputs give the same text."""
     rule = recipe.rule
-    every = [*([recipe.base.model] if recipe.base else []), *(m.model for m in recipe.models)]
-    on_the_hub = dict.fromkeys(_repository(text) for text in every if _is_on_the_hub(text, recipe.folder))
+    # A Hub id goes without its revision.
+    every = [m.model for m in (recipe.base, *recipe.models) if m is not None]
+    on_the_hub = dict.fromkeys(text.partition("@")[0] for text in every if _is_on_the_hub(text, recipe.folder))
     front: dict[str, Any] = {"base_model": list(on_the_hub)} if on_the_hub else {}
     front |= {"library_name": "transformers"} if has_config else {}
     front["tags"] = ["merge", "gradmerge"]
-    rows = []
-    if recipe.base:
-        rows.append(
-            f"| base | {_code(recipe.base.model)} | {_number(recipe.base.weight)} | {_curvature(recipe.base.curvature)} |"
-        )
-    rows += [f"| tuned | {_code(m.model)} | {_number(m.weight)} | {_curvature(m.curvature)} |" for m in recipe.models]
+    roles = [*([("base", recipe.base)] if recipe.base else []), *(("tuned", model) for model in recipe.models)]
+    rows = [f"| {role} | {_code(m.model)} | {_number(m.weight)} | {_curvature(m.curvature)} |" for role, m in roles]
     table = "\n".join(["| | model | weight | curvature |", "|---|---|---|---|", *rows])
+    made = "Made from" if rule.name == "removal" else "A merge of"
+    models = f"{len(recipe.models)} fine-tuned {'model' if len(recipe.models) == 1 else 'models'}"
     written = to_yaml(recipe_as_written(recipe))
     fence = "`" * max(3, _longest_run(written) + 1)
     return f"""---
@@ -38,8 +37,7 @@ def model_card(recipe: Recipe, name: str, has_config: bool) -> str:
 
 # {_plain(name)}
 
-{"Made from" if rule.name == "removal" else "A merge of"} {len(recipe.models)} fine-tuned {_plural(len(recipe.models))} by \
-**{rule.name}** with gradmerge {__version__}.
+{made} {models} by **{rule.name}** with gradmerge {__version__}.
 
 {rule.summary}
 ({rule.reference})
@@ -70,11 +68,6 @@ def _is_on_the_hub(reference: str, folder: Path) -> bool:
     return HUB_ID.fullmatch(reference) is not None and not local_path(reference, folder).exists()
 
 
-def _repository(reference: str) -> str:
-    """A Hub id without its revision."""
-    return reference.partition("@")[0]
-
-
 def _code(text: str) -> str:
     """A name as code in a cell of a table: nothing in it is markup, nor does it end the cell."""
     text = one_line(text).replace("|", "\\|")
@@ -91,10 +84,6 @@ def _longest_run(text: str) -> int:
 def _plain(text: str) -> str:
     """A name as text of Markdown: nothing in it is a link, an image, code or HTML."""
     return re.sub(r"([\\`*\[\]<>&!|~$])", r"\\\1", one_line(text))
-
-
-def _plural(count: int) -> str:
-    return "model" if count == 1 else "models"
 
 
 def _number(value: float | None) -> str:

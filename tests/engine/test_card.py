@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gradmerge.engine.card import model_card
 from gradmerge.recipe import make_recipe
-from gradmerge.report.card import model_card
 from gradmerge.text import printable
 
 NASTY = [

@@ -1,0 +1,277 @@
+"""From a recipe to a plan: every model and curvature file that it names, opened and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoints.compare import compare, same_values, tied_to
+from ..checkpoints.model import Checkpoint
+from ..checkpoints.opening import open_checkpoint
+from ..curvature.files import default_curvature, open_curvature
+from ..errors import InputError
+from ..notes import Kind, Note
+from ..recipe import CurvatureSource, Identity, Recipe
+from ..rules import Rule
+from ..rules.spherical import Geometry
+from ..storage.tensorfile import FLOATS, TensorInfo
+from ..text import listed
+from .inputs import CurvatureInput, Inputs
+from .plan import Job, Plan, rule_arguments
+
+_STORED = {word: code for code, word in FLOATS.items()}
+
+
+def open_plan(
+    recipe: Recipe,
+    *,
+    reads: frozenset[str] | None = None,
+    wanted_by: str | None = None,
+    allow_pickle: bool = False,
+    allow_config: Sequence[str] = (),
+) -> Plan:
+    """Open what a recipe names and plan its merge. Close ``plan.inputs`` when done.
+
+    ``reads`` are the inputs to read, by their names in :data:`gradmerge.rules.spec.INPUTS`: by default those that the
+    recipe's method needs, or others for those who only look at merges; ``wanted_by`` is who that is, in messages.
+    ``allow_config`` are keys in which the configs of the models may differ.
+    """
+    needs = recipe.rule.needs(recipe.resolved_options) if reads is None else reads
+    inputs = open_inputs(recipe, needs, wanted_by or recipe.method, allow_pickle=allow_pickle)
+    try:
+        plan = make_plan(
+            recipe.rule,
+            inputs,
+            reads=reads,
+            include=recipe.include,
+            exclude=recipe.exclude,
+            missing=recipe.missing,
+            dtype=recipe.output.dtype,
+            write_precision=recipe.output.curvature,
+            allow_config=allow_config,
+        )
+    except BaseException:
+        inputs.close()
+        raise
+    if reads is None:
+        plan.note(_unused(recipe, needs))
+    return plan
+
+
+def _unused(recipe: Recipe, needs: frozenset[str]) -> list[Note]:
+    """Curvature that the recipe names and the rule does not read: fine when methods are compared, but worth a note."""
+    named = ["base.curvature"] if recipe.base and recipe.base.curvature is not None and "prior" not in needs else []
+    if not needs & {"curvature", "grams"}:
+        named += [f"models[{i}].curvature" for i, model in enumerate(recipe.models) if model.curvature is not None]
+    return [Note(f"{recipe.method} does not use {', '.join(named)}", Kind.UNUSED, keys=named)] if named else []
+
+
+def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_pickle: bool = False) -> Inputs:
+    """The models of a recipe, and of the curvature that it names what is needed."""
+    with ExitStack() as opened:
+
+        def checkpoint(reference: str, base: Checkpoint | None) -> Checkpoint:
+            found = open_checkpoint(reference, relative_to=recipe.folder, adapter_base=base, allow_pickle=allow_pickle)
+            return opened.enter_context(found)
+
+        def curvature(source: CurvatureSource | None, model: Checkpoint, key: str) -> CurvatureInput:
+            found = _open_curvature(source, model, key, recipe, wanted_by)
+            opened.callback(found.close)
+            return found
+
+        base = checkpoint(recipe.base.model, None) if recipe.base else None
+        inputs = inputs_of(recipe, base, [checkpoint(model.model, base) for model in recipe.models])
+        if base is not None and recipe.base is not None:
+            if "prior" in needs:
+                inputs.prior = curvature(recipe.base.curvature, base, "base.curvature")
+            if "penalty" in needs and recipe.base.penalty is not None:
+                inputs.penalty = curvature(recipe.base.penalty, base, "base.penalty")
+        if needs & {"curvature", "grams"}:
+            pairs = enumerate(zip(recipe.models, inputs.tuned, strict=True))
+            every = [curvature(m.curvature, c, f"models[{i}].curvature") for i, (m, c) in pairs]
+            inputs.curvature, inputs.grams = ([], every) if "grams" in needs else (every, [])
+        opened.pop_all()
+        return inputs
+
+
+def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) -> Inputs:
+    """The models of a recipe with its numbers, still without curvature."""
+    return Inputs(
+        template=base or tuned[0],
+        base=base,
+        tuned=tuned,
+        weights=recipe.weights,
+        base_weight=recipe.base.weight if recipe.base else None,
+        damping=recipe.damping,
+        options=recipe.resolved_options,
+    )
+
+
+def _open_curvature(
+    source: CurvatureSource | None, model: Checkpoint, key: str, recipe: Recipe, wanted_by: str
+) -> CurvatureInput:
+    if isinstance(source, Identity):
+        return CurvatureInput(label=f"{key} (identity)", constant=source.identity)
+    if source is not None:
+        file = open_curvature(source, relative_to=recipe.folder)
+    else:
+        inside = default_curvature(model.folder)
+        if inside is None:
+            raise InputError(
+                f"{key}: {wanted_by} needs the curvature of {model.label}, the recipe names none, and the model folder "
+                "has no curvature/ folder. Measure it with `gradmerge curvature estimate`, name a curvature folder or file, "
+                "or give {identity: 1.0} in a recipe (identity:1.0 on the command line) for the same number everywhere."
+            )
+        file = open_curvature(str(inside), relative_to=Path())
+        file.label = f"{model.label}/{inside.name}"
+    return CurvatureInput.of_file(file, recipe.reduction)
+
+
+def make_plan(
+    rule: Rule,
+    inputs: Inputs,
+    *,
+    reads: frozenset[str] | None = None,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    missing: str = "error",
+    dtype: str = "auto",
+    write_precision: bool = False,
+    allow_config: Sequence[str] = (),
+) -> Plan:
+    """Compare all inputs and lay out the work; raises with every difference if they do not fit together.
+
+    With ``reads``, the plan is one to look at: it reads those inputs, and need not suit the rule.
+    """
+    template = inputs.template
+    others = [c for c in inputs.tuned if c is not template]
+    comparison = compare(
+        template, others, include, exclude, allow_config=allow_config, first_is_base=inputs.base is not None
+    )
+    inputs.aliases = dict(zip(others, comparison.aliases, strict=True))
+    diagonals = [source for source in inputs.curvatures if source not in inputs.grams]
+    _tie(diagonals, template, comparison.merged)
+    gram_names, gram_problems = _gram_names(inputs, comparison.merged)
+    problems = [
+        *comparison.problems,
+        *(problem for source in diagonals for problem in _problems_of(source, inputs, comparison.merged, missing)),
+        *gram_problems,
+    ]
+    if problems:
+        raise InputError("these cannot be merged:\n" + "\n".join(f"• {p}" for p in problems))
+
+    wanted = set(comparison.merged)
+    jobs = []
+    for name, info in template.tensors.items():
+        if name not in wanted:
+            jobs.append(Job(name, info, None))
+            continue
+        stored = info.dtype if dtype == "auto" else _STORED[dtype]
+        chosen = rule if rule.otherwise is None or name in gram_names else rule.otherwise
+        types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
+        compute = torch.float64 if "F64" in types or chosen.otherwise is not None else torch.float32
+        jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute))
+    plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, write_precision)
+    plan.note(comparison.notes)
+    plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
+    if rule.name == "gradient-matching" and min(inputs.weights) < 0:
+        plan.note(
+            [
+                "a weight is negative: where H̄ = H_0 + Σ α_t H_t is not positive the merged loss has no minimum, and 0 is "
+                "written as its curvature. To take a task out of the base, use removal."
+            ]
+        )
+    if reads is None:
+        rehearse(plan)
+    return plan
+
+
+def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
+    """What a merge reads: the rule's inputs, without a base that it can do without and that counts for nothing."""
+    needs = rule.needs(inputs.options)
+    idle = inputs.base is None or ("base_weight" in needs and inputs.base_weight is None)
+    return needs - (rule.optional & {"base"}) if idle else needs
+
+
+def _tie(diagonals: Sequence[CurvatureInput], template: Checkpoint, names: Sequence[str]) -> None:
+    """Let an embedding's curvature stand for that of a tied head which a file lacks.
+
+    Both tensors are stored in the template, with the same values.
+    """
+    lacking = {n for source in diagonals if source.shapes is not None for n in names if n not in source.shapes}
+    pairs = ((name, tied_to(name, template)) for name in lacking)
+    ties = {name: tied for name, tied in pairs if tied is not None and same_values(template, name, tied)}
+    for source in diagonals:
+        source.aliases = ties
+
+
+def _problems_of(source: CurvatureInput, inputs: Inputs, names: Sequence[str], missing: str) -> list[str]:
+    shapes = source.shapes
+    if shapes is None:
+        return []
+    tensors = inputs.template.tensors
+    if source.file is not None and source.file.kind != "diagonal":
+        return [f"{source.label}: holds {source.file.kind} matrices, where a diagonal is needed"]
+    problems = []
+    misfits = [n for n in names if n in shapes and shapes[n] != tensors[n].shape]
+    if misfits:
+        wrong = [f"{n}: {list(shapes[n])}, but the weight is {list(tensors[n].shape)}" for n in misfits]
+        problems.append(f"{source.label}: curvature of another model, its shapes do not fit\n{listed(wrong)}")
+    absent = [n for n in names if source.stored_name(n, tensors[n].shape) is None]
+    if absent and len(absent) == len(names):
+        problems.append(
+            f"{source.label}: curvature of another model: it has none of the tensors to merge\n{listed(absent, 3)}"
+        )
+    elif absent and missing != "zero":
+        problems.append(
+            f"{source.label}: no curvature for {len(absent)} of {len(names)} tensors\n{listed(absent)}\n"
+            "  Exclude them, or set `missing: zero` to take it as 0."
+        )
+    return problems
+
+
+def _gram_names(inputs: Inputs, names: Sequence[str]) -> tuple[set[str], list[str]]:
+    """Weights that every model has a Gram matrix for, and what is wrong with those that do not."""
+    found: set[str] = set()
+    problems = [
+        f"{source.label}: regmean needs Gram matrices (XᵀX of the inputs of linear layers), not a diagonal"
+        for source in inputs.grams
+        if source.shapes is None or (source.file is not None and source.file.kind != "gram")
+    ]
+    if problems or not inputs.grams:
+        return found, problems
+    every = [source.shapes or {} for source in inputs.grams]
+    for name in names:
+        shape = inputs.template.tensors[name].shape
+        having = [s[name] for s in every if name in s]
+        if not having:
+            continue
+        size = having[0][0] if having[0] else 0
+        if len(having) < len(every):
+            problems.append(f"{name}: some models have a Gram matrix for it and some do not")
+        elif len(shape) != 2 or size not in shape or any(own != (size, size) for own in having):
+            problems.append(f"{name}: its Gram matrices {list(map(list, having))} do not fit the weight {list(shape)}")
+        else:
+            found.add(name)
+    if not found and not problems:
+        problems.append(f"{inputs.grams[0].label}: has no Gram matrix for any tensor to merge; is it of another model?")
+    return found, problems
+
+
+def rehearse(plan: Plan) -> None:
+    """Run the rule once on single numbers, so that a setting which cannot work fails before any file is read."""
+    models = len(plan.inputs.tuned)
+    one = torch.ones(1, 1)
+    stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one)
+    stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
+    stand_ins |= {"thresholds": [0.0] * models, "kept": [one > 0] * models, "geometry": Geometry(1.0, 1.0, 1.0)}
+    for rule in (plan.rule, plan.rule.otherwise):
+        if rule is not None:
+            try:
+                rule(**rule_arguments(rule, plan, stand_ins))
+            except ValueError as error:
+                raise InputError(f"{rule.name}: {error}") from error

@@ -1,0 +1,69 @@
+"""What a command reads: so that it writes over none of it, and notices when it changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.lora import is_adapter, read_adapter_config
+from ..errors import InputError
+from ..recipe import Base, Model, Recipe
+from ..storage.tensorfile import local_path
+
+State = list[list[Any]]
+"""Of each file its path, size, times of change and inode."""
+
+
+def model_paths(reference: str | None, relative_to: Path | None = None) -> list[Path]:
+    """The folder or file of a model, and that of the base which an adapter names; nothing for a Hub id."""
+    if reference is None or not (path := local_path(reference, relative_to)).exists():
+        return []
+    if not path.is_dir() or not is_adapter(path):
+        return [path]
+    try:
+        stated = read_adapter_config(path).get("base_model_name_or_path")
+    except InputError:  # which is told when the adapter is opened
+        return [path]
+    bases = [local_path(stated, start) for start in (None, path)] if isinstance(stated, str) and stated else []
+    return [path, *(base for base in bases if base.exists())]
+
+
+def recipe_paths(recipe: Recipe) -> list[Path]:
+    """The recipe's file, and every model and curvature that it names."""
+    parts: list[Base | Model] = [*([recipe.base] if recipe.base is not None else []), *recipe.models]
+    penalty = recipe.base.penalty if recipe.base is not None else None
+    named = [text for part in parts for text in (part.model, part.curvature)] + [penalty]
+    found = [recipe.file] if recipe.file is not None else []
+    return found + [path for text in named if isinstance(text, str) for path in model_paths(text, recipe.folder)]
+
+
+def state_of(paths: Iterable[Path], *, deep: bool = False) -> State:
+    """What tells whether files have changed: those given, and those in the folders given (``deep``: and below)."""
+    files = set()
+    for path in paths:
+        if path.is_dir():
+            files |= {p for p in (path.rglob("*") if deep else path.iterdir()) if p.is_file()}
+        else:
+            files.add(path)
+    return [[str(path.absolute()), *_status(path)] for path in sorted(files)]
+
+
+def _status(path: Path) -> list[int]:
+    try:
+        status = path.stat()
+    except OSError:  # it was there a moment ago
+        return []
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def digest_of_state(state: State) -> str:
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+def changed(before: State, after: State) -> str | None:
+    """The first file that differs between two states of the same files."""
+    then, now = ({entry[0]: entry[1:] for entry in state} for state in (before, after))
+    return next((path for path in sorted(then | now) if then.get(path) != now.get(path)), None)

@@ -1,0 +1,74 @@
+"""Where a merge goes on disk: files of weights and of curvature, and the journal of the units that are in them."""
+
+from __future__ import annotations
+
+from ..checkpoints.sidecars import sidecars
+from ..curvature.files import STEM, metadata
+from ..errors import InputError
+from ..storage.bytesof import bytes_of
+from ..storage.staging import Staging
+from ..storage.tensorwriter import TensorWriter
+from .journal import Finished, Journal
+from .local import MergedBlock
+from .plan import Plan
+
+
+class Target:
+    """The unfinished result of a merge. Work that is in it when an error comes is kept, unless that is the input's."""
+
+    def __init__(self, plan: Plan, staging: Staging, journal: Journal, shard_size: int) -> None:
+        self._plan, self._staging, self._journal = plan, staging, journal
+        self._sources = plan.inputs.sources
+        self._finished = Finished()
+        modules = plan.inputs.template.modules
+        self._model = TensorWriter(staging.folder, "model", plan.tensors, shard_size, {"format": "pt"}, modules)
+        self._writers = [self._model]
+        if plan.write_precision:
+            likelihood = next((c.likelihood for c in plan.inputs.curvatures if c.likelihood), "empirical")
+            header = metadata(plan.examples, likelihood, staging.out.name)
+            folder = staging.folder / STEM
+            self._writers.append(TensorWriter(folder, STEM, plan.precision_tensors, shard_size, header))
+
+    def __enter__(self) -> Target:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._journal.close()
+        for writer in self._writers:
+            writer.close()
+        if isinstance(error, InputError):  # going on could only fail again
+            self._staging.keep = False
+
+    def open(self, resume: bool) -> Finished:
+        """Open the files and the journal, and say what an earlier run has finished."""
+        found = self._journal.load() if resume else None
+        self._staging.keep = found is not None
+        if found is None and resume:
+            self._staging.clear()
+        small = sidecars(self._plan.inputs.template).nbytes + 1_000_000
+        self._staging.require_space(sum(writer.nbytes for writer in self._writers) + small)
+        for writer in self._writers:
+            writer.folder.mkdir(exist_ok=True)
+            if not writer.open():
+                found = None
+        self._journal.open(fresh=found is None)
+        self._staging.keep = True
+        self._finished = found or Finished()
+        return self._finished
+
+    def put(self, block: MergedBlock) -> None:
+        """Write a block and then its line of the journal; may be called from several threads at once."""
+        unit = block.unit
+        self._model.write(unit.job.name, unit.start, bytes_of(block.values.contiguous()))
+        if block.precision is not None:
+            self._writers[1].write(unit.job.name, unit.start, bytes_of(block.precision.contiguous()))
+        record = [block.digests.get(source, -1) for source in self._sources]
+        self._journal.unit(unit.number, record)
+        self._finished.units[unit.number] = record
+
+    def finish(self) -> dict[str, int]:
+        """Write the indexes and close the files; bytes of each file, by its name in the result."""
+        for writer in self._writers:
+            writer.finish()
+        folders = ((writer.folder.relative_to(self._staging.folder), writer.sizes) for writer in self._writers)
+        return {str(folder / name): nbytes for folder, sizes in folders for name, nbytes in sizes.items()}

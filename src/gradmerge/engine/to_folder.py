@@ -1,0 +1,215 @@
+"""The whole of a merge, from its plan to the finished folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .._version import __version__
+from ..checkpoints.lora import AdapterCheckpoint
+from ..checkpoints.model import Checkpoint
+from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..errors import InputError, MachineError
+from ..notes import Note
+from ..recipe import Recipe
+from ..storage.smallfile import MAX_TOKENIZER, read_json
+from ..storage.staging import Staging
+from ..text import to_json
+from .card import model_card
+from .journal import Journal
+from .local import Watch, run
+from .memory import keep_freed_memory
+from .plan import Plan
+from .progress import NoProgress, Progress
+from .reads import State, changed, recipe_paths, state_of
+from .record import merge_record
+from .statistics import Statistics, begin_search, find_statistics
+from .target import Target
+from .trust import judge_removal
+from .workers import one_thread_each
+
+RECORD = "gradmerge.json"
+
+
+@dataclass
+class MergeResult:
+    """What a merge did."""
+
+    output: Path
+    merged: int
+    """Number of tensors that went through the rule."""
+    copied: int
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds: float = 0.0
+    notes: list[Note] = field(default_factory=list)
+    already_done: bool = False
+
+
+def merge_to_folder(
+    recipe: Recipe,
+    plan: Plan,
+    out: Path,
+    *,
+    threads: int = 1,
+    device: str = "cpu",
+    force: bool = False,
+    resume: bool = False,
+    allow_nonfinite: bool = False,
+    accept_untrusted: bool = False,
+    durable: bool = False,
+    progress: Progress | None = None,
+) -> MergeResult:
+    """Run the plan of a recipe and write the folder ``out``, in these steps:
+
+    1. Everything that the bytes of the result depend on goes into a fingerprint. With ``resume``, a folder that has it
+       is complete already, and an unfinished one is gone on with.
+    2. A folder beside OUT is staged. The journal in it names every unit (a block of one tensor) that is written.
+    3. A removal whose step is too long to be trusted is refused.
+    4. A rule that needs statistics (thresholds, angles) gets them. Where a sample tells the thresholds, the merge begins
+       with this guess and counts on the way whether it is right; if so, there is no other pass over the inputs.
+    5. Every unit that is left goes through the rule, to the files, and into the journal.
+    6. If no input has changed meanwhile, what goes with the weights is written: indexes, small files such as the
+       tokenizer's, the record gradmerge.json, and the model card. Then the folder gets its name.
+    """
+    keep_freed_memory()
+    progress = progress or NoProgress()
+    template = plan.inputs.template
+    files = _files(plan)
+    state = state_of(files)
+    fingerprint = _fingerprint(recipe, plan, state, allow_nonfinite)
+    result = MergeResult(out, len(plan.merged), len(plan.jobs) - len(plan.merged), notes=plan.notes)
+    if resume and _is_complete(out, fingerprint):
+        result.already_done = True
+        return result
+
+    reads = [*recipe_paths(recipe), *files]
+    with Staging(out, "merge", force=force, resume=resume, reads=reads, durable=durable) as staging:
+        staging.keep = resume
+        journal = Journal(staging.folder, fingerprint)
+        if resume and journal.belongs_to_another_merge():
+            raise InputError(
+                f"{staging.folder}: the unfinished merge there is of another recipe, or its inputs have changed since. "
+                "Run without --resume to start over."
+            )
+        plan.note(staging.notes)
+        plan.note(judge_removal(plan, threads, progress, refuse=not accept_untrusted))
+        plan.note(sidecars(template).note(template.label))
+
+        timings = {"statistics": 0.0, "merge": 0.0, "total": 0.0}
+        with _timed(timings, "total"), Target(plan, staging, journal, recipe.output.shard_size) as target:
+            finished = target.open(resume)
+            resumed = len(finished.units)
+            units = list(plan.units())
+
+            def merge_units(statistics: Statistics, watch: Watch | None = None) -> None:
+                """Those that are left."""
+                left = [unit for unit in units if unit.number not in finished.units]
+                if not left:
+                    return
+                done = plan.total_read * (len(units) - len(left)) // len(units)
+                progress.begin("merging", plan.total_read, done)
+                result.bytes_read += plan.total_read - done
+                with _timed(timings, "merge"):
+                    run(
+                        plan,
+                        statistics,
+                        target.put,
+                        units=left,
+                        threads=threads,
+                        device=device,
+                        allow_nonfinite=allow_nonfinite,
+                        precision_factor=float(plan.examples) if recipe.reduction == "mean" else 1.0,
+                        advance=progress.advance,
+                        watch=watch,
+                    )
+
+            search = None
+            if finished.statistics is None and finished.guess is None:
+                with _timed(timings, "statistics"), one_thread_each():
+                    search = begin_search(plan)
+            if search is not None and search.guess is not None:
+                finished.guess = search.guess
+                journal.guess(search.guess)
+                try:
+                    merge_units(search.guess, search.count)
+                    search.end_pass()
+                except InputError:  # which a wrong guess may have caused, and the right statistics would not
+                    search = None
+            if finished.statistics is None:
+                if plan.statistics_read and (search is None or search.thresholds is None):
+                    progress.begin("measuring", plan.statistics_read)
+                    result.bytes_read += plan.statistics_read
+                with _timed(timings, "statistics"), one_thread_each():
+                    statistics = find_statistics(plan, threads, progress.advance, search)
+                finished.know(statistics)
+                resumed = min(resumed, len(finished.units))
+                journal.statistics(statistics)
+            assert finished.statistics is not None
+            merge_units(finished.statistics)
+
+            if path := changed(state, state_of(files)):
+                staging.keep = False
+                raise MachineError(
+                    f"{path}: changed during the merge, so that the result may be a mixture. Nothing was written; merge again."
+                )
+            sizes = target.finish()
+            copy_sidecars(template, staging.folder, recipe.output.dtype)
+        result.output, result.bytes_written, result.seconds = staging.out, plan.total_written, timings["total"]
+        record = merge_record(recipe, plan, fingerprint, sizes, finished.units, timings, resumed)
+        (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
+        card = model_card(recipe, staging.out.name, (staging.folder / "config.json").is_file())
+        (staging.folder / "README.md").write_text(card, "utf-8")
+        journal.remove()
+    return result
+
+
+@contextmanager
+def _timed(timings: dict[str, float], what: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    timings[what] += time.perf_counter() - begun
+
+
+def _files(plan: Plan) -> list[Path]:
+    """Every file that the result depends on: weights, curvature, configs, and what is copied along."""
+    files = [*plan.inputs.files(), *sidecars(plan.inputs.template).copied.values()]
+    folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in _with_bases(checkpoint)} - {None}
+    configs = [folder / name for folder in folders if folder for name in ("config.json", "adapter_config.json")]
+    return files + [path for path in configs if path.is_file()]
+
+
+def _with_bases(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    """A checkpoint, and what an adapter goes on top of."""
+    yield checkpoint
+    if isinstance(checkpoint, AdapterCheckpoint):
+        yield from _with_bases(checkpoint.base)
+
+
+def _fingerprint(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool) -> str:
+    """What the bytes of the result depend on: the recipe, and the inputs by path, size, times of change and inode."""
+    content = {
+        "version": __version__,
+        "recipe": recipe.model_dump(mode="json"),
+        "files": files,
+        "block": plan.block,
+        "allow_nonfinite": allow_nonfinite,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _is_complete(out: Path, fingerprint: str) -> bool:
+    """Whether a folder is what this merge would write: by its record, and the sizes of the files that it names."""
+    try:
+        record = read_json(out / RECORD, MAX_TOKENIZER)
+        sizes = record["output"]["sizes"].items()
+        return bool(record["fingerprint"] == fingerprint) and all(
+            (out / name).stat().st_size == nbytes for name, nbytes in sizes
+        )
+    except (InputError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
