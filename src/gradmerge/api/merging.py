@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from ..engine import BLOCK, MergeResult, Plan, merge_to_folder, open_plan
+from ..engine.plan import BLOCK, Plan
+from ..engine.planning import open_plan
 from ..engine.progress import Progress
+from ..engine.to_folder import MergeResult, merge_to_folder
 from ..errors import InputError
 from ..recipe import Recipe, load_recipe, make_recipe
 

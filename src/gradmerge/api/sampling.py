@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import overload
+from typing import TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ..curvature.files import CurvatureFile, default_curvature, open_curvature
 from ..engine.inputs import CurvatureInput
 from ..engine.plan import BLOCK
 from ..engine.randomness import standard_normal
-from ..engine.workers import one_thread_each, run_parallel
+from ..engine.workers import run_parallel, with_buffers
 from ..errors import InputError
 from ..storage.bytesof import bytes_of
 from ..storage.staging import Staging
@@ -60,36 +60,24 @@ class _Settings:
             raise InputError(f"dtype: must be auto, {', '.join(_STORED)}, not {self.dtype!r}")
 
 
+class _Options(TypedDict, total=False):
+    temperature: float
+    seed: int
+    damping: float
+    reduction: str
+    dtype: str
+    force: bool
+    threads: int | None
+
+
 @overload
 def sample_posterior(
-    folder: str | Path,
-    n: int,
-    *,
-    temperature: float = ...,
-    seed: int = ...,
-    damping: float = ...,
-    reduction: str = ...,
-    dtype: str = ...,
-    out: None = ...,
-    force: bool = ...,
-    threads: int | None = ...,
+    folder: str | Path, n: int, *, out: None = ..., **options: Unpack[_Options]
 ) -> Iterator[dict[str, Tensor]]: ...
 
 
 @overload
-def sample_posterior(
-    folder: str | Path,
-    n: int,
-    *,
-    temperature: float = ...,
-    seed: int = ...,
-    damping: float = ...,
-    reduction: str = ...,
-    dtype: str = ...,
-    out: str | Path,
-    force: bool = ...,
-    threads: int | None = ...,
-) -> list[Path]: ...
+def sample_posterior(folder: str | Path, n: int, *, out: str | Path, **options: Unpack[_Options]) -> list[Path]: ...
 
 
 def sample_posterior(
@@ -112,10 +100,10 @@ def sample_posterior(
     ``out``, the models are written as the folders `out/0`, `out/1`, …, which appear together when all are complete.
 
     H̄ is taken as the sum over examples that the file holds; ``reduction="mean"`` divides it by their number, as the merge
-    did whose recipe says so, and makes the draws wider by the square root of that number. Entries whose H̄ + damping is 0 have no
-    finite variance: they stay at θ̂, as do tensors without curvature, and a warning says how many. ``dtype`` is that of
-    the draws; beside large weights, a small spread is rounded away in bfloat16 and float16. The random numbers depend on
-    seed, number of the model, tensor and position alone.
+    did whose recipe says so, and makes the draws wider by the square root of that number. Entries whose H̄ + damping is 0
+    have no finite variance: they stay at θ̂, as do tensors without curvature, and a warning says how many. ``dtype`` is
+    that of the draws; beside large weights, a small spread is rounded away in bfloat16 and float16. The random numbers
+    depend on seed, number of the model, tensor and position alone.
     """
     settings = _Settings(temperature, seed, damping, reduction, dtype)
     settings.check(n)
@@ -148,8 +136,7 @@ class _Posterior:
     def __init__(self, model: Checkpoint, file: CurvatureFile, settings: _Settings) -> None:
         self.model, self.settings = model, settings
         _check_fit(model, file)
-        factor = 1.0 / file.examples if settings.reduction == "mean" else 1.0
-        self._precision = CurvatureInput(file.label, file=file, factor=factor)
+        self._precision = CurvatureInput.of_file(file, settings.reduction)
         self.sources = {name: _source(model, file, name) for name in model.tensors}
         """Tensor → the one whose precision and random numbers it has; None: it stays as it is."""
         self.tensors = {
@@ -178,7 +165,7 @@ class _Posterior:
         source, temperature = self.sources[name], self.settings.temperature
         if source is None or temperature == 0:
             return None
-        precision = self._precision.read(source, start, stop, buffers, "precision", torch.float64, {})
+        precision = self._precision.read(source, start, stop, buffers, "precision", torch.float64)
         precision = precision + self.settings.damping
         return torch.where(precision > 0, (temperature / precision).sqrt(), 0.0)
 
@@ -190,49 +177,38 @@ class _Posterior:
         still = entries = 0
         noise = weights = 0.0
 
-        def worker() -> Callable[[tuple[str, int, int]], None]:
-            buffers = Buffers()
+        def work(buffers: Buffers, unit: tuple[str, int, int]) -> None:
+            nonlocal still, entries, noise, weights
+            spread = self._spread(*unit, buffers)
+            if spread is None:
+                return
+            values = self.model.read(*unit, buffers).double()
+            self._check_range(unit[0], values, spread)
+            with lock:
+                still += int((spread == 0).sum())
+                entries += spread.numel()
+                noise += float(spread.square().sum())
+                weights += float(values.square().sum())
 
-            def work(unit: tuple[str, int, int]) -> None:
-                nonlocal still, entries, noise, weights
-                name = unit[0]
-                spread = self._spread(*unit, buffers)
-                if spread is None:
-                    return
-                values = self.model.read(*unit, buffers).double()
-                self._check_range(name, values, spread)
-                with lock:
-                    still += int((spread == 0).sum())
-                    entries += spread.numel()
-                    noise += float(spread.square().sum())
-                    weights += float(values.square().sum())
-
-            return work
-
-        with one_thread_each():
-            run_parallel(self.units(), worker, threads)
-        return self._notes(still, entries, math.sqrt(noise), math.sqrt(weights))
-
-    def _notes(self, still: int, entries: int, noise: float, weights: float) -> list[str]:
+        run_parallel(self.units(), with_buffers(work), threads)
+        noise, weights = math.sqrt(noise), math.sqrt(weights)
         label, found = self.model.label, []
         if still:
             found.append(
-                f"{label}: {still} of {entries} entries have the precision 0, and so no finite variance; they stay at the merged "
-                "model's. A damping above 0 lets them move."
+                f"{label}: {still} of {entries} entries have the precision 0, and so no finite variance; they stay at the "
+                "merged model's. A damping above 0 lets them move."
             )
-        outside = [
-            n for n, info in self.model.tensors.items() if self.sources[n] is None and info.is_float and info.numel
-        ]
+        tensors = self.model.tensors
+        outside = [n for n, info in tensors.items() if self.sources[n] is None and info.is_float and info.numel]
         if outside:
-            entries = sum(self.model.tensors[name].numel for name in outside)
             found.append(
-                f"{label}: {count(entries)} entries are of tensors without curvature and stay at the merged model's:\n"
-                f"{listed(outside, 4)}"
+                f"{label}: {count(sum(tensors[name].numel for name in outside))} entries are of tensors without curvature "
+                f"and stay at the merged model's:\n{listed(outside, 4)}"
             )
         if noise > weights:
             found.append(
-                f"{label}: a draw is about {noise:.3g} away from the merged model, whose own norm is {weights:.3g}: little of the "
-                "model is left in it. Precision near 0 does this; pass a damping, or a lower temperature."
+                f"{label}: a draw is about {noise:.3g} away from the merged model, whose own norm is {weights:.3g}: little "
+                "of the model is left in it. Precision near 0 does this; pass a damping, or a lower temperature."
             )
         return found
 
@@ -243,8 +219,8 @@ class _Posterior:
         reach = float((values.abs() + FARTHEST * spread).max())
         if not reach <= torch.finfo(TORCH_TYPES[kind]).max:
             raise InputError(
-                f"{self.model.label}: draws of {name} may reach {reach:.3g}, too large for {FLOATS[kind]}: its weights are not finite, or "
-                "its precision is almost 0. Pass a damping, or a wider dtype."
+                f"{self.model.label}: draws of {name} may reach {reach:.3g}, too large for {FLOATS[kind]}: its weights are "
+                "not finite, or its precision is almost 0. Pass a damping, or a wider dtype."
             )
 
 
@@ -311,13 +287,7 @@ def _write(posterior: _Posterior, n: int, out: Path, force: bool, threads: int) 
 
 
 def _fill(posterior: _Posterior, sample: int, put: Callable[[str, int, Tensor], None], threads: int) -> None:
-    def worker() -> Callable[[tuple[str, int, int]], None]:
-        buffers = Buffers()
+    def work(buffers: Buffers, unit: tuple[str, int, int]) -> None:
+        put(unit[0], unit[1], posterior.draw(sample, *unit, buffers))
 
-        def work(unit: tuple[str, int, int]) -> None:
-            put(unit[0], unit[1], posterior.draw(sample, *unit, buffers))
-
-        return work
-
-    with one_thread_each():
-        run_parallel(posterior.units(), worker, threads)
+    run_parallel(posterior.units(), with_buffers(work), threads)

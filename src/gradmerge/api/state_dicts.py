@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..checkpoints.model import STORED_TYPES, Checkpoint
 from ..curvature.curvature import Curvature
-from ..engine import CurvatureInput, MergedBlock, find_statistics, make_plan, run
+from ..engine.inputs import CurvatureInput
+from ..engine.local import MergedBlock, run
 from ..engine.plan import torch_type
-from ..engine.planning import inputs_of
-from ..engine.workers import one_thread_each
+from ..engine.planning import inputs_of, make_plan
+from ..engine.statistics import find_statistics
 from ..errors import InputError
 from ..recipe import make_recipe
 from ..rules import RULES
@@ -92,9 +93,7 @@ def merge_state_dicts(
         result[block.unit.job.name].view(-1)[block.unit.start : block.unit.stop] = block.values
 
     threads = threads or default_threads()
-    with one_thread_each():
-        statistics = find_statistics(plan, threads, lambda nbytes: None)
-    run(plan, statistics, put, threads=threads, allow_nonfinite=allow_nonfinite)
+    run(plan, find_statistics(plan, threads), put, threads=threads, allow_nonfinite=allow_nonfinite)
     template = base if base is not None else tuned[0]
     return {name: value.to(template[name].device) for name, value in result.items()}
 

@@ -14,7 +14,7 @@ from .output import Durable, continued, heavy_imports, note, print_json, print_t
 from .streams import say
 
 if TYPE_CHECKING:
-    from ..engine import Plan
+    from ..engine.plan import Plan
     from ..recipe import Recipe
 
 MERGE_EXAMPLE = (

@@ -18,7 +18,7 @@ from .planning import rehearse
 from .randomness import keep_mask
 from .reading import read_block
 from .statistics import Advance, Statistics, find_statistics
-from .workers import one_thread_each, run_parallel
+from .workers import run_parallel, with_buffers
 
 
 @dataclass
@@ -72,24 +72,18 @@ def look_at(
     known: KnownStatistics = {} if measured is None else measured
     runners = [_Runner(plan, candidate, threads, known) for candidate in candidates]
 
-    def worker() -> Callable[[Unit], None]:
-        buffers = Buffers()
+    def work(buffers: Buffers, unit: Unit) -> None:
+        job = unit.job
+        if job.rule is None:
+            return
+        tensors = read_block(plan, job, unit.start, unit.stop, buffers)
+        masks: dict[tuple[int, float], list[Tensor]] = {}
+        merged = [runner.block(unit, tensors, masks, buffers) for runner in runners]
+        prior, curvature = tensors.get("prior"), tensors.get("curvature") or []
+        visit(Block(job, unit.start, unit.stop, tensors["base"], tensors["tuned"], prior, curvature, merged))
+        advance(plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel))
 
-        def work(unit: Unit) -> None:
-            job = unit.job
-            if job.rule is None:
-                return
-            tensors = read_block(plan, job, unit.start, unit.stop, buffers)
-            masks: dict[tuple[int, float], list[Tensor]] = {}
-            merged = [runner.block(unit, tensors, masks, buffers) for runner in runners]
-            prior, curvature = tensors.get("prior"), tensors.get("curvature") or []
-            visit(Block(job, unit.start, unit.stop, tensors["base"], tensors["tuned"], prior, curvature, merged))
-            advance(plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel))
-
-        return work
-
-    with one_thread_each():
-        run_parallel(plan.units(), worker, threads)
+    run_parallel(plan.units(), with_buffers(work), threads)
 
 
 def plan_of(plan: Plan, candidate: Candidate) -> Plan:
@@ -129,8 +123,7 @@ class _Runner:
         options = self._plan.inputs.options
         key = (*sorted(wanted), options.get("density"), options.get("scope"))
         if key not in measured:
-            with one_thread_each():
-                measured[key] = find_statistics(self._plan, threads, lambda nbytes: None) if wanted else Statistics()
+            measured[key] = find_statistics(self._plan, threads)
         self._statistics = measured[key]
 
     def _check_model(self, plan: Plan, model: Checkpoint) -> None:

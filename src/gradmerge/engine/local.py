@@ -19,7 +19,7 @@ from .plan import Job, Plan, Unit, rule_arguments, torch_type
 from .reading import all_finite, is_transposed, not_finite, read_block, read_matrices
 from .rounding import rounded
 from .statistics import Advance, Statistics
-from .workers import one_thread_each, run_parallel
+from .workers import run_parallel, with_buffers
 
 Watch = Callable[[Tensor, list[Tensor]], None]
 """Is shown every block of the base and of the tuned models, from several threads at once."""
@@ -60,25 +60,19 @@ def run(
     sizes = {job.name: plan.bytes_read(job) for job in plan.jobs}
     lock = threading.Lock()
 
-    def worker() -> Callable[[Unit], None]:
-        buffers = Buffers()
+    def work(buffers: Buffers, unit: Unit) -> None:
+        job = unit.job
+        if unit.start == 0 and job.name in soon:
+            _read_ahead(plan, soon[job.name])
+        if job.rule is None:
+            block = _copy(plan, unit, buffers, allow_nonfinite)
+        else:
+            block = _merge(plan, unit, statistics, buffers, place, allow_nonfinite, precision_factor, watch)
+        put(block)
+        with lock:
+            advance(sizes[job.name] * (unit.stop - unit.start) // max(1, job.info.numel))
 
-        def work(unit: Unit) -> None:
-            job = unit.job
-            if unit.start == 0 and job.name in soon:
-                _read_ahead(plan, soon[job.name])
-            if job.rule is None:
-                block = _copy(plan, unit, buffers, allow_nonfinite)
-            else:
-                block = _merge(plan, unit, statistics, buffers, place, allow_nonfinite, precision_factor, watch)
-            put(block)
-            with lock:
-                advance(sizes[job.name] * (unit.stop - unit.start) // max(1, job.info.numel))
-
-        return work
-
-    with one_thread_each():
-        run_parallel(plan.units() if units is None else units, worker, threads)
+    run_parallel(plan.units() if units is None else units, with_buffers(work), threads)
 
 
 def _read_ahead(plan: Plan, job: Job) -> None:

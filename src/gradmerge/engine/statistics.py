@@ -16,7 +16,7 @@ from ..rules.spherical import Geometry
 from .plan import Job, Plan
 from .reading import read_models
 from .selection import Guess, Selection
-from .workers import run_parallel
+from .workers import one_thread_each, run_parallel, with_buffers
 
 #: Elements that are reduced at once. Fixed, so that sums do not depend on how the merge cuts its blocks.
 CHUNK = 1 << 19
@@ -100,7 +100,9 @@ def begin_search(plan: Plan) -> Search | None:
     return None
 
 
-def find_statistics(plan: Plan, threads: int, advance: Advance, search: Search | None = None) -> Statistics:
+def find_statistics(
+    plan: Plan, threads: int, advance: Advance = lambda nbytes: None, search: Search | None = None
+) -> Statistics:
     """Whatever the plan's rule needs to know beforehand; ``advance`` is told how many bytes have been read.
 
     ``search`` is one for the thresholds of the whole model that has begun already.
@@ -141,26 +143,22 @@ def _thresholds(
     search = begun or Search(plan, jobs)
     first = True
 
-    def worker() -> Callable[[tuple[Job, int, int]], None]:
-        buffers = Buffers()
-
-        def work(chunk: tuple[Job, int, int]) -> None:
-            job, start, stop = chunk
-            base, tuned = read_models(plan, job, start, stop, buffers)
-            assert base is not None
-            search.count(base, tuned)
-            if first:
-                advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
-
-        return work
+    def work(buffers: Buffers, chunk: tuple[Job, int, int]) -> None:
+        job, start, stop = chunk
+        base, tuned = read_models(plan, job, start, stop, buffers)
+        assert base is not None
+        search.count(base, tuned)
+        if first:
+            advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
 
     while search.thresholds is None:
-        run_parallel(_chunks(jobs), worker, threads)
+        run_parallel(_chunks(jobs), with_buffers(work), threads)
         search.end_pass()
         first = False
     return search.thresholds
 
 
+@one_thread_each()
 def _guesses(plan: Plan, jobs: list[Job], density: float) -> list[Guess]:
     """The thresholds of a sample: short runs at even distances over all tensors. Only the speed depends on it."""
     total = sum(job.info.numel for job in jobs)

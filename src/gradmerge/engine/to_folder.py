@@ -31,7 +31,6 @@ from .record import merge_record
 from .statistics import Statistics, begin_search, find_statistics
 from .target import Target
 from .trust import judge_removal
-from .workers import one_thread_each
 
 RECORD = "gradmerge.json"
 
@@ -131,7 +130,7 @@ def merge_to_folder(
 
             search = None
             if finished.statistics is None and finished.guess is None:
-                with _timed(timings, "statistics"), one_thread_each():
+                with _timed(timings, "statistics"):
                     search = begin_search(plan)
             if search is not None and search.guess is not None:
                 finished.guess = search.guess
@@ -145,7 +144,7 @@ def merge_to_folder(
                 if plan.statistics_read and (search is None or search.thresholds is None):
                     progress.begin("measuring", plan.statistics_read)
                     result.bytes_read += plan.statistics_read
-                with _timed(timings, "statistics"), one_thread_each():
+                with _timed(timings, "statistics"):
                     statistics = find_statistics(plan, threads, progress.advance, search)
                 finished.know(statistics)
                 resumed = min(resumed, len(finished.units))

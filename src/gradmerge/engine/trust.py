@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from .plan import BLOCK, Job, Plan, rule_arguments
 from .progress import Progress
 from .reading import read_block
 from .statistics import Advance
-from .workers import one_thread_each, run_parallel
+from .workers import run_parallel, with_buffers
 
 #: A step more than this many times as long as fine-tuning's is not trusted. Negation at strength 1 has 1; the rest is
 #: room for what curvature may rightly lengthen.
@@ -174,22 +174,17 @@ def judge(
     judgements = [Judgement(damping, looked_at=sum(seen.values())) for damping in dampings]
     lock = threading.Lock()
 
-    def worker() -> Callable[[tuple[Job, int, int]], None]:
-        buffers = Buffers()
+    def work(buffers: Buffers, run: tuple[Job, int, int]) -> None:
+        job, start, stop = run
+        steps = list(_steps(plan, job, start, stop, buffers, dampings))
+        with lock:
+            for judgement, step in zip(judgements, steps, strict=True):
+                group = judgement.groups.setdefault(group_of(job.name), Step())
+                group.add(step, job.info.numel / seen[job.name])
+            advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
 
-        def work(run: tuple[Job, int, int]) -> None:
-            job, start, stop = run
-            steps = list(_steps(plan, job, start, stop, buffers, dampings))
-            with lock:
-                for judgement, step in zip(judgements, steps, strict=True):
-                    group = judgement.groups.setdefault(group_of(job.name), Step())
-                    group.add(step, job.info.numel / seen[job.name])
-                advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
-
-        return work
-
-    with one_thread_each():
-        run_parallel(((job, *part) for job in plan.merged for part in runs.get(job.name, ())), worker, threads)
+    every = ((job, *part) for job in plan.merged for part in runs.get(job.name, ()))
+    run_parallel(every, with_buffers(work), threads)
     return judgements
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
+from ..checkpoints.model import Buffers
 from ..errors import MachineError
 
 Item = TypeVar("Item")
@@ -16,7 +18,7 @@ Item = TypeVar("Item")
 
 @contextlib.contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Let every worker compute on its own thread alone, and restore the setting afterwards."""
+    """Let every operation compute on its own thread alone, and restore the setting afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -25,10 +27,16 @@ def one_thread_each() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def with_buffers(work: Callable[[Buffers, Item], None]) -> Callable[[], Callable[[Item], None]]:
+    """What :func:`run_parallel` takes, of a function that needs buffers of its thread's own."""
+    return lambda: functools.partial(work, Buffers())
+
+
+@one_thread_each()
 def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item], None]], threads: int) -> None:
     """Call a worker on every item, in order of the items, on some threads.
 
-    ``make_worker`` makes one function for each thread, so that it can own buffers. The first error stops all threads
+    ``make_worker`` makes one function per thread, so that it can own buffers. The first error stops all threads
     and is raised here, and so is Ctrl-C. Where the machine allows fewer threads, those do the work.
     """
     stream = iter(items)
