@@ -33,7 +33,3 @@ class Note(str):
     def is_warning(self) -> bool:
         """Whether it is shown also to those who asked for quiet: the result is probably not what they want."""
         return self.kind in (Kind.UNTRUSTED, Kind.STRANGERS)
-
-
-def as_note(text: str) -> Note:
-    return text if isinstance(text, Note) else Note(text)

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-#: What a terminal or a viewer obeys instead of showing it: control characters but the line feed, marks that turn the direction of
-#: text, separators of lines, and halves of characters, which no file can hold.
+#: What a terminal or a viewer obeys instead of showing it: control characters but the line feed, marks that turn the
+#: direction of text, separators of lines, and halves of characters, which no file can hold.
 _UNSEEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -25,7 +25,7 @@ def one_line(text: str) -> str:
 
 
 def to_json(value: Any, indent: int | None = 2) -> str:
-    """JSON for files and machines. It has no word for infinity and NaN, which become null; any text can be encoded and shown."""
+    """JSON for files and machines, safe to encode and show; infinity and NaN, which it has no word for, become null."""
     text = json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -50,7 +50,7 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def listed(items: Iterable[str], limit: int = 8) -> str:
-    """At most ``limit`` items, one an indented line, and how many more there are."""
+    """At most ``limit`` items, one per indented line, and how many more there are."""
     items = list(items)
     shown = [one_line(item[:301]) for item in items[:limit]]
     lines = [f"  {item if len(item) <= 300 else item[:299] + '…'}" for item in shown]

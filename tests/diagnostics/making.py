@@ -10,7 +10,7 @@ from gradmerge.checkpoints.model import Checkpoint
 from gradmerge.engine.inputs import CurvatureInput, Inputs
 from gradmerge.engine.plan import Plan
 from gradmerge.engine.planning import make_plan
-from gradmerge.rules import RULES
+from gradmerge.recipe import make_recipe
 
 State = Mapping[str, Tensor]
 
@@ -27,4 +27,5 @@ def memory_plan(states: Sequence[State], curvature: Sequence[State], weights: Se
         curvature=[CurvatureInput(f"curvature {i}", memory=c) for i, c in enumerate(curvature[1:])],
         damping=damping,
     )
-    return make_plan(RULES["gradient-matching"], inputs)
+    recipe = make_recipe({"method": "gradient-matching", "base": "base", "models": ["model"] * len(tuned)})
+    return make_plan(recipe, inputs)

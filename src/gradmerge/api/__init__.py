@@ -2,8 +2,9 @@
 
 from ..engine.progress import Progress
 from ..engine.record import digest_of
+from ..engine.to_folder import MergeResult
 from .evaluating import evaluate
-from .merging import MergeResult, default_threads, merge, planned
+from .merging import default_threads, merge, planned
 from .state_dicts import merge_state_dicts
 
 __all__ = [

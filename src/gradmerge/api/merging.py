@@ -63,9 +63,9 @@ def merge(
 
     Everything is streamed: memory depends on the number of models and threads, not on their size. The folder appears
     under its name when it is complete; until then the work is in ``OUT.gradmerge-partial``, and ``resume`` goes on from
-    there. The bytes of the weights depend on the inputs and the recipe alone. Models whose configs make another function
-    of the weights are refused, but for differences in the keys ``allow_config``; a removal whose step cannot be trusted
-    is refused unless ``accept_untrusted``. With ``durable`` the folder is on the disk before it gets its name.
+    there. The bytes of the weights depend on the inputs and the recipe alone. Models whose configs make another
+    function of the weights are refused, but for differences in the keys ``allow_config``; so is a removal whose step
+    cannot be trusted, unless ``accept_untrusted``. With ``durable`` the folder is on the disk before it gets its name.
     """
     recipe, out = as_recipe(recipe), Path(out)
     if out.suffix == ".safetensors":

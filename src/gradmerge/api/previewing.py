@@ -15,6 +15,7 @@ from ..diagnostics.preview import Looker, Preview, Row, compare
 from ..diagnostics.suggest import OBJECTIVES, Suggestion, search_ranges, suggest
 from ..engine.card import recipe_as_written, to_yaml
 from ..engine.progress import NoProgress, Progress
+from ..engine.to_folder import MergeResult
 from ..errors import InputError
 from ..recipe import Base, Identity, Model, Recipe
 from ..report.page import write_report
@@ -23,7 +24,7 @@ from ..storage.staging import Staging
 from ..storage.tensorfile import local_path
 from ..text import to_json
 from .diagnosing import provenance, recipe_text, report_folder
-from .merging import MergeResult, as_recipe, default_threads, merge
+from .merging import as_recipe, default_threads, merge
 
 
 class Loading(TypedDict, total=False):

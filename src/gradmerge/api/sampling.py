@@ -99,11 +99,11 @@ def sample_posterior(
     holds H̄. The result is an iterator over state dicts by the names of the files, one model in memory at a time; with
     ``out``, the models are written as the folders `out/0`, `out/1`, …, which appear together when all are complete.
 
-    H̄ is taken as the sum over examples that the file holds; ``reduction="mean"`` divides it by their number, as the merge
-    did whose recipe says so, and makes the draws wider by the square root of that number. Entries whose H̄ + damping is 0
-    have no finite variance: they stay at θ̂, as do tensors without curvature, and a warning says how many. ``dtype`` is
-    that of the draws; beside large weights, a small spread is rounded away in bfloat16 and float16. The random numbers
-    depend on seed, number of the model, tensor and position alone.
+    H̄ is taken as the sum over examples that the file holds; ``reduction="mean"`` divides it by their number, as a merge
+    does whose recipe says so, and makes the draws wider by the square root of that number. Entries whose H̄ + damping
+    is 0 have no finite variance: they stay at θ̂, as do tensors without curvature, and a warning says how many.
+    ``dtype`` is that of the draws; beside large weights, a small spread is rounded away in bfloat16 and float16. The
+    random numbers depend on seed, number of the model, tensor and position alone.
     """
     settings = _Settings(temperature, seed, damping, reduction, dtype)
     settings.check(n)
@@ -195,20 +195,20 @@ class _Posterior:
         label, found = self.model.label, []
         if still:
             found.append(
-                f"{label}: {still} of {entries} entries have the precision 0, and so no finite variance; they stay at the "
-                "merged model's. A damping above 0 lets them move."
+                f"{label}: {still} of {entries} entries have the precision 0, and so no finite variance; they stay at "
+                "the merged model's. A damping above 0 lets them move."
             )
         tensors = self.model.tensors
         outside = [n for n, info in tensors.items() if self.sources[n] is None and info.is_float and info.numel]
         if outside:
             found.append(
-                f"{label}: {count(sum(tensors[name].numel for name in outside))} entries are of tensors without curvature "
-                f"and stay at the merged model's:\n{listed(outside, 4)}"
+                f"{label}: {count(sum(tensors[name].numel for name in outside))} entries are of tensors without "
+                f"curvature and stay at the merged model's:\n{listed(outside, 4)}"
             )
         if noise > weights:
             found.append(
-                f"{label}: a draw is about {noise:.3g} away from the merged model, whose own norm is {weights:.3g}: little "
-                "of the model is left in it. Precision near 0 does this; pass a damping, or a lower temperature."
+                f"{label}: a draw is about {noise:.3g} away from the merged model, whose own norm is {weights:.3g}: "
+                "little of the model is left in it. Precision near 0 does this; pass a damping, or a lower temperature."
             )
         return found
 
@@ -219,8 +219,8 @@ class _Posterior:
         reach = float((values.abs() + FARTHEST * spread).max())
         if not reach <= torch.finfo(TORCH_TYPES[kind]).max:
             raise InputError(
-                f"{self.model.label}: draws of {name} may reach {reach:.3g}, too large for {FLOATS[kind]}: its weights are "
-                "not finite, or its precision is almost 0. Pass a damping, or a wider dtype."
+                f"{self.model.label}: draws of {name} may reach {reach:.3g}, too large for {FLOATS[kind]}: its weights "
+                "are not finite, or its precision is almost 0. Pass a damping, or a wider dtype."
             )
 
 

@@ -65,14 +65,11 @@ def merge_state_dicts(
         "missing": missing,
         "options": dict(options or {}),
     }
-    if base is None and base_weight is not None:
-        raise InputError("base_weight: there is no base that it could belong to")
     if base is not None:
-        description["base"] = {
-            "model": "base",
-            "weight": base_weight,
-            "penalty": None if penalty is None else "penalty",
-        }
+        named = None if penalty is None else "penalty"
+        description["base"] = {"model": "base", "weight": base_weight, "penalty": named}
+    elif base_weight is not None:
+        raise InputError("base_weight: there is no base that it could belong to")
     recipe = make_recipe(description, where="merge_state_dicts")
     opened = [Checkpoint(f"tuned[{i}]", memory=_contiguous(state)) for i, state in enumerate(tuned)]
     inputs = inputs_of(recipe, Checkpoint("base", memory=_contiguous(base)) if base is not None else None, opened)
@@ -86,7 +83,7 @@ def merge_state_dicts(
             raise InputError(f"curvature: {method} needs one for each of the {len(tuned)} tuned models")
         every = [_in_memory(c, f"curvature[{i}]", reduction, method) for i, c in enumerate(curvature)]
         inputs.curvature, inputs.grams = ([], every) if "grams" in needs else (every, [])
-    plan = make_plan(recipe.rule, inputs, include=include, exclude=exclude, missing=missing)
+    plan = make_plan(recipe, inputs)
     result = {job.name: torch.empty(job.info.shape, dtype=torch_type(job.info)) for job in plan.jobs}
 
     def put(block: MergedBlock) -> None:

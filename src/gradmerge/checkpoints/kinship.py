@@ -20,7 +20,7 @@ RUN = 1 << 14
 
 @dataclass(frozen=True)
 class Kinship:
-    """How far a model θ_t is from another one, θ_0: ‖θ_t − θ_0‖ / ‖θ_0‖ (0 where it cannot be told), and their cosine."""
+    """How far θ_t is from θ_0: ‖θ_t − θ_0‖ / ‖θ_0‖ (0 where that cannot be told), and the cosine between them."""
 
     distance: float
     cosine: float
@@ -58,7 +58,7 @@ def kinship_note(first: Checkpoint, other: Checkpoint, found: Kinship, first_is_
     text = (
         f"WARNING: {other.label} may not stem from {what}: its weight matrices differ from those of {first.label} "
         f"by {found.distance:.2f} times their size (‖difference‖ / ‖{first.label}‖), and their cosine is "
-        f"{found.cosine:.2f} (on a sample of {count(found.looked_at)} entries). After fine-tuning these are near 0 and 1. "
-        "A merge of models without a common base is noise: check that these are the models you mean."
+        f"{found.cosine:.2f} (on a sample of {count(found.looked_at)} entries). After fine-tuning these are near 0 and "
+        "1. A merge of models without a common base is noise: check that these are the models you mean."
     )
     return Note(text, Kind.STRANGERS, distance=found.distance, cosine=found.cosine)

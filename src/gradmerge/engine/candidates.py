@@ -51,6 +51,8 @@ class Block:
 
 
 Visit = Callable[[Block], None]
+Masks = dict[tuple[int, float], list[Tensor]]
+"""Random masks of one block, by seed and density: candidates share them."""
 KnownStatistics = dict[tuple[Any, ...], Statistics]
 """Thresholds and angles by what they were asked for: they do not depend on weights, and many candidates share them."""
 
@@ -77,7 +79,7 @@ def look_at(
         if job.rule is None:
             return
         tensors = read_block(plan, job, unit.start, unit.stop, buffers)
-        masks: dict[tuple[int, float], list[Tensor]] = {}
+        masks: Masks = {}
         merged = [runner.block(unit, tensors, masks, buffers) for runner in runners]
         prior, curvature = tensors.get("prior"), tensors.get("curvature") or []
         visit(Block(job, unit.start, unit.stop, tensors["base"], tensors["tuned"], prior, curvature, merged))
@@ -115,8 +117,13 @@ class _Runner:
 
     def __init__(self, plan: Plan, candidate: Candidate, threads: int, measured: KnownStatistics) -> None:
         self._candidate = candidate
-        if candidate.model is not None:
-            self._check_model(plan, candidate.model)
+        if (model := candidate.model) is not None:
+            there = {name: info.shape for name, info in model.tensors.items()}
+            wrong = [job.name for job in plan.merged if there.get(job.name) != job.info.shape]
+            if wrong:
+                raise InputError(
+                    f"{model.label}: is no merge of these models: {wrong[0]} is missing or has another shape"
+                )
             return
         self._plan = plan_of(plan, candidate)
         wanted = self._plan.needs & {"thresholds", "geometry"}
@@ -126,22 +133,7 @@ class _Runner:
             measured[key] = find_statistics(self._plan, threads)
         self._statistics = measured[key]
 
-    def _check_model(self, plan: Plan, model: Checkpoint) -> None:
-        wrong = [
-            job.name
-            for job in plan.merged
-            if job.name not in model.tensors or model.tensors[job.name].shape != job.info.shape
-        ]
-        if wrong:
-            raise InputError(f"{model.label}: is no merge of these models: {wrong[0]} is missing or has another shape")
-
-    def block(
-        self,
-        unit: Unit,
-        tensors: Mapping[str, Any],
-        masks: dict[tuple[int, float], list[Tensor]],
-        buffers: Buffers,
-    ) -> Tensor:
+    def block(self, unit: Unit, tensors: Mapping[str, Any], masks: Masks, buffers: Buffers) -> Tensor:
         candidate, job = self._candidate, unit.job
         if candidate.model is not None:
             block = candidate.model.read(job.name, unit.start, unit.stop, buffers, f"candidate {candidate.name}")

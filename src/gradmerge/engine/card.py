@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from .._version import __version__
 from ..checkpoints.opening import HUB_ID
-from ..recipe import Recipe
+from ..recipe import Base, Identity, Model, Recipe
 from ..storage.tensorfile import local_path
 from ..text import one_line, printable
 
@@ -19,14 +18,14 @@ from ..text import one_line, printable
 def model_card(recipe: Recipe, name: str, has_config: bool) -> str:
     """README.md: what was merged, by which rule, and the recipe to do it again. The same inputs give the same text."""
     rule = recipe.rule
-    # A Hub id goes without its revision.
     every = [m.model for m in (recipe.base, *recipe.models) if m is not None]
-    on_the_hub = dict.fromkeys(text.partition("@")[0] for text in every if _is_on_the_hub(text, recipe.folder))
+    hub_ids = [text for text in every if HUB_ID.fullmatch(text) and not local_path(text, recipe.folder).exists()]
+    on_the_hub = dict.fromkeys(text.partition("@")[0] for text in hub_ids)  # without their revisions
     front: dict[str, Any] = {"base_model": list(on_the_hub)} if on_the_hub else {}
     front |= {"library_name": "transformers"} if has_config else {}
     front["tags"] = ["merge", "gradmerge"]
-    roles = [*([("base", recipe.base)] if recipe.base else []), *(("tuned", model) for model in recipe.models)]
-    rows = [f"| {role} | {_code(m.model)} | {_number(m.weight)} | {_curvature(m.curvature)} |" for role, m in roles]
+    rows = [f"| base | {_row(recipe.base)} |"] if recipe.base else []
+    rows += [f"| tuned | {_row(model)} |" for model in recipe.models]
     table = "\n".join(["| | model | weight | curvature |", "|---|---|---|---|", *rows])
     made = "Made from" if rule.name == "removal" else "A merge of"
     models = f"{len(recipe.models)} fine-tuned {'model' if len(recipe.models) == 1 else 'models'}"
@@ -64,10 +63,6 @@ def to_yaml(value: Mapping[str, Any]) -> str:
     return text if printable(text) == text else yaml.safe_dump(dict(value), sort_keys=False)
 
 
-def _is_on_the_hub(reference: str, folder: Path) -> bool:
-    return HUB_ID.fullmatch(reference) is not None and not local_path(reference, folder).exists()
-
-
 def _code(text: str) -> str:
     """A name as code in a cell of a table: nothing in it is markup, nor does it end the cell."""
     text = one_line(text).replace("|", "\\|")
@@ -86,11 +81,7 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\`*\[\]<>&!|~$])", r"\\\1", one_line(text))
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:g}"
-
-
-def _curvature(value: Any) -> str:
-    if value is None:
-        return ""
-    return _code(value) if isinstance(value, str) else f"{value.identity:g} · I"
+def _row(part: Base | Model) -> str:
+    weight, named = "" if part.weight is None else f"{part.weight:g}", part.curvature
+    curvature = f"{named.identity:g} · I" if isinstance(named, Identity) else _code(named) if named is not None else ""
+    return f"{_code(part.model)} | {weight} | {curvature}"

@@ -116,8 +116,8 @@ class CurvatureInput:
             raise InputError(f"{self.label}: curvature of {name} has values that are {what}; measure it again")
         if float(high) * self.factor > LARGEST:
             raise InputError(
-                f"{self.label}: curvature of {name} is as large as {float(high) * self.factor:.3g}; sums of such numbers "
-                "do not fit float32. Scale the curvature of all models down alike."
+                f"{self.label}: curvature of {name} is as large as {float(high) * self.factor:.3g}; sums of such "
+                "numbers do not fit float32. Scale the curvature of all models down alike."
             )
 
     def will_need(self, name: str) -> None:

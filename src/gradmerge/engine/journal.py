@@ -40,7 +40,7 @@ class Journal:
 
     A line is written after the unit's bytes are, so that a unit in the journal is a unit on disk. After a crash of the
     whole machine that need not hold, so the header names the boot; a journal of another boot is not believed. Nor is
-    one with a line that has changed since: it could name a unit that is not there, so every line ends with its checksum.
+    one with a line that has changed since: it could name a unit that is not there. So every line ends with a checksum.
     """
 
     def __init__(self, folder: Path, fingerprint: str) -> None:

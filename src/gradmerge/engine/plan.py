@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.model import TORCH_TYPES
-from ..notes import Note, as_note
+from ..notes import Note
 from ..rules import Rule
 from ..storage.tensorfile import TensorInfo
 from ..text import natural
@@ -61,7 +61,7 @@ class Plan:
     block: int = BLOCK
 
     def note(self, texts: Iterable[str]) -> None:
-        self.notes += map(as_note, texts)
+        self.notes += [text if isinstance(text, Note) else Note(text) for text in texts]
 
     @property
     def merged(self) -> list[Job]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -43,31 +43,10 @@ def open_plan(
     needs = recipe.rule.needs(recipe.resolved_options) if reads is None else reads
     inputs = open_inputs(recipe, needs, wanted_by or recipe.method, allow_pickle=allow_pickle)
     try:
-        plan = make_plan(
-            recipe.rule,
-            inputs,
-            reads=reads,
-            include=recipe.include,
-            exclude=recipe.exclude,
-            missing=recipe.missing,
-            dtype=recipe.output.dtype,
-            write_precision=recipe.output.curvature,
-            allow_config=allow_config,
-        )
+        return make_plan(recipe, inputs, reads=reads, allow_config=allow_config)
     except BaseException:
         inputs.close()
         raise
-    if reads is None:
-        plan.note(_unused(recipe, needs))
-    return plan
-
-
-def _unused(recipe: Recipe, needs: frozenset[str]) -> list[Note]:
-    """Curvature that the recipe names and the rule does not read: fine when methods are compared, but worth a note."""
-    named = ["base.curvature"] if recipe.base and recipe.base.curvature is not None and "prior" not in needs else []
-    if not needs & {"curvature", "grams"}:
-        named += [f"models[{i}].curvature" for i, model in enumerate(recipe.models) if model.curvature is not None]
-    return [Note(f"{recipe.method} does not use {', '.join(named)}", Kind.UNUSED, keys=named)] if named else []
 
 
 def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_pickle: bool = False) -> Inputs:
@@ -123,8 +102,9 @@ def _open_curvature(
         if inside is None:
             raise InputError(
                 f"{key}: {wanted_by} needs the curvature of {model.label}, the recipe names none, and the model folder "
-                "has no curvature/ folder. Measure it with `gradmerge curvature estimate`, name a curvature folder or file, "
-                "or give {identity: 1.0} in a recipe (identity:1.0 on the command line) for the same number everywhere."
+                "has no curvature/ folder. Measure it with `gradmerge curvature estimate`, name a curvature folder or "
+                "file, or give {identity: 1.0} in a recipe (identity:1.0 on the command line) for the same number "
+                "everywhere."
             )
         file = open_curvature(str(inside), relative_to=Path())
         file.label = f"{model.label}/{inside.name}"
@@ -132,25 +112,16 @@ def _open_curvature(
 
 
 def make_plan(
-    rule: Rule,
-    inputs: Inputs,
-    *,
-    reads: frozenset[str] | None = None,
-    include: Sequence[str] = ("*",),
-    exclude: Sequence[str] = (),
-    missing: str = "error",
-    dtype: str = "auto",
-    write_precision: bool = False,
-    allow_config: Sequence[str] = (),
+    recipe: Recipe, inputs: Inputs, *, reads: frozenset[str] | None = None, allow_config: Sequence[str] = ()
 ) -> Plan:
-    """Compare all inputs and lay out the work; raises with every difference if they do not fit together.
+    """Compare all inputs of a recipe and lay out the work; raises with every difference if they do not fit together.
 
-    With ``reads``, the plan is one to look at: it reads those inputs, and need not suit the rule.
+    With ``reads``, the plan is one to look at: it reads those inputs, and they need not suit the rule.
     """
-    template = inputs.template
+    rule, template, has_base = recipe.rule, inputs.template, inputs.base is not None
     others = [c for c in inputs.tuned if c is not template]
     comparison = compare(
-        template, others, include, exclude, allow_config=allow_config, first_is_base=inputs.base is not None
+        template, others, recipe.include, recipe.exclude, allow_config=allow_config, first_is_base=has_base
     )
     inputs.aliases = dict(zip(others, comparison.aliases, strict=True))
     diagonals = [source for source in inputs.curvatures if source not in inputs.grams]
@@ -158,7 +129,11 @@ def make_plan(
     gram_names, gram_problems = _gram_names(inputs, comparison.merged)
     problems = [
         *comparison.problems,
-        *(problem for source in diagonals for problem in _problems_of(source, inputs, comparison.merged, missing)),
+        *(
+            problem
+            for source in diagonals
+            for problem in _problems_of(source, inputs, comparison.merged, recipe.missing)
+        ),
         *gram_problems,
     ]
     if problems:
@@ -170,24 +145,33 @@ def make_plan(
         if name not in wanted:
             jobs.append(Job(name, info, None))
             continue
-        stored = info.dtype if dtype == "auto" else _STORED[dtype]
+        stored = _STORED.get(recipe.output.dtype, info.dtype)
         chosen = rule if rule.otherwise is None or name in gram_names else rule.otherwise
         types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
         compute = torch.float64 if "F64" in types or chosen.otherwise is not None else torch.float32
         jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute))
-    plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, write_precision)
+    plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
     plan.note(comparison.notes)
     plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
-    if rule.name == "gradient-matching" and min(inputs.weights) < 0:
-        plan.note(
-            [
-                "a weight is negative: where H̄ = H_0 + Σ α_t H_t is not positive the merged loss has no minimum, and 0 is "
-                "written as its curvature. To take a task out of the base, use removal."
-            ]
-        )
     if reads is None:
+        plan.note(_method_notes(recipe))
         rehearse(plan)
     return plan
+
+
+def _method_notes(recipe: Recipe) -> Iterator[Note]:
+    if recipe.method == "gradient-matching" and min(recipe.weights) < 0:
+        yield Note(
+            "a weight is negative: where H̄ = H_0 + Σ α_t H_t is not positive the merged loss has no minimum, and 0 is "
+            "written as its curvature. To take a task out of the base, use removal."
+        )
+    # Curvature that the recipe names and the rule does not read is fine when methods are compared, but worth a note.
+    needs = recipe.rule.needs(recipe.resolved_options)
+    unused = ["base.curvature"] if recipe.base and recipe.base.curvature is not None and "prior" not in needs else []
+    if not needs & {"curvature", "grams"}:
+        unused += [f"models[{i}].curvature" for i, model in enumerate(recipe.models) if model.curvature is not None]
+    if unused:
+        yield Note(f"{recipe.method} does not use {', '.join(unused)}", Kind.UNUSED, keys=unused)
 
 
 def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:

@@ -191,18 +191,14 @@ def _guess(runs: list[Tensor], density: float) -> Guess:
 def _geometry(plan: Plan, job: Job) -> Geometry:
     """Inner product and norms of base and tuned model, in float64 and with exactly rounded sums of chunks."""
     buffers = Buffers()
-    parts: list[tuple[float, float, float]] = []
+    parts: list[list[float]] = []
     for _, start, stop in _chunks([job]):
         base, tuned = read_models(plan, job, start, stop, buffers)
         assert base is not None
         a, b = base.double(), tuned[0].double()
-        parts.append((_dot(a, b), _dot(a, a), _dot(b, b)))
+        parts.append([float((x * y).sum()) for x, y in ((a, b), (a, a), (b, b))])
     dot, aa, bb = (_exact_sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0.0)
     return Geometry(dot, math.sqrt(aa), math.sqrt(bb))
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float((a * b).sum())
 
 
 def _exact_sum(values: Iterable[float]) -> float:

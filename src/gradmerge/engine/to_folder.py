@@ -70,8 +70,8 @@ def merge_to_folder(
        is complete already, and an unfinished one is gone on with.
     2. A folder beside OUT is staged. The journal in it names every unit (a block of one tensor) that is written.
     3. A removal whose step is too long to be trusted is refused.
-    4. A rule that needs statistics (thresholds, angles) gets them. Where a sample tells the thresholds, the merge begins
-       with this guess and counts on the way whether it is right; if so, there is no other pass over the inputs.
+    4. A rule that needs statistics (thresholds, angles) gets them. Where a sample tells the thresholds, the merge
+       begins with this guess and counts on the way whether it is right; if so, that was the only pass over the inputs.
     5. Every unit that is left goes through the rule, to the files, and into the journal.
     6. If no input has changed meanwhile, what goes with the weights is written: indexes, small files such as the
        tokenizer's, the record gradmerge.json, and the model card. Then the folder gets its name.
@@ -155,7 +155,8 @@ def merge_to_folder(
             if path := changed(state, state_of(files)):
                 staging.keep = False
                 raise MachineError(
-                    f"{path}: changed during the merge, so that the result may be a mixture. Nothing was written; merge again."
+                    f"{path}: changed during the merge, so that the result may be a mixture. Nothing was written; "
+                    "merge again."
                 )
             sizes = target.finish()
             copy_sidecars(template, staging.folder, recipe.output.dtype)
@@ -178,8 +179,8 @@ def _timed(timings: dict[str, float], what: str) -> Iterator[None]:
 def _files(plan: Plan) -> list[Path]:
     """Every file that the result depends on: weights, curvature, configs, and what is copied along."""
     files = [*plan.inputs.files(), *sidecars(plan.inputs.template).copied.values()]
-    folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in _with_bases(checkpoint)} - {None}
-    configs = [folder / name for folder in folders if folder for name in ("config.json", "adapter_config.json")]
+    folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in _with_bases(checkpoint) if c.folder}
+    configs = [folder / name for folder in folders for name in ("config.json", "adapter_config.json")]
     return files + [path for path in configs if path.is_file()]
 
 

@@ -105,23 +105,20 @@ class Judgement:
         return max(whole / WHOLE, self.groups[self.worst].amplification / GROUP)
 
 
-def trust_notes(plan: Plan) -> list[Note]:
-    """A note if the plan is a removal whose step seems too long to be trusted; it reads a small part of the inputs."""
-    return _notes(plan, _sample_share(plan), 1, lambda nbytes: None)
-
-
 def judge_removal(plan: Plan, threads: int, progress: Progress, *, refuse: bool) -> list[Note]:
-    """The same on all entries, of which a few can ruin a model. With ``refuse``, such a removal is an error."""
-    if plan.rule.name != "removal":
-        return []
-    progress.begin("judging", plan.total_read)
-    notes = _notes(plan, 1.0, threads, progress.advance)
+    """A note, or with ``refuse`` an error, if the plan is a removal whose step is too long, on all entries."""
+    if plan.rule.name == "removal":
+        progress.begin("judging", plan.total_read)
+    notes = trust_notes(plan, 1.0, threads, progress.advance)
     if notes and refuse:
         raise InputError(f"{notes[0]} To write it all the same, pass --accept-untrusted.")
     return notes
 
 
-def _notes(plan: Plan, share: float, threads: int, advance: Advance) -> list[Note]:
+def trust_notes(
+    plan: Plan, share: float | None = None, threads: int = 1, advance: Advance = lambda nbytes: None
+) -> list[Note]:
+    """The same from a share of the entries; None reads a small sample, which may miss the few that ruin a model."""
     if plan.rule.name != "removal":
         return []
     (judged,) = judge(plan, [plan.inputs.damping], share, threads, advance)
@@ -135,8 +132,8 @@ def _notes(plan: Plan, share: float, threads: int, advance: Advance) -> list[Not
     enough = next((judgement.damping for judgement in tried if judgement.excess <= 1), None)
     text = (
         f"this removal cannot be trusted. It moves the model {amplification:.3g} times as far as fine-tuning did, "
-        f"{judged.whole.felt:.3g} times where the removed data care (in the norm of their curvature), and {judged.worst} "
-        f"{worst:.3g} times (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on {part} entries); the quadratic model behind it is not "
+        f"{judged.whole.felt:.3g} times where the removed data care (in the norm of their curvature), and "
+        f"{judged.worst} {worst:.3g} times (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on {part} entries); the quadratic model behind it is not "
         f"trusted beyond {WHOLE:g} times, or {GROUP:g} times in a layer. {_advice(plan, judged, enough)}"
     )
     return [Note(text, Kind.UNTRUSTED, amplification=amplification, damping=enough)]
