@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -136,9 +135,6 @@ def choose(points: Sequence[Point], base: Point, budget: float) -> Point:
     return min([base, *candidates(points, base, budget)], key=lambda p: math.inf if p.toxicity is None else p.toxicity)
 
 
-ADVICE = re.compile(r"Raise the damping from \S+ to (\S+), the least power of ten")
-
-
 def advice(base: Path, tuned: Path, prior: Path, curvature: Path, damping: float, out: Path) -> dict[str, Any]:
     """What `gradmerge` notes when this removal is made on disk at strength 1, and the damping that it advises."""
     recipe = {
@@ -147,8 +143,6 @@ def advice(base: Path, tuned: Path, prior: Path, curvature: Path, damping: float
         "models": [{"model": str(tuned), "curvature": str(curvature)}],
         "damping": damping,
     }
-    notes = [
-        n for n in gm.merge(recipe, out, threads=2, force=True, accept_untrusted=True).notes if "cannot be trusted" in n
-    ]
-    found = ADVICE.search(notes[0]) if notes else None
-    return {"note": notes[0] if notes else None, "damping": float(found.group(1)) if found else None}
+    notes = gm.merge(recipe, out, threads=2, force=True, accept_untrusted=True).notes
+    untrusted = next((note for note in notes if note.kind == "untrusted"), None)
+    return {"note": untrusted, "damping": untrusted.data["damping"] if untrusted is not None else None}

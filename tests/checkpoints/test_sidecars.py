@@ -38,7 +38,7 @@ def models(tmp_path: Path) -> list[Path]:
 def merged(models: list[Path]) -> tuple[Path, list[str]]:
     out = models[0].parent / "out"
     recipe = {"method": "task-arithmetic", "base": str(models[0]), "models": [str(models[1])]}
-    return out, gm.merge(recipe, out).notes
+    return out, list[str](gm.merge(recipe, out).notes)
 
 
 def names(folder: Path) -> set[str]:

@@ -15,6 +15,7 @@ import gradmerge as gm
 from gradmerge.api import planned
 from gradmerge.engine import trust
 from gradmerge.engine.trust import judge, trust_notes
+from gradmerge.notes import Kind, Note
 
 from ..making import SHAPES, near, random_curvature, random_state, read_model, three_models, weight_bytes, write_model
 
@@ -45,7 +46,7 @@ def spoil(case: Case, names: list[str], entries: int = 3, base: float = 0.0, tun
         gm.Curvature(sums, curvature.examples).save(Path(reference) / "curvature", force=True)
 
 
-def notes_of(case: Case) -> list[str]:
+def notes_of(case: Case) -> list[Note]:
     with planned(case) as plan:
         return trust_notes(plan)
 
@@ -77,6 +78,8 @@ def test_the_damping_that_the_note_names_is_the_least_power_of_ten_that_is_enoug
     (note,) = notes_of(tame | {"damping": 1e-10})
     named = float(note.partition(" to ")[2].partition(",")[0])
     assert 1e-10 < named < 10
+    assert note.kind == Kind.UNTRUSTED and note.is_warning
+    assert note.data["damping"] == named and note.data["amplification"] > trust.WHOLE
     assert notes_of(tame | {"damping": named}) == []
     assert notes_of(tame | {"damping": named / 10})
 
@@ -118,6 +121,7 @@ def test_negation_beyond_the_trusted_length_says_how_much_less_strength_is_enoug
     (note,) = notes_of(tame)
     assert "moves the model 4 times as far" in note
     assert "No damping up to 100 is enough: lower the strength to 0.5 of what it is, or measure" in note
+    assert note.data["damping"] is None and note.data["amplification"] == pytest.approx(4)
     tame["models"][0]["weight"] = 2.0
     assert notes_of(tame) == []
     tame["models"][0]["weight"] = -4.0
@@ -135,7 +139,7 @@ def test_one_layer_may_go_farther_than_the_whole_but_not_ten_times_as_far(tmp_pa
     gm.Curvature(stays, 1).save(tmp_path / "base" / "curvature")
     recipe = {"method": "removal", "base": str(tmp_path / "base"), "models": [str(tmp_path / "a")], "damping": 0.0}
 
-    def note(times: float) -> list[str]:
+    def note(times: float) -> list[Note]:
         curvature = {"layers.0.w": torch.full((1000,), 1e3), "layers.1.w": torch.full((1000,), times - 1)}
         gm.Curvature(curvature, 1).save(tmp_path / "a" / "curvature", force=True)
         return notes_of(recipe)

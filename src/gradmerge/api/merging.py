@@ -37,10 +37,8 @@ def planned(
 ) -> Iterator[Plan]:
     """The plan of a recipe, with its inputs open."""
     plan = open_plan(as_recipe(recipe), allow_pickle=allow_pickle, allow_config=allow_config)
-    try:
+    with contextlib.closing(plan.inputs):
         yield plan
-    finally:
-        plan.inputs.close()
 
 
 def merge(

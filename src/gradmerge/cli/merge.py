@@ -209,10 +209,9 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, as_j
     files = sum(len(split_into_shards(tensors, recipe.output.shard_size)) for tensors in outputs)
     sources: list[dict[str, Any]] = [
         {"source": c.label, "kind": c.kind, "bytes": c.nbytes, "parameters": c.parameters} for c in inputs.checkpoints
-    ] + [
-        {"source": c.label, "kind": "curvature", "bytes": sum(c.nbytes(j.name) for j in plan.merged)}
-        for c in inputs.curvatures
     ]
+    for c in inputs.curvatures:
+        sources.append({"source": c.label, "kind": "curvature", "bytes": sum(c.nbytes(j.name) for j in plan.merged)})
     facts = {
         "method": recipe.method,
         "options": dict(inputs.options),

@@ -82,22 +82,18 @@ def apply_settings(recipe: dict[str, Any], settings: Sequence[str]) -> None:
 
 def _put(target: Any, parts: list[str | int], value: Any, setting: str) -> None:
     for depth, part in enumerate(parts):
-        last = depth == len(parts) - 1
         if isinstance(target, list):
             if not isinstance(part, int) or part >= len(target):
                 raise InputError(f"--set {setting}: there is no item {part} in a list of {len(target)}")
-            if isinstance(target[part], str):
-                target[part] = {"model": target[part]}
         elif isinstance(target, dict):
-            if not last and isinstance(target.get(part), str):
-                target[part] = {"model": target[part]}
             target.setdefault(part, {})
         else:
             raise InputError(f"--set {setting}: {parts[depth - 1]} is a single value and has no {part}")
-        if last:
+        if depth == len(parts) - 1:
             target[part] = value
-        else:
-            target = target[part]
+        elif isinstance(target[part], str):  # a model that is given by its path alone
+            target[part] = {"model": target[part]}
+        target = target[part]
 
 
 def build_recipe(

@@ -78,11 +78,7 @@ class CurvatureInput:
         """
         if self.constant is not None:
             return torch.tensor(self.constant, dtype=dtype)
-        if self.file is not None:
-            values = self.file.read(name, start, stop, lambda n: buffers.take(slot, n))
-        else:
-            assert self.memory is not None
-            values = self.memory[name].detach().reshape(-1)[start:stop].cpu().contiguous()
+        values = self._stored(name, start, stop, buffers, slot)
         self._check(values, name)
         if digests is not None:
             digests[self] = block_digest(values)
@@ -93,19 +89,19 @@ class CurvatureInput:
         """A whole Gram matrix, reduced, in float64. Its diagonal may not be negative; other entries may."""
         shapes = self.shapes
         assert shapes is not None
-        shape = shapes[name]
-        buffers = Buffers()
-        if self.file is not None:
-            values = self.file.read(name, 0, math.prod(shape), lambda n: buffers.take("gram", n)).reshape(shape)
-        else:
-            assert self.memory is not None
-            values = self.memory[name].detach().cpu()
+        values = self._stored(name, 0, math.prod(shapes[name]), Buffers(), "gram").reshape(shapes[name])
         if not bool(torch.isfinite(values).all()) or bool((values.diagonal() < 0).any()):
             raise InputError(
                 f"{self.label}: {name} is no Gram matrix: it has entries that are not finite, or a negative diagonal"
             )
-        digests[self] = block_digest(values.contiguous())
+        digests[self] = block_digest(values)
         return values.double() * self.factor
+
+    def _stored(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
+        if self.file is not None:
+            return self.file.read(name, start, stop, lambda n: buffers.take(slot, n))
+        assert self.memory is not None
+        return self.memory[name].detach().reshape(-1)[start:stop].cpu().contiguous()
 
     def _check(self, values: Tensor, name: str) -> None:
         if values.numel() == 0:

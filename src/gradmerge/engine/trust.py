@@ -133,8 +133,9 @@ def trust_notes(
     text = (
         f"this removal cannot be trusted. It moves the model {amplification:.3g} times as far as fine-tuning did, "
         f"{judged.whole.felt:.3g} times where the removed data care (in the norm of their curvature), and "
-        f"{judged.worst} {worst:.3g} times (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on {part} entries); the quadratic model behind it is not "
-        f"trusted beyond {WHOLE:g} times, or {GROUP:g} times in a layer. {_advice(plan, judged, enough)}"
+        f"{judged.worst} {worst:.3g} times (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on {part} entries); the quadratic model "
+        f"behind it is not trusted beyond {WHOLE:g} times, or {GROUP:g} times in a layer. "
+        f"{_advice(plan, judged, enough)}"
     )
     return [Note(text, Kind.UNTRUSTED, amplification=amplification, damping=enough)]
 

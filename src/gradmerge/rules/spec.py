@@ -115,7 +115,7 @@ class Rule:
     """H̄, the merged model's own curvature, as a function of the same inputs and options."""
     only_one_model: bool = False
     base_shows: bool = True
-    """A NaN or infinity of the base always makes one of the result."""
+    """Where the base has NaN or infinity, the result has too."""
     otherwise: Rule | None = None
     """The rule for tensors that have no Gram matrix; a rule with one works on whole matrices."""
     wide: Wide = never

@@ -1,0 +1,46 @@
+"""What a plan reads: what its method needs, or what somebody who looks at merges wants to see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import gradmerge as gm
+from gradmerge.engine.planning import open_plan
+from gradmerge.notes import Kind
+from gradmerge.recipe import make_recipe
+
+from ..making import random_curvature, three_models
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> gm.Recipe:
+    """An average, whose models have curvature and whose base has none."""
+    folders, states = three_models(tmp_path)
+    for seed, (folder, state) in enumerate(zip(folders[1:], states[1:], strict=True)):
+        random_curvature(seed, state).save(folder / "curvature")
+    models = [{"model": str(folder), "curvature": str(folder / "curvature")} for folder in folders[1:]]
+    return make_recipe({"method": "weighted-average", "base": str(folders[0]), "models": models})
+
+
+def test_a_plan_reads_what_its_method_needs_and_notes_what_it_does_not_use(recipe: gm.Recipe) -> None:
+    plan = open_plan(recipe)
+    assert plan.inputs.curvature == [] and "base" not in plan.needs
+    assert [note.kind for note in plan.notes] == [Kind.UNUSED]
+    plan.inputs.close()
+
+
+def test_a_plan_to_look_at_reads_what_is_asked_for_whatever_the_method_is(recipe: gm.Recipe) -> None:
+    plan = open_plan(recipe, reads=frozenset({"base", "curvature", "penalty"}))
+    assert plan.needs == {"base", "curvature", "penalty"}
+    assert len(plan.inputs.curvature) == 2 and plan.inputs.prior is None and plan.inputs.penalty is None
+    assert plan.notes == []
+    plan.inputs.close()
+
+
+def test_who_wants_curvature_that_is_not_there_is_named(recipe: gm.Recipe) -> None:
+    with pytest.raises(gm.InputError, match=r"base\.curvature: looking at a merge needs the curvature of"):
+        open_plan(recipe, reads=frozenset({"base", "prior"}), wanted_by="looking at a merge")
+    with pytest.raises(gm.InputError, match=r"base\.curvature: weighted-average needs the curvature of"):
+        open_plan(recipe, reads=frozenset({"base", "prior"}))
