@@ -75,9 +75,9 @@ def device_results() -> str:
     return (
         f"`python -m benchmarks.devices --data DIR` on {report['cores']} cores and an {report['device']}, seconds for "
         f"{report['layers']} layers (as in the table below, but fewer) on 4 threads:\n\n"
-        + table(("rule", "cpu s", "cuda s", "same bytes"), rules)
+        + table(("method", "cpu s", "cuda s", "same bytes"), rules)
         + f"\n\nand for {report['thread_layers']} layers by number of threads, on the CPU:\n\n"
-        + table(("rule", *(f"{count} thread{'s' if count > 1 else ''}, s" for count in counts)), threads)
+        + table(("method", *(f"{count} thread{'s' if count > 1 else ''}, s" for count in counts)), threads)
     )
 
 
@@ -85,7 +85,7 @@ def device_results() -> str:
 WAYS = {
     "plain": "plain forward and backward pass",
     "ours": "**gradmerge**",
-    "loop": "loop, one example a pass",
+    "loop": "loop, one example per pass",
     "vmap": "torch.func.vmap",
     "opacus": "Opacus",
     "backpack": "BackPACK",
