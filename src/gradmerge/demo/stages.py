@@ -67,9 +67,7 @@ class Stages:
 
         return self._run(name, fill, given, after)
 
-    def run_in_place(
-        self, name: str, make: Callable[[], object], *, given: Any = None, after: Sequence[str] = ()
-    ) -> None:
+    def run_in_place(self, name: str, make: Callable[[], object], given: Any, after: Sequence[str]) -> None:
         """A stage whose ``make`` writes the file or folder itself: whole or not at all, in the place of an old one."""
 
         def work(resumes: bool) -> None:
@@ -132,15 +130,15 @@ def run_all(stages: Stages, listed: Sequence[Stage], advance: Advance, say: Call
     """Make the stages of a list in their order; how many were there already."""
     for stage in listed:
         told = _Told(advance, stage.steps)
-        stages.run_in_place(stage.out, partial(stage.make, told.advance), given=stage.facts, after=stage.needs)
-        told.finish()
+        stages.run_in_place(stage.out, partial(stage.make, told.advance), stage.facts, stage.needs)
+        told.advance(stage.steps)
         if stage.told and stage.out in stages.made:
             say(f"{stage.out}: {stages.made[stage.out]:.1f} s")
     return len(listed) - len(stages.made)
 
 
 class _Told:
-    """Progress of one stage, which ends at its number of steps whatever was told on the way."""
+    """Progress of one stage, which never goes beyond its number of steps."""
 
     def __init__(self, advance: Advance, steps: int) -> None:
         self._advance, self._left = advance, steps
@@ -149,9 +147,6 @@ class _Told:
         steps = min(steps, self._left)
         self._left -= steps
         self._advance(steps)
-
-    def finish(self) -> None:
-        self.advance(self._left)
 
 
 @contextlib.contextmanager
