@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -105,13 +106,8 @@ def finding() -> str:
 
 def script(commands: dict[str, list[Command]]) -> str:
     """A shell script of all commands."""
-    lines = [
-        "#!/bin/sh",
-        "# Repeats what `gradmerge demo` did with its trained models, step by step; results are replaced by the same, "
-        "up to rounding.",
-        'set -eu\ncd "$(dirname "$0")"',
-        finding(),
-    ]
+    about = "Repeats what `gradmerge demo` did with its trained models, step by step; results are replaced by the same"
+    lines = ["#!/bin/sh", f"# {about}, up to rounding.", 'set -eu\ncd "$(dirname "$0")"', finding()]
     for what, several in commands.items():
         lines += ["", f"# {what}", *(shlex.join(command) for command in several)]
     return "\n".join(lines) + "\n"
@@ -120,8 +116,7 @@ def script(commands: dict[str, list[Command]]) -> str:
 def highlights(commands: dict[str, list[Command]]) -> list[Command]:
     """One command of every kind."""
     found: dict[str, Command] = {}
-    for several in commands.values():
-        for command in several:
-            if command[1] != "merge" or MATCHING in command[2]:
-                found.setdefault(command[1], command)
+    for command in itertools.chain(*commands.values()):
+        if command[1] != "merge" or MATCHING in command[2]:
+            found.setdefault(command[1], command)
     return list(found.values())

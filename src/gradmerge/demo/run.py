@@ -19,6 +19,7 @@ from ..api import Progress, merge
 from ..api.diagnosing import write_diagnosis
 from ..api.estimating import measure_curvature
 from ..api.previewing import preview
+from ..engine.progress import NoProgress
 from ..engine.workers import one_thread_each
 from ..recipe import load_recipe
 from ..text import to_json
@@ -72,7 +73,7 @@ def run_demo(
     the process's working directory, so that recipes, reports and commands name the same paths. It computes on one
     thread, which is no slower for models as small as these and gives the same numbers on any number of cores.
     """
-    settings = settings or Settings()
+    settings, progress = settings or Settings(), progress or NoProgress()
     digits = load_digits()
     versions = {"format": FORMAT, "gradmerge": __version__}
     versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -80,10 +81,8 @@ def run_demo(
     with claimed(folder), contextlib.chdir(folder), one_thread_each():
         work = _Work(settings, digits)
         stages = work.stages()
-        if progress is not None:
-            progress.begin("demo", sum(stage.steps for stage in stages))
-        advance = progress.advance if progress else lambda steps: None
-        kept = run_all(Stages(folder, versions=versions, force=force), stages, advance, say)
+        progress.begin("demo", sum(stage.steps for stage in stages))
+        kept = run_all(Stages(folder, versions=versions, force=force), stages, progress.advance, say)
         results = json.loads(Path("results.json").read_text("utf-8"))
         every = commands.all_commands(work.merged, settings, results["damping"])
     return Outcome(Path(out), results, len(stages), kept, every)
@@ -140,7 +139,7 @@ class _Work:
         needs = ["data", *models, *curvature, f"recipes/{MATCHING}.yml"]
         yield Stage("preview", self._preview, needs, commands.preview(self.settings), 30 * EVALUATION_STEPS)
         tuned = [*models, "preview"]
-        yield from _merge(TUNED, f"merged/{TUNED}", tuned, lambda: recipes.tuned(_best_weight()), "preview")
+        yield from _merge(TUNED, f"merged/{TUNED}", tuned, lambda: recipes.task_arithmetic(_best_weight()), "preview")
 
     def _preview(self, advance: Advance) -> None:
         preview(
@@ -159,13 +158,11 @@ class _Work:
         models = ["models/joint", f"models/joint-{REMOVED}"]
         needs = [*models, *(asked.out for asked in commands.FOR_REMOVAL)]
         yield from _merge(NEGATION, f"removed/{NEGATION}", models, recipes.negation, recipes.negation())
-        yield from _merge(
-            REMOVAL,
-            f"removed/{REMOVAL}",
-            needs,
-            lambda: recipes.removal(recipes.trusted_damping(Path("recipes"))),
-            recipes.removal(0.0),
-        )
+
+        def removal() -> dict[str, Any]:
+            return recipes.removal(recipes.trusted_damping(Path("recipes")))
+
+        yield from _merge(REMOVAL, f"removed/{REMOVAL}", needs, removal, recipes.removal(0.0))
 
     def _reporting(self) -> Iterator[Stage]:
         results = [f"merged/{name}" for name in self.merged] + [f"removed/{name}" for name in (NEGATION, REMOVAL)]

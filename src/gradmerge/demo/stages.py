@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -179,14 +178,12 @@ def claimed(folder: Path) -> Iterator[None]:
         raise InputError(f"{folder}: exists already and is no folder of a demonstration; give another one with -o")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+        lock = (folder / LOCK).open("a")
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror}") from error
-    try:
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise InputError(f"{folder}: another demonstration is writing to it; wait for it, or use -o") from error
         yield
-    finally:
-        os.close(lock)

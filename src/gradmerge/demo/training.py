@@ -34,18 +34,10 @@ def new_model(settings: Settings) -> nn.Module:
     """A vision transformer with random weights: patches of 2 × 2 pixels, one channel, ten classes."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    shape: dict[str, Any] = {
-        "image_size": 8,
-        "patch_size": 2,
-        "num_channels": 1,
-        "num_labels": 10,
-        "hidden_size": settings.hidden,
-        "num_hidden_layers": settings.layers,
-        "num_attention_heads": 4,
-        "intermediate_size": 2 * settings.hidden,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
+    images = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
+    width = {"hidden_size": settings.hidden, "intermediate_size": 2 * settings.hidden, "num_attention_heads": 4}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    shape: dict[str, Any] = {**images, **width, **dropout, "num_hidden_layers": settings.layers}
     torch.manual_seed(settings.seed)
     return ViTForImageClassification(ViTConfig(**shape))
 

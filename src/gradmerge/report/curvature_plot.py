@@ -49,10 +49,6 @@ class LayerRow:
     """Sum over entries, mean over examples."""
 
     @property
-    def share_of_zeros(self) -> float:
-        return self.zeros / max(1, self.entries)
-
-    @property
     def mean(self) -> float:
         """Mean over entries and examples."""
         return self.total / max(1, self.entries)
@@ -75,13 +71,20 @@ def check_plot_path(path: Path) -> None:
 def plot_curvature(file: CurvatureFile, path: Path) -> None:
     """Draw the spread of a file's curvature by layer, in a picture that appears whole or not at all."""
     check_plot_path(path)
+    import matplotlib as mpl
+
     if file.kind != "diagonal":
         shown = "The plot shows diagonal curvature, one number per parameter, only."
         raise InputError(f"{file.label}: holds {file.kind} matrices. {shown}")
     rows = legible(spread(file))
     facts = f"mean over {file.examples:,} examples · likelihood {one_line(file.likelihood) or 'not stated'} · "
     facts += f"{count(sum(row.entries for row in rows))} entries · stored as {file.precision}"
-    _write(draw(rows, one_line(Path(file.label).name or file.label), facts), path)
+    figure = draw(rows, one_line(Path(file.label).name or file.label), facts)
+    ending = path.suffix.lower()
+    # Without dates and random ids, the same file gives the same picture.
+    metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(ending, {})
+    with whole_file(path) as partial, mpl.rc_context({"svg.hashsalt": "gradmerge"}):
+        figure.savefig(partial, format=ending[1:], dpi=160, metadata=metadata)
 
 
 def spread(file: CurvatureFile) -> list[LayerRow]:
@@ -195,7 +198,7 @@ def _draw_ridges(axes: Axes, rows: Sequence[LayerRow], size: float) -> None:
 
 
 def _draw_zeros(axes: Axes, rows: Sequence[LayerRow]) -> None:
-    shares = [100 * row.share_of_zeros for row in rows]
+    shares = [100 * row.zeros / max(1, row.entries) for row in rows]
     axes.barh(range(len(rows)), shares, height=0.5, color="#c8553d", alpha=0.85)
     for place, share in enumerate(shares):
         text = "0" if share == 0 else "<0.1 %" if share < 0.1 else f"{share:.1f} %" if share < 99.95 else "100 %"
@@ -239,13 +242,3 @@ def _smooth(counts: NDArray[np.int64], width: float = 0.12) -> NDArray[np.float6
 def _short(label: str, most: int = 36) -> str:
     label = one_line(label)
     return label if len(label) <= most else "…" + label[-(most - 1) :]
-
-
-def _write(figure: Figure, path: Path) -> None:
-    import matplotlib as mpl
-
-    ending = path.suffix.lower()
-    # Without dates and random ids, the same file gives the same picture.
-    metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(ending, {})
-    with whole_file(path) as partial, mpl.rc_context({"svg.hashsalt": "gradmerge"}):
-        figure.savefig(partial, format=ending[1:], dpi=160, metadata=metadata)

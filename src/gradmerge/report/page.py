@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -191,12 +192,9 @@ def _with_file_names(sections: Sequence[Section]) -> list[Section]:
     taken = {"report"}
 
     def free(slug: str) -> str:
-        stem = name = safe_name(slug)
-        count = 1
-        while name in taken:
-            count += 1
-            name = f"{stem}-{count}"
-        taken.add(name)
+        stem = safe_name(slug)
+        names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
+        taken.add(name := next(name for name in names if name not in taken))
         return name
 
     found = []

@@ -65,12 +65,10 @@ def verdict(found: Preview, suggestion: Suggestion | None = None) -> list[str]:
     if best is not None and found.criterion.shares:
         words.append("A share of 0 is as good as each task's own model, and 1 as bad as the base.")
     if best is not None and best.setting.weights:
-        close, tried = found.as_good(best), sum(row.setting.method == best.setting.method for row in found.rows)
-        if len(close) == 1:
-            words.append(f"No other of its {tried} settings is within 1 % of it.")
-        else:
-            spans = flat_range(found, best)
-            words.append(f"{len(close)} of its {tried} settings are within 1 % of it: weights {spans}.")
+        close = len(found.as_good(best))
+        tried = f"of its {sum(row.setting.method == best.setting.method for row in found.rows)} settings"
+        several = f"{close} {tried} are within 1 % of it: weights {flat_range(found, best)}."
+        words.append(several if close > 1 else f"No other {tried} is within 1 % of it.")
     if suggestion is not None and suggestion.weights:
         words.append(f"Suggested weights: {_by_task(suggestion.weights)}.")
     return words if found.measured else [*words, TRUST]
