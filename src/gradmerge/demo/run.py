@@ -1,4 +1,4 @@
-"""The story: a base and three tuned models, their curvature, a merge by every rule, and one task taken out again."""
+"""The story: a base and three tuned models, their curvature, a merge by every method, and one task taken out again."""
 
 from __future__ import annotations
 

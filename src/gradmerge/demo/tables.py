@@ -110,9 +110,9 @@ transformer, was trained on {images["train"]} digits as they are (`{BASE}`), and
 {", ".join(f"`{task}`" for task in TASKS)}. No test image, in whatever form, was trained on.
 
 {markdown(*merge_table(rows_of(results["merging"])))}
-Every rule has its default options, and weight 1 where nothing else is said. The tuned weight of task arithmetic is the
-best of the preview on {images["valid"]} validation images per task; the other rows have seen no labels but those of the
-training images. `slerp` takes two models only, and `weighted-average` with equal weights is `average`. With
+Every method has its default options, and weight 1 where nothing else is said. The tuned weight of task arithmetic is
+the best of the preview on {images["valid"]} validation images per task; the other rows have seen no labels but those of
+the training images. `slerp` takes two models only, and `weighted-average` with equal weights is `average`. With
 `reduction: mean` nothing would change, as every task has the same number of images.
 
 ## How much the weight matters

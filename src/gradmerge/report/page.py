@@ -119,14 +119,8 @@ def _template() -> Template:
     def finalize(value: Any) -> Any:
         return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
-    engine = Environment(
-        loader=PackageLoader(__package__),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=finalize,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
+    engine = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
+    engine.finalize, engine.trim_blocks, engine.keep_trailing_newline = finalize, True, True
     engine.filters |= {"rich": rich, "paragraphs": _paragraphs, "columns": _columns, "drawn": _drawn}
     return engine.get_template("page.html")
 
