@@ -270,7 +270,7 @@ def _write(posterior: _Posterior, n: int, out: Path, force: bool, threads: int) 
             if sample == 0:
                 staging.require_space(n * (writer.nbytes + small) + 1_000_000)
             folder.mkdir()
-            try:
+            with contextlib.closing(writer):
                 writer.open()
 
                 def put(name: str, start: int, block: Tensor, writer: TensorWriter = writer) -> None:
@@ -278,8 +278,6 @@ def _write(posterior: _Posterior, n: int, out: Path, force: bool, threads: int) 
 
                 _fill(posterior, sample, put, threads)
                 writer.finish()
-            finally:
-                writer.close()
             copy_sidecars(posterior.model, folder, posterior.settings.dtype)
         record = {"gradmerge": __version__, "samples": n, "of": posterior.model.label, **asdict(posterior.settings)}
         (staging.folder / "gradmerge.json").write_text(to_json(record) + "\n", "utf-8")

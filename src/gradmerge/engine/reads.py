@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..errors import InputError
-from ..recipe import Base, Model, Recipe
+from ..recipe import Recipe
 from ..storage.tensorfile import local_path
 
 State = list[list[Any]]
@@ -33,9 +33,9 @@ def model_paths(reference: str | None, relative_to: Path | None = None) -> list[
 
 def recipe_paths(recipe: Recipe) -> list[Path]:
     """The recipe's file, and every model and curvature that it names."""
-    parts: list[Base | Model] = [*([recipe.base] if recipe.base is not None else []), *recipe.models]
-    penalty = recipe.base.penalty if recipe.base is not None else None
-    named = [text for part in parts for text in (part.model, part.curvature)] + [penalty]
+    named = [text for model in recipe.models for text in (model.model, model.curvature)]
+    if recipe.base is not None:
+        named += [recipe.base.model, recipe.base.curvature, recipe.base.penalty]
     found = [recipe.file] if recipe.file is not None else []
     return found + [path for text in named if isinstance(text, str) for path in model_paths(text, recipe.folder)]
 

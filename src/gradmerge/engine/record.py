@@ -89,13 +89,8 @@ def _digest_of_source(plan: Plan, place: int, source: Source, digests: Mapping[i
 
 
 def _role(source: Source, inputs: Inputs) -> str:
-    if source is inputs.base:
-        return "base"
-    if source is inputs.prior:
-        return "base curvature"
-    if source is inputs.penalty:
-        return "penalty"
-    return "tuned" if isinstance(source, Checkpoint) else "curvature"
+    roles = {inputs.base: "base", inputs.prior: "base curvature", inputs.penalty: "penalty"}
+    return roles.get(source, "tuned" if isinstance(source, Checkpoint) else "curvature")
 
 
 def _add_tensor(digest: Digest, checkpoint: Checkpoint, name: str, buffers: Buffers) -> None:

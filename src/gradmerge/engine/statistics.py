@@ -38,10 +38,8 @@ class Statistics:
 
     def of(self, name: str) -> dict[str, Any]:
         """The inputs of a rule for one tensor."""
-        return {
-            "thresholds": self.thresholds.get(name, self.thresholds.get("")),
-            "geometry": self.geometry.get(name),
-        }
+        thresholds = self.thresholds.get(name, self.thresholds.get(""))
+        return {"thresholds": thresholds, "geometry": self.geometry.get(name)}
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
