@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..checkpoints.sidecars import sidecars
 from ..curvature.files import STEM, metadata
-from ..errors import InputError
+from ..errors import InputError, MachineError
 from ..storage.bytesof import bytes_of
 from ..storage.staging import Staging
 from ..storage.tensorwriter import TensorWriter
@@ -14,7 +14,7 @@ from .plan import Plan
 
 
 class Target:
-    """The unfinished result of a merge. Work that is in it when an error comes is kept, unless that is the input's."""
+    """The unfinished result of a merge. An error leaves it there to go on with, unless the input is to blame."""
 
     def __init__(self, plan: Plan, staging: Staging, journal: Journal, shard_size: int) -> None:
         self._plan, self._staging, self._journal = plan, staging, journal
@@ -51,8 +51,12 @@ class Target:
             writer.folder.mkdir(exist_ok=True)
             if not writer.open():
                 found = None
-        self._journal.open(fresh=found is None)
-        self._staging.keep = True
+        self._staging.keep = True  # before, so that Ctrl-C finds it set as soon as there is a journal to go on from
+        try:
+            self._journal.open(fresh=found is None)
+        except MachineError:
+            self._staging.keep = found is not None
+            raise
         self._finished = found or Finished()
         return self._finished
 
