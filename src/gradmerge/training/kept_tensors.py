@@ -1,0 +1,86 @@
+"""Anchor θ_base and prior H_0 of each parameter, as PriorAdamW keeps them: found by name, checked, and put in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from .anchors import find, open_anchor, open_prior
+from .prior_options import CURVATURE
+
+#: What a parameter's state holds beside Adam's moments.
+KEPT = ("anchor", "prior")
+
+
+def kept_tensors(
+    group: Mapping[str, Any], given: Mapping[str, Any], model: nn.Module | None
+) -> dict[Tensor, dict[str, Tensor]]:
+    """Anchor and prior of a new group's parameters, from what the user gave; with strength 0, some may be missing."""
+    params: list[Tensor] = group["params"]
+    if any(p.is_complex() for p in params):
+        raise InputError(
+            "PriorAdamW: complex parameters are not supported. Train their real and imaginary parts apart."
+        )
+    optional = group["strength"] == 0
+    kept: dict[Tensor, dict[str, Tensor]] = {p: {} for p in params}
+    opened = []
+    if given["anchor"] is not None:
+        opened.append(("anchor", "an anchor", open_anchor(given["anchor"])))
+    else:
+        for i, p in enumerate(params):
+            kept[p]["anchor"] = placed("anchor", p.detach().clone(), p, group)
+            if not optional:
+                refuse_unusable("anchor", kept[p]["anchor"], parameter_name(group, i), "the parameters as they are")
+    if group["prior"] == CURVATURE:
+        opened.append(("prior", "a prior", open_prior(given["prior"], given["reduction"])))
+    for key, what, opening in opened:
+        if group.get("param_names") is None:
+            raise InputError(
+                f"PriorAdamW: {len(params)} parameters without names, but {what} that goes by names. Give the model, "
+                "or model.named_parameters()."
+            )
+        named = dict(zip(group["param_names"], params, strict=True))
+        with opening as tensors:
+            for name, value in find(tensors, list(named.items()), model, optional=optional):
+                if key == "prior":
+                    # Looked at twice: damping hides negative values, and a narrow type may overflow.
+                    refuse_unusable(key, value, name, tensors.label)
+                    value = value.to(torch.promote_types(value.dtype, torch.float32)) + float(given["damping"])
+                else:
+                    value = value.clone()
+                kept[named[name]][key] = placed(key, value, named[name], group)
+                refuse_unusable(key, kept[named[name]][key], name, tensors.label)
+    return {p: values for p, values in kept.items() if values}
+
+
+def parameter_name(group: Mapping[str, Any], i: int) -> str:
+    names = group.get("param_names")
+    return str(names[i]) if names else f"parameter {i} of its group"
+
+
+def refuse_unusable(key: str, value: Tensor, name: str, label: str) -> None:
+    """Anchors are finite, and curvature is also not negative: else the first step would spoil every weight."""
+    if value.numel() == 0 or value.is_meta:
+        return
+    low, high = (float(limit) for limit in torch.aminmax(value.detach()))
+    if not (math.isfinite(low) and math.isfinite(high)) or (key == "prior" and low < 0):
+        what = "negative or not finite" if key == "prior" else "not finite"
+        raise InputError(f"{label}: {name} has values that are {what}; PriorAdamW cannot take it as {key}")
+
+
+def placed(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """The value on the device and in the type that the group asks for, laid out in memory as the parameter is."""
+    usual = parameter.dtype if key == "anchor" or parameter.dtype == torch.float64 else torch.float32
+    dtype = group["keep_dtype"] or usual
+    device = parameter.device if group["keep_on"] is None else torch.device(group["keep_on"])
+    kept = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
+    if (value.dtype, value.device, value.stride()) == (dtype, kept.device, kept.stride()):
+        kept = value
+    else:
+        kept.copy_(value)
+    return kept.pin_memory() if kept.device.type == "cpu" and parameter.device.type == "cuda" else kept
