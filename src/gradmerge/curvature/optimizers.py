@@ -7,6 +7,7 @@ which parameter is which.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from collections import Counter
@@ -188,7 +189,11 @@ def _as_stored(
         return stored, whole
     on_disk = {name: entry.shape for file in files for name, entry in file.entries.items()}
     close_files(files)
-    if _misfits(stored, on_disk) and (loaded := _loaded(folder, model)) is not None:
+    if _misfits(stored, on_disk):
+        loaded: Any = model
+        # Once loaded, a model knows how its own files name the weights, and saves them so.
+        with contextlib.suppress(Exception), quiet_transformers():
+            loaded = loaded.from_pretrained(folder, device_map="meta", local_files_only=True)
         stored, whole = stored_tensors(loaded, sums), stored_shapes(loaded)
     if wrong := _misfits(stored, on_disk):
         raise InputError(
@@ -203,19 +208,6 @@ def _misfits(stored: Mapping[str, Tensor], on_disk: Mapping[str, Shape]) -> list
         for name, value in stored.items()
         if tuple(value.shape) != on_disk.get(name)
     ]
-
-
-def _loaded(folder: Path, model: nn.Module) -> nn.Module | None:
-    """The model as loading leaves it: it then knows how its own files name the weights, and saves them so."""
-    from_pretrained: Any = getattr(type(model), "from_pretrained", None)
-    if from_pretrained is None:
-        return None
-    try:
-        with quiet_transformers():
-            loaded: nn.Module = from_pretrained(folder, device_map="meta", local_files_only=True)
-    except Exception:
-        return None
-    return loaded
 
 
 def _ivon_examples(folder: Path, ess: float | None, examples: int | None, notes: list[str]) -> int:

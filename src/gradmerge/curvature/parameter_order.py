@@ -34,30 +34,21 @@ def empty_model(folder: Path) -> nn.Module:
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise InputError(f"{path}: does not name the model's class under `architectures`") from error
     refuse_hub_code(config, path)
-    model_class = _model_class(path, architecture)
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            model: nn.Module = model_class(model_class.config_class.from_pretrained(folder, local_files_only=True))
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise InputError(f"{path}: {architecture} cannot be built from it ({reason})") from error
-    return model
+    import transformers
 
-
-def _model_class(path: Path, architecture: object) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError(
-            "transformers is not installed, and names the optimizer's parameters: pip install transformers"
-        ) from error
-    found = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
+    found: Any = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         raise InputError(
             f"{path}: transformers {transformers.__version__} has no model class {architecture!r}. Code that comes "
             "with a model is not run; pass the model in Python: gm.import_curvature(folder, model=model)."
         )
-    return found
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            model: nn.Module = found(found.config_class.from_pretrained(folder, local_files_only=True))
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise InputError(f"{path}: {architecture} cannot be built from it ({reason})") from error
+    return model
 
 
 def parameter_names(

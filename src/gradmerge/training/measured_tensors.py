@@ -173,20 +173,17 @@ def _check_lora(model: Any) -> None:
     config = model.peft_config[_active_adapter(model)].to_dict()
     kind = getattr(config.get("peft_type"), "value", config.get("peft_type"))
     if kind != "LORA":
-        raise InputError(
-            f"adapted=True is for LORA adapters, whose weights are W + s·BA; this one is {kind}. {_INSTEAD}"
-        )
+        told = f"adapted=True is for LORA adapters, whose weights are W + s·BA; this one is {kind}"
+        raise InputError(f"{told}. {_INSTEAD}")
     for key, what in UNSUPPORTED.items():
         if config.get(key):
-            raise InputError(
-                f"adapted=True: the adapter uses {what} ({key}), whose weights are not W + s·BA. {_INSTEAD}"
-            )
+            told = f"the adapter uses {what} ({key}), whose weights are not W + s·BA"
+            raise InputError(f"adapted=True: {told}. {_INSTEAD}")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.partition("_niter")[0].lower() in CHANGES_BASE:
-        raise InputError(
-            f"adapted=True: the adapter was initialised with {init}, which changed the base's weights: curvature by "
-            f"the base's names would be of weights that no file holds. {_INSTEAD}"
-        )
+        told = f"the adapter was initialised with {init}, which changed the base's weights"
+        unheld = "curvature by the base's names would be of weights that no file holds"
+        raise InputError(f"adapted=True: {told}: {unheld}. {_INSTEAD}")
 
 
 def _full_names(model: Any, empty: nn.Module) -> tuple[dict[str, str], dict[str, nn.Parameter]]:
@@ -198,9 +195,8 @@ def _full_names(model: Any, empty: nn.Module) -> tuple[dict[str, str], dict[str,
     names = {name: inserted.sub("", name.removeprefix("base_model.model.")) for name in parameters}
     quantised = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
     if quantised:
-        raise InputError(
-            f"adapted=True: weights of the base are quantised and have no gradient:\n{listed(quantised, 4)}\n{_INSTEAD}"
-        )
+        told = f"weights of the base are quantised and have no gradient:\n{listed(quantised, 4)}"
+        raise InputError(f"adapted=True: {told}\n{_INSTEAD}")
     plain = set(names.values())
     aliases = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
     odd = [name for name in names.values() if name not in aliases]
@@ -224,7 +220,5 @@ def _check_untied(model: Any) -> None:
         if name.endswith(".base_layer") and any(users[id(p)] > 1 for p in module._parameters.values() if p is not None)
     ]
     if tied:
-        raise InputError(
-            "adapted=True: the adapter changes weights that are tied to others, and unties them:\n"
-            f"{listed(tied, 4)}\n{_INSTEAD}"
-        )
+        told = f"the adapter changes weights that are tied to others, and unties them:\n{listed(tied, 4)}"
+        raise InputError(f"adapted=True: {told}\n{_INSTEAD}")

@@ -40,14 +40,9 @@ def squared_gradients(
         nothing = {n: torch.zeros((), device=p.device).expand(p.shape) for n, p in measured.parameters.items()}
         start = Curvature(nothing, first, likelihood)
     with random_states_kept(measured.device), _running_statistics(measured.model), measured.chosen():
+        again = Again(lambda: map(_checked, batches))
         found = estimate_curvature(
-            measured.model,
-            Again(lambda: map(_checked, batches)),
-            likelihood,
-            seed=seed,
-            device=measured.device,
-            start=start,
-            trial=trial,
+            measured.model, again, likelihood, seed=seed, device=measured.device, start=start, trial=trial
         )
     return found.sum()
 

@@ -11,9 +11,19 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..text import listed
 from .anchors import AnchorTensors, Reduction, trainable
-from .kept_tensors import KEPT, kept_tensors, parameter_name, placed, refuse_unusable
+from .prior_inputs import (
+    CURVATURE,
+    KEPT,
+    Coupling,
+    Gone,
+    Prior,
+    check_options,
+    kept_tensors,
+    parameter_name,
+    placed,
+    refuse_unusable,
+)
 from .prior_kernels import Moments, Pull, pull
-from .prior_options import CURVATURE, Coupling, Gone, Prior, check_options
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -110,19 +120,9 @@ class PriorAdamW(torch.optim.AdamW):
             raise InputError(f"PriorAdamW: a model, its parameters, or groups of them, not {type(params).__name__}")
         if self._model is not None and not (params := trainable(self._model)):
             raise InputError(f"{type(self._model).__name__}: no parameter of it requires a gradient")
-        super().__init__(
-            params,  # type: ignore[arg-type] - a model has become its parameters
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        flags: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "fused": fused}
+        flags |= {"capturable": capturable, "differentiable": differentiable}
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **flags)  # type: ignore[arg-type]
         self.defaults |= self._options
         # A large mapping should not stay in memory for groups that may never come.
         self._given |= {k: Gone() for k in ("prior", "anchor") if isinstance(self._given[k], Mapping)}
@@ -222,17 +222,16 @@ class PriorAdamW(torch.optim.AdamW):
         rate = self._rate(group)
         if isinstance(rate, float) and rate == 0:
             return
+        pulls = []
+        for p in params:
+            state, moments = self.state[p], None
+            if group["coupling"] == "adam":
+                squares = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+                moments = Moments(squares, state["step"], group["betas"][1], group["eps"])
+            prior = state["prior"] if group["prior"] == CURVATURE else group["prior"]
+            pulls.append(Pull(p, state["anchor"], prior, moments))
         with torch.set_grad_enabled(bool(group["differentiable"])):
-            pulls = [self._one(p, group) for p in params]
             pull(pulls, rate, foreach=group["foreach"], plain=bool(group["differentiable"]))
-
-    def _one(self, p: Tensor, group: Mapping[str, Any]) -> Pull:
-        state = self.state[p]
-        prior = state["prior"] if group["prior"] == CURVATURE else group["prior"]
-        if group["coupling"] != "adam":
-            return Pull(p, state["anchor"], prior)
-        squares = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
-        return Pull(p, state["anchor"], prior, Moments(squares, state["step"], group["betas"][1], group["eps"]))
 
     def _rate(self, group: Mapping[str, Any]) -> float | Tensor:
         """lr·strength, or 0 where a gradient scaler had the fused implementation skip the step."""

@@ -16,7 +16,7 @@ from .anchors import AnchorTensors, NamedTensors, Reduction, find, open_anchor, 
 from .callback import CurvatureCallback
 from .measured_tensors import AdapterTensors, is_adapter
 from .prior_adamw import PriorAdamW
-from .prior_options import CURVATURE, Coupling, Prior, check_options
+from .prior_inputs import CURVATURE, Coupling, Prior, check_options
 from .processes import sharding
 
 #: The ``optim`` of TrainingArguments that a prior can be added to.
@@ -29,34 +29,34 @@ class PriorTrainer(Trainer):
     All else is as in the Trainer: learning rate, betas, epsilon, weight decay and the parameters that are exempt from
     it come from the TrainingArguments. With ``strength=0`` the weights are those of the Trainer with the same
     ``optim``, bit for bit. ``optim`` must be `adamw_torch` or `adamw_torch_fused`. What the prior does to a step is
-    described in :class:`PriorAdamW`.
+    described in `PriorAdamW`.
 
     The anchor is the model as training finds it, and is kept in the optimizer's state: a run that resumes from a
     checkpoint is pulled to where the first one began, and ends with the same bytes as one that was never stopped. A
     checkpoint without that state (`save_only_model=True`) is refused, unless ``anchor`` is given.
 
-    **Adapters** (PEFT): trained parameters and prior are the adapter's. The anchor of a LoRA adapter is where it starts,
-    A as it was drawn and B = 0. ``prior="identity"`` gives the penalty ½ strength · (‖A − A_start‖² + ‖B‖²), which
-    keeps the change s·BA small, whatever the base's weights are worth. The base's curvature is about W and is refused;
+    **Adapters** (PEFT): trained parameters and prior are the adapter's. The anchor of a LoRA adapter is where it
+    starts, A as it was drawn and B = 0. ``prior="identity"`` gives the penalty ½ strength · (‖A − A_start‖² + ‖B‖²):
+    it keeps the change s·BA small, whatever the base's weights are worth. The base's curvature is about W, and refused;
     that of an adapter's own tensors (`CurvatureCallback` without ``adapted``) serves to train this adapter further.
 
     Sharded parameters (FSDP, DeepSpeed, tensor parallelism) are refused.
 
     Args:
         model: As in the Trainer; so are ``args`` and all arguments that are not named below.
-        prior: H_0: a curvature folder or file, a :class:`Curvature`, a mapping from names to tensors, `"identity"`, or
+        prior: H_0: a curvature folder or file, a `Curvature`, a mapping from names to tensors, `"identity"`, or
             a number c for c·I. None is AdamW's own decay, around the anchor instead of zero.
         strength: How much the prior counts.
         anchor: Where it pulls to, if not to the model as it is: a checkpoint, or a mapping from names to tensors.
-        coupling: `decoupled` or `adam`, as in :class:`PriorAdamW`.
-        reduction: `mean` or `sum`: how a curvature file or :class:`Curvature` is read. The default fits the Trainer's
-            losses, which are means over examples; a recipe's is `sum`. :class:`PriorAdamW` says how they relate.
+        coupling: `decoupled` or `adam`, as in `PriorAdamW`.
+        reduction: `mean` or `sum`: how a curvature file or `Curvature` is read. The default fits the Trainer's
+            losses, which are means over examples; a recipe's is `sum`. `PriorAdamW` says how they relate.
         damping: Added to H_0.
         missing: What it means that the prior lacks a parameter: `error`, or `zero` for H_0 = 0, as for a new head. With
             `zero`, a parameter that ``anchor`` lacks is anchored where it is.
-        keep_on: Device of anchor and H_0, as in :class:`PriorAdamW`.
+        keep_on: Device of anchor and H_0, as in `PriorAdamW`.
         keep_dtype: Their type.
-        curvature: Also write the trained model's curvature: a :class:`CurvatureCallback`, or its ``source`` (`adam`,
+        curvature: Also write the trained model's curvature: a `CurvatureCallback`, or its ``source`` (`adam`,
             `online`, `pass`).
 
     Example:
@@ -92,14 +92,8 @@ class PriorTrainer(Trainer):
         if not isinstance(callback, CurvatureCallback | None):
             raise InputError(f"curvature: a CurvatureCallback, or its source, not {type(callback).__name__}")
         self._prior, self._anchor, self._missing = prior, anchor, missing
-        self._options: dict[str, Any] = {
-            "strength": strength,
-            "coupling": coupling,
-            "reduction": reduction,
-            "damping": damping,
-            "keep_on": keep_on,
-            "keep_dtype": keep_dtype,
-        }
+        self._options: dict[str, Any] = {"strength": strength, "coupling": coupling, "damping": damping}
+        self._options |= {"reduction": reduction, "keep_on": keep_on, "keep_dtype": keep_dtype}
         self._prior_kind = check_options({"prior": prior, "anchor": anchor, **self._options})
         super().__init__(model, args, *usual, **named)
         if self.optimizer is not None or getattr(self, "optimizer_cls_and_kwargs", None) is not None:
