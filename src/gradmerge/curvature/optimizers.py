@@ -58,11 +58,9 @@ def import_curvature(
     small beside the spread of the examples' gradients. What should be known about the result is warned of.
 
     Args:
-        checkpoint: The folder, such as `out/checkpoint-500`. `optimizer.pt` is read with ``weights_only``, and
-            `training_args.bin` is not loaded.
-        examples: N, the number of training examples. By default what the checkpoint says.
-        batch_size: B, the examples in an optimizer step: of all processes and accumulated batches together. By
-            default what the checkpoint says.
+        checkpoint: The folder. Of its pickles, `optimizer.pt` is read with ``weights_only``, the others are not loaded.
+        examples: N, the number of training examples; by default what the checkpoint says, as for ``batch_size``.
+        batch_size: B, the examples in an optimizer step: of all processes and accumulated batches together.
         frozen: Patterns over the names of parameters that were not trained; needed only where shapes leave that open.
         model: The trained model, if `config.json` does not describe it.
 

@@ -113,10 +113,8 @@ def examples_and_batch(
 
 def _product(facts: Facts) -> str:
     several = "es" if facts.processes != 1 else ""
-    return (
-        f"{facts.batch} per process × {facts.processes} process{several} × {facts.accumulated} accumulated = "
-        f"{facts.batch_size}"
-    )
+    product = f"{facts.batch} per process × {facts.processes} process{several} × {facts.accumulated} accumulated"
+    return f"{product} = {facts.batch_size}"
 
 
 def _unknown(facts: Facts) -> str:

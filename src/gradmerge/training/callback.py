@@ -37,22 +37,21 @@ class CurvatureCallback(TrainerCallback):
     ``source`` says where the curvature comes from:
 
     - `adam`: N·B·v̂, with Adam's bias-corrected second moments v̂ and B examples in a step. It costs nothing. It squares
-      the mean gradient of a step: right for B = 1, or where the spread of the examples' gradients is far larger than
-      their mean, as near the end of fine-tuning; elsewhere too large, by at most a factor B. Gradient clipping takes
-      its scale away, and is warned of: train with `max_grad_norm=0`. It needs an Adam of PyTorch or `gm.PriorAdamW`.
+      the mean gradient of a step: too large by up to a factor B, unless the spread of the examples' gradients is far
+      larger than their mean, as near the end of fine-tuning. Gradient clipping takes its scale away: train with
+      `max_grad_norm=0`, or expect a warning. It needs an Adam of PyTorch or `gm.PriorAdamW`.
     - `online`: N·E, with the bias-corrected running average E ← decay·E + (1 − decay)·(1/n) Σ_i [∇ℓ_i]² over the n
-      examples of every ``every``-th step. Each of these costs about one training step more. The average takes 4 bytes
-      per weight; measuring a step takes 4 more, the first time 12.
-    - `pass`: Σ_i [∇ℓ_i]² at the trained weights, over the first ``limit`` training examples. It costs a pass over them.
-      Of the checkpoints, only the one with the trained weights gets it.
+      examples of every ``every``-th step, which costs about one training step more. The average takes 4 bytes per
+      weight; measuring a step takes 4 more, the first time 12.
+    - `pass`: Σ_i [∇ℓ_i]² at the trained weights, over the first ``limit`` training examples. It costs a pass over them,
+      and of the checkpoints only the one with the trained weights gets it.
 
-    `online` and `pass` differentiate the model's own log-likelihood of `labels`, summed over an example's tokens and
-    without dropout, whatever loss the Trainer was given. `adam` has the loss of training, for language models a mean
-    over tokens.
+    `online` and `pass` differentiate the model's own log-likelihood of `labels`, summed over an example's tokens,
+    without dropout. `adam` sees the loss of training, which for language models is a mean over tokens.
 
-    - **Gradient accumulation, several processes** (DDP): as one batch as large. The main process writes. If the Trainer
-      trains on some examples twice to give all processes equally many, `adam` and `online` count them twice. Sharded
-      parameters (FSDP, DeepSpeed, tensor parallelism) are refused.
+    - **Gradient accumulation, several processes** (DDP): as one batch as large. If the Trainer trains on some examples
+      twice to give all processes equally many, `adam` and `online` count them twice. Sharded parameters (FSDP,
+      DeepSpeed, tensor parallelism) are refused.
     - **Mixed precision**: gradients are those of the model as it is trained; sums are float32.
     - **Adapters** (PEFT): curvature of the adapter's own tensors, by the names of `adapter_model.safetensors`; or with
       ``adapted=True``, for LoRA, of the full weights W + s·BA by the names of the base's files, which a merge needs.
@@ -113,18 +112,13 @@ class CurvatureCallback(TrainerCallback):
             raise InputError(f"decay={decay}: a number from 0 up to, but not including, 1")
         if source != "pass" and (limit is not None or batch_size is not None):
             raise InputError(f"limit and batch_size are for source='pass', and this is source={source!r}")
+        instead = "Use source='online' or 'pass'."
         if source == "adam" and likelihood != "empirical":
-            raise InputError(
-                f"likelihood={likelihood!r}: Adam's moments are of the data's labels. Use source='online' or 'pass'."
-            )
+            raise InputError(f"likelihood={likelihood!r}: Adam's moments are of the data's labels. {instead}")
         if source == "adam" and adapted:
-            raise InputError(
-                "adapted=True: Adam's moments are of the adapter's factors, and do not give the curvature of the full "
-                "weights. Use source='online' or 'pass'."
-            )
-        self.source = source
-        self.adapted = adapted
-        self.precision = precision
+            told = "Adam's moments are of the adapter's factors, and do not give the curvature of the full weights"
+            raise InputError(f"adapted=True: {told}. {instead}")
+        self.source, self.adapted, self.precision = source, adapted, precision
         self.options = Options(every, decay, likelihood, limit, batch_size, seed)
         self._origin: Origin | None = None
         self._saved: int | None = None
@@ -179,21 +173,17 @@ class CurvatureCallback(TrainerCallback):
         step = self._saved = state.global_step
         curvature = _made(self._origin.at_checkpoint, step)
         checkpoint = Path(str(args.output_dir)) / f"checkpoint-{step}"
-        if curvature is None:
-            return
-        if not checkpoint.is_dir():
+        if curvature is not None and checkpoint.is_dir():
+            self._write(curvature, checkpoint, step, None if args.save_only_model else self._origin)
+        elif curvature is not None:
             _log.warning("CurvatureCallback: %s is not there: its curvature is not written", checkpoint)
-            return
-        origin = None if args.save_only_model else self._origin
-        self._write(curvature, checkpoint, step, origin)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if self._origin is None:
-            return
-        try:
-            self._finish(self._origin, args, state)
-        finally:
-            self._close()
+        if self._origin is not None:
+            try:
+                self._finish(self._origin, args, state)
+            finally:
+                self._close()
 
     def _finish(self, origin: Origin, args: TrainingArguments, state: TrainerState) -> None:
         out, step = Path(str(args.output_dir)), state.global_step
@@ -205,12 +195,10 @@ class CurvatureCallback(TrainerCallback):
             if args.should_save:
                 _copy(held / STEM, out / STEM)
             return
-        curvature = _made(origin.at_end, step)
-        if curvature is None:
-            return
-        self._write(curvature, out, step)
-        if self.source == "pass" and held.is_dir() and (best is not None or self._saved == step):
-            self._write(curvature, held, step)
+        if (curvature := _made(origin.at_end, step)) is not None:
+            self._write(curvature, out, step)
+            if self.source == "pass" and held.is_dir() and (best is not None or self._saved == step):
+                self._write(curvature, held, step)
 
     def _write(self, curvature: Curvature, folder: Path, step: int, resumable: Origin | None = None) -> None:
         try:

@@ -18,22 +18,18 @@ from ..curvature.estimate import estimate_curvature
 from ..errors import InputError
 from .measured_tensors import MeasuredTensors
 
+Batch = Mapping[str, Any]
 #: What the Trainer gives to a model besides the batch.
 _NOT_INPUTS = ("num_items_in_batch", "return_dict")
 
 
 def squared_gradients(
-    measured: MeasuredTensors,
-    batches: Iterable[Mapping[str, Any]],
-    likelihood: str,
-    seed: int,
-    first: int,
-    trial: Trial | None = None,
+    measured: MeasuredTensors, batches: Iterable[Batch], likelihood: str, seed: int, first: int, trial: Trial
 ) -> dict[str, Tensor]:
     """Σ_i [∇ℓ_i]², the sum over the examples of some batches, by names in memory.
 
     ``first`` is the place of the first example in the data, on which drawn labels depend. Gradients, modes, hooks and
-    the states of random numbers are left as they were. With one ``trial`` for all calls, layers are tried out once.
+    the states of random numbers are left as they were. With one ``trial`` for many calls, layers are tried out once.
     """
     start = None
     if likelihood == "sampled" and first:
@@ -47,13 +43,13 @@ def squared_gradients(
     return found.sum()
 
 
-def _checked(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(batch: Batch) -> Batch:
     inputs = {name: value for name, value in batch.items() if name not in _NOT_INPUTS}
     check_labels(inputs)
     return inputs
 
 
-def check_labels(inputs: Mapping[str, Any]) -> None:
+def check_labels(inputs: Batch) -> None:
     """Raise if a batch has no labels for the model's own loss."""
     if not isinstance(inputs.get("labels"), Tensor):
         raise InputError(

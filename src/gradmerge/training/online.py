@@ -22,10 +22,7 @@ _ANEW = "Remove it to begin the average anew."
 
 
 class RunningAverage:
-    """E_k = decay·E_{k−1} + (1 − decay)·s_k / n_k from E_0 = 0, where s_k sums over the n_k examples of step k.
-
-    Steps are counted as they are measured: k = 1, 2, ….
-    """
+    """E_k = decay·E_{k−1} + (1 − decay)·s_k / n_k, E_0 = 0: s_k sums over the n_k examples of measured step k."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay

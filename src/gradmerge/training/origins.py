@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,34 +69,34 @@ class Training:
             _log.warning("CurvatureCallback: %s", text)
 
 
-class Origin(ABC):
+class Origin:
     """What follows a training run step by step, and gives its curvature at checkpoints and at the end."""
 
     def __init__(self, training: Training, options: Options) -> None:
         self.training = training
         self.options = options
 
-    def begin_step(self, step: int) -> None:  # noqa: B027 - not every origin needs to know
+    def begin_step(self, step: int) -> None:
         """Optimizer step ``step``, counted from 1, begins: its batches come."""
 
-    def before_update(self, step: int) -> None:  # noqa: B027
+    def before_update(self, step: int) -> None:
         """All gradients of the step are there, and the weights that they were taken at."""
 
-    def logged(self, logs: Mapping[str, Any]) -> None:  # noqa: B027
+    def logged(self, logs: Mapping[str, Any]) -> None:
         """The Trainer logs something."""
 
-    @abstractmethod
     def at_checkpoint(self, step: int) -> Curvature | None:
         """The curvature after ``step`` steps, if it is known without a pass over the data. All processes call it."""
+        return None
 
     def at_end(self, step: int) -> Curvature | None:
         """The curvature of the trained model. All processes call it."""
         return self.at_checkpoint(step)
 
-    def write_state(self, folder: Path, step: int) -> None:  # noqa: B027
+    def write_state(self, folder: Path, step: int) -> None:
         """Leave what a resumed run goes on from."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Leave the model as it was found."""
 
     def _result(self, sums: Mapping[str, Tensor], examples: int, likelihood: str) -> Curvature | None:
@@ -130,8 +129,9 @@ class FromAdam(Origin):
     def __init__(self, training: Training, options: Options) -> None:
         super().__init__(training, options)
         self._optimizer = _adam_inside(training.optimizer)
-        self._told_of_clipping = False
         self._scale = 1
+        self._limit = float(training.args.max_grad_norm or 0)
+        """The norm that gradients are clipped to; 0 without clipping, and once it has been told."""
         # The loss may only be out of scale where several batches make a step.
         several = training.args.gradient_accumulation_steps > 1 or processes.is_distributed()
         self._watch = BatchWatch(training.measured.model) if several else None
@@ -157,26 +157,24 @@ class FromAdam(Origin):
                     "is too large, by the square of their number. Use source='pass', or a step of one batch."
                 )
         # Logs may be few, and looking at every step would make a GPU wait: steps 1, 2, 4, 8, … are looked at.
-        limit = self.training.args.max_grad_norm
-        if limit and limit > 0 and not self._told_of_clipping and step & (step - 1) == 0:
+        if self._limit > 0 and step & (step - 1) == 0:
             gradients = [p.grad for p in self.training.measured.model.parameters() if p.grad is not None]
             # Gradients are clipped already: those of just this norm were longer.
-            if float(torch.nn.utils.get_total_norm(gradients)) > limit * (1 - 1e-4) - 1e-6:
-                self._tell_of_clipping(limit)
+            if float(torch.nn.utils.get_total_norm(gradients)) > self._limit * (1 - 1e-4) - 1e-6:
+                self._tell_of_clipping()
 
     def logged(self, logs: Mapping[str, Any]) -> None:
-        limit, norm = self.training.args.max_grad_norm, logs.get("grad_norm")
-        if limit and limit > 0 and isinstance(norm, int | float) and norm > limit:
-            self._tell_of_clipping(limit)
+        norm = logs.get("grad_norm")
+        if self._limit > 0 and isinstance(norm, int | float) and norm > self._limit:
+            self._tell_of_clipping()
 
-    def _tell_of_clipping(self, limit: float) -> None:
-        if not self._told_of_clipping:
-            self.training.say(
-                f"gradients are clipped to the norm {limit:g} (max_grad_norm): the curvature from Adam's second "
-                "moments is too small, by the square of how much they are shortened, so that its scale does not "
-                "compare with other tasks'. Train with max_grad_norm=0, or use source='online' or 'pass'."
-            )
-        self._told_of_clipping = True
+    def _tell_of_clipping(self) -> None:
+        self.training.say(
+            f"gradients are clipped to the norm {self._limit:g} (max_grad_norm): the curvature from Adam's second "
+            "moments is too small, by the square of how much they are shortened, so that its scale does not compare "
+            "with other tasks'. Train with max_grad_norm=0, or use source='online' or 'pass'."
+        )
+        self._limit = 0.0
 
     def at_checkpoint(self, step: int) -> Curvature | None:
         examples = self.training.examples(step)
@@ -298,9 +296,6 @@ class FromPass(Origin):
         with random_states_kept(training.measured.device):
             check_labels(training.loader.collate_fn([data[0]]))
 
-    def at_checkpoint(self, step: int) -> Curvature | None:
-        return None
-
     def at_end(self, step: int) -> Curvature | None:
         measured, options, args = self.training.measured, self.options, self.training.args
         data = self.training.loader.dataset
@@ -320,7 +315,8 @@ class FromPass(Origin):
                     collate_fn=self.training.loader.collate_fn,
                     num_workers=args.dataloader_num_workers,
                 )
-                return sums | squared_gradients(measured, loader, options.likelihood, options.seed, rows.start)
+                first, trial = rows.start, Trial()
+                return sums | squared_gradients(measured, loader, options.likelihood, options.seed, first, trial)
 
         return self._result(self._summed(make), total, options.likelihood)
 

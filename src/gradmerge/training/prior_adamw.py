@@ -10,19 +10,9 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..text import listed
+from . import prior_inputs
 from .anchors import AnchorTensors, Reduction, trainable
-from .prior_inputs import (
-    CURVATURE,
-    KEPT,
-    Coupling,
-    Gone,
-    Prior,
-    check_options,
-    kept_tensors,
-    parameter_name,
-    placed,
-    refuse_unusable,
-)
+from .prior_inputs import CURVATURE, KEPT, Coupling, Gone, Prior, placed
 from .prior_kernels import Moments, Pull, pull
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -46,14 +36,14 @@ class PriorAdamW(torch.optim.AdamW):
 
     Args:
         params: A model, whose parameters that require a gradient are trained; ``model.named_parameters()``; tensors;
-            or groups of them. A prior or anchor that goes by names needs the model, or names. Give the model if its
-            names differ between memory and files, as those of ViT in transformers do.
+            or groups of them. For a prior or anchor that goes by names, give the model, or names. Only the model will
+            do if its names differ between memory and files, as those of ViT in transformers do.
         lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused: As in torch. Weight
             decay pulls towards zero, by default with 0.01; set it to 0 for the penalty alone. If neither ``foreach``
             nor ``fused`` is given and the strength is not 0, torch's fused implementation is used wherever it can be.
-        prior: H_0. ``"identity"``, or a number c for c·I: weight decay around the anchor. A `Curvature`, a mapping from
-            names to tensors, or the path of a curvature folder. ``None``: no H_0 and no implicit step, but AdamW's own
-            decay around the anchor, θ ← θ − lr·strength·(θ − θ_base), before Adam's step.
+        prior: H_0: a `Curvature`, a mapping from names to tensors, the path of a curvature folder, a number c for c·I,
+            or ``"identity"``. ``None`` is AdamW's own decay, around the anchor: θ ← θ − lr·strength·(θ − θ_base),
+            explicit and before Adam's step.
         strength: Factor of the penalty; an option of groups, which may change during training.
         anchor: θ_base: a state dict or the path of a checkpoint. By default the parameters as they are now.
         reduction: How a `Curvature` or a curvature folder is read: ``"mean"`` divides it by the number M of examples
@@ -117,7 +107,7 @@ class PriorAdamW(torch.optim.AdamW):
         self._given = {"prior": prior, "anchor": anchor, "reduction": reduction, "damping": damping}
         self._model = _unwrapped(params) if isinstance(params, nn.Module) else None
         if isinstance(params, str) or not isinstance(params, nn.Module | Iterable):
-            raise InputError(f"PriorAdamW: a model, its parameters, or groups of them, not {type(params).__name__}")
+            raise InputError(f"params: a model, its parameters, or groups of them, not {type(params).__name__}")
         if self._model is not None and not (params := trainable(self._model)):
             raise InputError(f"{type(self._model).__name__}: no parameter of it requires a gradient")
         flags: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "fused": fused}
@@ -131,11 +121,11 @@ class PriorAdamW(torch.optim.AdamW):
         """As torch's; the anchor is by default what the parameters are now."""
         group = {**self._options, **param_group}
         given = {key: group.pop(key, self._given[key]) for key in _GIVEN}
-        group["prior"] = check_options({**group, **given})
+        group["prior"] = prior_inputs.check_options({**group, **given})
         group["keep_on"] = None if group["keep_on"] is None else str(group["keep_on"])
         super().add_param_group(group)
         try:
-            self._kept |= kept_tensors(self.param_groups[-1], given, self._model)
+            self._kept |= prior_inputs.kept_tensors(self.param_groups[-1], given, self._model)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -179,7 +169,7 @@ class PriorAdamW(torch.optim.AdamW):
             return
         needed = KEPT if group["prior"] == CURVATURE else ("anchor",)
         bare = [
-            parameter_name(group, i)
+            prior_inputs.parameter_name(group, i)
             for i, p in enumerate(group["params"])
             if p.grad is not None and not all(key in self.state[p] for key in needed)
         ]
@@ -278,7 +268,7 @@ class PriorAdamW(torch.optim.AdamW):
             raise InputError(f"PriorAdamW: the state dict is of other parameters:\n{listed(wrong)}")
         for number in (number for group in groups if group["strength"] != 0 for number in group["params"]):
             for key, value in loaded.get(number, {}).items():
-                refuse_unusable(key, value, f"parameter {number}", "PriorAdamW: the state dict")
+                prior_inputs.refuse_unusable(key, value, f"parameter {number}", "PriorAdamW: the state dict")
         super().load_state_dict({**state_dict, "state": moments, "param_groups": groups})
         if any(loaded.values()):
             own = {p: loaded.get(number, {}) for number, p in pairs}

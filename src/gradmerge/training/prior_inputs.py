@@ -52,9 +52,8 @@ def check_options(options: Mapping[str, Any]) -> float | str | None:
             "now): the mapping that the optimizer was made with is not kept"
         )
     if not isinstance(anchor, None | Mapping | str | Path):
-        raise InputError(
-            f"anchor: None, a mapping from names to tensors or the path of a checkpoint, not {type(anchor).__name__}"
-        )
+        kinds = "None, a mapping from names to tensors or the path of a checkpoint"
+        raise InputError(f"anchor: {kinds}, not {type(anchor).__name__}")
     damping = float(options["damping"])
     if prior is None:
         if options["coupling"] == "adam":
@@ -74,10 +73,8 @@ def check_options(options: Mapping[str, Any]) -> float | str | None:
             "the optimizer was made with is not kept"
         )
     if not isinstance(prior, (Mapping, str, Path)):
-        raise InputError(
-            'prior: None, "identity", a number, a Curvature, a mapping from names to tensors or a path, not '
-            f"{type(prior).__name__}"
-        )
+        kinds = 'None, "identity", a number, a Curvature, a mapping from names to tensors or a path'
+        raise InputError(f"prior: {kinds}, not {type(prior).__name__}")
     return CURVATURE
 
 

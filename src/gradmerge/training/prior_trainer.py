@@ -28,8 +28,8 @@ class PriorTrainer(Trainer):
 
     All else is as in the Trainer: learning rate, betas, epsilon, weight decay and the parameters that are exempt from
     it come from the TrainingArguments. With ``strength=0`` the weights are those of the Trainer with the same
-    ``optim``, bit for bit. ``optim`` must be `adamw_torch` or `adamw_torch_fused`. What the prior does to a step is
-    described in `PriorAdamW`.
+    ``optim``, bit for bit. ``optim`` must be `adamw_torch` or `adamw_torch_fused`. `PriorAdamW` says what the prior
+    does to a step. Sharded parameters (FSDP, DeepSpeed, tensor parallelism) are refused.
 
     The anchor is the model as training finds it, and is kept in the optimizer's state: a run that resumes from a
     checkpoint is pulled to where the first one began, and ends with the same bytes as one that was never stopped. A
@@ -39,8 +39,6 @@ class PriorTrainer(Trainer):
     starts, A as it was drawn and B = 0. ``prior="identity"`` gives the penalty ½ strength · (‖A − A_start‖² + ‖B‖²):
     it keeps the change s·BA small, whatever the base's weights are worth. The base's curvature is about W, and refused;
     that of an adapter's own tensors (`CurvatureCallback` without ``adapted``) serves to train this adapter further.
-
-    Sharded parameters (FSDP, DeepSpeed, tensor parallelism) are refused.
 
     Args:
         model: As in the Trainer; so are ``args`` and all arguments that are not named below.
@@ -155,10 +153,8 @@ class PriorTrainer(Trainer):
         parameters = trainable(model)
         found = dict(find(tensors, parameters, model, optional=self._missing == "zero"))
         if not found:
-            raise InputError(
-                f"{tensors.label}: nothing for any of the {len(parameters)} parameters:\n"
-                f"{listed(name for name, _ in parameters)}"
-            )
+            names = listed(name for name, _ in parameters)
+            raise InputError(f"{tensors.label}: nothing for any of the {len(parameters)} parameters:\n{names}")
         return found
 
 
