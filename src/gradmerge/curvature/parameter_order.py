@@ -36,15 +36,16 @@ def empty_model(folder: Path) -> nn.Module:
     refuse_hub_code(config, path)
     import transformers
 
-    found: Any = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
-    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+    model_class: Any = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
+    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    if not is_model:
         raise InputError(
             f"{path}: transformers {transformers.__version__} has no model class {architecture!r}. Code that comes "
             "with a model is not run; pass the model in Python: gm.import_curvature(folder, model=model)."
         )
     try:
         with quiet_transformers(), torch.device("meta"):
-            model: nn.Module = found(found.config_class.from_pretrained(folder, local_files_only=True))
+            model: nn.Module = model_class(model_class.config_class.from_pretrained(folder, local_files_only=True))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:200]
         raise InputError(f"{path}: {architecture} cannot be built from it ({reason})") from error

@@ -134,9 +134,9 @@ def _places(model: nn.Module, known: Iterable[str]) -> dict[str, _Place]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of[parameter].append(name)
     result: dict[str, _Place] = {}
-    for parameter, place in _stored_places(model, names_of).items():
+    for found, place in _stored_places(model, names_of).items():
         if all(stored in have for stored, _ in place.parts):
-            result |= dict.fromkeys(names_of[parameter], place)
+            result |= dict.fromkeys(names_of[found], place)
     for names in names_of.values():
         other = next((name for name in names if name in have), None)
         if other is not None:

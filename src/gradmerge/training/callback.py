@@ -103,10 +103,11 @@ class CurvatureCallback(TrainerCallback):
             if value not in known:
                 raise InputError(f"{option} {value!r}: known are {', '.join(known)}{nearest(str(value), known)}")
         for option, number in (("every", every), ("limit", limit), ("batch_size", batch_size), ("seed", seed)):
-            is_none = number is None and option in ("limit", "batch_size")
-            if not is_none and (isinstance(number, bool) or not isinstance(number, int)):
+            if number is None and option in ("limit", "batch_size"):
+                continue
+            if isinstance(number, bool) or not isinstance(number, int):
                 raise InputError(f"{option}={number!r}: a whole number")
-            if not is_none and option != "seed" and number < 1:
+            if number < 1 and option != "seed":
                 raise InputError(f"{option}={number}: at least 1")
         if not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise InputError(f"decay={decay}: a number from 0 up to, but not including, 1")

@@ -104,7 +104,7 @@ class PriorAdamW(torch.optim.AdamW):
         # torch's constructor calls `add_param_group`, which needs these.
         self._kept: dict[Tensor, dict[str, Tensor]] = {}
         self._options = {"strength": strength, "coupling": coupling, "keep_on": keep_on, "keep_dtype": keep_dtype}
-        self._given = {"prior": prior, "anchor": anchor, "reduction": reduction, "damping": damping}
+        self._given: dict[str, Any] = {"prior": prior, "anchor": anchor, "reduction": reduction, "damping": damping}
         self._model = _unwrapped(params) if isinstance(params, nn.Module) else None
         if isinstance(params, str) or not isinstance(params, nn.Module | Iterable):
             raise InputError(f"params: a model, its parameters, or groups of them, not {type(params).__name__}")

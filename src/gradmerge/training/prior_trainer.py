@@ -121,7 +121,8 @@ class PriorTrainer(Trainer):
                 for group in stock.param_groups
                 if group["params"]
             ]
-            prior, anchor = self._prior, self._anchor
+            prior: Any = self._prior
+            anchor: Any = self._anchor
             if self._prior_kind == CURVATURE:
                 with open_prior(prior, self._options["reduction"]) as tensors:
                     found = self._found(model, tensors)
