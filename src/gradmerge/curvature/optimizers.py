@@ -29,6 +29,8 @@ from .stored_names import stored_shapes, stored_tensors
 from .trainer_facts import MOST, doubts, examples_and_batch, read_facts
 
 STATE = "optimizer.pt"
+#: A number of examples, if it is given.
+_Count = int | None
 
 
 @dataclass
@@ -78,10 +80,10 @@ def import_curvature(
 
 def read_optimizer(
     checkpoint: str | Path,
-    examples: int | None = None,
-    batch_size: int | None = None,
+    examples: _Count = None,
+    batch_size: _Count = None,
     frozen: Sequence[str] = (),
-    model: nn.Module | None = None,
+    model: Any = None,
 ) -> Imported:
     """``import_curvature``, with its notes in the result."""
     for flag, number in (("--examples", examples), ("--batch-size", batch_size)):
