@@ -21,13 +21,13 @@ class Kind(StrEnum):
 class Note(str):
     """The text of a note, with its kind and its numbers, so that nobody has to read those out of the text."""
 
+    kind: Kind
+    data: dict[str, Any]
+
     def __new__(cls, text: str, kind: Kind = Kind.NOTE, **data: Any) -> Note:
         note = super().__new__(cls, text)
         note.kind, note.data = kind, data
         return note
-
-    kind: Kind
-    data: dict[str, Any]
 
     @property
     def is_warning(self) -> bool:

@@ -28,6 +28,8 @@ def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
     """A recipe from a file, a mapping, or itself."""
     if isinstance(recipe, Recipe):
         return recipe
+    if not isinstance(recipe, str | os.PathLike | Mapping):
+        raise InputError(f"recipe: give a path, a mapping or a Recipe, not {type(recipe).__name__}")
     return make_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
 
 
@@ -59,13 +61,34 @@ def merge(
 ) -> MergeResult:
     """Merge checkpoints as a recipe says and write the result to the folder ``out``.
 
-    Everything is streamed: memory depends on the number of models and threads, not on their size. The folder appears
-    under its name when it is complete; until then the work is in ``OUT.gradmerge-partial``, and ``resume`` goes on from
-    there. The bytes of the weights depend on the inputs and the recipe alone. Models whose configs make another
-    function of the weights are refused, but for differences in the keys ``allow_config``; so is a removal whose step
-    cannot be trusted, unless ``accept_untrusted``. With ``durable`` the folder is on the disk before it gets its name.
+    Everything is streamed: memory depends on the number of models and threads, not on their size. The bytes of the
+    weights depend on the inputs and the recipe alone.
+
+    Args:
+        recipe: A recipe file, a mapping with its keys, or a :class:`Recipe`.
+        out: A new folder. It appears when it is complete; until then the work is in ``OUT.gradmerge-partial``.
+        threads: By default one per core, at most 4.
+        device: Where the arithmetic is done: cpu, cuda, cuda:1, …
+        force: Replace ``out`` if gradmerge wrote it, or it is empty.
+        resume: Go on with a merge that was killed.
+        allow_pickle: Also read .bin and .pt checkpoints, of which only the tensors are taken.
+        allow_config: Keys in which configs may differ although they make another function of the weights.
+        allow_nonfinite: Go on when weights are NaN or infinite.
+        accept_untrusted: Write a removal although its step is too long to be trusted.
+        durable: Have the folder on the disk before it gets its name.
+        progress: Is told how far the merge is, in bytes.
+        block: Elements that go through the rule at once; the weights do not depend on it.
+
+    Returns:
+        What was done, with notes on what should be known of it.
+
+    >>> merge({"method": "ties", "base": "./base", "models": ["./a", "./b"]}, "./merged").merged  # doctest: +SKIP
+    148
     """
-    recipe, out = as_recipe(recipe), Path(out)
+    recipe = as_recipe(recipe)
+    if not isinstance(out, str | os.PathLike):
+        raise InputError(f"out: give the folder to write, not {type(out).__name__}")
+    out = Path(out)
     if out.suffix == ".safetensors":
         raise InputError(f"{out}: the result is a folder; give a name without .safetensors")
     _check_device(device)

@@ -93,17 +93,26 @@ def sample_posterior(
     force: bool = False,
     threads: int | None = None,
 ) -> Iterator[dict[str, Tensor]] | list[Path]:
-    """Draw ``n`` models from N(θ̂, temperature · (H̄ + damping)⁻¹).
+    """Draw ``n`` models from N(θ̂, temperature · (H̄ + damping)⁻¹), the posterior of a merge.
 
-    ``folder`` is a merged model that was written with `output.curvature: true`: its weights are θ̂ and its `curvature/`
-    holds H̄. The result is an iterator over state dicts by the names of the files, one model in memory at a time; with
-    ``out``, the models are written as the folders `out/0`, `out/1`, …, which appear together when all are complete.
+    Args:
+        folder: A merge written with `output.curvature: true`: its weights are θ̂, and its `curvature/` holds H̄.
+        n: How many models.
+        temperature: Multiplies the variance.
+        seed: The random numbers depend on it, the number of the model, tensor and position alone.
+        damping: Entries whose H̄ + damping is 0 have no finite variance: they stay at θ̂, as do tensors without
+            curvature, and a warning says how many.
+        reduction: "sum" takes H̄ as the file holds it, the sum over examples; "mean" divides it by their number, as a
+            merge does whose recipe says so, which makes the draws wider by the square root of that number.
+        dtype: Of the draws. Beside large weights, a small spread is rounded away in bfloat16 and float16.
+        out: Write the models as the folders `out/0`, `out/1`, …, which appear together when all are complete.
+        force: Replace ``out`` if gradmerge wrote it, or it is empty.
+        threads: By default one per core, at most 4.
 
-    H̄ is taken as the sum over examples that the file holds; ``reduction="mean"`` divides it by their number, as a merge
-    does whose recipe says so, and makes the draws wider by the square root of that number. Entries whose H̄ + damping
-    is 0 have no finite variance: they stay at θ̂, as do tensors without curvature, and a warning says how many.
-    ``dtype`` is that of the draws; beside large weights, a small spread is rounded away in bfloat16 and float16. The
-    random numbers depend on seed, number of the model, tensor and position alone.
+    Returns:
+        An iterator over state dicts by the files' names, one model in memory at a time; with ``out``, the folders.
+
+    >>> [evaluate(model, "reviews.jsonl") for model in sample_posterior("./merged", 5, out="./draws")]  # doctest: +SKIP
     """
     settings = _Settings(temperature, seed, damping, reduction, dtype)
     settings.check(n)

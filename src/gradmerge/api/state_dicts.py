@@ -44,10 +44,32 @@ def merge_state_dicts(
 ) -> dict[str, Tensor]:
     """Merge state dicts in memory, by the same rules, checks and arithmetic as on disk.
 
-    ``prior`` is the base's curvature and ``curvature`` a list with that of each tuned model (for ``regmean``, Gram
-    matrices): a :class:`Curvature`, a mapping from names to tensors, or a number c for c · I. ``reduction`` applies to
-    :class:`Curvature`, which knows its number of examples; tensors and numbers are taken as they are. The result
-    has the names, types and devices of the base.
+    Curvature is a :class:`Curvature`, a mapping from names to tensors, or a number c for c · I.
+
+    Args:
+        base: The model that all were tuned from; None for methods that do without.
+        tuned: One state dict per tuned model.
+        method: See `gradmerge methods`.
+        prior: The base's curvature.
+        curvature: That of each tuned model; for ``regmean``, Gram matrices.
+        penalty: For ``removal``, the matrix of the penalty that the models were tuned under, if it is not ``prior``.
+        weights: One per tuned model, 1 by default.
+        base_weight: The base's own, for ``weighted-average``.
+        damping: δ, added to the prior, or where the method has none to the curvature of every model.
+        reduction: Whether :class:`Curvature` counts as the sum over its examples or as their mean. Tensors and numbers
+            are taken as they are.
+        include, exclude: Glob patterns of tensors to merge; others are copied from the base.
+        missing: "error", or "zero" where curvature lacks a tensor.
+        options: The method's own.
+        threads: By default one per core, at most 4.
+        allow_nonfinite: Go on when weights are NaN or infinite.
+
+    Returns:
+        The merged model, with the names, types and devices of the base (or of the first model).
+
+    >>> base, a, b = ({"w": torch.tensor([x])} for x in (0.0, 1.0, 2.0))
+    >>> merge_state_dicts(base, [a, b], "task-arithmetic", weights=[0.5, 1.0])
+    {'w': tensor([2.5000])}
     """
     if method not in RULES:
         raise InputError(f"method: there is no rule {method!r}; known are {', '.join(RULES)}")
