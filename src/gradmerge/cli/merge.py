@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import InputError
 from ..text import count, size
 from .options import Force, Printing, RecipeOptions, command
 from .output import Durable, continued, heavy_imports, note, print_json, print_table, progress
@@ -96,8 +97,6 @@ def merge(
 
     A model is a Hugging Face folder, a .safetensors file, a Hub id (org/name@revision) or a PEFT LoRA adapter folder.
     """
-    from ..errors import InputError
-
     with heavy_imports():
         from .request import build_recipe, from_options
 
@@ -140,8 +139,6 @@ def remove(
     Needs the curvature of the base on data that stays, and of each tuned model. Strength 1 takes all out, 0 nothing.
     Where the step is too long to be trusted nothing is written, and the message says which damping would do.
     """
-    from ..errors import InputError
-
     with heavy_imports():
         from .request import build_recipe, from_options
 
@@ -155,8 +152,6 @@ def remove(
 
 def _run(recipe: Recipe, out: Path | None, options: MergeOptions, printing: Printing) -> None:
     """Merge, or print the plan."""
-    from ..errors import InputError
-
     with heavy_imports():
         from .. import api
         from ..engine.trust import trust_notes

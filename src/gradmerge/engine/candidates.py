@@ -23,16 +23,13 @@ from .workers import run_parallel, with_buffers
 
 @dataclass
 class Candidate:
-    """One merge to look at: a rule with its weights and options, or a model that is there already."""
+    """One merge to look at: a method with weights (None: the plan's) and options, or a ``model`` merged already."""
 
     name: str
     method: str = ""
     weights: Sequence[float] | None = None
-    """None: those of the plan."""
     options: Mapping[str, Any] | None = None
-    """The rule's own; None: its defaults."""
     model: Checkpoint | None = None
-    """A merged model, instead of a rule."""
 
 
 @dataclass(frozen=True)

@@ -153,11 +153,6 @@ def _advice(plan: Plan, judged: Judgement, enough: float | None) -> str:
     )
 
 
-def _sample_share(plan: Plan) -> float:
-    total = sum(job.info.numel for job in plan.merged)
-    return min(max(SMALL, total * SHARE), MOST, total) / max(1, total)
-
-
 def judge(
     plan: Plan,
     dampings: Sequence[float],
@@ -166,7 +161,9 @@ def judge(
     advance: Advance = lambda nbytes: None,
 ) -> list[Judgement]:
     """The steps of a removal with each damping, from this share of the entries (None: a sample), scaled up to all."""
-    share = _sample_share(plan) if share is None else share
+    if share is None:
+        total = sum(job.info.numel for job in plan.merged)
+        share = min(max(SMALL, total * SHARE), MOST, total) / max(1, total)
     runs = {job.name: list(_runs(job.info.numel, share)) for job in plan.merged if job.info.numel}
     seen = {name: sum(stop - start for start, stop in parts) for name, parts in runs.items()}
     judgements = [Judgement(damping, looked_at=sum(seen.values())) for damping in dampings]
