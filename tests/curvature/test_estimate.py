@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature import outputs
+from gradmerge.curvature import losses
 from gradmerge.curvature.estimate import estimate_curvature
 
 from . import slow
@@ -95,7 +95,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
         return recorded
 
-    for kind in (outputs.Classes, outputs.Labels, outputs.Squared, outputs.Tokens):
+    for kind in (losses.ClassLoss, losses.LabelsLoss, losses.SquaredLoss, losses.TokenLoss):
         monkeypatch.setattr(kind, "draw", recording(kind.draw))
     return found
 

@@ -17,7 +17,7 @@ from gradmerge.curvature.gram import estimate_gram
 
 from . import slow
 from .families import FAMILIES, batch_of, batches_of
-from .test_collect import ByKeyword, Folded, tokens_of
+from .test_accumulate import ByKeyword, Folded, tokens_of
 
 MODELS = ["bert", "bert, masked", "albert", "gpt2", "llama", "llama, tied", "t5", "t5, untied and gated", "bart", "vit"]
 

@@ -16,8 +16,8 @@ from ..storage.staging import Staging
 from .batches import examples_in, moved
 from .curvature import write_tensors
 from .files import metadata
-from .layers import is_conv1d
-from .outputs import MASKED, logits_of
+from .formulas import is_conv1d
+from .losses import MASKED, logits_of
 from .stored_names import stored_sources
 
 

@@ -2,10 +2,10 @@
 
 The loss ℓ of an example is its negative log-likelihood, up to a constant:
 
-- :class:`Classes`: −log softmax(z)_y, one label of C.
-- :class:`Labels`: Σ_k −log of a Bernoulli with logit z_k, the labels being independent.
-- :class:`Squared`: Σ_k (z_k − y_k)², the likelihood of a Gaussian with variance ½.
-- :class:`Tokens`: Σ_t −log softmax(z_t)_{y_t} over the tokens that are not masked.
+- :class:`ClassLoss`: −log softmax(z)_y, one label of C.
+- :class:`LabelsLoss`: Σ_k −log of a Bernoulli with logit z_k, the labels being independent.
+- :class:`SquaredLoss`: Σ_k (z_k − y_k)², the likelihood of a Gaussian with variance ½.
+- :class:`TokenLoss`: Σ_t −log softmax(z_t)_{y_t} over the tokens that are not masked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Uniform = Callable[[int, int], Tensor]
 """(row of the batch, n) → n numbers in [0, 1) that belong to that example."""
 
 
-class Output(ABC):
+class ExampleLoss(ABC):
     """How logits and labels of a batch give each example's loss."""
 
     name: str
@@ -50,7 +50,7 @@ class Output(ABC):
         """Raise with the row and the reason if the labels do not fit the logits."""
 
 
-class Classes(Output):
+class ClassLoss(ExampleLoss):
     """One label of C."""
 
     name = "classes"
@@ -83,7 +83,7 @@ class Classes(Output):
         check_classes(labels, logits_shape[-1], masked=False)
 
 
-class Labels(Output):
+class LabelsLoss(ExampleLoss):
     """Several independent yes-or-no labels."""
 
     name = "labels"
@@ -111,7 +111,7 @@ class Labels(Output):
             raise InputError(f"row {row}: labels of a multi-label model are 0 or 1, not {labels[row].tolist()}")
 
 
-class Squared(Output):
+class SquaredLoss(ExampleLoss):
     """Numbers, with the squared error as loss."""
 
     name = "squared"
@@ -139,7 +139,7 @@ class Squared(Output):
             raise InputError("a label is NaN or infinite")
 
 
-class Tokens(Output):
+class TokenLoss(ExampleLoss):
     """A label for every token, ``MASKED`` where none counts; with ``shift`` the label of the next token."""
 
     def __init__(self, shift: bool) -> None:
@@ -180,10 +180,12 @@ class Tokens(Output):
         check_classes(labels, logits_shape[-1], masked=True)
 
 
-OUTPUTS: Mapping[str, Output] = {o.name: o for o in (Classes(), Labels(), Squared(), Tokens(True), Tokens(False))}
+LOSSES: Mapping[str, ExampleLoss] = {
+    loss.name: loss for loss in (ClassLoss(), LabelsLoss(), SquaredLoss(), TokenLoss(True), TokenLoss(False))
+}
 
 
-def output_of(model: nn.Module, labels: Tensor) -> Output:
+def loss_of(model: nn.Module, labels: Tensor) -> ExampleLoss:
     """The output that a model of transformers is trained with by its own loss; for other modules, what the labels look like."""
     inner = unwrapped(model)
     name = type(inner).__name__
@@ -191,9 +193,9 @@ def output_of(model: nn.Module, labels: Tensor) -> Output:
     if config is None:
         return _by_labels(labels)
     if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return OUTPUTS["next-token"]
+        return LOSSES["next-token"]
     if name.endswith(("ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification", "ForSeq2SeqLM")):
-        return OUTPUTS["tokens"]
+        return LOSSES["tokens"]
     problem = getattr(config, "problem_type", None)
     known = {
         "regression": "squared",
@@ -201,11 +203,11 @@ def output_of(model: nn.Module, labels: Tensor) -> Output:
         "multi_label_classification": "labels",
     }
     if problem in known:
-        return OUTPUTS[known[problem]]
+        return LOSSES[known[problem]]
     if "Classification" in name:
         if getattr(config, "num_labels", 2) == 1:
-            return OUTPUTS["squared"]
-        return OUTPUTS["labels" if labels.is_floating_point() or labels.dim() == 2 else "classes"]
+            return LOSSES["squared"]
+        return LOSSES["labels" if labels.is_floating_point() or labels.dim() == 2 else "classes"]
     return _by_labels(labels)
 
 
@@ -215,10 +217,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return inner() if callable(inner) else model
 
 
-def _by_labels(labels: Tensor) -> Output:
+def _by_labels(labels: Tensor) -> ExampleLoss:
     if labels.is_floating_point():
-        return OUTPUTS["squared"]
-    return OUTPUTS["classes" if labels.dim() == 1 else "tokens"]
+        return LOSSES["squared"]
+    return LOSSES["classes" if labels.dim() == 1 else "tokens"]
 
 
 def logits_of(model: nn.Module, batch: Any) -> Tensor:

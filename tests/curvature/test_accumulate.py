@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature import collect, kernels
+from gradmerge.curvature import accumulate, kernels, memory, sums
 from gradmerge.curvature.batches import examples_in
 from gradmerge.curvature.estimate import estimate_curvature
-from gradmerge.curvature.outputs import logits_of
+from gradmerge.curvature.losses import logits_of
 
 from ..checkpoints.families import randomise
 from . import slow
@@ -438,8 +438,8 @@ def limited(monkeypatch: pytest.MonkeyPatch, place: str, fits: int, at: int) -> 
         )
     else:
         guarded = memory.guard(getattr(kernels, place), PLACES[place])
-        for module in (collect, kernels):
-            monkeypatch.setattr(module, place, guarded)
+        for module in (accumulate, sums, kernels):
+            monkeypatch.setattr(module, place, guarded, raising=False)
     return memory
 
 
@@ -512,8 +512,8 @@ def test_one_example_that_does_not_fit_is_the_machines_failure(place: str, monke
 
 
 def test_a_processor_without_memory_counts_as_out_of_memory() -> None:
-    assert collect.is_out_of_memory(
+    assert memory.is_out_of_memory(
         RuntimeError("[enforce fail at alloc_cpu.cpp:117] … not enough memory: you tried …")
     )
-    assert collect.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not collect.is_out_of_memory(RuntimeError("shapes differ"))
+    assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not memory.is_out_of_memory(RuntimeError("shapes differ"))
