@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature import accumulate, kernels, memory, sums
-from gradmerge.curvature.batches import examples_in
+from gradmerge.curvature import accumulate, kernels, sums
+from gradmerge.curvature.batches import examples_in, is_out_of_memory
 from gradmerge.curvature.estimate import estimate_curvature
 from gradmerge.curvature.losses import logits_of
 
@@ -512,8 +512,6 @@ def test_one_example_that_does_not_fit_is_the_machines_failure(place: str, monke
 
 
 def test_a_processor_without_memory_counts_as_out_of_memory() -> None:
-    assert memory.is_out_of_memory(
-        RuntimeError("[enforce fail at alloc_cpu.cpp:117] … not enough memory: you tried …")
-    )
-    assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not memory.is_out_of_memory(RuntimeError("shapes differ"))
+    assert is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp:117] … not enough memory: you tried …"))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes differ"))

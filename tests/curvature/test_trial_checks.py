@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-
 from torch import Tensor, nn
 
 import gradmerge as gm
 from gradmerge.curvature import trial as trials
 from gradmerge.curvature.batches import Again
 from gradmerge.curvature.estimate import estimate_curvature
-from gradmerge.curvature.trial import Checks, Trial
+from gradmerge.curvature.trial import Trial
 
 from . import slow
 from .families import EXACT, FAMILIES, batch_of
@@ -225,7 +224,7 @@ def test_a_check_that_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.M
 @pytest.mark.parametrize(("batches", "most"), [(100, 7), (300, 9), (1000, 24)])
 def test_checks_are_few_however_many_shapes_there_are(batches: int, most: int) -> None:
     for shapes in (1, 5, 10_000):
-        seen, count = Checks(), 0
+        seen, count = Trial(), 0
         for number in range(batches):
             shape = number % shapes
             if seen.due(shape):

@@ -129,10 +129,7 @@ def measure_curvature(
             raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Measure again.")
         result.model = _public_name(model)
         saved.clear_rest()
-        if isinstance(result, Curvature):
-            result.write(staging.folder, precision, shard_size)
-        else:
-            result.write(staging.folder, shard_size)
+        result.write(staging.folder, precision, shard_size)
         saved.remove()
     return Measurement(
         out=Path(out), kind=kind, task=loaded.task, examples=result.examples, tensors=len(result),

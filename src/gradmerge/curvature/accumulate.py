@@ -1,19 +1,19 @@
 """What happens to a batch: Σ_i g_i² of every parameter, from one forward and one backward pass over all its examples.
 
-Example i's gradient of a linear layer's weight is g_i = Σ_t y_it x_itᵀ, where x_it went into the layer at token t, and y_it
-is the gradient of the loss with respect to what came out. One backward pass over a batch holds the x and y of all examples;
-autograd would only add up all g_i before anyone can square them. So hooks on the layers take x and y, and instead of the
-weight's gradient, Σ_i (Σ_t y_it x_itᵀ)² is formed. For one batch:
+Example i's gradient of a linear layer's weight is g_i = Σ_t y_it x_itᵀ, where x_it went into the layer at token t,
+and y_it is the gradient of the loss with respect to what came out. One backward pass over a batch holds the x and y
+of all examples; autograd would only add up all g_i before anyone can square them. So hooks on the layers take x and
+y, and instead of the weight's gradient, Σ_i (Σ_t y_it x_itᵀ)² is formed. For one batch:
 
 1. :func:`~gradmerge.curvature.estimate.estimate_curvature` calls :meth:`Accumulator.add`.
-2. If the batch is the first, or due for a check, the layers' formulas are tried out (:mod:`gradmerge.curvature.trial`), and
-   the hooks of those that fit are put on the layers.
+2. On the first batch, and on those that are due for a check, the layers' formulas are tried out
+   (:mod:`gradmerge.curvature.trial`). The hooks of those that fit are put on the layers.
 3. The model runs. Each layer's hooks note x and tap the output (:mod:`gradmerge.curvature.hooks`).
-4. The backward pass hands y to the layer's formula (:mod:`gradmerge.curvature.formulas`), which makes of x and y a term of
-   the gradient and hands it to :meth:`Accumulator.take`.
+4. The backward pass hands y to the layer's formula (:mod:`gradmerge.curvature.formulas`), which makes a term of the
+   gradient from x and y and hands it to :meth:`Accumulator.take`.
 5. A parameter's only term is squared and added to its :class:`~gradmerge.curvature.sums.ParameterSum` at once, by
-   :mod:`gradmerge.curvature.kernels`. Small terms, and several of one parameter, wait for the end of the backward pass.
-6. Parameters that no formula fits follow by :mod:`gradmerge.curvature.autograd`, one example at a time: the slow way.
+   :mod:`gradmerge.curvature.kernels`. Small terms, and several of one parameter, wait for the end of the pass.
+6. Parameters that no formula fits follow by plain autograd, one example at a time: the slow way.
 
 If memory runs out, the batch is done in halves, without what was already added. If a formula turns out not to fit this
 batch before anything is added for it, its parameters go the slow way from here on. If sums may be wrong by then,
@@ -30,12 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .autograd import differentiable, for_each_example
-from .batches import batch_rows, examples_in
+from .batches import batch_rows, enough_memory, examples_in, is_out_of_memory
 from .hooks import Recorder, Unsuited
 from .kernels import DirectGradient, OuterGradient, Term, add_many_direct, add_outer, add_squares
-from .memory import enough_memory, is_out_of_memory
-from .sums import Distrusted, ParameterSum
+from .sums import Distrusted, ParameterSum, differentiable, for_each_example
 from .trial import FormulaChooser, Trial
 
 Objectives = Callable[[Any, int], list[Callable[[], Tensor]]]
@@ -82,7 +80,7 @@ class Accumulator(Recorder):
     ) -> None:
         super().__init__(model, {parameter: ParameterSum(parameter, total) for parameter, total in totals.items()})
         self._objectives = objectives
-        self._chooser = FormulaChooser(model, self.sums, outputs, trial, slow)
+        self._chooser = FormulaChooser(model, self.sums, outputs, trial, slow, self.hooks)
         self._before, self._now = _Progress(), _Progress()
         self._watched: list[ParameterSum] = []
         self._looked = True
@@ -92,7 +90,7 @@ class Accumulator(Recorder):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.detach()
+        self.hooks.close()
         self._chooser.close(failed=kind is not None)
 
     @property
@@ -102,9 +100,7 @@ class Accumulator(Recorder):
 
     def add(self, batch: Any, first: int) -> None:
         """Add the squares of every example of a batch, whose first is number ``first`` of the data."""
-        if self._chooser.is_due(batch):
-            self.detach()
-            self._chooser.try_out(batch)
+        if self._chooser.try_out(batch):
             self.attach(self._chooser.chosen)
         with enough_memory("a single example"):
             self._add(batch, first, _Progress())
@@ -115,7 +111,7 @@ class Accumulator(Recorder):
             if self._chooser.some_fast:
                 self._add_at_once(batch, first, before)
         except (Unsuited, _Strayed) as error:  # what a module sees is not as it was for the batches before
-            self._chooser.distrust(error.modules)
+            self._chooser.give_up(error.modules)
             self.attach(self._chooser.chosen)
             self._add(batch, first, before)
             return
@@ -153,7 +149,7 @@ class Accumulator(Recorder):
             return
         if not self._looked:  # the first term of a backward pass: nothing of it is added yet
             self._looked = True
-            self._drop_strays(other for other in self._watched if other.reached)
+            self._drop_strays(w for w in self._watched if torch._C._will_engine_execute_node(w.end))
         if not one.kinds:
             raise Unsuited("the parameter was not used in the trial")
         if len(one.kinds) == 1 and not _is_small(term):
@@ -190,7 +186,7 @@ class Accumulator(Recorder):
 
     def _leave_to_slow(self) -> None:
         """Modules that saw something else than in the batches before: what they gave is dropped."""
-        self._chooser.distrust({formula.module for formula in self.unfit})
+        self._chooser.give_up({formula.module for formula in self.unfit})
         unfit = {one for formula in self.unfit for one in formula.sums.values()}
         if unfit & (self._now.added | self._now.heads):
             raise Distrusted(one.parameter for one in unfit)
@@ -200,7 +196,7 @@ class Accumulator(Recorder):
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Let autograd see parameters that have a formula: a gradient for one is of a use that its module does not see."""
+        """Let autograd see parameters that have a formula: what gradient reaches one is of a use outside its module."""
         self._watched = [one for one in self.sums.values() if not one.slow]
         parameters = [one.parameter for one in self._watched]
         kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -43,16 +43,16 @@ def estimate_curvature(
 ) -> Curvature:
     """The diagonal curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the square of every single example's gradient.
 
-    ℓ_i is the negative log-likelihood of example i (see :mod:`gradmerge.curvature.losses`): of a sequence it is the sum
-    over its tokens, never their mean. Neither batch size nor padding changes the result. How the sums come about is told in
-    :mod:`gradmerge.curvature.accumulate`.
+    ℓ_i is the negative log-likelihood of example i (see :mod:`gradmerge.curvature.losses`): of a sequence it is the
+    sum over its tokens, never their mean. Neither batch size nor padding changes the result. How the sums come about
+    is told in :mod:`gradmerge.curvature.accumulate`.
 
     Args:
         model: A model of transformers with a head, or any module. Its mode, gradients and hooks are left as they were
             found; parameters with ``requires_grad=False`` are left out.
         batches: Mappings of keyword arguments with ``labels``, as transformers takes them, or tuples that end with the
-            labels. Batches that can be gone through again (a list, a DataLoader) let the estimate begin anew where a quick
-            formula turns out to be wrong for some of them; with an iterator that is an error.
+            labels. Batches that can be gone through again (a list, a DataLoader) let the estimate begin anew where a
+            quick formula turns out to be wrong for some of them; with an iterator that is an error.
         likelihood: ``empirical`` takes the data's labels, ``sampled`` draws them from the model, ``exact`` takes the
             expectation over the model's classes.
         output: What the model's output means: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``. By
@@ -61,8 +61,8 @@ def estimate_curvature(
         device: Where batches are moved to; by default where the model is.
         start: The curvature of the examples before the first of ``batches``, to go on from.
         each_batch: Called after every batch with a function that gives the curvature so far.
-        trial: For many estimates of one model: `gradmerge.curvature.trial.Trial()`, the same one in every call. The first
-            tries out on two examples which formula fits each layer; the others check that now and then.
+        trial: For many estimates of one model: `gradmerge.curvature.trial.Trial()`, the same one in every call. Only
+            the first tries out on two examples which formula fits each layer; the others check that now and then.
 
     Returns:
         The **sums** over examples, per parameter, with the number of examples.
@@ -82,9 +82,11 @@ def estimate_curvature(
     totals = {name: torch.zeros_like(p, dtype=sum_type(p), requires_grad=False) for name, p in parameters.items()}
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
     objective = _Objective(model, likelihood, LOSSES[output] if isinstance(output, str) else output, seed)
-    examples = begun = start.examples if start is not None else 0
+    begun = start.examples if start is not None else 0
     if start is not None:
-        _check_start(start, totals, likelihood)
+        shapes, wanted = ({name: value.shape for name, value in sums.items()} for sums in (start, totals))
+        if start.likelihood != likelihood or shapes != wanted:
+            raise InputError("the curvature to go on from was measured on another model, or with another likelihood")
 
     def so_far(copy: bool = True) -> Curvature:
         objective.check_losses()
@@ -92,30 +94,25 @@ def estimate_curvature(
         if start is not None:
             for name, total in sums.items():
                 total += start[name].to(total)
-        return Curvature(sums, examples, likelihood, _name_of(model), for_files(model))
+        name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+        return Curvature(sums, examples, likelihood, name, for_files(model))
 
     trial = trial if trial is not None else Trial()
-    tried = trial.examples > 0
-    by_parameter = {p: totals[n] for n, p in parameters.items()}
-
-    def accumulate(slow: Collection[nn.Parameter]) -> None:
-        nonlocal examples
-        passes, logits = objective.passes, objective.logits
-        with _prepared(model), Accumulator(model, by_parameter, passes, logits, trial, slow) as accumulator:
-            for batch in batches:
-                batch = moved(batch, place)
-                if not len(labels_of(batch)):
-                    continue
-                accumulator.add(batch, examples)
-                examples += examples_in(batch)
-                _name_slow(accumulator.slow, parameters, trial.told)
-                if each_batch is not None:
-                    each_batch(so_far)
-
-    slow: set[nn.Parameter] = set()
+    tried, slow = trial.examples > 0, set[nn.Parameter]()
+    sums, passes = {p: totals[name] for name, p in parameters.items()}, objective.passes
     while True:
+        examples = begun
         try:
-            accumulate(slow)
+            with _prepared(model), Accumulator(model, sums, passes, objective.logits, trial, slow) as accumulator:
+                for batch in batches:
+                    batch = moved(batch, place)
+                    if not len(labels_of(batch)):
+                        continue
+                    accumulator.add(batch, examples)
+                    examples += examples_in(batch)
+                    _name_slow(accumulator.slow, parameters, trial.told)
+                    if each_batch is not None:
+                        each_batch(so_far)
             break
         except Distrusted as error:
             names = [name for name, parameter in parameters.items() if parameter in error.parameters]
@@ -124,7 +121,6 @@ def estimate_curvature(
                 warning = "earlier measurements with this trial may be wrong for these parameters:\n%s"
                 _log.warning(warning, listed(names))
             slow |= error.parameters
-            examples = begun
             for total in totals.values():
                 total.zero_()
     if examples == begun:
@@ -133,28 +129,20 @@ def estimate_curvature(
 
 
 def _check_repeatable(batches: Iterable[Any], start: Curvature | None, names: Collection[str], examples: int) -> None:
-    """What was measured is no good: say so, and raise unless it can be measured again."""
+    """What was added up is no good: say so, and raise unless one can begin again."""
     found = (
-        f"the quick way that fitted the first examples does not fit those from {examples} on (counted from 0), and may not have "
-        f"fitted some before:\n{listed(names)}"
+        f"the quick way that fitted the first examples does not fit those from {examples} on (counted from 0), "
+        f"and may not have fitted some before:\n{listed(names)}"
     )
     if isinstance(batches, Iterator):
         raise InputError(
-            f"{found}\nThe batches can be gone through only once. Give a list or a DataLoader, and these parameters are measured from the "
-            "beginning, one example at a time."
+            f"{found}\nThe batches can be gone through only once. Give a list or a DataLoader, and these parameters "
+            "are measured from the beginning, one example at a time."
         )
     if start is not None and any(bool(value.any()) for value in start.values()):
-        raise InputError(
-            f"{found}\nThe sums to go on from have them too: measure from the beginning, without --resume."
-        )
+        again = "The sums to go on from have them too: measure from the beginning, without --resume."
+        raise InputError(f"{found}\n{again}")
     _log.warning("%s\nAll is measured again from the beginning, these one example at a time.", found)
-
-
-def _check_start(start: Curvature, totals: Mapping[str, Tensor], likelihood: str) -> None:
-    if start.likelihood != likelihood or {n: t.shape for n, t in start.items()} != {
-        n: t.shape for n, t in totals.items()
-    }:
-        raise InputError("the curvature to go on from was measured on another model, or with another likelihood")
 
 
 class _Objective:
@@ -176,8 +164,10 @@ class _Objective:
         labels = labels_of(batch)
         loss = self._loss or loss_of(self._model, labels)
         try:
-            if isinstance(loss, TokenLoss) and isinstance(batch, Mapping):
-                _check_vocabulary(self._model, labels)  # labels may be the decoder's inputs
+            config = getattr(self._model, "config", None)
+            words = getattr(config, "vocab_size", None) if getattr(config, "is_encoder_decoder", False) else None
+            if isinstance(loss, TokenLoss) and isinstance(batch, Mapping) and isinstance(words, int):
+                check_classes(labels, words, masked=True)  # labels may be the decoder's inputs
             logits = self.logits(batch)
             loss.check(logits.shape, labels)
         except InputError as error:
@@ -212,57 +202,42 @@ class _Objective:
             )
 
 
-def _check_vocabulary(model: nn.Module, labels: Tensor) -> None:
-    words = getattr(getattr(model, "config", None), "vocab_size", None)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and isinstance(words, int):
-        check_classes(labels, words, masked=True)
-
-
 @contextlib.contextmanager
 def _prepared(model: nn.Module) -> Iterator[None]:
     """The model without dropout, with no parameter asking for a gradient; everything as before at the end."""
     _check_batch_norm(model)
-    modes = [(module, module.training) for module in model.modules()]
-    wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    inplace = [module for module in model.modules() if getattr(module, "inplace", False) is True]
     with contextlib.ExitStack() as stack, torch.enable_grad():
-        try:
-            model.eval()
-            for module, training in modes:
-                if training and getattr(module, "gradient_checkpointing", False):
-                    _keep_checkpointing(module, stack)
-            for module in inplace:
+        modes = [(module, module.training) for module in model.modules()]
+        for module, training in modes:
+            stack.callback(setattr, module, "training", training)
+        model.eval()
+        for module, training in modes:
+            if training and getattr(module, "gradient_checkpointing", False):
+                _keep_checkpointing(module, stack)
+            if getattr(module, "inplace", False) is True:
+                stack.callback(setattr, module, "inplace", True)
                 module.inplace = False  # type: ignore[assignment]
-            for parameter, _ in wanted:
-                parameter.requires_grad_(False)
-            yield
-        finally:
-            for parameter, requires in wanted:
-                parameter.requires_grad_(requires)
-            for module in inplace:
-                module.inplace = True  # type: ignore[assignment]
-            for module, training in modes:
-                module.training = training
+        for parameter in model.parameters():
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameter.requires_grad_(False)
+        yield
 
 
 def _keep_checkpointing(module: nn.Module, stack: contextlib.ExitStack) -> None:
-    """Transformers recomputes activations in training mode only. The layer looks trained from outside; inside, dropout stays off.
+    """Let a layer of transformers recompute its activations, which it does in training mode only, with dropout off.
 
-    The reentrant kind of checkpoint does not give gradients of single parameters, as the slow way needs them.
+    Seen from outside the layer is in training mode, and inside not. The reentrant kind of checkpoint does not give
+    gradients of single parameters, as the slow way needs them.
     """
     if hasattr(module, "_gradient_checkpointing_func"):
         stack.callback(setattr, module, "_gradient_checkpointing_func", module._gradient_checkpointing_func)
-        module._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
+        function: Any = functools.partial(checkpoint, use_reentrant=False)
+        module._gradient_checkpointing_func = function
     module.training = True
-
-    def inside(*_: Any) -> None:
-        module.training = False
-
-    def outside(*_: Any) -> None:
-        module.training = True
-
-    stack.callback(module.register_forward_pre_hook(inside).remove)
-    stack.callback(module.register_forward_hook(outside, always_call=True).remove)
+    inside = module.register_forward_pre_hook(lambda *_: setattr(module, "training", False))
+    outside = module.register_forward_hook(lambda *_: setattr(module, "training", True), always_call=True)
+    stack.callback(inside.remove)
+    stack.callback(outside.remove)
 
 
 def _check_batch_norm(model: nn.Module) -> None:
@@ -286,8 +261,3 @@ def _name_slow(slow: set[nn.Parameter], parameters: Mapping[str, nn.Parameter], 
             listed(sorted(names - told)),
         )
     told |= names
-
-
-def _name_of(model: nn.Module) -> str:
-    config = getattr(model, "config", None)
-    return str(getattr(config, "_name_or_path", "") or type(model).__name__)

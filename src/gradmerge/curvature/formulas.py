@@ -26,8 +26,7 @@ class LinearFormula(LayerFormula):
         y, x = self._per_example(gradient, 1), self._per_example(seen[0], 1)
         if y.shape[1] != x.shape[1]:
             raise Unsuited(f"an input of shape {list(seen[0].shape)} gives an output of shape {list(gradient.shape)}")
-        weight = self.sums.get("weight")
-        if weight is not None:
+        if weight := self.sums.get("weight"):
             self.recorder.take(weight, OuterGradient(x, y) if is_conv1d(self.module) else OuterGradient(y, x))
         self._take_bias(y)
 
@@ -114,8 +113,7 @@ class NormFormula(LayerFormula):
         gradient, normal = self._channels_last(gradient), self._channels_last(_normalised(module, seen[0]))
         axes = len(module.weight.shape) if isinstance(module.weight, Tensor) else 1
         y = self._per_example(gradient, axes)
-        weight = self.sums.get("weight")
-        if weight is not None:
+        if weight := self.sums.get("weight"):
             product = y * self._per_example(normal, axes)
             self.recorder.take(weight, DirectGradient(product.sum(1, dtype=sum_type(product))))
         self._take_bias(y)
@@ -139,17 +137,14 @@ class ConvFormula(LayerFormula):
             raise Unsuited(f"an input of shape {list(seen[0].shape)} has no axis of examples")
         y = gradient.flatten(2).transpose(1, 2)
         self._take_bias(y)
-        weight = self.sums.get("weight")
-        if weight is None:
-            return
-        x = _patches(module, seen[0])
-        if module.groups == 1:
-            self.recorder.take(weight, OuterGradient(y, x.flatten(2)))
-            return
-        groups = module.groups
-        y = y.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
-        x = x.unflatten(2, (groups, -1)).flatten(3).permute(0, 2, 1, 3)
-        self.recorder.take(weight, DirectGradient((y @ x).reshape(len(y), *weight.parameter.shape)))
+        if weight := self.sums.get("weight"):
+            x, groups = _patches(module, seen[0]), module.groups
+            if groups == 1:
+                self.recorder.take(weight, OuterGradient(y, x.flatten(2)))
+                return
+            y = y.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
+            x = x.unflatten(2, (groups, -1)).flatten(3).permute(0, 2, 1, 3)
+            self.recorder.take(weight, DirectGradient((y @ x).reshape(len(y), *weight.parameter.shape)))
 
 
 class RelativeBiasFormula(LayerFormula):
@@ -181,17 +176,17 @@ class RelativeBiasFormula(LayerFormula):
         return self._tap(repeated, self.use, self._ids)
 
     def use(self, gradient: Tensor, *seen: Tensor) -> None:
-        weight = self.sums["weight"]
-        y = gradient.permute(0, 2, 3, 1).flatten(1, 2).to(sum_type(gradient))
-        table = y.new_zeros(len(y), *weight.parameter.shape).index_add_(1, seen[0].flatten(), y)
-        self.recorder.take(weight, DirectGradient(table))
+        if weight := self.sums.get("weight"):
+            y = gradient.permute(0, 2, 3, 1).flatten(1, 2).to(sum_type(gradient))
+            table = y.new_zeros(len(y), *weight.parameter.shape).index_add_(1, seen[0].flatten(), y)
+            self.recorder.take(weight, DirectGradient(table))
 
 
 class RepeatedFormula(InsideFormula):
     """A parameter that is added or multiplied: it is repeated for every example while its module runs.
 
-    ``shape`` says where the axis of examples goes: in the place of a leading 1 (``leading``), in front of as many axes as
-    the input has (``input``), in front (``front``), or in front with a 1 between (``spaced``).
+    ``shape`` says where the axis of examples goes: in the place of a leading 1 (``leading``), in front of as many
+    axes as the input has (``input``), in front (``front``), or in front with a 1 between (``spaced``).
     """
 
     SHAPES = ("leading", "input", "front", "spaced")
@@ -214,18 +209,15 @@ class RepeatedFormula(InsideFormula):
 
     def _repeat(self, value: Tensor, like: Tensor | None) -> Tensor:
         examples, shape = self.recorder.examples, value.shape
-        if self.shape == "input":
-            between = 0 if like is None else like.dim() - 1 - value.dim()
-            if like is None or between < 0 or like.shape[0] != examples:
-                raise Unsuited("the module's input has no axis of examples")
-            return value.expand(examples, *[1] * between, *shape)
+        between = -1 if like is None or like.shape[:1] != (examples,) else like.dim() - 1 - value.dim()
+        if self.shape == "input" and between < 0:
+            raise Unsuited("the module's input has no axis of examples")
+        if self.shape == "leading" and (value.dim() < 2 or shape[0] != 1):
+            raise Unsuited("the parameter has no leading axis of 1")
         if self.shape == "leading":
-            if value.dim() < 2 or shape[0] != 1:
-                raise Unsuited("the parameter has no leading axis of 1")
             return value.expand(examples, *shape[1:])
-        if self.shape == "front":
-            return value.expand(examples, *shape)
-        return value.expand(examples, 1, *shape)
+        ones = {"input": between, "front": 0, "spaced": 1}[self.shape]
+        return value.expand(examples, *[1] * ones, *shape)
 
     def _use(self, one: ParameterSum, gradient: Tensor) -> None:
         self.recorder.take(one, DirectGradient(gradient.reshape(len(gradient), *one.parameter.shape)))

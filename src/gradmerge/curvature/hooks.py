@@ -1,9 +1,10 @@
 """How a layer hands over what it saw and the gradient of its output, in one forward and backward pass over a batch.
 
-The hooks of a :class:`LayerFormula` follow a layer through a batch. Before the layer runs, its parameters are hidden from
-autograd, which would form their gradient summed over examples. Behind it, the output gets a *tap*, an identity that is
-handed y, the gradient of the output, in the backward pass. The tap gives y and x, the layer's input, to the formula's
-``use``, which makes a term of them (:mod:`gradmerge.curvature.kernels`) and hands that to its recorder's ``take``.
+The hooks of a :class:`LayerFormula` follow a layer through a batch. Before the layer runs, its parameters are hidden
+from autograd, which would form their gradient summed over examples. Behind it, the output gets a *tap*, an identity
+that is handed y, the gradient of the output, in the backward pass. The tap gives y and x, the layer's input, to the
+formula's ``use``, which makes a term of them (:mod:`gradmerge.curvature.kernels`) and hands that to its recorder's
+``take``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .batches import examples_in
+from .batches import examples_in, values_of
 from .kernels import DirectGradient, Term, sum_type
 from .sums import ParameterSum
 
@@ -30,12 +31,19 @@ class Unsuited(Exception):
 class Recorder:
     """What the formulas of a model share while a batch runs, and where each hands over its terms: ``take``.
 
-    The trial and the :class:`~gradmerge.curvature.accumulate.Accumulator` do different things with the same terms. Another
-    kind of sum over (x, y) is one more ``take``.
+    The trial and the :class:`~gradmerge.curvature.accumulate.Accumulator` do different things with the same terms.
+    Another kind of sum over (x, y) is one more ``take``.
     """
 
-    def __init__(self, model: nn.Module, sums: Mapping[nn.Parameter, ParameterSum]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sums: Mapping[nn.Parameter, ParameterSum],
+        hooks: contextlib.ExitStack | None = None,
+    ) -> None:
         self.sums = sums
+        self.hooks = hooks or contextlib.ExitStack()
+        """Of the formulas at work. Recorders of one model share them: who attaches formulas removes the others'."""
         self.examples = 0
         self.tokens: set[int] = set()
         """How many tokens, or places, an example has, wherever an axis of examples was seen in this forward pass."""
@@ -52,7 +60,6 @@ class Recorder:
         )
         self.anchor = torch.zeros((), device=next(iter(sums)).device, requires_grad=True)
         self._active = False
-        self._hooks = contextlib.ExitStack()
 
     def take(self, one: ParameterSum, term: Term) -> None:
         """A term of the gradients of this batch's examples, for one parameter."""
@@ -60,13 +67,10 @@ class Recorder:
 
     def attach(self, formulas: Iterable[Callable[[Recorder], LayerFormula]]) -> None:
         """Put the hooks of these formulas on their modules, in the place of those before."""
-        self.detach()
+        self.hooks.close()
         for make in formulas:
             for remove in make(self).attach():
-                self._hooks.callback(remove)
-
-    def detach(self) -> None:
-        self._hooks.close()
+                self.hooks.callback(remove)
 
     @property
     def listening(self) -> bool:
@@ -94,14 +98,13 @@ class Recorder:
 
 def _tokens_in(batch: Any) -> set[int]:
     """How many numbers, or vectors, the tensors of a batch have per example."""
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    examples = examples_in(batch)
-    shapes = [value.shape for value in values if isinstance(value, Tensor) and value.dim() and len(value) == examples]
+    examples, tensors = examples_in(batch), [value for value in values_of(batch) if isinstance(value, Tensor)]
+    shapes = [tensor.shape for tensor in tensors if tensor.dim() and len(tensor) == examples]
     return {math.prod(shape[1:]) for shape in shapes} | {math.prod(shape[1:-1]) for shape in shapes}
 
 
 class LayerFormula:
-    """The gradients of a module's own parameters, per example, from what the module saw and the gradient of its output."""
+    """The gradients of a module's own parameters per example, from what it saw and the gradient of its output."""
 
     def __init__(self, recorder: Recorder, module: nn.Module) -> None:
         self.recorder = recorder
@@ -179,9 +182,10 @@ class LayerFormula:
     def _per_example(self, value: Tensor, keep: int) -> Tensor:
         """``value`` as (examples, everything between, *the last ``keep`` axes).
 
-        Rows may be the tokens of all examples in one axis; they are unfolded if each example has all of its tokens there.
-        Rows that the model has picked, as for an expert, belong to no example in particular. They can be as many as there
-        are examples by chance, so the rows of other layers of the same shape must be whole examples too.
+        Rows may be the tokens of all examples in one axis; they are unfolded if each example has all of its tokens
+        there. Rows that the model has picked, as for an expert, belong to no example in particular. They can be as
+        many as there are examples by chance, so the rows of other layers of the same shape must be whole examples
+        too.
         """
         examples, rows = self.recorder.examples, value.shape[0]
         if rows == examples and value.dim() == keep + 2:
@@ -203,8 +207,7 @@ class LayerFormula:
 
     def _take_bias(self, y: Tensor) -> None:
         """``y`` is (examples, tokens, width)."""
-        bias = self.sums.get("bias")
-        if bias is not None:
+        if bias := self.sums.get("bias"):
             self.recorder.take(bias, DirectGradient(y.sum(1, dtype=sum_type(y))))
 
     @contextlib.contextmanager

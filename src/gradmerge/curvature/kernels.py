@@ -1,7 +1,7 @@
 """Terms of single examples' gradients, and functions that add their squares to a sum.
 
-Every function adds Σ_i g_i² to a float32 (or float64) sum, where g_i is example i's gradient of one parameter. In a term, x
-is what went into a layer and y the gradient of its output; axis 0 is examples and axis 1 tokens throughout.
+Every function adds Σ_i g_i² to a float32 (or float64) sum, where g_i is example i's gradient of one parameter. In a
+term, x is what went into a layer and y the gradient of its output; axis 0 is examples and axis 1 tokens throughout.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def add_squares(total: Tensor, terms: Sequence[Term]) -> None:
     outer = [term for term in terms if isinstance(term, OuterGradient)]
     rows = [term for term in terms if isinstance(term, RowGradient)]
     if len(outer) == len(terms):
-        more = len(outer) > 1
-        one = OuterGradient(torch.cat([t.y for t in outer], 1), torch.cat([t.x for t in outer], 1)) if more else outer[0]
+        one = outer[0]
+        if len(outer) > 1:
+            one = OuterGradient(torch.cat([t.y for t in outer], 1), torch.cat([t.x for t in outer], 1))
         add_outer(total, one)
     elif len(direct) == len(terms):
         total += _sum_of(direct, total.dtype).square().sum(0).view_as(total)
@@ -167,6 +168,12 @@ def _add_mixed(total: Tensor, terms: Sequence[Term]) -> None:
     total += squares
 
 
+def _fused(y: Tensor, x: Tensor, total: Tensor) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    """The fused kernel, where it applies: 16-bit numbers on a GPU with Triton."""
+    suits = y.is_cuda and y.dtype == x.dtype and y.dtype in (torch.bfloat16, torch.float16)
+    return _triton_kernel() if suits and total.dtype == torch.float32 and total.is_contiguous() else None
+
+
 @functools.cache
 def _triton_kernel() -> Callable[[Tensor, Tensor, Tensor], None] | None:
     try:
@@ -174,12 +181,3 @@ def _triton_kernel() -> Callable[[Tensor, Tensor, Tensor], None] | None:
     except ImportError:
         return None
     return add_outer_fused
-
-
-def _fused(y: Tensor, x: Tensor, total: Tensor) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-    """The fused kernel, where it applies: 16-bit numbers on a GPU with Triton."""
-    if not (y.is_cuda and y.dtype == x.dtype and y.dtype in (torch.bfloat16, torch.float16)):
-        return None
-    if total.dtype != torch.float32 or not total.is_contiguous():
-        return None
-    return _triton_kernel()

@@ -1,4 +1,4 @@
-"""What a model's output says about labels: the loss of an example, labels drawn from the model, and expectations over them.
+"""The loss of an example, by what a model's output means; labels drawn from the model, and expectations over them.
 
 The loss ℓ of an example is its negative log-likelihood, up to a constant:
 
@@ -29,13 +29,13 @@ Uniform = Callable[[int, int], Tensor]
 
 
 class ExampleLoss(ABC):
-    """How logits and labels of a batch give each example's loss."""
+    """What a model's output means: how logits and labels of a batch give each example's loss."""
 
     name: str
 
     @abstractmethod
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """ℓ_i, one number an example."""
+        """ℓ_i, one number per example."""
 
     @abstractmethod
     def draw(self, logits: Tensor, labels: Tensor, uniform: Uniform) -> Tensor:
@@ -43,7 +43,7 @@ class ExampleLoss(ABC):
 
     @abstractmethod
     def factors(self, logits: Tensor) -> Iterator[Tensor]:
-        """Vectors s_k(i) on the logits with E_y[∇_z ℓ ∇_z ℓᵀ] = Σ_k s_k s_kᵀ: one backward pass each gives the exact Fisher."""
+        """Vectors s_k(i) on the logits z with Σ_k s_k s_kᵀ = E_y[∇_z ℓ ∇_z ℓᵀ]: a backward pass each for ``exact``."""
 
     @abstractmethod
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
@@ -77,9 +77,7 @@ class ClassLoss(ExampleLoss):
 
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
         if len(logits_shape) != 2 or labels.shape != logits_shape[:1]:
-            raise InputError(
-                f"labels of shape {list(labels.shape)} do not fit logits of shape {list(logits_shape)}: one class an example is needed"
-            )
+            raise _misfit(labels, logits_shape, "one class an example")
         check_classes(labels, logits_shape[-1], masked=False)
 
 
@@ -102,9 +100,7 @@ class LabelsLoss(ExampleLoss):
 
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
         if labels.shape != logits_shape or len(logits_shape) != 2:
-            raise InputError(
-                f"labels of shape {list(labels.shape)} do not fit logits of shape {list(logits_shape)}: a 0 or 1 for each label is needed"
-            )
+            raise _misfit(labels, logits_shape, "a 0 or 1 for each label")
         wrong = ((labels != 0) & (labels != 1)).any(-1)
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
@@ -132,9 +128,7 @@ class SquaredLoss(ExampleLoss):
 
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
         if labels.numel() != math.prod(logits_shape) or len(labels) != logits_shape[0]:
-            raise InputError(
-                f"labels of shape {list(labels.shape)} do not fit outputs of shape {list(logits_shape)}: one number for each output is needed"
-            )
+            raise _misfit(labels, logits_shape, "one number for each output", of="outputs")
         if not bool(labels.double().isfinite().all()):
             raise InputError("a label is NaN or infinite")
 
@@ -159,12 +153,9 @@ class TokenLoss(ExampleLoss):
         counts = (wanted != MASKED).sum(-1).tolist()
         # The n-th number of an example belongs to its n-th token that counts, wherever padding has put it.
         numbers = torch.cat([uniform(row, count) for row, count in enumerate(counts)]).to(logits.device)
-        drawn = wanted.clone()
-        places = wanted != MASKED
+        drawn, places = wanted.clone(), wanted != MASKED
         drawn[places] = _draw(aligned[places], numbers)
-        if not self.shift:
-            return drawn
-        return torch.cat([labels[:, :1], drawn], 1)
+        return torch.cat([labels[:, :1], drawn], 1) if self.shift else drawn
 
     def factors(self, logits: Tensor) -> Iterator[Tensor]:
         raise InputError(
@@ -174,9 +165,7 @@ class TokenLoss(ExampleLoss):
 
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
         if len(logits_shape) != 3 or labels.shape != logits_shape[:2]:
-            raise InputError(
-                f"labels of shape {list(labels.shape)} do not fit logits of shape {list(logits_shape)}: a label for each token is needed"
-            )
+            raise _misfit(labels, logits_shape, "a label for each token")
         check_classes(labels, logits_shape[-1], masked=True)
 
 
@@ -186,29 +175,28 @@ LOSSES: Mapping[str, ExampleLoss] = {
 
 
 def loss_of(model: nn.Module, labels: Tensor) -> ExampleLoss:
-    """The output that a model of transformers is trained with by its own loss; for other modules, what the labels look like."""
+    """The loss that a model of transformers trains itself with; for other modules, what the labels look like."""
     inner = unwrapped(model)
-    name = type(inner).__name__
-    config = getattr(inner, "config", None)
-    if config is None:
-        return _by_labels(labels)
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return LOSSES["next-token"]
-    if name.endswith(("ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification", "ForSeq2SeqLM")):
-        return LOSSES["tokens"]
-    problem = getattr(config, "problem_type", None)
+    name, config = type(inner).__name__, getattr(inner, "config", None)
+    numbers, rows = labels.is_floating_point(), labels.dim() > 1
     known = {
         "regression": "squared",
         "single_label_classification": "classes",
         "multi_label_classification": "labels",
     }
-    if problem in known:
-        return LOSSES[known[problem]]
-    if "Classification" in name:
-        if getattr(config, "num_labels", 2) == 1:
-            return LOSSES["squared"]
-        return LOSSES["labels" if labels.is_floating_point() or labels.dim() == 2 else "classes"]
-    return _by_labels(labels)
+    found = "squared" if numbers else "tokens" if rows else "classes"
+    if config is not None:
+        if name.endswith(("ForCausalLM", "LMHeadModel")):
+            found = "next-token"
+        elif name.endswith(("ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification", "ForSeq2SeqLM")):
+            found = "tokens"
+        elif getattr(config, "problem_type", None) in known:
+            found = known[config.problem_type]
+        elif "Classification" in name and getattr(config, "num_labels", 2) == 1:
+            found = "squared"
+        elif "Classification" in name:
+            found = "labels" if numbers or labels.dim() == 2 else "classes"
+    return LOSSES[found]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -217,17 +205,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return inner() if callable(inner) else model
 
 
-def _by_labels(labels: Tensor) -> ExampleLoss:
-    if labels.is_floating_point():
-        return LOSSES["squared"]
-    return LOSSES["classes" if labels.dim() == 1 else "tokens"]
-
-
 def logits_of(model: nn.Module, batch: Any) -> Tensor:
-    """The model's output for a batch without its labels.
-
-    A batch is a mapping of keyword arguments, as transformers takes them, or a sequence whose last element is the labels.
-    """
+    """The model's output for a batch (see :mod:`gradmerge.curvature.batches`) without its labels."""
     if isinstance(batch, Mapping):
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         inner = unwrapped(model)
@@ -248,12 +227,9 @@ def logits_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 def labels_of(batch: Any) -> Tensor:
-    if isinstance(batch, Mapping):
-        if "labels" not in batch:
-            raise InputError("a batch has no 'labels'")
-        labels = batch["labels"]
-    else:
-        labels = batch[-1]
+    if isinstance(batch, Mapping) and "labels" not in batch:
+        raise InputError("a batch has no 'labels'")
+    labels = batch["labels"] if isinstance(batch, Mapping) else batch[-1]
     if not isinstance(labels, Tensor) or labels.dim() == 0:
         raise InputError("the labels of a batch are a tensor with one row an example")
     return labels
@@ -277,10 +253,15 @@ def _draw(logits: Tensor, numbers: Tensor, rows: int = 4096) -> Tensor:
     for part, number in zip(logits.detach().split(rows), numbers.split(rows), strict=True):
         cumulated = _wide(part).softmax(-1).cumsum(-1)
         whole = cumulated[:, -1:]
-        # Rounded to 1, a number would lie behind all classes, and the last be drawn, be it impossible.
+        # A number that rounds to 1 would draw the last class, even one of probability 0.
         target = torch.minimum(number.to(whole.dtype)[:, None] * whole, whole.nextafter(torch.zeros_like(whole)))
         drawn.append(torch.searchsorted(cumulated, target, right=True).clamp_(max=part.shape[-1] - 1)[:, 0])
     return torch.cat(drawn) if drawn else numbers.long()
+
+
+def _misfit(labels: Tensor, shape: torch.Size, needed: str, of: str = "logits") -> InputError:
+    shapes = f"labels of shape {list(labels.shape)} do not fit {of} of shape {list(shape)}"
+    return InputError(f"{shapes}: {needed} is needed")
 
 
 def check_classes(labels: Tensor, classes: int, masked: bool) -> None:
@@ -291,7 +272,5 @@ def check_classes(labels: Tensor, classes: int, masked: bool) -> None:
         wrong &= labels != MASKED
     if bool(wrong.any()):
         place = wrong.nonzero()[0].tolist()
-        value = int(labels[tuple(place)])
-        raise InputError(
-            f"row {place[0]}: label {value} is not one of the model's {classes} classes (0 to {classes - 1})"
-        )
+        found = f"row {place[0]}: label {int(labels[tuple(place)])}"
+        raise InputError(f"{found} is not one of the model's {classes} classes (0 to {classes - 1})")

@@ -17,7 +17,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass
-class Group:
+class GroupSummary:
     """Curvature of the parameters of one layer, as sums over examples."""
 
     name: str
@@ -47,11 +47,11 @@ def group_of(name: str) -> str:
     return ".".join(parts[:-1][:2]) or name
 
 
-def summarize(tensors: Iterable[tuple[str, Tensor]]) -> list[Group]:
+def summarize(tensors: Iterable[tuple[str, Tensor]]) -> list[GroupSummary]:
     """Groups in the order of the layers. A tensor may come in several pieces."""
-    groups: dict[str, Group] = {}
+    groups: dict[str, GroupSummary] = {}
     for name, values in tensors:
-        group = groups.setdefault(group_of(name), Group(group_of(name)))
+        group = groups.setdefault(group_of(name), GroupSummary(group_of(name)))
         group.total += float(values.double().sum())
         group.zeros += int((values == 0).sum())
         group.largest = max(group.largest, float(values.max()) if values.numel() else 0.0)

@@ -1,16 +1,18 @@
 """The trial: which formula fits a layer is not guessed, but held against autograd on a few examples.
 
-On the first two examples, the squares of every formula's terms are compared with those of single examples' gradients. A
-formula that differs, or fails, is replaced by the next; a parameter that none fits goes *the slow way*, by autograd, one
-example at a time, and is named.
+On the first two examples, the squares of every formula's terms are compared with those of single examples' gradients.
+A formula that differs, or fails, is replaced by the next; a parameter that none fits goes *the slow way*, by
+autograd, one example at a time, and is named.
 
-What fitted two examples need not fit all: a weight may be used elsewhere too when a text is long, or axes may be mixed up
-in a manner that does not show while one of them is 1. So the comparison is repeated: for the first few shapes of batches,
-for later ones as far as that costs next to nothing, and whatever the shape, for a batch now and then.
+What fitted two examples need not fit all: a weight may be used elsewhere too when a text is long, or axes may be
+mixed up in a manner that does not show while one of them is 1. So the comparison is repeated: for the first few
+shapes of batches, for later ones as far as that costs next to nothing, and whatever the shape, for a batch now and
+then.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .autograd import for_each_example
-from .batches import batch_rows, examples_in
+from .batches import batch_rows, enough_memory, examples_in, is_out_of_memory, values_of
 from .formulas import RepeatedFormula, formulas_for
 from .hooks import LayerFormula, Recorder
 from .kernels import Term, add_squares
-from .memory import enough_memory, is_out_of_memory
-from .sums import Distrusted, ParameterSum
+from .sums import Distrusted, ParameterSum, for_each_example
 
 #: So many shapes are checked as they come.
 SHAPES = 4
@@ -36,32 +36,6 @@ FIRST = 16
 #: How much a formula may differ from autograd, relative to the mean of a parameter's squares: by rounding, but no more.
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 2e-2}
 _ROUNDING_16_BIT = 0.5
-
-
-@dataclass
-class Checks:
-    """What has been checked of the batches so far."""
-
-    shapes: set[Hashable] = field(default_factory=set)
-    """Shapes that the formulas were right for."""
-    batches: int = 0
-    again: int = field(default_factory=lambda: FIRST)
-    """The number of the next batch that is checked whatever its shape."""
-    count: int = 0
-    skipped: bool = False
-    """A batch was added although its shape had not been checked."""
-
-    def due(self, shape: Hashable) -> bool:
-        """Whether the next batch, which has this shape, is to be checked before it is added."""
-        self.batches += 1
-        if self.batches == self.again:
-            self.again *= 4
-            return True
-        return shape not in self.shapes and (len(self.shapes) < SHAPES or self.count * BATCHES < self.batches)
-
-    def passed(self, shape: Hashable) -> None:
-        self.shapes.add(shape)
-        self.count += 1
 
 
 @dataclass
@@ -78,12 +52,31 @@ class Trial:
     """Of each module the formula that it goes by, and those not tried yet."""
     kinds: dict[nn.Parameter, list[type]] = field(default_factory=dict)
     slow: set[nn.Parameter] = field(default_factory=set)
-    checks: Checks = field(default_factory=Checks)
     told: set[str] = field(default_factory=set)
     """Names of slow parameters that the user knows of. They stay."""
+    shapes: set[Hashable] = field(default_factory=set)
+    """Shapes of batches that the formulas were right for."""
+    batches: int = 0
+    again: int = field(default_factory=lambda: FIRST)
+    """The number of the next batch that is checked whatever its shape."""
+    checks: int = 0
+    skipped: bool = False
+    """A batch was added although its shape had not been checked."""
+
+    def due(self, shape: Hashable) -> bool:
+        """Whether the next batch, which has this shape, is to be checked before it is added."""
+        self.batches += 1
+        if self.batches == self.again:
+            self.again *= 4
+            return True
+        return shape not in self.shapes and (len(self.shapes) < SHAPES or self.checks * BATCHES < self.batches)
+
+    def passed(self, shape: Hashable) -> None:
+        self.shapes.add(shape)
+        self.checks += 1
 
     def forget(self) -> None:
-        self.examples, self.formulas, self.kinds, self.slow, self.checks = 0, {}, {}, set(), Checks()
+        vars(self).update(vars(Trial(told=self.told)))
 
 
 class FormulaChooser(Recorder):
@@ -96,8 +89,9 @@ class FormulaChooser(Recorder):
         outputs: Callable[[Any], Tensor],
         trial: Trial,
         slow: Iterable[nn.Parameter],
+        hooks: contextlib.ExitStack,
     ) -> None:
-        super().__init__(model, sums)
+        super().__init__(model, sums, hooks)
         self._outputs, self._trial, self._forced = outputs, trial, set(slow)
         self._settled = True
         owners = {child: module for module in model.modules() for child in module.children()}
@@ -123,47 +117,40 @@ class FormulaChooser(Recorder):
     def some_fast(self) -> bool:
         return any(not one.slow for one in self.sums.values())
 
-    def is_due(self, batch: Any) -> bool:
-        """Whether formulas are to be tried out, or checked, on this batch before it is added."""
-        shape, checks = _shape_of(batch), self._trial.checks
-        due = checks.due(shape)
-        if self._is_first(batch) or (due and self.some_fast):
-            return True
-        checks.skipped |= shape not in checks.shapes
-        return False
+    def try_out(self, batch: Any) -> bool:
+        """Choose formulas on the first two examples, and check them on the first and the last of some later batches.
 
-    def _is_first(self, batch: Any) -> bool:
-        return self._trial.examples < min(examples_in(batch), 2)
-
-    def try_out(self, batch: Any) -> None:
-        """Choose formulas if this is the first batch, of two examples if it has them; else check those that were chosen."""
-        shape, checks = _shape_of(batch), self._trial.checks
-        if self._is_first(batch):
+        True if either was done: the hooks are then those of the trial.
+        """
+        shape, trial, examples = _shape_of(batch), self._trial, examples_in(batch)
+        first, due = trial.examples < min(examples, 2), trial.due(shape)
+        if first:
             with enough_memory("two examples, which the layers are tried out on"):
                 self._choose(batch_rows(batch, slice(0, 2)))
-        else:
+            trial.passed(shape)
+        elif due := due and self.some_fast:
             try:
-                wrong = self._check(batch_rows(batch, slice(None, None, max(1, examples_in(batch) - 1))))
+                wrong = self._check(batch_rows(batch, slice(None, None, max(1, examples - 1))))
+                if wrong and (shape in trial.shapes or trial.skipped):
+                    raise Distrusted(one.parameter for module in wrong for one in self.own(module))
+                trial.passed(shape)
             except RuntimeError as error:
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error):  # or else the batch itself may fit, in halves
                     raise
-                checks.skipped |= shape not in checks.shapes
-                return  # the batch itself may fit, in halves
-            if wrong and (shape in checks.shapes or checks.skipped):
-                raise Distrusted(one.parameter for module in wrong for one in self.own(module))
-        checks.passed(shape)
+        trial.skipped |= shape not in trial.shapes
+        return first or due
 
     def _choose(self, batch: Any) -> None:
         expected = self._by_autograd(batch)
-        self._settled = all(any(bool(g.any()) for g in gradients) for gradients in expected.values() if gradients)
         formulas = self._trial.formulas
-        self._give_up(module for module in formulas if not formulas[module])
+        self.give_up(module for module in formulas if not formulas[module])
         for parameter in self._forced:
             self.sums[parameter].slow = True
         while self.some_fast and (wrong := self._try(batch, expected)):
             for module in wrong:
                 formulas[module] = formulas[module][1:]
-            self._give_up(module for module in wrong if not formulas[module])
+            self.give_up(module for module in wrong if not formulas[module])
+        self._settled = all(any(bool(g.any()) for g in gradients) for gradients in expected.values() if gradients)
         self._trial.examples = examples_in(batch)
 
     def _check(self, batch: Any) -> set[nn.Module]:
@@ -174,7 +161,7 @@ class FormulaChooser(Recorder):
             expected = self._by_autograd(batch)
             while self.some_fast and (more := self._try(batch, expected)):
                 wrong |= more
-                self.distrust(more)
+                self.give_up(more)
         finally:
             for one, before in kinds.items():
                 one.kinds = max(before, one.kinds, key=len)
@@ -209,8 +196,6 @@ class FormulaChooser(Recorder):
             if formula is None or is_out_of_memory(error):
                 raise
             return self._alike(formula.module)
-        finally:
-            self.detach()
 
     def take(self, one: ParameterSum, term: Term) -> None:
         if not one.slow:
@@ -238,22 +223,19 @@ class FormulaChooser(Recorder):
         return {module for module in self.modules_of(wrong) if self._trial.formulas[module]}
 
     def _alike(self, module: nn.Module) -> set[nn.Module]:
-        """The module, and those that are surely no better: of the same class, where a class decides about the formula."""
+        """The module, and those that are surely no better: of the same class, where that decides about the formula."""
         formulas = self._trial.formulas
         if not isinstance(formulas[module][0](self), RepeatedFormula):
             return {module}
         left = len(formulas[module])
         return {m for m, others in formulas.items() if type(m) is type(module) and len(others) == left}
 
-    def _give_up(self, modules: Iterable[nn.Module]) -> None:
+    def give_up(self, modules: Iterable[nn.Module]) -> None:
+        """The parameters of these go the slow way from here on, and the next estimate tries the layers out again."""
+        self._settled = False
         for module in modules:
             for one in self.own(module):
                 one.slow = True
-
-    def distrust(self, modules: Iterable[nn.Module]) -> None:
-        """The parameters of these go the slow way from here on, and the next estimate tries the layers out again."""
-        self._settled = False
-        self._give_up(modules)
 
     def close(self, failed: bool) -> None:
         """Keep what was found out, unless it is in doubt."""
@@ -279,6 +261,5 @@ def _mixed(outputs: Tensor, row: int = 0) -> Tensor:
 def _shape_of(batch: Any) -> Hashable:
     """The shapes of a batch's tensors, where all numbers of examples are alike but 1."""
     examples = examples_in(batch)
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
+    shapes = [tuple(value.shape) for value in values_of(batch) if isinstance(value, Tensor)]
     return examples > 1, *(shape[1:] if shape[:1] == (examples,) else ("all", *shape) for shape in shapes)
