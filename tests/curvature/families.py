@@ -22,21 +22,47 @@ PAD = 1
 VOCABULARY = 23
 
 _BERT = {
-    "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12,
-    "max_position_embeddings": 16, "num_labels": 3, "pad_token_id": PAD,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "max_position_embeddings": 16,
+    "num_labels": 3,
+    "pad_token_id": PAD,
+}
 _LLAMA = {
-    "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "intermediate_size": 12, "max_position_embeddings": 16, "pad_token_id": PAD, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 12,
+    "max_position_embeddings": 16,
+    "pad_token_id": PAD,
+    "tie_word_embeddings": False,
+}
 _T5 = {
-    "vocab_size": VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "pad_token_id": PAD,
-    "decoder_start_token_id": PAD, "relative_attention_num_buckets": 6, "relative_attention_max_distance": 8,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "d_model": 8,
+    "d_kv": 4,
+    "d_ff": 12,
+    "num_layers": 2,
+    "num_heads": 2,
+    "pad_token_id": PAD,
+    "decoder_start_token_id": PAD,
+    "relative_attention_num_buckets": 6,
+    "relative_attention_max_distance": 8,
+}
 _VIT = {
-    "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "image_size": 8,
-    "patch_size": 4, "num_labels": 3,
-}  # fmt: skip
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "image_size": 8,
+    "patch_size": 4,
+    "num_labels": 3,
+}
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,7 @@ UNKNOWN: dict[type[Body], set[str] | None] = {
     Rare: {"layer.weight", "layer.bias"},
     OddRows: None,  # in a batch of one nothing is odd
     InPlace: None,
-}  # fmt: skip
+}
 
 
 def tokens_of(seed: int, count: int = 6) -> list[Example]:

@@ -434,10 +434,17 @@ def calls_for_a_batch(model: nn.Module, batch: Any, likelihood: str) -> tuple[gm
 @pytest.mark.parametrize(
     ("name", "likelihood"),
     [
-        ("bert", "empirical"), ("bert", "exact"), ("gpt2", "empirical"), ("gpt2, classes", "exact"), ("vit", "empirical"),
-        ("llama, tied", "empirical"), ("t5", "empirical"), ("bart", "empirical"), ("mixtral", "empirical"),
+        ("bert", "empirical"),
+        ("bert", "exact"),
+        ("gpt2", "empirical"),
+        ("gpt2, classes", "exact"),
+        ("vit", "empirical"),
+        ("llama, tied", "empirical"),
+        ("t5", "empirical"),
+        ("bart", "empirical"),
+        ("mixtral", "empirical"),
     ],
-)  # fmt: skip
+)
 def test_gradient_checkpointing_gives_the_same_and_computes_layers_again(
     name: str, likelihood: str, reentrant: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -64,8 +64,10 @@ def test_the_two_sides_of_a_model_may_be_of_one_length() -> None:
     """Which mask a layer has is not told by lengths."""
     model = FAMILIES["t5"].model()
     examples = FAMILIES["t5"].examples()
-    equal = [{"input_ids": e["input_ids"][:n], "labels": e["labels"][:m]} for e, n, m in
-             zip(examples, (4, 2, 3, 1, 4), (2, 2, 4, 4, 1), strict=True)]  # fmt: skip
+    equal = [
+        {"input_ids": e["input_ids"][:n], "labels": e["labels"][:m]}
+        for e, n, m in zip(examples, (4, 2, 3, 1, 4), (2, 2, 4, 4, 1), strict=True)
+    ]
     batch = batch_of(equal)
     assert batch["input_ids"].shape == batch["labels"].shape
     got = estimate_gram(model, [batch])

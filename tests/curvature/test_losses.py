@@ -179,10 +179,16 @@ def test_an_example_whose_tokens_are_all_masked_has_loss_zero() -> None:
 @pytest.mark.parametrize(
     "logits",
     [
-        [[0.3, -0.7, 1.1, 0.0]], [[0.0, 0.0]], [[5.0]], [[1000.0, 0.0, -1000.0]], [[-1000.0, 0.0, 1000.0]],
-        [[0.0, 800.0, 800.0]], [[-math.inf, 0.0, 0.0]], [[30.0, 0.0, -30.0]],
+        [[0.3, -0.7, 1.1, 0.0]],
+        [[0.0, 0.0]],
+        [[5.0]],
+        [[1000.0, 0.0, -1000.0]],
+        [[-1000.0, 0.0, 1000.0]],
+        [[0.0, 800.0, 800.0]],
+        [[-math.inf, 0.0, 0.0]],
+        [[30.0, 0.0, -30.0]],
     ],
-)  # fmt: skip
+)
 def test_factors_of_classes_are_a_root_of_their_covariance(logits: list[list[float]]) -> None:
     z = torch.tensor(logits, dtype=torch.float64)
     p = z.softmax(-1)[0]

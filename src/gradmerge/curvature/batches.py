@@ -1,7 +1,4 @@
-"""Batches: mappings of keyword arguments with `labels`, or sequences that end with the labels.
-
-Also what is said when even a small one does not fit into memory.
-"""
+"""Batches: mappings of keyword arguments with `labels`, or sequences that end with them. Also memory that runs out."""
 
 from __future__ import annotations
 

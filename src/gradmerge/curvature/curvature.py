@@ -112,7 +112,7 @@ class Curvature(NamedSums):
         for name, value in sums.items():
             if not bool(torch.isfinite(value).all()) or bool((value < 0).any()):
                 raise InputError(f"curvature of {name} has values that are negative or not finite; it is not saved")
-        write_sums(folder, sums, metadata(self.examples, self.likelihood, self.model, precision), precision, shard_size)
+        write_sums(folder, sums, metadata(self.examples, self.likelihood, self.model, precision), shard_size)
 
     @classmethod
     def load(cls, path: str | Path) -> Curvature:
@@ -124,10 +124,9 @@ class Curvature(NamedSums):
             return cls(sums, file.examples, file.likelihood, file.metadata.get("model", ""))
 
 
-def write_sums(
-    folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, str], precision: str, shard_size: int
-) -> None:
-    """Write curvature files, encoding one tensor at a time."""
+def write_sums(folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, str], shard_size: int) -> None:
+    """Write curvature files, in the precision that the header says. Tensors are encoded one at a time."""
+    precision = header["precision"]
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     parts: dict[str, Callable[[], Tensor]] = {}
     for name, value in sums.items():

@@ -44,7 +44,7 @@ class Gram(NamedSums):
             if not bool(torch.isfinite(value).all()):
                 raise InputError(f"the Gram matrix of {name} has values that are not finite; it is not saved")
         more = {"kind": "gram", "fan_in_fan_out": json.dumps(sorted(self.transposed))}
-        write_sums(folder, self, metadata(self.examples, "", self.model, **more), precision, shard_size)
+        write_sums(folder, self, metadata(self.examples, "", self.model, **more), shard_size)
 
 
 def estimate_gram(
@@ -101,7 +101,7 @@ def estimate_gram(
                 each_batch(examples_in(batch))
     if not examples:
         raise InputError("there are no examples to measure Gram matrices on")
-    order = {source: place for place, source in enumerate(layers)}
+    order = {source: number for number, source in enumerate(layers)}
     named = [(stored, source) for stored, source in stored_sources(model).items() if source in layers]
     named.sort(key=lambda pair: order[pair[1]])
     found = {stored: matrices[source] for stored, source in named if source in matrices}

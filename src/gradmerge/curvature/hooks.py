@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .batches import examples_in, values_of
 from .kernels import DirectGradient, Term, sum_type
-from .sums import ParameterSum
+from .sums import ParameterSum, Sums
 
 
 class Unsuited(Exception):
@@ -35,12 +35,7 @@ class Recorder:
     Another kind of sum over (x, y) is one more ``take``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sums: Mapping[nn.Parameter, ParameterSum],
-        hooks: contextlib.ExitStack | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, sums: Sums, hooks: contextlib.ExitStack | None = None) -> None:
         self.sums = sums
         self.hooks = hooks or contextlib.ExitStack()
         """Of the formulas at work. Recorders of one model share them: who attaches formulas removes the others'."""
@@ -55,9 +50,8 @@ class Recorder:
         """Formulas of modules that an error came from."""
         self.unfit: list[LayerFormula] = []
         """Formulas that could not use what they saw in the backward pass, which goes on without them."""
-        self.recomputes = any(
-            getattr(m, "gradient_checkpointing", False) is True and m.training for m in model.modules()
-        )
+        trained = (module for module in model.modules() if module.training)
+        self.recomputes = any(getattr(module, "gradient_checkpointing", False) is True for module in trained)
         self.anchor = torch.zeros((), device=next(iter(sums)).device, requires_grad=True)
         self._active = False
 

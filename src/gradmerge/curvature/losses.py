@@ -179,11 +179,7 @@ def loss_of(model: nn.Module, labels: Tensor) -> ExampleLoss:
     inner = unwrapped(model)
     name, config = type(inner).__name__, getattr(inner, "config", None)
     numbers, rows = labels.is_floating_point(), labels.dim() > 1
-    known = {
-        "regression": "squared",
-        "single_label_classification": "classes",
-        "multi_label_classification": "labels",
-    }
+    known = {"regression": "squared", "single_label_classification": "classes", "multi_label_classification": "labels"}
     found = "squared" if numbers else "tokens" if rows else "classes"
     if config is not None:
         if name.endswith(("ForCausalLM", "LMHeadModel")):

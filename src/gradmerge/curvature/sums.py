@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,9 @@ class ParameterSum:
     def end(self) -> Any:
         """The node where autograd leaves the parameter's gradient; first asked for while the parameter requires one."""
         return torch.autograd.graph.get_gradient_edge(self.parameter).node
+
+
+Sums = Mapping[nn.Parameter, ParameterSum]
 
 
 def for_each_example(

@@ -24,7 +24,7 @@ from .batches import batch_rows, enough_memory, examples_in, is_out_of_memory, v
 from .formulas import RepeatedFormula, formulas_for
 from .hooks import LayerFormula, Recorder
 from .kernels import Term, add_squares
-from .sums import Distrusted, ParameterSum, for_each_example
+from .sums import Distrusted, ParameterSum, Sums, for_each_example
 
 #: So many shapes are checked as they come.
 SHAPES = 4
@@ -85,7 +85,7 @@ class FormulaChooser(Recorder):
     def __init__(
         self,
         model: nn.Module,
-        sums: Mapping[nn.Parameter, ParameterSum],
+        sums: Sums,
         outputs: Callable[[Any], Tensor],
         trial: Trial,
         slow: Iterable[nn.Parameter],
@@ -239,19 +239,14 @@ class FormulaChooser(Recorder):
 
     def close(self, failed: bool) -> None:
         """Keep what was found out, unless it is in doubt."""
-        trial = self._trial
+        self._trial.kinds = {parameter: one.kinds for parameter, one in self.sums.items()}
+        self._trial.slow = {parameter for parameter, one in self.sums.items() if one.slow}
         if failed or not self._settled:
-            trial.forget()
-            return
-        trial.kinds = {parameter: one.kinds for parameter, one in self.sums.items()}
-        trial.slow = {parameter for parameter, one in self.sums.items() if one.slow}
+            self._trial.forget()
 
 
 def _mixed(outputs: Tensor, row: int = 0) -> Tensor:
-    """Outputs weighted by numbers without a pattern, so that no gradient is 0 by chance.
-
-    ``row`` is the place that the first of these examples has in its batch, and decides the weights.
-    """
+    """Outputs weighted by numbers without a pattern, so that no gradient is 0 by chance; they begin at ``row``."""
     count = outputs[0].numel()
     places = torch.arange(row * count, row * count + outputs.numel(), device=outputs.device, dtype=torch.float64)
     weights = torch.sin(places * places % 1000.0 + 0.7 * places)
