@@ -1,4 +1,4 @@
-"""Modules that no fast way was made for, and memory that runs out: the numbers are the same."""
+"""Modules that no formula was made for, and memory that runs out: the numbers are the same."""
 
 from __future__ import annotations
 
@@ -454,7 +454,7 @@ def test_a_batch_that_does_not_fit_is_measured_in_halves(
     got = estimate_curvature(model, [batch_of(examples), batch_of(examples)])
     tied = name not in ("bert", "albert")
     assert memory.failures or at > 1 or (place == "outer_at_rows" and not tied), "nothing was tested"
-    # Halves are added in another order, and a gradient that rounds otherwise is another one by 1e-7 where float32 is inside.
+    # Halves are added in another order: where there is float32 inside, a gradient rounds otherwise, by about 1e-7.
     assert_same(got, {n: 2 * v for n, v in want.items()}, 1e-12 if FAMILIES[name].tolerance == EXACT else ROUNDED)
 
 

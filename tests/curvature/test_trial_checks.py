@@ -1,4 +1,4 @@
-"""Quick ways that fit the first examples and not the later ones: noticed, and measured right all the same."""
+"""Formulas that fit the first examples and not the later ones: noticed, and measured right all the same."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from .sums import ParameterSum, Sums
 class Unsuited(Exception):
     """What a layer sees does not have the shape that its formula needs."""
 
-    modules: Iterable[nn.Module] = ()
+    modules: Iterable[nn.Module]
 
 
 class Recorder:
@@ -47,7 +47,7 @@ class Recorder:
         self.changed: LayerFormula | None = None
         """The last formula that gave its module something else than the parameter, or other ids."""
         self.failed: list[LayerFormula] = []
-        """Formulas of modules that an error came from."""
+        """Formulas whose module has raised an error."""
         self.unfit: list[LayerFormula] = []
         """Formulas that could not use what they saw in the backward pass, which goes on without them."""
         trained = (module for module in model.modules() if module.training)

@@ -45,7 +45,7 @@ class ParameterSum:
         return self.kinds.count(OuterGradient) == 1 and self.kinds.count(RowGradient) == len(self.kinds) - 1 > 0
 
     def keep_head(self, term: OuterGradient) -> None:
-        """Keep of the head of a tied table what its embedding will need; the squares of the head itself are added.
+        """Keep what the embedding of a tied table will need of its head, whose own squares have been added.
 
         With A the gradient of the head and S that of the embedding, (A + S)² = A² + S (2A + S). S has few rows, and
         only those of A are kept: all of A is as large as the logits.
@@ -77,7 +77,7 @@ class ParameterSum:
 
     @functools.cached_property
     def end(self) -> Any:
-        """The node where autograd leaves the parameter's gradient; first asked for while the parameter requires one."""
+        """The node where autograd leaves the parameter's gradient; the parameter must require one when it is asked."""
         return torch.autograd.graph.get_gradient_edge(self.parameter).node
 
 
@@ -93,7 +93,6 @@ def for_each_example(
     """By plain autograd: ``use`` is called with the gradient of each example, backward pass and parameter that is used.
 
     That is right for every model, and takes a forward and backward pass per example.
-
     ``objectives(example, row)`` gives a function for each backward pass over one example, which is a batch of its own.
     """
     sums = list(sums)
