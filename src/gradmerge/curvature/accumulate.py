@@ -119,8 +119,7 @@ class Accumulator(Recorder):
             if not is_out_of_memory(error) or examples_in(batch) == 1:
                 raise
         else:
-            slow = [one for one in self.sums.values() if one.slow and one not in before.added]
-            if slow:
+            if slow := [one for one in self.sums.values() if one.slow and one not in before.added]:
                 self._add_slowly(slow, batch, first)
             return
         if torch.cuda.is_available():

@@ -81,11 +81,10 @@ def estimate_gram(
     matrices: dict[str, Tensor] = {}
     masks: dict[str, Tensor | None] = {}
     place = torch.device(device) if device is not None else next(model.parameters()).device
-    modes = [(module, module.training) for module in model.modules()]
     examples = 0
     with contextlib.ExitStack() as stack, torch.no_grad():
-        for module, mode in modes:
-            stack.callback(setattr, module, "training", mode)
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
         model.eval()
         for name, layer in layers.items():
             hook = _adder(name, matrices, masks)
@@ -106,8 +105,7 @@ def estimate_gram(
     named.sort(key=lambda pair: order[pair[1]])
     found = {stored: matrices[source] for stored, source in named if source in matrices}
     turned = [stored for stored, source in named if is_conv1d(layers[source])]
-    config = getattr(model, "config", None)
-    return Gram(found, examples, turned, str(getattr(config, "_name_or_path", "")))
+    return Gram(found, examples, turned, str(getattr(getattr(model, "config", None), "_name_or_path", "")))
 
 
 def _adder(name: str, matrices: dict[str, Tensor], masks: Mapping[str, Tensor | None]) -> Callable[..., None]:

@@ -18,12 +18,11 @@ _CHUNK = 1 << 20
 
 @dataclass
 class GroupSummary:
-    """Curvature of the parameters of one layer, as sums over examples."""
+    """Curvature of the parameters of one layer, as sums over examples; ``total`` is the sum over its entries."""
 
     name: str
     entries: int = 0
     total: float = 0.0
-    """Sum over the entries."""
     zeros: int = 0
     largest: float = 0.0
 
@@ -32,10 +31,8 @@ class GroupSummary:
         return self.total / max(1, self.entries)
 
     def as_dict(self) -> dict[str, float | int | str]:
-        return asdict(self) | {
-            "mean_per_entry": self.per_entry,
-            "share_of_zeros": self.zeros / max(1, self.entries),
-        }
+        zeros = self.zeros / max(1, self.entries)
+        return asdict(self) | {"mean_per_entry": self.per_entry, "share_of_zeros": zeros}
 
 
 def group_of(name: str) -> str:
