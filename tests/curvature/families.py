@@ -1,4 +1,4 @@
-"""What curvature is tested on: tiny random models of known families and of none, with examples of unequal length."""
+"""What curvature is tested on: tiny random models of well-known families and of none, examples of unequal length."""
 
 from __future__ import annotations
 
@@ -65,6 +65,16 @@ _VIT = {
 }
 
 
+_CLIP_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "max_position_embeddings": 8,
+}
+
+
 @dataclass(frozen=True)
 class Family:
     """How a model is made, what its examples are, and what is claimed about measuring it."""
@@ -108,7 +118,7 @@ def _text() -> list[Example]:
 
 
 def _language() -> list[Example]:
-    """Every other example's prompt does not count; one example repeats a token; a first token is never predicted."""
+    """Every other example has a prompt that does not count, one repeats a token, and no first token is predicted."""
     tokens = _tokens((4, 6, 3, 5, 6))
     tokens[1][2] = tokens[1][4] = tokens[1][1]
     labels = [ids.clone() for ids in tokens]
@@ -243,8 +253,7 @@ FAMILIES: Mapping[str, Family] = {
     "distilbert": Family(
         _of(
             t.DistilBertForSequenceClassification, t.DistilBertConfig, vocab_size=VOCABULARY, dim=8, n_layers=2,
-            n_heads=2,
-            hidden_dim=12, max_position_embeddings=16, num_labels=3, pad_token_id=PAD,
+            n_heads=2, hidden_dim=12, max_position_embeddings=16, num_labels=3, pad_token_id=PAD,
         ),
         "text", "classes", zero=("k_lin.bias",),
     ),
@@ -278,16 +287,14 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(_of(t.Qwen3ForCausalLM, t.Qwen3Config, **_LLAMA, head_dim=6), "language", "next-token", ROUNDED),
     "gemma2": Family(
         _of(
-            t.Gemma2ForCausalLM, t.Gemma2Config, **_LLAMA | {"tie_word_embeddings": True}, head_dim=6,
-            sliding_window=5,
+            t.Gemma2ForCausalLM, t.Gemma2Config, **_LLAMA | {"tie_word_embeddings": True}, head_dim=6, sliding_window=5
         ),
         "language", "next-token", ROUNDED,
     ),
     "opt": Family(
         _of(
             t.OPTForCausalLM, t.OPTConfig, vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=2,
-            num_attention_heads=2,
-            ffn_dim=12, max_position_embeddings=16, word_embed_proj_dim=6, pad_token_id=PAD,
+            num_attention_heads=2, ffn_dim=12, max_position_embeddings=16, word_embed_proj_dim=6, pad_token_id=PAD,
         ),
         "language", "next-token", zero=("k_proj.bias",),
     ),
@@ -314,8 +321,7 @@ FAMILIES: Mapping[str, Family] = {
     "clip": Family(
         lambda: t.CLIPForImageClassification(
             t.CLIPConfig(  # type: ignore[call-arg]
-                text_config={"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
-                             "num_attention_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 8},
+                text_config=_CLIP_TEXT,
                 vision_config={k: v for k, v in _VIT.items() if k != "num_labels"},
                 num_labels=3,
             )
