@@ -153,3 +153,11 @@ def test_values_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(gm.InputError, match="not finite"):
         got.save(tmp_path / "g")
     assert not (tmp_path / "g").exists()
+
+
+def test_gram_matrices_are_stored_as_float32_only(tmp_path: Path) -> None:
+    got = estimate_gram(nn.Linear(3, 2), [(torch.ones(2, 3), torch.zeros(2))])
+    assert repr(got) == "Gram(1 matrices, 2 examples)"
+    with pytest.raises(gm.InputError, match="float32 only"):
+        got.save(tmp_path / "g", precision="log8")
+    assert not (tmp_path / "g").exists()
