@@ -43,10 +43,7 @@ class NamedSums(Mapping[str, Tensor]):
     def save(
         self, path: str | Path, *, precision: str = "float32", shard_size: int = SHARD_SIZE, force: bool = False
     ) -> None:
-        """Write a curvature folder, whole or not at all; ``precision`` is ``float32``, ``bfloat16`` or ``log8``.
-
-        Gram matrices are stored as float32 only.
-        """
+        """Write a curvature folder, whole or not at all. ``precision``: float32, bfloat16, log8; Gram: float32 only."""
         with Staging(Path(path), "curvature", force=force) as staging:
             self.write(staging.folder, precision, shard_size)
 
