@@ -18,7 +18,7 @@ from ..curvature.curvature import Curvature
 from ..curvature.estimate import LIKELIHOODS, estimate_curvature
 from ..curvature.files import PRECISIONS
 from ..curvature.gram import Gram, estimate_gram
-from ..curvature.outputs import Tokens
+from ..curvature.losses import TokenLoss
 from ..curvature.stored_names import for_files
 from ..engine.progress import Progress
 from ..engine.reads import changed, digest_of_state, model_paths, state_of
@@ -103,7 +103,7 @@ def measure_curvature(
             model, source, task=task, columns=columns, limit=limit, max_length=max_length,
             device=device, dtype=dtype, attn=attn, tokenizer=tokenizer,
         )  # fmt: skip
-        if likelihood == "exact" and kind == "diagonal" and isinstance(loaded.output, Tokens):
+        if likelihood == "exact" and kind == "diagonal" and isinstance(loaded.output, TokenLoss):
             next(loaded.output.factors(torch.empty(0)))  # explains why it cannot be done
         notes = _subtract(loaded, at_delta, dtype, attn) if at_delta is not None else []
         result: Curvature | Gram
@@ -130,10 +130,7 @@ def measure_curvature(
             raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Measure again.")
         result.model = _public_name(model)
         saved.clear_rest()
-        if isinstance(result, Curvature):
-            result.write(staging.folder, precision, shard_size)
-        else:
-            result.write(staging.folder, shard_size)
+        result.write(staging.folder, precision, shard_size)
         saved.remove()
     return Measurement(
         out=Path(out), kind=kind, task=loaded.task, examples=result.examples, tensors=len(result),

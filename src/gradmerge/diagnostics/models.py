@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.model import Buffers, Checkpoint
-from ..curvature.outputs import labels_of, logits_of, output_of
+from ..curvature.losses import labels_of, logits_of, loss_of
 from ..curvature.stored_names import stored_tensors
 from ..engine.candidates import Block, Candidate, KnownStatistics, look_at
 from ..engine.plan import Plan, torch_type
@@ -81,7 +81,7 @@ class TaskData:
         }
         for batch in self.loaded.batches(self.batch_size):
             moved = {k: v.to(self.loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            output = self.loaded.output or output_of(model, labels_of(moved))
+            output = self.loaded.output or loss_of(model, labels_of(moved))
             loss = output.losses(logits_of(model, moved), labels_of(moved)).sum()
             for (name, _), gradient in zip(
                 parameters.items(), torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True

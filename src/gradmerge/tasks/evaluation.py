@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..curvature.outputs import Output, labels_of, logits_of
+from ..curvature.losses import ExampleLoss, labels_of, logits_of
 from ..errors import GradmergeError, InputError, MachineError
 from .loading import LoadedTask
 from .metrics import Number, metrics_for
@@ -24,7 +24,7 @@ def evaluate(loaded: LoadedTask, batch_size: int = 8, advance: Advance | None = 
 
 
 def evaluate_model(
-    model: nn.Module, batches: Iterable[Any], output: Output, advance: Advance | None = None
+    model: nn.Module, batches: Iterable[Any], output: ExampleLoss, advance: Advance | None = None
 ) -> dict[str, Number]:
     """The metrics of a model on batches: keyword arguments with "labels", or sequences whose last element is the labels.
 
