@@ -300,8 +300,8 @@ def _check_prior(recipe: Recipe, methods: Sequence[str], plan: Plan) -> None:
     lacking = [method for method in methods if "prior" in _needs(recipe, method) and plan.inputs.prior is None]
     if lacking:
         raise InputError(
-            f"{lacking[0]} needs the curvature of the base, the recipe names none (base.curvature), and the base's folder "
-            "has no curvature/ folder"
+            f"{lacking[0]} needs the curvature of the base, the recipe names none (base.curvature), and the base's "
+            "folder has no curvature/ folder"
         )
 
 

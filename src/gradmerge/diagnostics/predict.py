@@ -104,7 +104,7 @@ class Prediction:
 
 
 def open_to_look(recipe: Recipe, *, allow_pickle: bool = False, allow_config: Sequence[str] = ()) -> Plan:
-    """A plan that reads all curvature which the recipe names: every tuned model's, and the base's where there is one."""
+    """A plan that reads the curvature of every tuned model, and the base's where there is one, for any method."""
     if recipe.base is None:
         raise InputError(
             "the recipe names no base; what fine-tuning changed, and so what a merge costs, is not known without it"
