@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,31 +15,9 @@ from ..text import listed, nearest
 from .beside import notes_on_files
 from .configs import allows, differences, labels, shown
 from .kinship import kinship, kinship_note
-from .model import Buffers, Checkpoint
+from .model import Checkpoint
 from .quantised import quantisation
-
-#: Heads that models leave out of a checkpoint when they are the same tensor as an embedding, and those embeddings.
-TIED = {
-    "lm_head.weight": (
-        "model.embed_tokens.weight", "transformer.wte.weight", "shared.weight", "model.decoder.embed_tokens.weight",
-        "model.shared.weight", "transformer.word_embeddings.weight", "model.language_model.embed_tokens.weight",
-        "language_model.model.embed_tokens.weight", "wte.weight",
-    ),
-    "embed_out.weight": ("gpt_neox.embed_in.weight",),
-    "encoder.embed_tokens.weight": ("shared.weight",),
-    "decoder.embed_tokens.weight": ("shared.weight",),
-    "model.encoder.embed_tokens.weight": ("model.shared.weight",),
-    "model.decoder.embed_tokens.weight": ("model.shared.weight",),
-    "cls.predictions.decoder.weight": ("bert.embeddings.word_embeddings.weight",),
-    "cls.predictions.decoder.bias": ("cls.predictions.bias",),
-    "lm_head.decoder.weight": ("roberta.embeddings.word_embeddings.weight",),
-    "lm_head.decoder.bias": ("lm_head.bias",),
-    "vocab_projector.weight": ("distilbert.embeddings.word_embeddings.weight",),
-}  # fmt: skip
-
-#: Tensors that encoder and decoder share, whether or not the head is one with them.
-STACKS = ("encoder.", "decoder.", "model.encoder.", "model.decoder.")
-HEADS = [name for name in TIED if name.endswith(".weight") and not name.startswith(STACKS)]
+from .ties import equal, other_ties, same_values, tied_to
 
 #: Constants that older versions of transformers saved with the weights and newer ones do not: by name alone, and those
 #: that share their name with a bias and are told by their four dimensions.
@@ -201,7 +178,7 @@ def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, 
             noted.append(f"{name} (which it does not have)")
         elif there.is_float or there.shape != here.shape:
             refused.append(f"{name}: {here} in {first.label}, {there} in {other.label}")
-        elif _equal_integers(first, other, name):
+        elif equal((first, name), (other, name), lambda block: block.to(torch.int64)):
             continue
         elif len(here.shape) > 1:
             refused.append(f"{name}: {here}, with other values")
@@ -216,17 +193,6 @@ def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, 
         result.notes.append(f"{other.label}: integers that differ are taken from {first.label}: {_some(noted)}")
 
 
-def _equal_integers(one: Checkpoint, two: Checkpoint, name: str, block: int = 1 << 18) -> bool:
-    buffers = Buffers()
-    numel = one.tensors[name].numel
-    for start in range(0, numel, block):
-        stop = min(start + block, numel)
-        here = one.read(name, start, stop, buffers, "left").to(torch.int64)
-        if not torch.equal(here, two.read(name, start, stop, buffers, "right").to(torch.int64)):
-            return False
-    return True
-
-
 def _compare_configs(
     first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool], allowed: Sequence[str]
 ) -> set[str]:
@@ -239,7 +205,7 @@ def _compare_configs(
         }
     except RecursionError:
         raise InputError(f"{other.label}: its config.json, or that of {first.label}, is nested too deeply") from None
-    lines |= dict(_other_ties(first, other, chosen))
+    lines |= {"tie_word_embeddings": line for line in other_ties(first, other, chosen)}
     lines |= dict(_other_labels(first, other, result))
     allowing = {key: by for key in lines if (by := allows(allowed, key))}
     refused = [line for key, line in lines.items() if key not in allowing]
@@ -265,32 +231,6 @@ def _compare_configs(
             "whether they agree is not known"
         )
     return set(allowing.values())
-
-
-def _other_ties(first: Checkpoint, other: Checkpoint, chosen: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
-    """Heads that are the embedding in one model and a tensor of their own, or none, in the other."""
-    for head in (name for name in HEADS if first.config and other.config and chosen(name)):
-        pair = first, other
-        stored = [head in checkpoint.tensors for checkpoint in pair]
-        untied = [_says_untied(checkpoint) for checkpoint in pair]
-        sources = [next((s for s in TIED[head] if s in checkpoint.tensors), None) for checkpoint in pair]
-        if None in sources or stored == [False, True] or (stored[0] == stored[1] and untied[0] == untied[1]):
-            continue
-        if stored == [False, False]:
-            which = first if untied[0] else other
-            if which.config.get("architectures") and has_head(which):
-                yield "tie_word_embeddings", f"tie_word_embeddings: false in {which.label}, which stores no {head}"
-            continue
-        tied = [
-            not there or same_values(checkpoint, head, source or "")
-            for there, checkpoint, source in zip(stored, pair, sources, strict=True)
-        ]
-        if tied[0] != tied[1]:
-            one, two = pair if tied[0] else pair[::-1]
-            yield (
-                "tie_word_embeddings",
-                f"tie_word_embeddings: {head} is the embedding in {one.label}, and a tensor of its own in {two.label}",
-            )
 
 
 def _other_labels(first: Checkpoint, other: Checkpoint, result: Comparison) -> Iterator[tuple[str, str]]:
@@ -340,44 +280,12 @@ def _count(names: Sequence[str]) -> str:
     return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
 
 
-def tied_to(name: str, checkpoint: Checkpoint) -> str | None:
-    """The tensor that stands for a head which a checkpoint leaves out, or None if it is not tied there."""
-    if _says_untied(checkpoint) and not name.startswith(STACKS):
-        return None
-    return next((source for source in TIED.get(name, ()) if source in checkpoint.tensors), None)
-
-
-def _says_untied(checkpoint: Checkpoint) -> bool:
-    text = checkpoint.config.get("text_config")
-    inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None
-    return checkpoint.config.get("tie_word_embeddings", inner) is False
-
-
-def has_head(checkpoint: Checkpoint) -> bool:
-    """Whether the architecture that a checkpoint was saved from, where it says so, gives tokens out."""
-    stated = checkpoint.config.get("architectures")
-    return not isinstance(stated, list) or any(re.search("LM|Generation|PreTraining", str(name)) for name in stated)
-
-
 def _is_copy_of_tied(name: str, first: Checkpoint, other: Checkpoint, result: Comparison) -> bool:
     """Whether an extra tensor is only the stored copy of a tied one, as the first checkpoint has it."""
     source = tied_to(name, first)
     if source is None or source not in other.tensors or not same_values(other, name, source):
         return False
     result.notes.append(f"{other.label}: {name} is a copy of {source}, which {first.label} stores once; left out")
-    return True
-
-
-def same_values(checkpoint: Checkpoint, one: str, two: str, block: int = 1 << 18) -> bool:
-    a, b = checkpoint.tensors[one], checkpoint.tensors[two]
-    if a != b:
-        return False
-    buffers = Buffers()
-    for start in range(0, a.numel, block):
-        stop = min(start + block, a.numel)
-        left = checkpoint.read(one, start, stop, buffers, "left").view(torch.uint8)
-        if not torch.equal(left, checkpoint.read(two, start, stop, buffers, "right").view(torch.uint8)):
-            return False
     return True
 
 

@@ -18,10 +18,10 @@ from ..storage.links import require_within
 from ..storage.smallfile import read_json
 from ..storage.tensorfile import PositionalFile
 from ..text import listed
-from .compare import HEADS, TIED, has_head, same_values, tied_to
 from .model import Buffers, Checkpoint
 from .patterns import Patterns
 from .quantised import refuse_quantised
+from .ties import has_head, in_layer, is_head, same_values, tied_to, ties
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16
@@ -182,9 +182,11 @@ class AdapterCheckpoint(Checkpoint):
         config of the base, would have them both changed, or neither.
         """
         changed = self._replaced.keys() | self._factors.keys()
-        for name in TIED:
+        if all(in_layer(name) for name in changed):
+            return
+        for name in ties(self.base):
             source = tied_to(name, self.base)
-            if source is None or not {name, source} & changed or (name in HEADS and not has_head(self.base)):
+            if source is None or not {name, source} & changed or (is_head(name) and not has_head(self.base)):
                 continue
             if name in self.base.tensors and not same_values(self.base, name, source):
                 continue

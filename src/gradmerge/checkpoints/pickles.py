@@ -18,7 +18,7 @@ from .model import STORED_TYPES
 
 SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
 #: Bytes read from a map before it is made anew: until then all pages that were read count as memory of this process.
-REMAPPED_AFTER = 1 << 28
+REMAPPED_AFTER = 1 << 27
 
 
 class PickleFile(PositionalFile):

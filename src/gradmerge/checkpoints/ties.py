@@ -1,0 +1,148 @@
+"""Tied weights: one tensor of a model under two names, such as a head that is its embedding, stored once or twice."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..quiet import quiet_transformers
+from .model import Buffers, Checkpoint
+
+#: What transformers cannot say: ties of files without a config or of an architecture that it does not have, and names
+#: that its older versions wrote.
+TIED = {
+    "lm_head.weight": (
+        "model.embed_tokens.weight",
+        "transformer.wte.weight",
+        "shared.weight",
+        "model.decoder.embed_tokens.weight",
+        "model.shared.weight",
+        "transformer.word_embeddings.weight",
+        "model.language_model.embed_tokens.weight",
+        "language_model.model.embed_tokens.weight",
+        "wte.weight",
+    ),
+    "embed_out.weight": ("gpt_neox.embed_in.weight",),
+    "encoder.embed_tokens.weight": ("shared.weight",),
+    "decoder.embed_tokens.weight": ("shared.weight",),
+    "model.encoder.embed_tokens.weight": ("model.shared.weight",),
+    "model.decoder.embed_tokens.weight": ("model.shared.weight",),
+    "cls.predictions.decoder.weight": ("bert.embeddings.word_embeddings.weight",),
+    "cls.predictions.decoder.bias": ("cls.predictions.bias",),
+    "lm_head.decoder.weight": ("roberta.embeddings.word_embeddings.weight",),
+    "lm_head.decoder.bias": ("lm_head.bias",),
+    "vocab_projector.weight": ("distilbert.embeddings.word_embeddings.weight",),
+}
+#: Tensors that encoder and decoder share, whether or not the head is one with them.
+STACKS = ("encoder.", "decoder.", "model.encoder.", "model.decoder.")
+
+
+def ties(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    """Tensor → those that may stand for it. Imports the model's class, which takes seconds: ask only in case of doubt."""
+    stated = checkpoint.config.get("architectures")
+    known = _ties_of_class(str(stated[0])) if isinstance(stated, list) and len(stated) == 1 else {}
+    return TIED | {name: (source, *TIED.get(name, ())) for name, source in known.items()}
+
+
+@functools.cache
+def _ties_of_class(architecture: str) -> dict[str, str]:
+    """The ties of a class of transformers, tensor by tensor; nothing where it has no such class, or names patterns."""
+    import transformers
+
+    try:
+        with quiet_transformers():
+            found = getattr(transformers, architecture)._tied_weights_keys
+    except Exception:  # a class that needs what is not installed, or whatever else a config names
+        return {}
+    pairs: dict[Any, Any] = found if isinstance(found, dict) else {}
+    return {name: source for name, source in pairs.items() if name.endswith((".weight", ".bias"))}
+
+
+def tied_to(name: str, checkpoint: Checkpoint) -> str | None:
+    """The tensor that stands for a head which a checkpoint leaves out, or None if it is not tied there."""
+    if in_layer(name) or (says_untied(checkpoint) and not name.startswith(STACKS)):
+        return None
+    tensors = checkpoint.tensors
+    doubled = name in tensors and any(
+        not in_layer(other) and other != name and len(tensors[name].shape) > 1 and same_values(checkpoint, name, other)
+        for other in tensors
+    )
+    sources = (ties(checkpoint) if doubled or name not in tensors else TIED).get(name, ())
+    return next((source for source in sources if source in tensors), None)
+
+
+def in_layer(name: str) -> bool:
+    """Whether a tensor belongs to one of a model's numbered layers; ties are between tensors outside of them."""
+    return re.search(r"\.\d+\.", name) is not None
+
+
+def is_head(name: str) -> bool:
+    return name.endswith(".weight") and not name.startswith(STACKS)
+
+
+def says_untied(checkpoint: Checkpoint) -> bool:
+    text = checkpoint.config.get("text_config")
+    inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None
+    return checkpoint.config.get("tie_word_embeddings", inner) is False
+
+
+def has_head(checkpoint: Checkpoint) -> bool:
+    """Whether the architecture that a checkpoint was saved from, where it says so, gives tokens out."""
+    stated = checkpoint.config.get("architectures")
+    return not isinstance(stated, list) or any(re.search("LM|Generation|PreTraining", str(name)) for name in stated)
+
+
+def other_ties(first: Checkpoint, other: Checkpoint, chosen: Callable[[str], bool]) -> Iterator[str]:
+    """Heads that are the embedding in one model and a tensor of their own, or none, in the other."""
+    pair = first, other
+    untied = [says_untied(checkpoint) for checkpoint in pair]
+    one_lacks = any(not in_layer(name) and name not in other.tensors for name in first.tensors)
+    if not first.config or not other.config or (untied[0] == untied[1] and not one_lacks):
+        return
+    known = [ties(checkpoint) for checkpoint in pair]
+    for head in (name for name in known[0] | known[1] if is_head(name) and chosen(name)):
+        stored = [head in checkpoint.tensors for checkpoint in pair]
+        sources = [
+            next((s for s in table.get(head, ()) if s in checkpoint.tensors), None)
+            for table, checkpoint in zip(known, pair, strict=True)
+        ]
+        if None in sources or stored == [False, True] or (stored[0] == stored[1] and untied[0] == untied[1]):
+            continue
+        if stored == [False, False]:
+            which = first if untied[0] else other
+            if which.config.get("architectures") and has_head(which):
+                yield f"tie_word_embeddings: false in {which.label}, which stores no {head}"
+            continue
+        tied = [
+            not there or same_values(checkpoint, head, source or "")
+            for there, checkpoint, source in zip(stored, pair, sources, strict=True)
+        ]
+        if tied[0] != tied[1]:
+            one, two = pair if tied[0] else pair[::-1]
+            yield f"tie_word_embeddings: {head} is the embedding in {one.label}, and a tensor of its own in {two.label}"
+
+
+def same_values(checkpoint: Checkpoint, one: str, two: str) -> bool:
+    """Whether two tensors of a checkpoint are the same, bit by bit."""
+    if checkpoint.tensors[one] != checkpoint.tensors[two]:
+        return False
+    return equal((checkpoint, one), (checkpoint, two), lambda block: block.view(torch.uint8))
+
+
+def equal(
+    one: tuple[Checkpoint, str], two: tuple[Checkpoint, str], view: Callable[[Tensor], Tensor], size: int = 1 << 18
+) -> bool:
+    """Whether two tensors with as many entries are equal in a view of their blocks of ``size`` entries."""
+    buffers = Buffers()
+    numel = one[0].tensors[one[1]].numel
+    for start in range(0, numel, size):
+        stop = min(start + size, numel)
+        left = view(one[0].read(one[1], start, stop, buffers, "left"))
+        if not torch.equal(left, view(two[0].read(two[1], start, stop, buffers, "right"))):
+            return False
+    return True
