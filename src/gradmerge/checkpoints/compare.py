@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,14 @@ from .ties import equal, other_ties, same_values, tied_to
 
 #: Constants that older versions of transformers saved with the weights and newer ones do not: by name alone, and those
 #: that share their name with a bias and are told by their four dimensions.
-BUFFERS = ["*position_ids", "*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attention.masked_bias", "*.num_batches_tracked",
-           "*relative_position_index", "*token_type_ids"]  # fmt: skip
-MASKS = ["*.attn.bias", "*.attention.bias"]
-
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight",
-              "lm_head.weight", "embed_out.weight", "decoder.weight", "decoder.bias", "lm_head.bias")  # fmt: skip
+BUFFERS = re.compile(
+    r".*(position_ids|relative_position_index|token_type_ids)|.*\.(rotary_emb\.inv_freq|num_batches_tracked)|"
+    r".*\.(attn|attention)\.masked_bias"
+)
+MASKS = (".attn.bias", ".attention.bias")
+EMBEDDINGS = re.compile(
+    r".*((embed_tokens|wte|word_embeddings|shared|embed_in|lm_head|embed_out|decoder)\.weight|(decoder|lm_head)\.bias)"
+)
 
 
 @dataclass
@@ -36,7 +39,7 @@ class Comparison:
     merged: list[str] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
     aliases: list[dict[str, str]] = field(default_factory=list)
-    """One a checkpoint: tensor → the tied tensor that stands for it there."""
+    """One per checkpoint: tensor → the tied tensor that stands for it there."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -47,19 +50,16 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def is_buffer(name: str, info: TensorInfo) -> bool:
     """Whether a tensor is one of the constants that some checkpoints hold beside the weights."""
-    return matches(name, BUFFERS) or (len(info.shape) == 4 and matches(name, MASKS))
+    return BUFFERS.fullmatch(name) is not None or (len(info.shape) == 4 and name.endswith(MASKS))
 
 
 def select(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> tuple[list[str], list[str]]:
     """The names to merge, and notes on patterns without effect; an include pattern that fits nothing is an error."""
+    idle = [pattern for pattern in (*include, *exclude) if not any(matches(name, [pattern]) for name in names)]
     for pattern in include:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        if pattern in idle:
             raise InputError(f"include: {pattern!r} matches no tensor{nearest(pattern, names)}")
-    notes = [
-        f"exclude: {pattern!r} matches no tensor of the base"
-        for pattern in exclude
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names)
-    ]
+    notes = [f"exclude: {pattern!r} matches no tensor of the base" for pattern in exclude if pattern in idle]
     return [n for n in names if matches(n, include) and not matches(n, exclude)], notes
 
 
@@ -92,8 +92,8 @@ def compare(
     if odd and id(first) not in quantised:
         more = f" (and {len(odd) - 1} more are of such types)" if len(odd) > 1 else ""
         result.problems.append(
-            f"{first.label}: {odd[0]} has the type {first.tensors[odd[0]].dtype}{more}; only float64, float32, float16 and "
-            "bfloat16 can be merged. Exclude it, or convert the model."
+            f"{first.label}: {odd[0]} has the type {first.tensors[odd[0]].dtype}{more}; only float64, float32, float16 "
+            "and bfloat16 can be merged. Exclude it, or convert the model."
         )
     used: set[str] = set()
     for other in others:
@@ -105,9 +105,8 @@ def compare(
         result.aliases.append(aliases)
         used |= _compare_configs(first, other, result, chosen, allow_config)
         result.notes += notes_on_files(first, other)
-    result.notes += [
-        f"--allow-config {key}: the configs do not differ in it" for key in allow_config if key not in used
-    ]
+    idle = [key for key in allow_config if key not in used]
+    result.notes += [f"--allow-config {key}: the configs do not differ in it" for key in idle]
     _note_running_statistics(result)
     if not result.merged and not result.problems:
         result.problems.append("nothing is left to merge: no float tensor is included and not excluded")
@@ -117,52 +116,50 @@ def compare(
 def _compare_one(
     first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool]
 ) -> dict[str, str]:
+    """Names, shapes and types; returns the tied tensors that stand for those which the other leaves out."""
     aliases: dict[str, str] = {}
     missing: list[str] = []
     shapes: list[str] = []
     vocabulary: list[str] = []
     types: list[str] = []
     for name in result.merged:
-        here = first.tensors[name]
-        there = other.tensors.get(name)
-        if there is None:
-            tied = tied_to(name, other)
-            if tied is None:
-                missing.append(name)
-                continue
-            aliases[name] = tied
-            there = other.tensors[tied]
+        stored = name if name in other.tensors else tied_to(name, other)
+        if stored is None:
+            missing.append(name)
+            continue
+        if stored != name:
+            aliases[name] = stored
+        here, there = first.tensors[name], other.tensors[stored]
         if there.shape != here.shape:
-            line = f"{name}: {list(here.shape)} in {first.label}, {list(there.shape)} in {other.label}"
-            is_vocabulary = name.endswith(EMBEDDINGS) and there.shape[1:] == here.shape[1:]
-            (vocabulary if is_vocabulary else shapes).append(line)
+            is_vocabulary = EMBEDDINGS.fullmatch(name) and there.shape[1:] == here.shape[1:]
+            (vocabulary if is_vocabulary else shapes).append(
+                f"{name}: {list(here.shape)} in {first.label}, {list(there.shape)} in {other.label}"
+            )
         elif not there.is_float:
             types.append(f"{name}: {here} in {first.label}, {there} in {other.label}")
     extra = [n for n in other.tensors if n not in first.tensors and chosen(n) and not is_buffer(n, other.tensors[n])]
     extra = [n for n in extra if not _is_copy_of_tied(n, first, other, result)]
-
-    if vocabulary:
-        result.problems.append(
-            f"{other.label}: another vocabulary than {first.label}; rows of the embeddings would not mean the same tokens\n"
-            f"{listed(vocabulary)}\n  Resize one of them, or exclude these tensors."
-        )
-    if missing:
-        result.problems.append(
-            f"{other.label}: {_count(missing)} of {first.label} missing{_prefix_hint(first, other)}\n{listed(missing)}"
-        )
-    if extra:
-        hint = "" if missing else "\n  If they are heads that should stay out of the merge, exclude them."
-        result.problems.append(
-            f"{other.label}: {_count(extra)} that {first.label} does not have\n{listed(extra)}{hint}"
-        )
-    if shapes:
-        result.problems.append(f"{other.label}: other shapes than {first.label}\n{listed(shapes)}")
-    if types:
-        result.problems.append(f"{other.label}: weights that are no floating-point numbers\n{listed(types)}")
+    hint = "" if missing else "\n  If they are heads that should stay out of the merge, exclude them."
+    found = [
+        (
+            vocabulary,
+            f"another vocabulary than {first.label}; rows of the embeddings would not mean the same tokens",
+            "\n  Resize one of them, or exclude these tensors.",
+        ),
+        (missing, f"{_count(missing)} of {first.label} missing{_prefix_hint(first, other) if missing else ''}", ""),
+        (extra, f"{_count(extra)} that {first.label} does not have", hint),
+        (shapes, f"other shapes than {first.label}", ""),
+        (types, "weights that are no floating-point numbers", ""),
+    ]
+    result.problems += [f"{other.label}: {what}\n{listed(names)}{advice}" for names, what, advice in found if names]
     if aliases:
         pairs = ", ".join(f"{name} = {tied}" for name, tied in aliases.items())
         result.notes.append(f"{other.label}: tied weights are stored once: {pairs}")
-    _note_types(first, other, result)
+    ours, theirs = (
+        ", ".join(sorted({c.tensors[n].dtype for n in result.merged if n in c.tensors})) for c in (first, other)
+    )
+    if ours != theirs:
+        result.notes.append(f"{other.label} is stored as {theirs}, {first.label} as {ours}")
     return aliases
 
 
@@ -205,7 +202,7 @@ def _compare_configs(
         }
     except RecursionError:
         raise InputError(f"{other.label}: its config.json, or that of {first.label}, is nested too deeply") from None
-    lines |= {"tie_word_embeddings": line for line in other_ties(first, other, chosen)}
+    lines |= dict(other_ties(first, other, chosen))
     lines |= dict(_other_labels(first, other, result))
     allowing = {key: by for key in lines if (by := allows(allowed, key))}
     refused = [line for key, line in lines.items() if key not in allowing]
@@ -220,11 +217,9 @@ def _compare_configs(
             f"{other.label}: merged with another config, as --allow-config says; the result has that of {first.label}. "
             + "; ".join(lines[key] for key in allowing)
         )
-    kinds = [checkpoint.config.get("problem_type") for checkpoint in (first, other)]
-    if all(kinds) and kinds[0] != kinds[1]:
-        result.notes.append(
-            f"{other.label}: its problem_type is {shown(kinds[1])}, that of {first.label} {shown(kinds[0])}"
-        )
+    ours, theirs = (checkpoint.config.get("problem_type") for checkpoint in (first, other))
+    if ours and theirs and ours != theirs:
+        result.notes.append(f"{other.label}: its problem_type is {shown(theirs)}, that of {first.label} {shown(ours)}")
     if unknown:
         result.notes.append(
             f"{other.label}: its config or that of {first.label} leaves out {_some(unknown)}; "
@@ -244,8 +239,8 @@ def _other_labels(first: Checkpoint, other: Checkpoint, result: Comparison) -> I
         yield "id2label", f"id2label: classes in another order in {first.label} and {other.label}: {_some(moved)}"
     else:
         result.notes.append(
-            f"{other.label}: its classes have other names (id2label) than those of {first.label}, which the result has; "
-            f"exclude {heads[0]} if they are other classes"
+            f"{other.label}: its classes have other names (id2label) than those of {first.label}, which the result "
+            f"has; exclude {heads[0]} if they are other classes"
         )
 
 
@@ -301,13 +296,3 @@ def _prefix_hint(first: Checkpoint, other: Checkpoint) -> str:
             if count > len(shorter.tensors) // 2:
                 return f" (the names of {longer.label} begin with {prefix!r}; save both from the same model class)"
     return ""
-
-
-def _note_types(first: Checkpoint, other: Checkpoint, result: Comparison) -> None:
-    def types(checkpoint: Checkpoint) -> set[str]:
-        return {checkpoint.tensors[n].dtype for n in result.merged if n in checkpoint.tensors}
-
-    if types(first) != types(other):
-        result.notes.append(
-            f"{other.label} is stored as {', '.join(sorted(types(other)))}, {first.label} as {', '.join(sorted(types(first)))}"
-        )

@@ -92,14 +92,13 @@ class AdapterCheckpoint(Checkpoint):
         folder: Path,
         config: Mapping[str, Any],
         files: list[PositionalFile],
-        memory: Mapping[str, Tensor],
         base: Checkpoint,
         owns_base: bool,
         hub_id: str | None = None,
     ) -> None:
         super().__init__(label, folder=folder, config=base.config, hub_id=hub_id, modules=base.modules)
         refuse_quantised(base, adapter=label)
-        self.adapter = Checkpoint(label, files=files, memory=memory)
+        self.adapter = Checkpoint(label, files=files)
         self.base = base
         self._owns_base = owns_base
         # A cache of its own: one around the method would keep every adapter alive.

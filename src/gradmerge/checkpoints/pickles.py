@@ -44,7 +44,9 @@ class PickleFile(PositionalFile):
             raise _unreadable(path, error) from error
 
     def _place(self, tensors: dict[str, Tensor], mapped: bool) -> None:
-        self._names = [n for n, t in tensors.items() if mapped and t.is_contiguous() and not t.is_conj() and not t.is_neg()]
+        self._names = [
+            n for n, t in tensors.items() if mapped and t.is_contiguous() and not t.is_conj() and not t.is_neg()
+        ]
         scattered = tensors.keys() - set(self._names)
         # A tensor may repeat one number any number of times.
         require_unpackable(self.path, sum(tensors[name].numel() * tensors[name].element_size() for name in scattered))

@@ -13,37 +13,31 @@ from torch import Tensor
 from ..quiet import quiet_transformers
 from .model import Buffers, Checkpoint
 
-#: What transformers cannot say: ties of files without a config or of an architecture that it does not have, and names
-#: that its older versions wrote.
-TIED = {
-    "lm_head.weight": (
-        "model.embed_tokens.weight",
-        "transformer.wte.weight",
-        "shared.weight",
-        "model.decoder.embed_tokens.weight",
-        "model.shared.weight",
-        "transformer.word_embeddings.weight",
-        "model.language_model.embed_tokens.weight",
-        "language_model.model.embed_tokens.weight",
-        "wte.weight",
-    ),
-    "embed_out.weight": ("gpt_neox.embed_in.weight",),
-    "encoder.embed_tokens.weight": ("shared.weight",),
-    "decoder.embed_tokens.weight": ("shared.weight",),
-    "model.encoder.embed_tokens.weight": ("model.shared.weight",),
-    "model.decoder.embed_tokens.weight": ("model.shared.weight",),
-    "cls.predictions.decoder.weight": ("bert.embeddings.word_embeddings.weight",),
-    "cls.predictions.decoder.bias": ("cls.predictions.bias",),
-    "lm_head.decoder.weight": ("roberta.embeddings.word_embeddings.weight",),
-    "lm_head.decoder.bias": ("lm_head.bias",),
-    "vocab_projector.weight": ("distilbert.embeddings.word_embeddings.weight",),
+#: Tensor → modules whose tensor of the same kind may stand for it. For what transformers cannot say: files without a
+#: config or of an architecture that it does not have, and names that its older versions wrote.
+_TIED = {
+    "lm_head.weight": "model.embed_tokens transformer.wte shared model.decoder.embed_tokens model.shared "
+    "transformer.word_embeddings model.language_model.embed_tokens language_model.model.embed_tokens wte",
+    "embed_out.weight": "gpt_neox.embed_in",
+    "encoder.embed_tokens.weight": "shared",
+    "decoder.embed_tokens.weight": "shared",
+    "model.encoder.embed_tokens.weight": "model.shared",
+    "model.decoder.embed_tokens.weight": "model.shared",
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings",
+    "cls.predictions.decoder.bias": "cls.predictions",
+    "lm_head.decoder.weight": "roberta.embeddings.word_embeddings",
+    "lm_head.decoder.bias": "lm_head",
+    "vocab_projector.weight": "distilbert.embeddings.word_embeddings",
 }
+TIED = {n: tuple(f"{module}.{n.rpartition('.')[2]}" for module in modules.split()) for n, modules in _TIED.items()}
+#: The key of a config that says whether heads are embeddings.
+KEY = "tie_word_embeddings"
 #: Tensors that encoder and decoder share, whether or not the head is one with them.
 STACKS = ("encoder.", "decoder.", "model.encoder.", "model.decoder.")
 
 
 def ties(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
-    """Tensor → those that may stand for it. Imports the model's class, which takes seconds: ask only in case of doubt."""
+    """Tensor → those that may stand for it. Imports the model's class, which takes seconds: for cases of doubt."""
     stated = checkpoint.config.get("architectures")
     known = _ties_of_class(str(stated[0])) if isinstance(stated, list) and len(stated) == 1 else {}
     return TIED | {name: (source, *TIED.get(name, ())) for name, source in known.items()}
@@ -87,8 +81,8 @@ def is_head(name: str) -> bool:
 
 def says_untied(checkpoint: Checkpoint) -> bool:
     text = checkpoint.config.get("text_config")
-    inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None
-    return checkpoint.config.get("tie_word_embeddings", inner) is False
+    inner = text.get(KEY) if isinstance(text, dict) else None
+    return checkpoint.config.get(KEY, inner) is False
 
 
 def has_head(checkpoint: Checkpoint) -> bool:
@@ -97,7 +91,7 @@ def has_head(checkpoint: Checkpoint) -> bool:
     return not isinstance(stated, list) or any(re.search("LM|Generation|PreTraining", str(name)) for name in stated)
 
 
-def other_ties(first: Checkpoint, other: Checkpoint, chosen: Callable[[str], bool]) -> Iterator[str]:
+def other_ties(first: Checkpoint, other: Checkpoint, chosen: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
     """Heads that are the embedding in one model and a tensor of their own, or none, in the other."""
     pair = first, other
     untied = [says_untied(checkpoint) for checkpoint in pair]
@@ -108,23 +102,19 @@ def other_ties(first: Checkpoint, other: Checkpoint, chosen: Callable[[str], boo
     for head in (name for name in known[0] | known[1] if is_head(name) and chosen(name)):
         stored = [head in checkpoint.tensors for checkpoint in pair]
         sources = [
-            next((s for s in table.get(head, ()) if s in checkpoint.tensors), None)
-            for table, checkpoint in zip(known, pair, strict=True)
+            next((s for s in sources.get(head, ()) if s in checkpoint.tensors), "")
+            for sources, checkpoint in zip(known, pair, strict=True)
         ]
-        if None in sources or stored == [False, True] or (stored[0] == stored[1] and untied[0] == untied[1]):
+        if not all(sources) or stored == [False, True] or (stored[0] == stored[1] and untied[0] == untied[1]):
             continue
-        if stored == [False, False]:
+        tied = [not stored[i] or same_values(pair[i], head, sources[i]) for i in (0, 1)]
+        if not any(stored):
             which = first if untied[0] else other
             if which.config.get("architectures") and has_head(which):
-                yield f"tie_word_embeddings: false in {which.label}, which stores no {head}"
-            continue
-        tied = [
-            not there or same_values(checkpoint, head, source or "")
-            for there, checkpoint, source in zip(stored, pair, sources, strict=True)
-        ]
-        if tied[0] != tied[1]:
+                yield KEY, f"{KEY}: false in {which.label}, which stores no {head}"
+        elif tied[0] != tied[1]:
             one, two = pair if tied[0] else pair[::-1]
-            yield f"tie_word_embeddings: {head} is the embedding in {one.label}, and a tensor of its own in {two.label}"
+            yield KEY, f"{KEY}: {head} is the embedding in {one.label}, and a tensor of its own in {two.label}"
 
 
 def same_values(checkpoint: Checkpoint, one: str, two: str) -> bool:

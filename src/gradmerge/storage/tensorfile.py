@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,14 @@ from ..text import size
 from .links import require_within
 from .smallfile import open_regular, parse_json_object, read_bounded
 
-#: Bytes an element, by the name of the type in a safetensors header.
-ITEM_SIZE = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
-}  # fmt: skip
+_TYPES_BY_SIZE = {
+    8: "F64 I64 U64 C64",
+    4: "F32 I32 U32",
+    2: "F16 BF16 I16 U16",
+    1: "F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I8 U8 BOOL",
+}
+#: Name of a type in a safetensors header → bytes per element.
+ITEM_SIZE = {name: nbytes for nbytes, names in _TYPES_BY_SIZE.items() for name in names.split()}
 #: The types that a merge does arithmetic on, and their names in recipes.
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -74,6 +77,8 @@ class PositionalFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.memory: dict[str, Any] = {}
+        """Tensors of the file that cannot be read by position, and were loaded."""
         self._fd = open_regular(path)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -173,12 +178,7 @@ def _check_entry(name: str, value: Any, broken: Any) -> tuple[str, tuple[int, ..
         raise broken(f"tensor {_quoted(name)} has the unknown dtype {str(dtype)[:40]!r}")
     if not isinstance(shape, list) or len(shape) > 64 or not all(whole(n) for n in shape):
         raise broken(f"tensor {_quoted(name)} has a shape that is no list of whole numbers")
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != 2
-        or not all(whole(n) for n in offsets)
-        or offsets[0] > offsets[1]
-    ):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(whole, offsets)) or offsets != sorted(offsets):
         raise broken(f"tensor {_quoted(name)} has data_offsets that are no [begin, end]")
     return dtype, tuple(shape), offsets[0], offsets[1]
 
@@ -230,39 +230,32 @@ def open_files(folder: Path, stem: str) -> list[TensorFile] | None:
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if index.is_file():
         by_file = read_index(index)
-        for filename in by_file:
-            if not filename.endswith(".safetensors"):
+        for name in by_file:
+            if not name.endswith(".safetensors"):
                 raise InputError(
-                    f"{index}: not a valid index: the file {filename!r} that it names is no .safetensors file."
+                    f"{index}: not a valid index: the file {name!r} that it names is no .safetensors file."
                 )
-        return _open_shards(folder, index, by_file)
+        with contextlib.ExitStack() as opened:
+            files = [_open_shard(index, *shard, opened) for shard in by_file.items()]
+            opened.pop_all()
+        return files
     if single.is_file():
         require_within(single, folder)
         return [TensorFile(single)]
     return None
 
 
-def _open_shards(folder: Path, index: Path, by_file: Mapping[str, list[str]]) -> list[TensorFile]:
-    files: list[TensorFile] = []
-    try:
-        for filename, names in by_file.items():
-            file = TensorFile(folder / filename)
-            files.append(file)
-            listed = set(names)
-            absent = [n for n in names if n not in file.entries]
-            if absent:
-                raise InputError(
-                    f"{index}: says that {filename} holds {_quoted(absent[0])}, but it does not. Save it again."
-                )
-            unlisted = [n for n in file.entries if n not in listed]
-            if unlisted:
-                raise InputError(
-                    f"{index}: does not list {_quoted(unlisted[0])}, which {filename} holds. Save it again."
-                )
-    except BaseException:
-        close_files(files)
-        raise
-    return files
+def _open_shard(index: Path, filename: str, names: Sequence[str], opened: contextlib.ExitStack) -> TensorFile:
+    file = TensorFile(index.parent / filename)
+    opened.callback(file.close)
+    absent = [n for n in names if n not in file.entries]
+    if absent:
+        raise InputError(f"{index}: says that {filename} holds {_quoted(absent[0])}, but it does not. Save it again.")
+    unlisted = file.entries.keys() - set(names)
+    if unlisted:
+        first = next(n for n in file.entries if n in unlisted)
+        raise InputError(f"{index}: does not list {_quoted(first)}, which {filename} holds. Save it again.")
+    return file
 
 
 def read_index(index: Path) -> dict[str, list[str]]:
