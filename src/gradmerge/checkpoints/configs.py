@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..quiet import quiet_transformers
+
 #: Keys that change what a model computes from the same weights. Others (dropout, token ids, caches, initial values) do
 #: not, or change names and shapes, which are compared as such.
 FUNCTION = re.compile(
@@ -45,12 +47,7 @@ NOT_THESE = {"pruned_heads"}
 #: Keys whose default follows from the number of heads.
 FOLLOWS = {"head_dim", "num_key_value_heads"}
 #: What a key that is left out stands for in every model that has it.
-ABSENT = {
-    "position_embedding_type": "absolute",
-    "partial_rotary_factor": 1.0,
-    "rope_type": "default",
-    "logit_scale": 1.0,
-}
+ABSENT = {"position_embedding_type": "absolute", "partial_rotary_factor": 1.0, "rope_type": "default"}
 #: Words for the same activation, up to rounding.
 ACTIVATIONS = {"swish": "silu", "gelu_python": "gelu", "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
 #: Kinds of rope that depend on how many positions the config allows.
@@ -101,7 +98,7 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, 
 
 def _in_effect(key: str, value: Any) -> Any:
     last = key.rpartition(".")[2]
-    absent = ABSENT.get(last, 1.0 if last.endswith("_multiplier") else value)
+    absent = ABSENT.get(last, 1.0 if last.endswith(("_multiplier", "logit_scale")) else value)
     return absent if value is None or value is MISSING else value
 
 
@@ -138,27 +135,20 @@ def _rope(section: Mapping[str, Any]) -> dict[str, Any]:
     stated = [section.get(key) for key in ("rope_scaling", "rope_parameters")]
     given = {key: value for part in stated if isinstance(part, dict) for key, value in part.items()}
     by_layer = {kind: value for kind, value in given.items() if isinstance(value, dict)}
-    if by_layer:
-        return {
-            f"{kind}.{key}": value for kind, part in by_layer.items() for key, value in _one_rope(part, section).items()
-        }
-    return _one_rope(given, section)
+    ropes = {f"{kind}.": _one_rope(part, section) for kind, part in by_layer.items()} or {"": _one_rope(given, section)}
+    return {place + key: value for place, rope in ropes.items() for key, value in rope.items()}
 
 
 def _one_rope(given: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(given.get("rope_type", given.get("type", "default")))
-    found = {
-        key: part[key] for part in (section, given) for key in ("rope_theta", "partial_rotary_factor") if key in part
-    }
+    plain = ("rope_theta", "partial_rotary_factor")
+    found = {key: part[key] for part in (section, given) for key in plain if key in part}
+    scaling = {key: value for key, value in given.items() if key not in (*plain, "type")} | {"rope_type": kind}
     if kind in ("default", "mrope"):
-        kept = {"mrope_section"} & given.keys()
-        return found | {f"rope_scaling.{key}": given[key] for key in kept}
+        scaling = {key: value for key, value in scaling.items() if key == "mrope_section"}
     if kind in BY_LENGTH and "max_position_embeddings" in section:
         found["max_position_embeddings"] = section["max_position_embeddings"]
-    named = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
-    return (
-        found | {"rope_scaling.rope_type": kind} | {f"rope_scaling.{k}": v for k, v in given.items() if k not in named}
-    )
+    return found | {f"rope_scaling.{key}": value for key, value in scaling.items()}
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -167,18 +157,14 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(model_type, str) or not _of_modest_depth(config):
         return None
     from transformers import CONFIG_MAPPING
-    from transformers.utils import logging
 
     if model_type not in CONFIG_MAPPING:
         return None
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(40)  # errors only
     try:
-        full = CONFIG_MAPPING[model_type].from_dict(_of_the_function(config)).to_dict()
+        with quiet_transformers():
+            full = CONFIG_MAPPING[model_type].from_dict(_of_the_function(config)).to_dict()
     except Exception:  # whatever a class makes of values that it does not expect
         return None
-    finally:
-        logging.set_verbosity(verbosity)
     return full if isinstance(full, dict) else None
 
 

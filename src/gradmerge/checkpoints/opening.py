@@ -20,9 +20,9 @@ from .pickles import SUFFIXES, PickleFile
 
 #: What of a Hub repository is fetched: weights that can be merged, and the small files that go with them.
 HUB_FILES = (
-    "model*.safetensors adapter_model*.safetensors *.json *.txt *.model *.jinja *.tiktoken LICENSE* NOTICE* "
-    "[0-9]*_*/model*.safetensors curvature/curvature*"
-).split()
+    "model*.safetensors adapter_model*.safetensors [0-9]*_*/model*.safetensors curvature/curvature* "
+    "*.json *.txt *.model *.jinja *.tiktoken LICENSE* NOTICE*"
+)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
@@ -55,7 +55,7 @@ def fetch_from_hub(reference: str, *, allow_pickle: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     repo, _, revision = reference.partition("@")
-    patterns = HUB_FILES + (["*.bin", "*.bin.index.json"] if allow_pickle else [])
+    patterns = HUB_FILES.split() + (["*.bin", "*.bin.index.json"] if allow_pickle else [])
     try:
         return Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))
     except (HfHubHTTPError, OSError, ValueError) as error:

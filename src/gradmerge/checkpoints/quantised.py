@@ -81,8 +81,8 @@ def refuse_quantised(base: Checkpoint, adapter: str) -> None:
     found = quantisation(base)
     if found is not None:
         raise InputError(
-            f"{adapter}: its base {found.problem(base.label)} Then give that one as the base; an adapter that was trained "
-            "on a quantised model fits the model that this was made from."
+            f"{adapter}: its base {found.problem(base.label)} Then give that one as the base; an adapter that was "
+            "trained on a quantised model fits the model that this was made from."
         )
 
 
