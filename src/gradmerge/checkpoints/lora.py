@@ -219,9 +219,11 @@ class AdapterCheckpoint(Checkpoint):
     def _find(self, name: str) -> str | None:
         """The base's tensor of a name, also where one of the two lacks the leading part of it."""
         tensors = self.base.tensors
-        shorter = [candidate for candidate in (name, name.partition(".")[2]) if candidate in tensors]
-        longer = [] if shorter else [stored for stored in tensors if stored.endswith(f".{name}")]
-        return shorter[0] if shorter else longer[0] if len(longer) == 1 else None
+        for candidate in (name, name.partition(".")[2]):
+            if candidate in tensors:
+                return candidate
+        longer = [stored for stored in tensors if stored.endswith(f".{name}")]
+        return longer[0] if len(longer) == 1 else None
 
     def _orientation(self, target: str, pair: Mapping[str, str], stated: bool) -> bool:
         """Whether the target stores (in, out): its shape says so, or its neighbours or the config where it is square."""
