@@ -55,14 +55,14 @@ def _check_weight(value: float) -> float:
     return value
 
 
-def _check_size(value: float) -> float:
+def _check_number(value: float) -> float:
     if not abs(value) <= LARGEST:
         raise ValueError(f"should be a finite number, at most {LARGEST:g} in size")
     return value
 
 
 Weight = Annotated[float, AfterValidator(_check_weight)]
-Number = Annotated[float, AfterValidator(_check_size)]
+Number = Annotated[float, AfterValidator(_check_number)]
 Size = Annotated[int, BeforeValidator(_parse_size)]
 
 
@@ -138,8 +138,8 @@ class Recipe(_Section):
     method: str = Field(description="The rule; `gradmerge methods` lists them.")
     base: Annotated[Base, BeforeValidator(_from_path)] | None = Field(
         None,
-        description="The base model: a mapping, or only its path. Rules that do not use a base can do without; the first "
-        "model then gives config, tokenizer, types and excluded tensors.",
+        description="The base model: a mapping, or only its path. Rules that do not use a base can do without; the "
+        "first model then gives config, tokenizer, types and excluded tensors.",
     )
     models: list[Annotated[Model, BeforeValidator(_from_path)]] = Field(
         min_length=1, description="The tuned models: mappings, or only their paths."
@@ -212,13 +212,12 @@ def make_recipe(value: Any, *, folder: Path | None = None, where: str = "recipe"
         raise InputError(f"{where}: method: there is no rule {str(method)[:60]!r}{known}")
     try:
         recipe = Recipe.model_validate(dict(value))
+        _check_fit(recipe)
     except ValidationError as error:
         raise InputError(_explain(error, where, Recipe)) from None
-    recipe._folder = folder or Path()
-    try:
-        _check_fit(recipe)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
+    recipe._folder = folder or Path()
     return recipe
 
 
@@ -349,15 +348,12 @@ def parse_yaml(raw: bytes | str, where: str) -> Any:
     """YAML from an untrusted source: no tags that run code, no duplicate keys, no aliases that blow up."""
     try:
         loader = _Loader(raw)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                raise InputError(f"{where}: is empty")
-            if _expanded_size(node, {}, set()) > MAX_NODES:
-                raise InputError(f"{where}: its aliases stand for more than {MAX_NODES} values; that is no recipe")
-            return loader.construct_document(node)
-        finally:
-            loader.dispose()
+        node = loader.get_single_node()
+        if node is None:
+            raise InputError(f"{where}: is empty")
+        if _expanded_size(node, {}, set()) > MAX_NODES:
+            raise InputError(f"{where}: its aliases stand for more than {MAX_NODES} values; that is no recipe")
+        return loader.construct_document(node)
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -166,8 +166,8 @@ class AdapterCheckpoint(Checkpoint):
         for name in (f"{module}.weight" for module in lost):
             if tied := tied_to(name, self.base):
                 raise self._refused(
-                    f"the adapter changes {name}, which {self.base.label} shares with {tied}: the result would no longer "
-                    "be one tensor. Untie the embeddings of the base first."
+                    f"the adapter changes {name}, which {self.base.label} shares with {tied}: the result would no "
+                    "longer be one tensor. Untie the embeddings of the base first."
                 )
         if lost:
             raise self._refused(
@@ -199,12 +199,12 @@ class AdapterCheckpoint(Checkpoint):
             which, rest = (source, name) if source in changed else (name, source)
             raise self._refused(
                 f"the adapter changes {which}, which {self.base.label} shares with {rest}, and PEFT changes it alone: "
-                "the result would no longer be one tensor. Give a base whose embeddings are untied (tie_word_embeddings "
-                "false, both tensors stored), or train with ensure_weight_tying."
+                "the result would no longer be one tensor. Give a base whose embeddings are untied "
+                "(tie_word_embeddings false, both tensors stored), or train with ensure_weight_tying."
             )
 
     def _alpha(self, config: Mapping[str, Any], module: str) -> float:
-        """Of the first pattern that matches the end of a module's path, as PEFT reads its patterns, or of all modules."""
+        """That of the first pattern that matches the end of a module's path, as in PEFT, or else of all modules."""
         keys = "adapter_config.json: lora_alpha or alpha_pattern"
         try:
             patterns = (config.get("alpha_pattern") or {}).items()
@@ -226,7 +226,7 @@ class AdapterCheckpoint(Checkpoint):
         return longer[0] if len(longer) == 1 else None
 
     def _orientation(self, target: str, pair: Mapping[str, str], stated: bool) -> bool:
-        """Whether the target stores (in, out): its shape says so, or its neighbours or the config where it is square."""
+        """Whether the target stores (in, out), by its shape or, where that is square, its neighbours or the config."""
         a, b = self.adapter.tensors[pair["A"]].shape, self.adapter.tensors[pair["B"]].shape
         shape = self.base.tensors[target].shape
         if len(shape) != 2:

@@ -79,8 +79,8 @@ def _open_file(label: str, path: Path, allow_pickle: bool) -> Checkpoint:
 def _require_pickle_allowed(path: Path, allow_pickle: bool) -> None:
     if not allow_pickle:
         raise InputError(
-            f"{path}: this is a pickle, a format that can run code when it is opened. Pass --allow-pickle to read it (only "
-            "its tensors are read), or convert it to safetensors."
+            f"{path}: this is a pickle, a format that can run code when it is opened. Pass --allow-pickle to read it "
+            "(only its tensors are read), or convert it to safetensors."
         )
 
 
@@ -89,7 +89,11 @@ def _open_folder(
 ) -> Checkpoint:
     if is_adapter(folder):
         return _open_adapter(label, folder, adapter_base, allow_pickle, hub_id)
-    config = _read_config(folder)
+    config_path = folder / "config.json"
+    config = {}
+    if config_path.is_file():
+        require_within(config_path, folder)
+        config = read_json(config_path)
     modules = _modules(folder)
     files = _weights_of_modules(folder, modules or [""], allow_pickle)
     inner = tuple(module for module in modules if module)
@@ -123,9 +127,10 @@ def _weights_of_modules(folder: Path, modules: Sequence[str], allow_pickle: bool
     files: list[PositionalFile] = []
     with ExitStack() as opened:
         for module in modules:
-            if module and not _has_weights(folder / module):
+            kinds = SUFFIXES | {".safetensors"}
+            if module and not any(path.suffix in kinds for path in (folder / module).iterdir()):
                 continue
-            for file in _weight_files(folder / module, "model", "pytorch_model", allow_pickle, opened):
+            for file in _weight_files(folder / module, "model", allow_pickle, opened):
                 if module:
                     file.entries = {f"{module}/{name}": entry for name, entry in file.entries.items()}
                     file.memory = {f"{module}/{name}": tensor for name, tensor in file.memory.items()}
@@ -134,10 +139,6 @@ def _weights_of_modules(folder: Path, modules: Sequence[str], allow_pickle: bool
     if not files:
         raise InputError(_no_weights(folder, "model"))
     return files
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(path.suffix in SUFFIXES | {".safetensors"} for path in folder.iterdir())
 
 
 def _open_adapter(
@@ -153,7 +154,7 @@ def _open_adapter(
     with ExitStack() as opened:
         if owns_base:
             opened.callback(base.close)
-        files = _weight_files(folder, "adapter_model", "adapter_model", allow_pickle, opened)
+        files = _weight_files(folder, "adapter_model", allow_pickle, opened)
         adapter = AdapterCheckpoint(label, folder, config, files, base, owns_base, hub_id)
         opened.pop_all()
     if not owns_base and isinstance(stated, str) and Path(stated).name not in _names_of(base):
@@ -187,25 +188,23 @@ def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool) -> Checkpoi
         )
     start = folder if not local_path(stated, None).exists() and local_path(stated, folder).exists() else None
     if is_adapter(local_path(stated, start)):
-        raise InputError(
-            f"{folder}: the adapter names another adapter as its base, {stated}. Merge that one into its base first."
-        )
+        named = f"{folder}: the adapter names another adapter as its base, {stated}"
+        raise InputError(f"{named}. Merge that one into its base first.")
     try:
         return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle)
     except InputError as error:
         raise InputError(f"{folder}: the adapter's base cannot be opened. {error}") from error
 
 
-def _weight_files(
-    folder: Path, stem: str, pickle_stem: str, allow_pickle: bool, opened: ExitStack
-) -> list[PositionalFile]:
+def _weight_files(folder: Path, stem: str, allow_pickle: bool, opened: ExitStack) -> list[PositionalFile]:
     """The files of a folder's weights; ``opened`` closes them if what is done with them fails."""
     files: list[PositionalFile] = [*(open_files(folder, stem) or [])]
     for file in files:
         opened.callback(file.close)
     if files:
         return files
-    index, single = folder / f"{pickle_stem}.bin.index.json", folder / f"{pickle_stem}.bin"
+    single = folder / ("pytorch_model.bin" if stem == "model" else f"{stem}.bin")
+    index = single.with_name(f"{single.name}.index.json")
     if index.is_file():
         paths = [folder / name for name in read_index(index)]
     elif single.is_file():
@@ -226,11 +225,3 @@ def _no_weights(folder: Path, stem: str) -> str:
     if others:
         message += f". To merge one of these, give its path:\n{listed(others)}"
     return message
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        return {}
-    require_within(path, folder)
-    return read_json(path)

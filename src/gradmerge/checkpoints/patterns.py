@@ -13,7 +13,7 @@ LONGEST_PATTERN = 10_000
 
 
 class Patterns:
-    """Matches names against the patterns of one file, with ``regex``: the standard library's ``re`` cannot be stopped."""
+    """Matches names against the patterns of one file, with ``regex``: Python's own ``re`` cannot be stopped."""
 
     def __init__(self, where: object) -> None:
         self._where = where

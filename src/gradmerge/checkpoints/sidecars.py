@@ -48,8 +48,8 @@ class Sidecars:
     def note(self, label: str) -> list[str]:
         """Says what stays behind."""
         more = f" and {len(self.left_out) - 8} more" if len(self.left_out) > 8 else ""
-        left = f"{label}: only what a model needs is copied to the result; not copied: {', '.join(self.left_out[:8])}{more}"
-        return [left] if self.left_out else []
+        left = ", ".join(self.left_out[:8]) + more
+        return [f"{label}: only what a model needs is copied to the result; not copied: {left}"] if left else []
 
 
 def sidecars(checkpoint: Checkpoint) -> Sidecars:
@@ -64,7 +64,9 @@ def sidecars(checkpoint: Checkpoint) -> Sidecars:
     for module, path in _candidates(folder, checkpoint.modules):
         name = path.relative_to(folder).as_posix()
         needed = _fits(path.relative_to(folder / module).as_posix(), NEEDED_OF_MODULES if module else NEEDED)
-        if needed and not _fits(name.lower(), NEVER) and _can_be_copied(path, folder):
+        # A regular file of this model, also behind a link, and not too large to be a side file.
+        can_be_copied = path.is_file() and lies_within(path, folder) and path.stat().st_size <= MAX_BYTES
+        if needed and can_be_copied and not _fits(name.lower(), NEVER):
             copied[name] = path
         elif not _fits(name, EXPECTED):
             left_out.append(name + ("/" if path.is_dir() else ""))
@@ -86,11 +88,6 @@ def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, P
 
 def _fits(name: str, patterns: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns.split())
-
-
-def _can_be_copied(path: Path, folder: Path) -> bool:
-    """Whether it is a regular file of this model, also behind a link, and not too large to be a side file."""
-    return path.is_file() and lies_within(path, folder) and path.stat().st_size <= MAX_BYTES
 
 
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:

@@ -8,7 +8,12 @@ from ..errors import InputError
 
 #: The implementations that transformers has itself. Any other name is a repository of the Hub, whose code it would run.
 IMPLEMENTATIONS = {
-    "attn_implementation": "eager sdpa flex_attention flash_attention_2 flash_attention_3 flash_attention_4".split(),
+    "attn_implementation": [
+        "eager",
+        "sdpa",
+        "flex_attention",
+        *(f"flash_attention_{version}" for version in (2, 3, 4)),
+    ],
     "experts_implementation": ["eager", "batched_mm", "grouped_mm"],
 }
 #: More layers than any model has; building a million of them takes hours.
@@ -16,7 +21,7 @@ MOST_LAYERS = 1000
 
 
 def refuse_hub_code(config: Any, where: object) -> None:
-    """Refuse a config, as its JSON is, where any part of it names Hub code or a file of weights, or has endless layers."""
+    """Refuse the JSON of a config if any part of it names Hub code or a file of weights, or has endless layers."""
     parts = [config]
     while parts:
         part = parts.pop()

@@ -48,8 +48,8 @@ def require_unpackable(path: Path, nbytes: int) -> None:
     """Refuse what a file unpacks to if it is larger than honest files become."""
     if nbytes > max(UNPACKED_BYTES, UNPACKED_TIMES * path.stat().st_size):
         raise InputError(
-            f"{path}: unpacks to more than {size(UNPACKED_BYTES)} and more than {UNPACKED_TIMES} times its size, which is "
-            "the limit. If you trust it, give it unpacked."
+            f"{path}: unpacks to more than {size(UNPACKED_BYTES)} and more than {UNPACKED_TIMES} times its size, which "
+            "is the limit. If you trust it, give it unpacked."
         )
 
 

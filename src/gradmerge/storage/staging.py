@@ -106,9 +106,8 @@ class Staging:
         """Stop if the unfinished folder is not ours, or the unfinished work of another command."""
         if not (self.folder / MARK).is_file():  # one that is complete lacks it, if a kill came just before the rename
             if any(self.folder.iterdir()) and not _written_by_us(self.folder):
-                raise InputError(
-                    f"{self.folder}: is in the way, and was not made by gradmerge. Move it away, or choose another place."
-                )
+                foreign = f"{self.folder}: is in the way, and was not made by gradmerge"
+                raise InputError(f"{foreign}. Move it away, or choose another place.")
             return
         try:
             kind = str(read_json(self.folder / MARK, 1000)["kind"])
@@ -141,8 +140,8 @@ class Staging:
     def _check_ours(self, folder: Path) -> None:
         if any(folder.iterdir()) and not _written_by_us(folder):
             raise InputError(
-                f"{folder}: was not written by gradmerge, and --force replaces only what was. Choose another place, or, "
-                "if all that it holds may go, remove it yourself first."
+                f"{folder}: was not written by gradmerge, and --force replaces only what was. Choose another place, "
+                "or, if all that it holds may go, remove it yourself first."
             )
 
     def _lock_folder(self) -> None:
