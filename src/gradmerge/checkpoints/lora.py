@@ -21,7 +21,7 @@ from ..text import listed
 from .model import Buffers, Checkpoint
 from .patterns import Patterns
 from .quantised import refuse_quantised
-from .ties import has_head, in_layer, is_head, same_values, tied_to, ties
+from .ties import TIED, has_head, in_layer, is_head, same_values, tied_to, ties_of_class
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16
@@ -186,9 +186,9 @@ class AdapterCheckpoint(Checkpoint):
         config of the base, would have them both changed, or neither.
         """
         changed = self._replaced.keys() | self._factors.keys()
-        if all(in_layer(name) for name in changed):
-            return
-        for name in ties(self.base):
+        tabled = {name for tied, sources in TIED.items() for name in (tied, *sources)}
+        asked = any(not in_layer(name) and name not in tabled for name in changed)
+        for name in {**TIED, **(ties_of_class(self.base) if asked else {})}:
             source = tied_to(name, self.base)
             if source is None or not {name, source} & changed or (is_head(name) and not has_head(self.base)):
                 continue

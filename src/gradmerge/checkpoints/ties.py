@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +12,8 @@ from torch import Tensor
 from ..quiet import quiet_transformers
 from .model import Buffers, Checkpoint
 
-#: Tensor → modules whose tensor of the same kind may stand for it. For what transformers cannot say: files without a
-#: config or of an architecture that it does not have, and names that its older versions wrote.
+#: Tensor → modules whose tensor of the same kind may stand for it: for files without a config and for names that older
+#: versions of transformers wrote, and to spare the usual models the seconds that it takes to ask transformers.
 _TIED = {
     "lm_head.weight": "model.embed_tokens transformer.wte shared model.decoder.embed_tokens model.shared "
     "transformer.word_embeddings model.language_model.embed_tokens language_model.model.embed_tokens wte",
@@ -36,16 +35,17 @@ KEY = "tie_word_embeddings"
 STACKS = ("encoder.", "decoder.", "model.encoder.", "model.decoder.")
 
 
-def ties(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
-    """Tensor → those that may stand for it. Imports the model's class, which takes seconds: for cases of doubt."""
+def ties_of_class(checkpoint: Checkpoint) -> dict[str, str]:
+    """Tensor → the one that stands for it, as transformers has it for the class that the config names.
+
+    Importing the class takes seconds: ask only about names that the table does not have.
+    """
     stated = checkpoint.config.get("architectures")
-    known = _ties_of_class(str(stated[0])) if isinstance(stated, list) and len(stated) == 1 else {}
-    return TIED | {name: (source, *TIED.get(name, ())) for name, source in known.items()}
+    return _ties_of(str(stated[0])) if isinstance(stated, list) and stated and not says_untied(checkpoint) else {}
 
 
 @functools.cache
-def _ties_of_class(architecture: str) -> dict[str, str]:
-    """The ties of a class of transformers, tensor by tensor; nothing where it has no such class, or names patterns."""
+def _ties_of(architecture: str) -> dict[str, str]:
     import transformers
 
     try:
@@ -53,21 +53,30 @@ def _ties_of_class(architecture: str) -> dict[str, str]:
             found = getattr(transformers, architecture)._tied_weights_keys
     except Exception:  # a class that needs what is not installed, or whatever else a config names
         return {}
-    pairs: dict[Any, Any] = found if isinstance(found, dict) else {}
-    return {name: source for name, source in pairs.items() if name.endswith((".weight", ".bias"))}
+    # Some are patterns of names, between layers.
+    pairs: dict[str, str] = found if isinstance(found, dict) else {}
+    return {name: source for name, source in pairs.items() if re.fullmatch(r"[\w.]+\.(weight|bias)", name)}
 
 
 def tied_to(name: str, checkpoint: Checkpoint) -> str | None:
     """The tensor that stands for a head which a checkpoint leaves out, or None if it is not tied there."""
     if in_layer(name) or (says_untied(checkpoint) and not name.startswith(STACKS)):
         return None
+    return _source(name, checkpoint)
+
+
+def _source(name: str, checkpoint: Checkpoint) -> str | None:
+    """By the table, or by transformers if the table has none and the tensor is missing or there is another like it."""
     tensors = checkpoint.tensors
-    doubled = name in tensors and any(
-        not in_layer(other) and other != name and len(tensors[name].shape) > 1 and same_values(checkpoint, name, other)
-        for other in tensors
-    )
-    sources = (ties(checkpoint) if doubled or name not in tensors else TIED).get(name, ())
-    return next((source for source in sources if source in tensors), None)
+    for source in TIED.get(name, ()):
+        if source in tensors:
+            return source
+    if name in tensors:
+        others = (other for other in tensors if other != name and not in_layer(other))
+        if len(tensors[name].shape) < 2 or not any(same_values(checkpoint, name, other) for other in others):
+            return None
+    source = ties_of_class(checkpoint).get(name, "")
+    return source if source in tensors else None
 
 
 def in_layer(name: str) -> bool:
@@ -95,17 +104,17 @@ def other_ties(first: Checkpoint, other: Checkpoint, chosen: Callable[[str], boo
     """Heads that are the embedding in one model and a tensor of their own, or none, in the other."""
     pair = first, other
     untied = [says_untied(checkpoint) for checkpoint in pair]
-    one_lacks = any(not in_layer(name) and name not in other.tensors for name in first.tensors)
-    if not first.config or not other.config or (untied[0] == untied[1] and not one_lacks):
-        return
-    known = [ties(checkpoint) for checkpoint in pair]
-    for head in (name for name in known[0] | known[1] if is_head(name) and chosen(name)):
+    lacking = [
+        n for n in first.tensors if n not in other.tensors and not in_layer(n) and len(first.tensors[n].shape) > 1
+    ]
+    for head in dict.fromkeys([*TIED, *lacking] if first.config and other.config else []):
         stored = [head in checkpoint.tensors for checkpoint in pair]
-        sources = [
-            next((s for s in sources.get(head, ()) if s in checkpoint.tensors), "")
-            for sources, checkpoint in zip(known, pair, strict=True)
-        ]
-        if not all(sources) or stored == [False, True] or (stored[0] == stored[1] and untied[0] == untied[1]):
+        alike = stored[0] == stored[1] and untied[0] == untied[1]
+        if not is_head(head) or not chosen(head) or stored == [False, True] or alike:
+            continue
+        known = [source for checkpoint in pair if (source := _source(head, checkpoint))]
+        sources = [next((source for source in known if source in c.tensors), "") for c in pair]
+        if not all(sources):
             continue
         tied = [not stored[i] or same_values(pair[i], head, sources[i]) for i in (0, 1)]
         if not any(stored):
