@@ -151,11 +151,17 @@ def test_a_map_that_is_made_anew_while_it_is_read_gives_the_same_numbers(
             assert torch.equal(torch.cat(blocks).reshape(value.shape), value), name
 
 
-def test_a_mapped_file_that_is_replaced_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+def test_a_mapped_file_that_is_gone_is_read_as_it_was(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pickles, "REMAPPED_AFTER", 4)
     path = saved(tmp_path / "m.bin", {"a": T})
     with open_checkpoint(path, allow_pickle=True) as checkpoint:
-        Path(saved(tmp_path / "other.bin", {"a": T + 1})).rename(path)
+        if how == "replaced":
+            Path(saved(tmp_path / "other.bin", {"a": T + 1})).rename(path)
+        else:
+            Path(path).unlink()
         for _ in range(2):
             assert torch.equal(checkpoint.read("a", 0, 6, Buffers()), T.flatten())
 

@@ -53,16 +53,6 @@ def is_buffer(name: str, info: TensorInfo) -> bool:
     return BUFFERS.fullmatch(name) is not None or (len(info.shape) == 4 and name.endswith(MASKS))
 
 
-def select(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The names to merge, and notes on patterns without effect; an include pattern that fits nothing is an error."""
-    idle = [pattern for pattern in (*include, *exclude) if not any(matches(name, [pattern]) for name in names)]
-    for pattern in include:
-        if pattern in idle:
-            raise InputError(f"include: {pattern!r} matches no tensor{nearest(pattern, names)}")
-    notes = [f"exclude: {pattern!r} matches no tensor of the base" for pattern in exclude if pattern in idle]
-    return [n for n in names if matches(n, include) and not matches(n, exclude)], notes
-
-
 def compare(
     first: Checkpoint,
     others: Sequence[Checkpoint],
@@ -78,14 +68,19 @@ def compare(
     """
     allow_config = [allow_config] if isinstance(allow_config, str) else allow_config
     result = Comparison()
-    selected, result.notes = select(list(first.tensors), include, exclude)
-    wanted = {n for n in selected if first.tensors[n].is_float and not is_buffer(n, first.tensors[n])}
-    result.merged = [n for n in first.tensors if n in wanted]
-    result.copied = [n for n in first.tensors if n not in wanted]
 
     def chosen(name: str) -> bool:
         return matches(name, include) and not matches(name, exclude)
 
+    selected = [name for name in first.tensors if chosen(name)]
+    for pattern in include:
+        if not any(matches(name, [pattern]) for name in first.tensors):
+            raise InputError(f"include: {pattern!r} matches no tensor{nearest(pattern, first.tensors)}")
+    idle = [pattern for pattern in exclude if not any(matches(name, [pattern]) for name in first.tensors)]
+    result.notes = [f"exclude: {pattern!r} matches no tensor of the base" for pattern in idle]
+    wanted = {n for n in selected if first.tensors[n].is_float and not is_buffer(n, first.tensors[n])}
+    result.merged = [n for n in first.tensors if n in wanted]
+    result.copied = [n for n in first.tensors if n not in wanted]
     quantised = {id(c): found.problem(c.label) for c in (first, *others) if (found := quantisation(c, chosen))}
     result.problems += quantised.values()
     odd = [n for n in selected if first.tensors[n].dtype.startswith(("F8", "C64"))]
@@ -107,7 +102,12 @@ def compare(
         result.notes += notes_on_files(first, other)
     idle = [key for key in allow_config if key not in used]
     result.notes += [f"--allow-config {key}: the configs do not differ in it" for key in idle]
-    _note_running_statistics(result)
+    averaged = [name for name in result.merged if name.endswith(("running_mean", "running_var"))]
+    if averaged:
+        result.notes.append(
+            f"{_count(averaged)} of batch-norm statistics ({_some(averaged, 2)}) are merged like weights and need not "
+            "fit the merged model: estimate them again on data, or exclude '*running_mean' and '*running_var'"
+        )
     if not result.merged and not result.problems:
         result.problems.append("nothing is left to merge: no float tensor is included and not excluded")
     return result
@@ -255,15 +255,6 @@ def _note_ancestry(
     shared = [n for n, info in there.items() if info and info.is_float and info.shape == first.tensors[n].shape]
     text = kinship_note(first, other, kinship(first, other, shared), first_is_base)
     result.notes += [text] if text else []
-
-
-def _note_running_statistics(result: Comparison) -> None:
-    averaged = [name for name in result.merged if name.endswith(("running_mean", "running_var"))]
-    if averaged:
-        result.notes.append(
-            f"{_count(averaged)} of batch-norm statistics ({_some(averaged, 2)}) are merged like weights and need not "
-            "fit the merged model: estimate them again on data, or exclude '*running_mean' and '*running_var'"
-        )
 
 
 def _some(items: Sequence[str], limit: int = 4) -> str:

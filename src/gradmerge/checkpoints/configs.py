@@ -11,37 +11,33 @@ from ..quiet import quiet_transformers
 #: Keys that change what a model computes from the same weights. Others (dropout, token ids, caches, initial values) do
 #: not, or change names and shapes, which are compared as such.
 FUNCTION = re.compile(
-    "|".join(
-        (
-            "model_type|is_decoder|is_encoder_decoder|add_cross_attention",
-            # heads
-            r".*heads?|n_head_kv|.*head_dim|d_kv|d_head|kv_channels|attention_head_size|multi_query.*",
-            "new_decoder_architecture",
-            # norms and where they stand
-            r".*eps|.*epsilon|do_layer_norm_before|normalize_before|.*_post_layernorm|use_parallel_residual",
-            "parallel_attn",
-            # activations
-            r"(.*_)?act|(.*_)?activation|(.*_)?act_fn|(.*_)?activation_f(unctio)?n|afn|feed_forward_proj|is_gated_act",
-            # positions; rope has a reading of its own
-            r"position_embedding_type|.*rotary_pct|rotary_dim|rotary_emb_base|rope_local_base_freq|rope_interleave.*",
-            r"(local|global)_rope_theta|alibi|use_alibi|relative_attention.*|max_relative_positions|no_rope_layer.*",
-            "position_biased_input|pos_att_type",
-            # which positions are attended to
-            r"layer_types|sliding_window.*|max_window_layers|attention_window|local_attention|window_size",
-            "attention_chunk_size|global_attn_every_n_layers|attention_types|attention_layers",
-            # factors
-            r".*_multipliers?|.*softcap(ping)?|query_pre_attn_scalar|logit_scale|logits_scaling|scale_attn_.*",
-            "scale_embeddings?|scale_emb|scale_depth|dim_model_base|attention_scale|routed_scaling_factor",
-            # experts
-            "num_experts_per_tok(en)?|num_selected_experts|moe_top_?k|norm_topk_prob|n_group|topk_group|topk_method",
-            "scoring_func",
-            # images and sound
-            "image_size|patch_size|num_channels|tubelet_size|temporal_patch_size|spatial_merge_size|conv_stride",
-            r"vision_feature_.*",
-            # pooling
-            "classifier_pooling|pool(er|ing)_?(type|mode)|use_mean_pooling|summary_type",
-        )
-    )
+    r"""
+    model_type|is_decoder|is_encoder_decoder|add_cross_attention
+    # heads
+    |.*heads?|n_head_kv|.*head_dim|d_kv|d_head|kv_channels|attention_head_size|multi_query.*|new_decoder_architecture
+    # norms and where they stand
+    |.*eps|.*epsilon|do_layer_norm_before|normalize_before|.*_post_layernorm|use_parallel_residual|parallel_attn
+    # activations
+    |(.*_)?act|(.*_)?activation|(.*_)?act_fn|(.*_)?activation_f(unctio)?n|afn|feed_forward_proj|is_gated_act
+    # positions; rope has a reading of its own
+    |position_embedding_type|.*rotary_pct|rotary_dim|rotary_emb_base|rope_local_base_freq|rope_interleave.*
+    |(local|global)_rope_theta|alibi|use_alibi|relative_attention.*|max_relative_positions|no_rope_layer.*
+    |position_biased_input|pos_att_type
+    # which positions are attended to
+    |layer_types|sliding_window.*|max_window_layers|attention_window|local_attention|window_size
+    |attention_chunk_size|global_attn_every_n_layers|attention_types|attention_layers
+    # factors
+    |.*_multipliers?|.*softcap(ping)?|query_pre_attn_scalar|logit_scale|logits_scaling|scale_attn_.*
+    |scale_embeddings?|scale_emb|scale_depth|dim_model_base|attention_scale|routed_scaling_factor
+    # experts
+    |num_experts_per_tok(en)?|num_selected_experts|moe_top_?k|norm_topk_prob|n_group|topk_group|topk_method|scoring_func
+    # images and sound
+    |image_size|patch_size|num_channels|tubelet_size|temporal_patch_size|spatial_merge_size|conv_stride
+    |vision_feature_.*
+    # pooling
+    |classifier_pooling|pool(er|ing)_?(type|mode)|use_mean_pooling|summary_type
+    """,
+    re.VERBOSE,
 )
 NOT_THESE = {"pruned_heads"}
 #: Keys whose default follows from the number of heads.

@@ -27,9 +27,7 @@ class PickleFile(PositionalFile):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.entries: dict[str, Entry] = {}
-        self.memory: dict[str, Tensor] = {}
-        """Tensors that do not lie in the file as one contiguous run, loaded at once."""
-        self._length = os.fstat(self._fd).st_size
+        self._opened = os.fstat(self._fd)
         try:
             sizes = _stored_sizes(path)
             tensors = _load(path, mapped=bool(sizes))
@@ -63,21 +61,30 @@ class PickleFile(PositionalFile):
         self._left = REMAPPED_AFTER
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
+        size = os.fstat(self._fd).st_size
+        if size < self._opened.st_size:  # reading behind the end of a mapped file would end the process
+            raise MachineError(f"{self.path}: ends at byte {size}; it was longer when the merge began")
         self._left -= len(buffer)
-        try:
-            now = os.fstat(self._fd)
-            if now.st_size < self._length:  # reading behind the end of a mapped file ends the process
-                raise MachineError(f"{self.path}: ends at byte {now.st_size}; it was longer when the merge began")
-            if self._left < 0 and os.path.samestat(self.path.stat(), now):
-                self._map(_load(self.path, mapped=True))
-        except OSError as error:
-            raise MachineError(f"{self.path}: reading failed: {error.strerror}") from error
+        if self._left < 0 and self._is_as_opened():
+            self._map(_load(self.path, mapped=True))
         place = bisect.bisect_right(self._starts, offset) - 1
         begin = offset - self._starts[place]
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(self._mapped[place][begin : begin + len(buffer)])
 
+    def _is_as_opened(self) -> bool:
+        """Whether the path still leads to the file that was opened; another one is not mapped in its place."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return False
+        return os.path.samestat(now, self._opened) and now.st_mtime_ns == self._opened.st_mtime_ns
+
     def will_need(self, offset: int, nbytes: int) -> None:
         """The operating system reads ahead in maps by itself."""
+
+    def close(self) -> None:
+        super().close()
+        self._mapped = []
 
 
 def _check(path: Path, name: str, tensor: Tensor, sizes: set[int]) -> None:

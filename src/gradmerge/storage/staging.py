@@ -145,12 +145,9 @@ class Staging:
             )
 
     def _lock_folder(self) -> None:
-        try:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.folder.mkdir(exist_ok=True)
-            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from error
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         taken = f"{self.folder}: another process is writing to it. Wait for it, or choose another place."
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
