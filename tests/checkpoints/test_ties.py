@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from gradmerge.checkpoints import Checkpoint, compare
 from gradmerge.checkpoints.ties import tied_to
@@ -55,14 +57,25 @@ def test_a_class_that_has_no_ties_or_is_none_is_no_error(architecture: Any) -> N
     assert tied_to("some_head.weight", checkpoint("one", architectures=[architecture])) is None
 
 
-@pytest.mark.parametrize("stored", ["once", "twice"])
-def test_the_usual_models_merge_without_the_seconds_that_transformers_takes(stored: str, tmp_path: Path) -> None:
+def write_adapter(folder: Path, module: str) -> None:
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "base_model_name_or_path": "base"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    factors = {"A": torch.ones(1, 4), "B": torch.ones(4, 1)}
+    tensors = {f"base_model.model.{module}.lora_{letter}.weight": factor for letter, factor in factors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("tuned", ["stored once", "stored twice", "an adapter"])
+def test_the_usual_models_merge_without_the_seconds_that_transformers_takes(tuned: str, tmp_path: Path) -> None:
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-    state = random_state(0, {"model.embed_tokens.weight": (6, 4), "model.norm.weight": (4,)})
+    state = random_state(0, {"model.embed_tokens.weight": (6, 4), "model.layers.0.up.weight": (4, 4)})
     write_model(tmp_path / "base", state, 1, config)
-    if stored == "twice":
-        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    write_model(tmp_path / "tuned", state, 1, config)
+    if tuned == "an adapter":
+        write_adapter(tmp_path / "tuned", "model.layers.0.up")
+    else:
+        copy = {"lm_head.weight": state["model.embed_tokens.weight"].clone()} if tuned == "stored twice" else {}
+        write_model(tmp_path / "tuned", state | copy, 1, config)
     code = (
         "import sys, gradmerge as gm\n"
         "gm.merge({'method': 'average', 'base': 'base', 'models': ['tuned']}, 'out')\n"
