@@ -105,7 +105,7 @@ def compare(
     averaged = [name for name in result.merged if name.endswith(("running_mean", "running_var"))]
     if averaged:
         result.notes.append(
-            f"{_count(averaged)} of batch-norm statistics ({_some(averaged, 2)}) are merged like weights and need not "
+            f"{_count(averaged)} of batch-norm statistics ({some(averaged, 2)}) are merged like weights and need not "
             "fit the merged model: estimate them again on data, or exclude '*running_mean' and '*running_var'"
         )
     if not result.merged and not result.problems:
@@ -187,7 +187,7 @@ def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, 
             f"  Convert the model, or exclude these tensors to keep those of {first.label}."
         )
     if noted:
-        result.notes.append(f"{other.label}: integers that differ are taken from {first.label}: {_some(noted)}")
+        result.notes.append(f"{other.label}: integers that differ are taken from {first.label}: {some(noted)}")
 
 
 def _compare_configs(
@@ -222,7 +222,7 @@ def _compare_configs(
         result.notes.append(f"{other.label}: its problem_type is {shown(theirs)}, that of {first.label} {shown(ours)}")
     if unknown:
         result.notes.append(
-            f"{other.label}: its config or that of {first.label} leaves out {_some(unknown)}; "
+            f"{other.label}: its config or that of {first.label} leaves out {some(unknown)}; "
             "whether they agree is not known"
         )
     return set(allowing.values())
@@ -236,7 +236,7 @@ def _other_labels(first: Checkpoint, other: Checkpoint, result: Comparison) -> I
         return
     moved = [f"{n!r} is {ours[n]} and {theirs[n]}" for n in ours if n in theirs and ours[n] != theirs[n]]
     if moved:
-        yield "id2label", f"id2label: classes in another order in {first.label} and {other.label}: {_some(moved)}"
+        yield "id2label", f"id2label: classes in another order in {first.label} and {other.label}: {some(moved)}"
     else:
         result.notes.append(
             f"{other.label}: its classes have other names (id2label) than those of {first.label}, which the result "
@@ -257,7 +257,8 @@ def _note_ancestry(
     result.notes += [text] if text else []
 
 
-def _some(items: Sequence[str], limit: int = 4) -> str:
+def some(items: Sequence[str], limit: int = 4) -> str:
+    """The first of some items, in one line, and how many more there are."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..storage.links import lies_within
 from ..storage.smallfile import read_json
+from .compare import some
 from .lora import AdapterCheckpoint
 from .model import Checkpoint
 
@@ -47,8 +48,7 @@ class Sidecars:
 
     def note(self, label: str) -> list[str]:
         """Says what stays behind."""
-        more = f" and {len(self.left_out) - 8} more" if len(self.left_out) > 8 else ""
-        left = ", ".join(self.left_out[:8]) + more
+        left = some(self.left_out, 8)
         return [f"{label}: only what a model needs is copied to the result; not copied: {left}"] if left else []
 
 
