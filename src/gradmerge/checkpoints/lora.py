@@ -188,8 +188,8 @@ class AdapterCheckpoint(Checkpoint):
         changed = self._replaced.keys() | self._factors.keys()
         ties = {name: {name, *sources} for name, sources in TIED.items()}
         if any(not in_layer(name) and name not in set().union(*ties.values()) for name in changed):
-            for name, source in ties_of_class(self.base).items():
-                ties.setdefault(name, {name}).add(source)
+            for name, tied in ties_of_class(self.base).items():
+                ties.setdefault(name, {name}).add(tied)
         for name in (name for name, either in ties.items() if either & changed):
             source = tied_to(name, self.base)
             if source is None or not {name, source} & changed or (is_head(name) and not has_head(self.base)):
