@@ -132,26 +132,24 @@ def _compare_one(
         here, there = first.tensors[name], other.tensors[stored]
         if there.shape != here.shape:
             is_vocabulary = EMBEDDINGS.fullmatch(name) and there.shape[1:] == here.shape[1:]
-            (vocabulary if is_vocabulary else shapes).append(
-                f"{name}: {list(here.shape)} in {first.label}, {list(there.shape)} in {other.label}"
-            )
+            line = f"{name}: {list(here.shape)} in {first.label}, {list(there.shape)} in {other.label}"
+            (vocabulary if is_vocabulary else shapes).append(line)
         elif not there.is_float:
             types.append(f"{name}: {here} in {first.label}, {there} in {other.label}")
     extra = [n for n in other.tensors if n not in first.tensors and chosen(n) and not is_buffer(n, other.tensors[n])]
     extra = [n for n in extra if not _is_copy_of_tied(n, first, other, result)]
+
+    def refuse(names: Sequence[str], what: str, advice: str = "") -> None:
+        if names:
+            result.problems.append(f"{other.label}: {what}\n{listed(names)}{advice}")
+
+    what = f"another vocabulary than {first.label}; rows of the embeddings would not mean the same tokens"
+    refuse(vocabulary, what, "\n  Resize one of them, or exclude these tensors.")
+    refuse(missing, f"{_count(missing)} of {first.label} missing{_prefix_hint(first, other) if missing else ''}")
     hint = "" if missing else "\n  If they are heads that should stay out of the merge, exclude them."
-    found = [
-        (
-            vocabulary,
-            f"another vocabulary than {first.label}; rows of the embeddings would not mean the same tokens",
-            "\n  Resize one of them, or exclude these tensors.",
-        ),
-        (missing, f"{_count(missing)} of {first.label} missing{_prefix_hint(first, other) if missing else ''}", ""),
-        (extra, f"{_count(extra)} that {first.label} does not have", hint),
-        (shapes, f"other shapes than {first.label}", ""),
-        (types, "weights that are no floating-point numbers", ""),
-    ]
-    result.problems += [f"{other.label}: {what}\n{listed(names)}{advice}" for names, what, advice in found if names]
+    refuse(extra, f"{_count(extra)} that {first.label} does not have", hint)
+    refuse(shapes, f"other shapes than {first.label}")
+    refuse(types, "weights that are no floating-point numbers")
     if aliases:
         pairs = ", ".join(f"{name} = {tied}" for name, tied in aliases.items())
         result.notes.append(f"{other.label}: tied weights are stored once: {pairs}")

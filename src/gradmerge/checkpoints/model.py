@@ -62,7 +62,7 @@ class Checkpoint:
         """Folders of sentence-transformers' further modules; names of their tensors begin with FOLDER/."""
         self.notes: list[str] = []
         self._files = list(files or [])
-        self._memory = {**(memory or {})}
+        self._memory: dict[str, Tensor] = dict(memory or {})
         for file in self._files:
             self._memory |= file.memory
         self._places = {name: (file, entry) for file in self._files for name, entry in file.entries.items()}
