@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.compare import compare, same_values, tied_to
+from ..checkpoints.compare import compare
 from ..checkpoints.model import TORCH_TYPES, Checkpoint
+from ..checkpoints.ties import same_values, tied_to
 from ..errors import InputError
 from ..rules import Rule
 from ..rules.spherical import Geometry
