@@ -18,7 +18,7 @@ from typing import IO, Any
 from ..errors import InputError, MachineError
 from ..storage.smallfile import require_unpackable
 from ..storage.tensorfile import in_utf8, local_path
-from ..text import listed, size
+from ..text import first_line, listed, size
 from .rows import Row, Rows, shown
 
 FORMS = (
@@ -219,7 +219,7 @@ def _parquet(source: str, path: Path, limit: int | None) -> Rows:
     except (InputError, EOFError, zlib.error, gzip.BadGzipFile):
         raise
     except Exception as error:  # pyarrow's own, and what Python says to dates and numbers that it does not have
-        raise InputError(f"{source}: the parquet file cannot be read: {_first_line(error)}") from error
+        raise InputError(f"{source}: the parquet file cannot be read: {first_line(error)}") from error
     return Rows(source, rows[:limit], columns, folder=path.parent)
 
 
@@ -271,7 +271,7 @@ def _arrays(source: str, path: Path, split: str | None, limit: int | None) -> Ro
     except InputError:
         raise
     except Exception as error:  # of the archive, of a way to pack it, of a header; or an array beyond all memory
-        raise InputError(f"{source}: the arrays cannot be read: {_first_line(error)}") from error
+        raise InputError(f"{source}: the arrays cannot be read: {first_line(error)}") from error
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if x.ndim not in (3, 4) or 0 in x.shape[1:] or y.ndim != 1 or len(x) != len(y):
@@ -352,12 +352,8 @@ def _hub(source: str, place: str, split: str | None, limit: int | None) -> Rows:
         rows = data if limit is None else list(data.take(limit))
     except Exception as error:  # the library passes on errors of every kind: of the network, of scripts, of formats
         raise InputError(
-            f"{source}: there is no such file or folder here, and the Hub did not give a data set of that name: {_first_line(error)}"
+            f"{source}: there is no such file or folder here, and the Hub did not give a data set of that name: {first_line(error)}"
         ) from error
     names = {n: f.names for n, f in features.items() if isinstance(f, datasets.ClassLabel) and f.names}
     columns = tuple(features) or (tuple(rows[0]) if len(rows) else ())
     return Rows(source, rows, columns, names, whole_column=data.__getitem__ if limit is None else None)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().partition("\n")[0] or type(error).__name__)[:300]

@@ -17,7 +17,7 @@ Advance = Callable[[int], None]
 """Called with the number of examples of every batch that is done."""
 
 
-def evaluate(loaded: LoadedTask, batch_size: int = 8, advance: Advance | None = None) -> dict[str, Any]:
+def evaluate(loaded: LoadedTask, batch_size: int | None = None, advance: Advance | None = None) -> dict[str, Any]:
     """The metrics of a loaded model on its data; they do not depend on ``batch_size`` beyond rounding."""
     numbers = evaluate_model(loaded.model, loaded.batches(batch_size), loaded.output, advance)
     return {"task": loaded.task, **numbers}
