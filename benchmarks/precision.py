@@ -113,7 +113,7 @@ def measure_all(args: argparse.Namespace, names: list[str]) -> dict[str, int]:
     sizes = {}
     for name in names:
         folder = args.work / f"{name}-curvature"
-        gm.measure_curvature(
+        gm.estimate_curvature(
             str(args.work / name), str(args.data / name / "train.jsonl.gz"), folder / "float32", limit=args.limit,
             batch_size=64, max_length=256, device=args.device, force=True,
         )  # fmt: skip

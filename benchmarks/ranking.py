@@ -68,10 +68,19 @@ def measure_merges(args: argparse.Namespace, names: list[str]) -> list[dict[str,
     try:
         prediction = predict(plan, tasks, candidates)
         data = {
-            name: TaskData(name, load_task(str(args.work / name), str(args.data / name / "test.jsonl.gz"), limit=args.limit,
-                                           max_length=256, device=args.device), 64)
+            name: TaskData(
+                name,
+                load_task(
+                    str(args.work / name),
+                    str(args.data / name / "test.jsonl.gz"),
+                    limit=args.limit,
+                    batch_size=64,
+                    max_length=256,
+                    device=args.device,
+                ),
+            )
             for name in tasks
-        }  # fmt: skip
+        }
         rows = []
         for candidate in candidates:
             (state,) = materialise(plan, [candidate])

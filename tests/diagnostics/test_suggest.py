@@ -112,11 +112,11 @@ def test_the_same_seed_gives_the_same_weights_whatever_the_threads(tmp_path: Pat
 
 
 def test_every_round_is_one_pass_over_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradmerge.diagnostics import looking
+    from gradmerge.diagnostics import predictor
 
     passes = []
-    predict = looking.predict  # type: ignore[attr-defined]
-    monkeypatch.setattr(looking, "predict", lambda *a, **k: passes.append(len(a[2])) or predict(*a, **k))  # type: ignore[func-returns-value]
+    predict = predictor.predict  # type: ignore[attr-defined]
+    monkeypatch.setattr(predictor, "predict", lambda *a, **k: passes.append(len(a[2])) or predict(*a, **k))  # type: ignore[func-returns-value]
     found = gm.suggest_weights(Regression(tmp_path).recipe)
     assert len(passes) == 4 and sum(passes) == len(found.evaluated.rows)
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 import gradmerge as gm
-from gradmerge.api.estimating import measure_curvature
+from gradmerge.api.estimating import estimate_curvature
 from gradmerge.errors import GradmergeError
 from tests.making import near, random_curvature, random_state, write_model
 
@@ -140,7 +140,7 @@ class Estimate(Scenario):
         write_jsonl(Path("data.jsonl"), labelled(120))
 
     def run(self, *, old: bool = False, force: bool = False, resume: bool = False) -> None:
-        measure_curvature(
+        estimate_curvature(
             "bert", "data.jsonl", self.out, limit=8 if old else None, batch_size=4, device="cpu", force=force, resume=resume,
             save_every=0.05,
         )  # fmt: skip

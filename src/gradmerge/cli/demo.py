@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .output import Debug, Json, Quiet, guarded, heavy_imports, print_json, print_table, progress
+from .options import Printing, command
+from .output import heavy_imports, print_json, print_table, progress
 from .streams import say
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 EXAMPLE = "Examples: gradmerge demo   ·   gradmerge demo -o my-demo --seed 1"
 
 
+@command
 def demo(
+    *,
     out: Annotated[
         Path,
         typer.Option("--out", "-o", metavar="DIR", help="Folder for everything: new, or of an earlier demonstration."),
@@ -31,44 +34,37 @@ def demo(
     force: Annotated[
         bool, typer.Option("--force", help="Make everything again; by default what is done is kept.")
     ] = False,
-    json_: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    printing: Printing,
 ) -> None:
     """Show the whole job on small models: train, measure curvature, merge by every rule, remove a task, compare.
 
-    On the handwritten digits of scikit-learn (pip install 'gradmerge[demo]'), in a minute or two. Models, data, recipes, reports
-    and the commands that repeat each step stay in the folder. A run that was stopped goes on where it was.
+    On the handwritten digits of scikit-learn (pip install 'gradmerge[demo]'), in a minute or two. Models, data, recipes,
+    reports and the commands that repeat each step stay in the folder. A run that was stopped goes on where it was.
     """
-    with guarded(debug, json_):
-        with heavy_imports():
-            from ..demo import Settings, run_demo
-            from ..errors import MachineError
+    with heavy_imports():
+        from ..demo import Settings, run_demo
+        from ..errors import MachineError
 
-        begun = time.perf_counter()
-        silent = quiet or json_
-        try:
-            with progress(silent, "steps") as shown:
-                # On sys.stderr as it is then: the bar of a terminal puts these lines above itself.
-                outcome = run_demo(
-                    out, settings=Settings(seed=seed), force=force, progress=shown,
-                    say=lambda text: None if silent else say(text, err=True, needed=False),
-                )  # fmt: skip
-        except KeyboardInterrupt:
-            raise MachineError("interrupted. The same command goes on where it was.") from None
-        seconds = time.perf_counter() - begun
-        if json_:
-            print_json(
-                {
-                    **outcome.results, "folder": str(out), "stages": outcome.stages, "kept": outcome.kept,
-                    "seconds": round(seconds, 1),
-                    "commands": {what: list(map(shlex.join, several)) for what, several in outcome.commands.items()},
-                }
-            )  # fmt: skip
-            return
-        _print_tables(outcome)
-        if not quiet:
-            _print_rest(outcome, seconds)
+    begun = time.perf_counter()
+
+    def tell(text: str) -> None:
+        if not printing.silent:  # on sys.stderr as it is then: the bar of a terminal puts these lines above itself
+            say(text, err=True, needed=False)
+
+    try:
+        with progress(printing.silent, "steps") as shown:
+            outcome = run_demo(out, settings=Settings(seed=seed), force=force, progress=shown, say=tell)
+    except KeyboardInterrupt:
+        raise MachineError("interrupted. The same command goes on where it was.") from None
+    seconds = time.perf_counter() - begun
+    if printing.json:
+        commands = {what: list(map(shlex.join, several)) for what, several in outcome.commands.items()}
+        facts = {"folder": str(out), "stages": outcome.stages, "kept": outcome.kept, "seconds": round(seconds, 1)}
+        print_json({**outcome.results, **facts, "commands": commands})
+        return
+    _print_tables(outcome)
+    if not printing.quiet:
+        _print_rest(outcome, seconds)
 
 
 def _print_tables(outcome: Outcome) -> None:
@@ -96,5 +92,4 @@ def _print_rest(outcome: Outcome, seconds: float) -> None:
     if shutil.which("gradmerge") is None:
         say(finding())
     say(f"cd {shlex.quote(os.fspath(folder))}")
-    for command in highlights(outcome.commands):
-        say(shlex.join(command))
+    say("\n".join(map(shlex.join, highlights(outcome.commands))))

@@ -146,8 +146,10 @@ def print_json(value: Any) -> None:
     say(to_json(value))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """A plain table; the columns in ``right`` are aligned to the right."""
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = (), digits: int = 4
+) -> None:
+    """A plain table; the columns in ``right`` are aligned to the right, floats have so many significant digits."""
     from rich.console import Console
     from rich.table import Table
 
@@ -155,7 +157,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
     for index, column in enumerate(columns):
         table.add_column(one_line(column), justify="right" if index in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(one_line, row))
+        cells = (
+            f"{cell:.{digits}g}" if isinstance(cell, float) else "–" if cell is None else str(cell) for cell in row
+        )
+        table.add_row(*map(one_line, cells))
     width = None if sys.stdout is not None and sys.stdout.isatty() else 240
     console = Console(highlight=False, markup=False, width=width)
     with console.capture() as drawn:

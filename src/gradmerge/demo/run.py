@@ -16,7 +16,7 @@ from typing import Any
 from .._version import __version__
 from ..api import Progress, merge
 from ..api.diagnosing import write_diagnosis
-from ..api.estimating import measure_curvature
+from ..api.estimating import estimate_curvature
 from ..api.previewing import preview
 from ..engine.workers import one_thread_each
 from ..recipe import load_recipe
@@ -146,7 +146,7 @@ class _Work:
 
     def _measurement(self, out: str, model: str, data: str, **options: Any) -> Stage:
         def make(advance: Advance) -> None:
-            measure_curvature(
+            estimate_curvature(
                 f"models/{model}", f"data/{data}.npz:train", out, batch_size=64, device="cpu", force=True, **options
             )
 
@@ -218,7 +218,7 @@ class _Work:
             "diagnose",
             target="models/joint",
             data=_data("train"),
-            loading={"device": "cpu"},
+            device="cpu",
             batch_size=64,
             force=True,
             command=shlex.join(commands.diagnose()),

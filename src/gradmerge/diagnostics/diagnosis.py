@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ from ..checkpoints.opening import open_checkpoint
 from ..curvature.summary import group_of
 from ..engine.candidates import Block, Candidate, look_at
 from ..engine.plan import Plan
-from ..engine.statistics import Advance
+from ..engine.progress import NoProgress, Progress
 from ..errors import InputError
 from ..recipe import Recipe
 from ..rules import RULES
-from ..tasks import load_task
-from .models import State, TaskData, match_data, materialise, state_of
+from ..tasks import Loading
+from .models import State, TaskData, load_data, match_data, materialise, state_of
 from .predict import BASE, Prediction, open_to_look, predict, task_names
 
 #: What a merge is compared with, besides itself.
@@ -72,20 +72,18 @@ def diagnose(
     merged: str | None = None,
     target: str | None = None,
     data: Mapping[str, str] | None = None,
-    loading: Mapping[str, Any] | None = None,
-    batch_size: int = 8,
     threads: int = 1,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
-    begin: Callable[[str, int], None] = lambda what, total: None,
-    advance: Advance = lambda nbytes: None,
+    progress: Progress | None = None,
+    **loading: Unpack[Loading],
 ) -> Diagnosis:
     """Diagnose a recipe's merge.
 
     ``merged`` is a model that was merged already, to look at instead of what the recipe would give; ``target`` one that was
-    trained on everything. ``data`` maps names of tasks (or `base`) to data; ``loading`` holds options of
-    :func:`gradmerge.tasks.load_task`.
+    trained on everything. ``data`` maps names of tasks (or `base`) to data.
     """
+    progress = progress or NoProgress()
     tasks = task_names(recipe)
     given = match_data(data or {}, [*tasks, BASE])
     if target is not None and not given:
@@ -98,15 +96,16 @@ def diagnose(
         return opened[-1]
 
     try:
-        begin("looking", plan.total_read)
+        progress.begin("looking", plan.total_read)
         candidates, own, notes = _candidates(recipe, plan, checkpoint(merged) if merged is not None else None)
-        found = Diagnosis(
-            recipe, own, predict(plan, tasks, candidates, threads=threads, advance=advance), notes=plan.notes + notes
-        )
+        prediction = predict(plan, tasks, candidates, threads=threads, advance=progress.advance)
+        found = Diagnosis(recipe, own, prediction, notes=plan.notes + notes)
         if given:
-            loaded = _load(recipe, tasks, given, loading or {}, batch_size)
+            assert recipe.base is not None
+            models = dict(zip(tasks, (model.model for model in recipe.models), strict=True)) | {BASE: recipe.base.model}
+            loaded = {name: load_data(name, recipe, models[name], given[name], loading) for name in given}
             goal = state_of(checkpoint(target)) if target is not None else None
-            _measure(found, plan, candidates, loaded, goal, threads)
+            _evaluate(found, plan, candidates, loaded, goal, threads)
         return found
     finally:
         for each in opened:
@@ -143,22 +142,7 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
     return found, found[0].name, notes
 
 
-def _load(
-    recipe: Recipe, tasks: Sequence[str], given: Mapping[str, str], loading: Mapping[str, Any], batch_size: int
-) -> dict[str, TaskData]:
-    assert recipe.base is not None
-    references = {name: model.model for name, model in zip(tasks, recipe.models, strict=True)} | {
-        BASE: recipe.base.model
-    }
-    result = {}
-    for name, source in given.items():
-        path = recipe.folder / references[name]
-        reference = str(path) if path.exists() else references[name]
-        result[name] = TaskData(name, load_task(reference, source, **loading), batch_size)
-    return result
-
-
-def _measure(
+def _evaluate(
     found: Diagnosis,
     plan: Plan,
     candidates: Sequence[Candidate],

@@ -16,7 +16,9 @@ from ..engine.candidates import Block, Candidate, Measured, look_at
 from ..engine.plan import Plan, torch_type
 from ..engine.rounding import rounded
 from ..errors import InputError
-from ..tasks import LoadedTask, evaluate_model
+from ..recipe import Recipe
+from ..storage.tensorfile import local_path
+from ..tasks import LoadedTask, Loading, evaluate_model, load_task
 from ..tasks.models import model_with
 from ..text import nearest
 
@@ -62,7 +64,6 @@ class TaskData:
 
     name: str
     loaded: LoadedTask
-    batch_size: int = 8
 
     def model_with(self, state: Mapping[str, Tensor]) -> nn.Module:
         """The task's model with weights by the names of its files."""
@@ -71,7 +72,7 @@ class TaskData:
 
     def evaluate(self, model: nn.Module) -> dict[str, Any]:
         """The task's metrics for a model."""
-        return evaluate_model(model, self.loaded.batches(self.batch_size), self.loaded.output)
+        return evaluate_model(model, self.loaded.batches(), self.loaded.output)
 
     def gradient(self, model: nn.Module) -> State:
         """∇Σ_i ℓ_i over the data, by the names of files, in float32 (float64 where the model is)."""
@@ -79,7 +80,7 @@ class TaskData:
         totals = {
             n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()
         }
-        for batch in self.loaded.batches(self.batch_size):
+        for batch in self.loaded.batches():
             moved = {k: v.to(self.loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
             output = self.loaded.output or output_of(model, labels_of(moved))
             loss = output.losses(logits_of(model, moved), labels_of(moved)).sum()
@@ -89,6 +90,12 @@ class TaskData:
                 if gradient is not None:
                     totals[name] += gradient
         return {name: value.cpu() for name, value in stored_tensors(model, totals).items()}
+
+
+def load_data(name: str, recipe: Recipe, model: str, source: str, loading: Loading) -> TaskData:
+    """Data of a task, and a model as the recipe names it."""
+    path = local_path(model, recipe.folder)
+    return TaskData(name, load_task(str(path) if path.exists() else model, source, **loading))
 
 
 def match_data(given: Mapping[str, str], tasks: Sequence[str]) -> dict[str, str]:

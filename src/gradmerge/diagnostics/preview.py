@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..engine.plan import Plan
+from ..engine.progress import Progress
 from ..recipe import Recipe
 from .grid import Setting, takes_weights
 from .predict import task_names
@@ -23,7 +24,7 @@ Advance = Callable[[int], None]
 
 
 @dataclass
-class Row:
+class Outcome:
     """One setting, and what was found out about it."""
 
     setting: Setting
@@ -53,8 +54,8 @@ class Preview:
     measured: bool
     """On data; else predicted from curvature."""
     criterion: Criterion
-    rows: list[Row]
-    reference: Row
+    rows: list[Outcome]
+    reference: Outcome
     """What predictions are shown relative to: the recipe's own rule at its own weights, if it is among those previewed."""
     axis: str
     """What varies along a setting's position."""
@@ -72,19 +73,19 @@ class Preview:
         """Name of the metric of a task that is shown first."""
         return headline(next(row.metrics[task] for row in (self.reference, *self.rows) if row.metrics.get(task)))
 
-    def relative(self, row: Row, task: str) -> float | None:
+    def relative(self, row: Outcome, task: str) -> float | None:
         """Predicted excess loss of a task as a multiple of the reference merge's, or of the largest where that is 0."""
         whole = self.reference.values.get(task) or _largest(other.values.get(task) for other in self.rows)
         return _ratio(row.values.get(task), whole)
 
-    def relative_score(self, row: Row) -> float | None:
+    def relative_score(self, row: Outcome) -> float | None:
         """The predicted loss that settings are compared by, as a multiple of the reference merge's, or of the largest."""
         return _ratio(row.score, self.reference.score or _largest(other.score for other in self.rows))
 
-    def weights(self, row: Row) -> dict[str, float]:
+    def weights(self, row: Outcome) -> dict[str, float]:
         return dict(zip(self.models, row.setting.weights, strict=True)) if row.setting.weights else {}
 
-    def best(self, method: str | None = None) -> Row | None:
+    def best(self, method: str | None = None) -> Outcome | None:
         """The best setting of a rule, or of all. None for removal: what goes and what stays pull against each other."""
         known = [
             row
@@ -93,7 +94,7 @@ class Preview:
         ]
         return min(known, key=lambda row: (self._below(row.score), steady(_mean_loss(row))), default=None)
 
-    def as_good(self, best: Row) -> list[Row]:
+    def as_good(self, best: Outcome) -> list[Outcome]:
         """The settings of the same rule that are within 1 % of the best one."""
         return [
             row
@@ -129,7 +130,7 @@ def _ratio(value: float | None, whole: float) -> float | None:
     return value / whole if value is not None and whole else None
 
 
-def _mean_loss(row: Row) -> float:
+def _mean_loss(row: Outcome) -> float:
     """Where accuracies are the same, the smaller loss decides."""
     losses = [loss_of(metrics) for metrics in row.metrics.values()]
     return sum(losses) / len(losses) if losses else 0.0
@@ -144,7 +145,7 @@ class Looker(Protocol):
     alone: dict[str, dict[str, dict[str, Any]]]
     examples: dict[str, int]
 
-    def look(self, settings: Sequence[Setting], advance: Advance) -> list[Row]:
+    def look(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
         """What becomes of every setting, in their order; those that cannot be formed are left out."""
         ...
 
@@ -164,8 +165,7 @@ def compare(
     axis: str,
     *,
     objective: str = "worst",
-    begin: Advance = lambda merges: None,
-    advance: Advance = lambda merges: None,
+    progress: Progress,
 ) -> Preview:
     """Look at all settings, and at the reference, and compare them.
 
@@ -176,21 +176,29 @@ def compare(
     asked = list(settings)
     if not any(setting.same(reference) for setting in settings):
         asked.append(reference)
-    begin(len(asked))
-    rows = looker.look(asked, advance)
+    progress.begin("previewing", len(asked))
+    rows = looker.look(asked, progress.advance)
     own = next((row for row in rows if row.setting.same(reference)), rows[0])
     shown = [row for row in rows if row is not own] if len(asked) > len(settings) else rows
-    return make_preview(recipe, looker, shown or [own], own, axis, score_all([*rows], looker.measured, objective))
+    return make_preview(recipe, looker, shown or [own], own, axis, score_all(rows, looker.measured, objective))
 
 
 def make_preview(
-    recipe: Recipe, looker: Looker, rows: list[Row], reference: Row, axis: str, criterion: Criterion
+    recipe: Recipe, looker: Looker, rows: list[Outcome], reference: Outcome, axis: str, criterion: Criterion
 ) -> Preview:
     """Rows that have their scores, ranked."""
     found = Preview(
-        recipe, looker.tasks, task_names(recipe), looker.measured, criterion, rows, reference, axis,
-        looker.alone, looker.examples,
-    )  # fmt: skip
+        recipe,
+        looker.tasks,
+        task_names(recipe),
+        looker.measured,
+        criterion,
+        rows,
+        reference,
+        axis,
+        looker.alone,
+        looker.examples,
+    )
     found.rank_all()
     found.notes = [*looker.notes(), *_indifferent(found)]
     free = [task for task in found.tasks if not found.measured and not reference.values.get(task)]
@@ -201,7 +209,7 @@ def make_preview(
     return found
 
 
-def score_all(rows: Sequence[Row], measured: bool, objective: str) -> Criterion:
+def score_all(rows: Sequence[Outcome], measured: bool, objective: str) -> Criterion:
     """Give every row its score, and say what it is."""
     if not measured:
         for row in rows:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .preview import Row
+    from .preview import Outcome
 
 #: The metric of a task that is shown first: the first of these that its metrics have. A perplexity averages badly over tasks, its
 #: logarithm does not.
@@ -92,7 +92,7 @@ class Ranking:
         return (low + 1 + high) / 2
 
 
-def mean_ranks(rows: Sequence[Row]) -> list[float | None]:
+def mean_ranks(rows: Sequence[Outcome]) -> list[float | None]:
     """The mean over tasks of each row's rank, equal values sharing the mean of theirs; None where a task has no value."""
     rankings = {}
     for task in rows[0].values if rows else ():

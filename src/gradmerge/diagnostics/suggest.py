@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
+from ..engine.progress import Progress
 from ..errors import InputError
 from ..recipe import Recipe
 from .grid import HIGH, LOW, Range, Ranges, Setting, rounded, settings_of, takes_weights
 from .preview import (
-    Advance,
     Looker,
+    Outcome,
     Preview,
-    Row,
     make_preview,
     predicted_criterion,
     reference_setting,
@@ -75,8 +75,7 @@ def suggest(
     objective: str = "worst",
     samples: int = 64,
     seed: int = 0,
-    begin: Advance = lambda merges: None,
-    advance: Advance = lambda merges: None,
+    progress: Progress,
 ) -> Suggestion:
     """Search weights of every rule, and take the best. The same seed gives the same weights."""
     if objective not in OBJECTIVES:
@@ -93,13 +92,15 @@ def suggest(
         )
     searches = [_Search(method, ranges, samples, seed, objective) for method in methods]
     reference = reference_setting(recipe, methods)
-    begin(sum(search.expected for search in searches) + 1)
+    expected = sum(search.expected for search in searches) + 1
+    progress.begin("searching", expected)
     first = [setting for search in searches for setting in search.first()]
-    rows = looker.look([reference, *(setting for setting in first if not setting.same(reference))], advance)
+    rows = looker.look([reference, *(setting for setting in first if not setting.same(reference))], progress.advance)
     for round_, radius in enumerate(RADII):
         asked = [setting for search in searches for setting in search.further(rows, round_, radius)]
         if asked:
-            rows += looker.look(asked, advance)
+            rows += looker.look(asked, progress.advance)
+    progress.advance(max(0, expected - len(rows)))  # points that were known already
     for row in rows:
         score = worst_or_sum(row.costs, objective)
         row.score = score if math.isfinite(score) else None
@@ -157,7 +158,7 @@ class _Search:
             diagonal = (same - self._lows[self._free]) / widths[self._free] if high > low else diagonal
         return self._settings(torch.cat([self._points.draw(self.samples, dtype=torch.float64), diagonal]))
 
-    def further(self, rows: Sequence[Row], round_: int, radius: float) -> list[Setting]:
+    def further(self, rows: Sequence[Outcome], round_: int, radius: float) -> list[Setting]:
         """Points around the best so far, and the best points of quadratics through what is known."""
         own = [
             row
@@ -174,7 +175,7 @@ class _Search:
         guesses = self._guesses(own, best, radius, 1.0 if round_ == 0 else 2 * radius)
         return self._settings(torch.cat([guesses, around]))
 
-    def _guesses(self, rows: Sequence[Row], best: Tensor, near: float, reach: float) -> Tensor:
+    def _guesses(self, rows: Sequence[Outcome], best: Tensor, near: float, reach: float) -> Tensor:
         """Where quadratics, one a task, fitted with more regard to points near the best, have their worst or their sum smallest."""
         none = best.new_empty(0, len(self._free))
         places = torch.stack([self._unit(row) for row in rows])
@@ -198,7 +199,7 @@ class _Search:
             width /= 3
         return centre
 
-    def _score(self, row: Row) -> float:
+    def _score(self, row: Outcome) -> float:
         return worst_or_sum(row.costs, self.objective)
 
     @property
@@ -209,7 +210,7 @@ class _Search:
     def _highs(self) -> Tensor:
         return torch.tensor([one.high for one in self._dimensions], dtype=torch.float64)
 
-    def _unit(self, row: Row) -> Tensor:
+    def _unit(self, row: Outcome) -> Tensor:
         """The free weights of a row, 0 at the low end of their range and 1 at the high one."""
         places = [places for places, _ in self.ranges.dimensions()]
         weights = torch.tensor([row.setting.weights[places[i][0]] for i in self._free], dtype=torch.float64)

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from ..diagnostics.predict import BASE
-from ..diagnostics.preview import Preview, Row
+from ..diagnostics.preview import Outcome as Row
+from ..diagnostics.preview import Preview
 from ..diagnostics.scores import higher_is_better
 from ..diagnostics.suggest import Suggestion
 from .charts import Chart, HeatMap, LineChart, ScatterChart, Series
