@@ -35,16 +35,12 @@ app.command("import", epilog=importing.EXAMPLE)(importing.import_)
 def show(
     *,
     path: Annotated[
-        str,
-        typer.Argument(metavar="PATH", help="Curvature folder or file, or a model folder that holds one."),
+        str, typer.Argument(metavar="PATH", help="Curvature folder or file, or a model folder that holds one.")
     ],
     plot: Annotated[
         Path | None,
         typer.Option(
-            "--plot",
-            metavar="FILE",
-            help="Also draw how the values of each layer are spread: .png, .svg or .pdf. Replaces FILE.",
-            show_default=False,
+            metavar="FILE", help="Also draw how the values of each layer are spread: .png, .svg or .pdf. Replaces FILE."
         ),
     ] = None,
     printing: Printing,

@@ -28,9 +28,7 @@ def demo(
         Path,
         typer.Option("--out", "-o", metavar="DIR", help="Folder for everything: new, or of an earlier demonstration."),
     ] = Path("demo"),
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Of the split, the weights and the batches.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the split, the weights and the batches.")] = 0,
     force: Annotated[
         bool, typer.Option("--force", help="Make everything again; by default what is done is kept.")
     ] = False,

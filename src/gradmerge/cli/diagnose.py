@@ -27,15 +27,11 @@ def diagnose(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="REPORT_DIR", help="Folder for the report.")],
     merged: Annotated[
         str | None,
-        typer.Option(
-            "--merged", metavar="DIR", help="A merged model to look at, instead of what the recipe would give."
-        ),
+        typer.Option(metavar="DIR", help="A merged model to look at, instead of what the recipe would give."),
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(
-            "--target", metavar="DIR", help="A model trained on everything, for the true mismatch (needs --data)."
-        ),
+        typer.Option(metavar="DIR", help="A model trained on everything, for the true mismatch (needs --data)."),
     ] = None,
     data: Annotated[
         list[str] | None,

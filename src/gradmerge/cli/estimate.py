@@ -29,22 +29,18 @@ def estimate(
     likelihood: Annotated[
         str,
         typer.Option(
-            "--likelihood",
             metavar="L",
             help="empirical: labels of the data; sampled: drawn from the model; exact: expectation over the classes.",
         ),
     ] = "empirical",
     kind: Annotated[
         str,
-        typer.Option(
-            "--kind", metavar="K", help="diagonal: squared gradients; gram: XᵀX of linear layers' inputs, for regmean."
-        ),
+        typer.Option(metavar="K", help="diagonal: squared gradients; gram: XᵀX of linear layers' inputs, for regmean."),
     ] = "diagonal",
     at_delta: Annotated[
-        str | None,
-        typer.Option("--at-delta", metavar="BASE", help="Measure at MODEL − BASE instead of MODEL, for fa1."),
+        str | None, typer.Option(metavar="BASE", help="Measure at MODEL − BASE instead of MODEL, for fa1.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the labels that `sampled` draws.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the labels that `sampled` draws.")] = 0,
     precision: Precision = "float32",
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a run that was stopped; it saves its work every few minutes.")

@@ -26,13 +26,11 @@ def import_(
     ],
     out: CurvatureOut,
     examples: Annotated[
-        int | None,
-        typer.Option("--examples", metavar="N", help="Training examples; by default what the checkpoint tells."),
+        int | None, typer.Option(metavar="N", help="Training examples; by default what the checkpoint tells.")
     ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "--batch-size",
             metavar="B",
             help="Examples in an optimizer step, over all devices and accumulated batches; by default what the checkpoint tells.",
         ),
@@ -40,7 +38,6 @@ def import_(
     frozen: Annotated[
         list[str] | None,
         typer.Option(
-            "--frozen",
             metavar="PATTERN",
             help="Parameters that were not trained, as 'bert.embeddings.*'; where shapes do not tell. Repeatable.",
         ),

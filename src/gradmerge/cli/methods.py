@@ -15,9 +15,7 @@ EXAMPLE = "Examples: gradmerge methods   ·   gradmerge methods ties"
 
 @command
 def methods(
-    *,
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Explain this rule.", show_default=False)] = None,
-    printing: Printing,
+    *, name: Annotated[str | None, typer.Argument(metavar="NAME", help="Explain this rule.")] = None, printing: Printing
 ) -> None:
     """List the merge rules, each as a row (α, H_0, H_t) of one equation; or explain one, with its options."""
     from ..errors import InputError
@@ -66,12 +64,7 @@ def _facts(rule: Any) -> dict[str, Any]:
         "reference": rule.reference,
         "inputs": list(rule.inputs),
         "options": [
-            {
-                "name": o.name,
-                "value": o.kind,
-                "default": None if o.required else o.default,
-                "help": o.help.text,
-            }
+            {"name": o.name, "value": o.kind, "default": None if o.required else o.default, "help": o.help.text}
             for o in rule.options
         ],
     }

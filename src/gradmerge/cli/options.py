@@ -56,49 +56,35 @@ class LoadingOptions:
     """The options of `gradmerge.Loading`, with the same defaults."""
 
     task: Annotated[
-        str,
-        typer.Option(
-            "--task", metavar="T", help="classify, causal-lm, seq2seq, image, or auto: what the model is made for."
-        ),
+        str, typer.Option(metavar="T", help="classify, causal-lm, seq2seq, image, or auto: what the model is made for.")
     ] = "auto"
     columns: Annotated[
         str | None,
         typer.Option(
-            "--columns",
             metavar="KEY=COLUMN,...",
             help="Which column is what, where names are not the usual ones. Keys: text, text2, label, labels, prompt, "
             "completion, messages, source, target, image. Several columns are joined by +.",
         ),
     ] = None
-    limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Read at most N examples.")] = None
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Read at most N examples.")] = None
     batch_size: Annotated[
-        int,
-        typer.Option("--batch-size", metavar="N", min=1, help="Examples at once; the result does not depend on it."),
+        int, typer.Option(metavar="N", min=1, help="Examples at once; the result does not depend on it.")
     ] = 8
     max_length: Annotated[
         int | None,
-        typer.Option(
-            "--max-length",
-            metavar="N",
-            help="Cut texts after N tokens; by default what the model allows, at most 1024.",
-        ),
+        typer.Option(metavar="N", help="Cut texts after N tokens; by default what the model allows, at most 1024."),
     ] = None
-    device: Annotated[
-        str, typer.Option("--device", metavar="D", help="cpu, cuda, cuda:1, …; auto is a GPU if there is one.")
-    ] = "auto"
+    device: Annotated[str, typer.Option(metavar="D", help="cpu, cuda, cuda:1, …; auto is a GPU if there is one.")] = (
+        "auto"
+    )
     dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype", metavar="TYPE", help="float32, bfloat16, float16, float64, or auto: as the model is stored."
-        ),
+        str, typer.Option(metavar="TYPE", help="float32, bfloat16, float16, float64, or auto: as the model is stored.")
     ] = "auto"
     attn: Annotated[
-        str | None,
-        typer.Option("--attn", metavar="NAME", help="How attention is computed: eager, sdpa, flash_attention_2, …"),
+        str | None, typer.Option(metavar="NAME", help="How attention is computed: eager, sdpa, flash_attention_2, …")
     ] = None
     tokenizer: Annotated[
-        str | None,
-        typer.Option("--tokenizer", metavar="T", help="Folder or Hub id of the tokenizer, if it is not MODEL's."),
+        str | None, typer.Option(metavar="T", help="Folder or Hub id of the tokenizer, if it is not MODEL's.")
     ] = None
 
     def as_keywords(self) -> Loading:
@@ -113,8 +99,7 @@ class RecipeOptions:
     """How the models of a recipe are read."""
 
     threads: Annotated[
-        int | None,
-        typer.Option("--threads", metavar="N", min=1, max=256, help="Threads; by default one per core, at most 4."),
+        int | None, typer.Option(metavar="N", min=1, max=256, help="Threads; by default one per core, at most 4.")
     ] = None
     allow_pickle: AllowPickle = False
     allow_config: AllowConfig = None

@@ -27,8 +27,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for m
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 AllowPickle = Annotated[
-    bool,
-    typer.Option("--allow-pickle", help="Also read .bin/.pt checkpoints (only their tensors: weights_only)."),
+    bool, typer.Option("--allow-pickle", help="Also read .bin/.pt checkpoints (only their tensors: weights_only).")
 ]
 AllowConfig = Annotated[
     list[str] | None,

@@ -38,33 +38,26 @@ def preview(
             metavar="[NAME=]RANGE",
             help="START:STOP:STEP with both ends, a list 0,0.3,1, or one number: a weight that all tasks share, or "
             "NAME=RANGE for one task. Repeatable; all combinations are tried. Default: 0:1:0.1, or 0:1.5 for each task with --suggest.",
-            show_default=False,
         ),
     ] = None,
     methods: Annotated[
-        str | None,
-        typer.Option(
-            "--methods", "-m", metavar="A,B", help="Rules to compare. Default: the recipe's.", show_default=False
-        ),
+        str | None, typer.Option("--methods", "-m", metavar="A,B", help="Rules to compare. Default: the recipe's.")
     ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
-            "--samples",
             metavar="N",
             min=1,
             help="Take N random points of the ranges instead of a grid; with --suggest, of the first round (64).",
-            show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the random points.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the random points.")] = 0,
     suggest: Annotated[
         bool, typer.Option("--suggest", help="Search for the best weights, each task having one of its own.")
     ] = False,
     objective: Annotated[
         str | None,
         typer.Option(
-            "--objective",
             metavar="O",
             help="What is to be small: the loss of the worst task (worst), or of all (sum). For --suggest and for "
             "predictions.",
@@ -79,15 +72,11 @@ def preview(
             "-d",
             metavar="NAME=SRC",
             help="Labelled data of a task (its model's folder name, or base): settings are then measured. Repeatable.",
-            show_default=False,
         ),
     ] = None,
     loading: LoadingOptions,
     save_best: Annotated[
-        Path | None,
-        typer.Option(
-            "--save-best", metavar="OUT", help="Merge the best setting into this new folder.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="OUT", help="Merge the best setting into this new folder.")
     ] = None,
     reading: RecipeOptions,
     force: Annotated[
