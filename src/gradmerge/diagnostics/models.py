@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.model import Buffers, Checkpoint
-from ..curvature.outputs import labels_of, logits_of, output_of
+from ..curvature.batches import moved
+from ..curvature.outputs import labels_of, logits_of
 from ..curvature.stored_names import stored_tensors
 from ..engine.candidates import Block, Candidate, Measured, look_at
 from ..engine.plan import Plan, torch_type
@@ -77,16 +78,13 @@ class TaskData:
     def gradient(self, model: nn.Module) -> State:
         """∇Σ_i ℓ_i over the data, by the names of files, in float32 (float64 where the model is)."""
         parameters = dict(model.named_parameters())
-        totals = {
-            n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()
-        }
+        wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in parameters.items()}
+        totals = {name: torch.zeros_like(p, dtype=wide[name]) for name, p in parameters.items()}
         for batch in self.loaded.batches():
-            moved = {k: v.to(self.loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            output = self.loaded.output or output_of(model, labels_of(moved))
-            loss = output.losses(logits_of(model, moved), labels_of(moved)).sum()
-            for (name, _), gradient in zip(
-                parameters.items(), torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True
-            ):
+            batch = moved(batch, self.loaded.device)
+            loss = self.loaded.output.losses(logits_of(model, batch), labels_of(batch)).sum()
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            for name, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:
                     totals[name] += gradient
         return {name: value.cpu() for name, value in stored_tensors(model, totals).items()}
@@ -102,7 +100,6 @@ def match_data(given: Mapping[str, str], tasks: Sequence[str]) -> dict[str, str]
     """Check that every name of `--data NAME=SRC` is a task."""
     for name in given:
         if name not in tasks:
-            raise InputError(
-                f"--data {name}=…: no task of the recipe has this name{nearest(name, tasks)}\n  Tasks are {', '.join(tasks)}."
-            )
+            hint = f"{nearest(name, tasks)}\n  Tasks are {', '.join(tasks)}."
+            raise InputError(f"--data {name}=…: no task of the recipe has this name{hint}")
     return dict(given)

@@ -1,14 +1,14 @@
 """Weights that a search finds: those with the smallest loss of the worst task, or the smallest sum.
 
-A first round looks at points that fill the ranges and at the diagonal, where all weights are the same; each further round at points
-around the best one, and at the best points of quadratics through what is known. All points of a round are looked at together, which
-without data is one pass over the files.
+A first round looks at points that fill the ranges and at the diagonal, where all weights are the same; each further round
+at points around the best one, and at the best points of quadratics through what is known. All points of a round are looked
+at together, which without data is one pass over the files.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,16 +19,7 @@ from ..engine.progress import Progress
 from ..errors import InputError
 from ..recipe import Recipe
 from .grid import HIGH, LOW, Range, Ranges, Setting, rounded, settings_of, takes_weights
-from .preview import (
-    Looker,
-    Outcome,
-    Preview,
-    make_preview,
-    predicted_criterion,
-    reference_setting,
-    worst_or_sum,
-)
-from .scores import Criterion
+from .preview import Looker, Outcome, Preview, make_preview, reference_setting, score_by_costs, worst_or_sum
 
 OBJECTIVES = ("worst", "sum")
 #: How far a round goes from the best point, as a share of the ranges.
@@ -51,9 +42,14 @@ class Suggestion:
     measured: bool
     """On data; else predicted from curvature."""
     costs: dict[str, float | None]
-    """Task → predicted loss as a multiple of the recipe's own merge; or measured, the share that is lost of what fine-tuning had gained."""
+    """Task → predicted loss as a multiple of the recipe's own merge; on data, the lost share of what fine-tuning gained."""
     evaluated: Preview
     """Every setting that was looked at."""
+
+
+def check_objective(objective: str) -> None:
+    if objective not in OBJECTIVES:
+        raise InputError(f"--objective {objective}: known are {', '.join(OBJECTIVES)}")
 
 
 def search_ranges(ranges: Ranges | None, tasks: Sequence[str], recipe: Recipe, shared: bool) -> Ranges:
@@ -78,14 +74,12 @@ def suggest(
     progress: Progress,
 ) -> Suggestion:
     """Search weights of every rule, and take the best. The same seed gives the same weights."""
-    if objective not in OBJECTIVES:
-        raise InputError(f"--objective {objective}: known are {', '.join(OBJECTIVES)}")
+    check_objective(objective)
     if samples < 1 or samples > 2000:
         raise InputError(f"--samples {samples}: between 1 and 2,000 points can be tried in a round")
     if "removal" in methods:
-        raise InputError(
-            "removal: its tasks are meant to become worse, so that no weights are best for them; preview a range of strengths"
-        )
+        worse = "removal: its tasks are meant to become worse"
+        raise InputError(f"{worse}, so that no weights are best for them; preview a range of strengths")
     if looker.measured and recipe.base is None:
         raise InputError(
             "the recipe names no base; how much of what fine-tuning gained is lost is not known without it"
@@ -101,30 +95,19 @@ def suggest(
         if asked:
             rows += looker.look(asked, progress.advance)
     progress.advance(max(0, expected - len(rows)))  # points that were known already
+    criterion = score_by_costs(rows, looker.measured, objective)
     for row in rows:
-        score = worst_or_sum(row.costs, objective)
-        row.score = score if math.isfinite(score) else None
-        row.setting = replace(
-            row.setting, position=ranges.position(row.setting.weights) if row.setting.weights else None
-        )
+        position = ranges.position(row.setting.weights) if row.setting.weights else None
+        row.setting = replace(row.setting, position=position)
     own = next((row for row in rows if row.setting.same(reference)), rows[0])
     if len(rows) > 1 and reference.weights and not ranges.holds(reference.weights):
         rows = [row for row in rows if row is not own]
-    found = make_preview(recipe, looker, rows, own, ranges.axis, _criterion(looker.measured, objective))
+    found = make_preview(recipe, looker, rows, own, ranges.axis, criterion)
     best = found.best()
     if best is None:
         raise InputError("no setting gives a finite loss; are the models or their curvature damaged?")
-    costs: Mapping[str, float | None] = (
-        dict(best.costs) if looker.measured else {task: found.relative(best, task) for task in found.tasks}
-    )
-    return Suggestion(best.setting.method, found.weights(best), objective, looker.measured, dict(costs), found)
-
-
-def _criterion(measured: bool, objective: str) -> Criterion:
-    if not measured:
-        return predicted_criterion(objective)
-    share = "share lost of what fine-tuning gained"
-    return Criterion(f"{share}, worst task" if objective == "worst" else f"{share}, summed", False, shares=True)
+    costs = {task: best.costs[task] if looker.measured else found.relative(best, task) for task in found.tasks}
+    return Suggestion(best.setting.method, found.weights(best), objective, looker.measured, costs, found)
 
 
 class _Search:
@@ -160,13 +143,8 @@ class _Search:
 
     def further(self, rows: Sequence[Outcome], round_: int, radius: float) -> list[Setting]:
         """Points around the best so far, and the best points of quadratics through what is known."""
-        own = [
-            row
-            for row in rows
-            if row.setting.method == self.method
-            and math.isfinite(self._score(row))
-            and self.ranges.holds(row.setting.weights)
-        ]
+        own = [row for row in rows if row.setting.method == self.method and math.isfinite(self._score(row))]
+        own = [row for row in own if self.ranges.holds(row.setting.weights)]
         if not takes_weights(self.method) or not self._free or not own:
             return []
         best = self._unit(min(own, key=self._score))
@@ -176,7 +154,7 @@ class _Search:
         return self._settings(torch.cat([guesses, around]))
 
     def _guesses(self, rows: Sequence[Outcome], best: Tensor, near: float, reach: float) -> Tensor:
-        """Where quadratics, one a task, fitted with more regard to points near the best, have their worst or their sum smallest."""
+        """Where quadratics, one per task, fitted most closely near the best point, have the smallest worst or sum."""
         none = best.new_empty(0, len(self._free))
         places = torch.stack([self._unit(row) for row in rows])
         features = _features(places)
