@@ -13,7 +13,7 @@ from ..diagnostics.grid import Weights, check_methods, grid, parse_weights, reci
 from ..diagnostics.predict import task_names
 from ..diagnostics.predictor import Predictor
 from ..diagnostics.preview import Looker, Outcome, Preview, compare
-from ..diagnostics.suggest import OBJECTIVES, Suggestion, search_ranges, suggest
+from ..diagnostics.suggest import Suggestion, check_objective, search_ranges, suggest
 from ..engine.progress import NoProgress, Progress
 from ..errors import InputError
 from ..recipe import Base, Identity, Model, Recipe
@@ -59,8 +59,7 @@ def preview(
     tasks = task_names(recipe)
     chosen = check_methods(methods, recipe)
     ranges = parse_weights(weights, tasks, recipe)
-    if objective not in OBJECTIVES:
-        raise InputError(f"--objective {objective}: known are {', '.join(OBJECTIVES)}")
+    check_objective(objective)
     settings = grid(chosen, ranges) if samples is None else sample(chosen, ranges, samples, seed)
     progress = progress or NoProgress()
     with _folder(recipe, out, data or {}, force, options) as staging:
@@ -130,9 +129,8 @@ def best_recipe(found: Preview) -> Recipe:
     """The recipe with the rule and weights of the best setting."""
     best = found.best()
     if best is None:
-        raise InputError(
-            "no setting is the best one, so that none can be merged; a removal's strength is yours to choose"
-        )
+        none = "no setting is the best one, so that none can be merged"
+        raise InputError(f"{none}; a removal's strength is yours to choose")
     return recipe_with(found.recipe, best.setting.method, best.setting.weights)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,8 +125,7 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
             f"{recipe.method} works on whole matrices: merge it first, and give the result as --merged DIR"
         )
     else:
-        weights = None if "weights" in recipe.rule.inputs else [1.0] * len(recipe.models)
-        found.append(Candidate(recipe.method, recipe.method, weights, recipe.options))
+        found.append(Candidate(recipe.method, recipe.method, _weights(recipe, recipe.method), recipe.options))
     if recipe.method == "removal":
         negated = [-weight for weight in recipe.weights]
         found.append(Candidate("task-arithmetic (negated)", "task-arithmetic", negated))
@@ -136,10 +136,13 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
         if "prior" in RULES[method].inputs and "prior" not in RULES[method].when and plan.inputs.prior is None:
             notes.append(f"{method} is not compared: it needs the base's curvature")
             continue
-        found.append(
-            Candidate(method, method, None if "weights" in RULES[method].inputs else [1.0] * len(recipe.models))
-        )
+        found.append(Candidate(method, method, _weights(recipe, method)))
     return found, found[0].name, notes
+
+
+def _weights(recipe: Recipe, method: str) -> list[float] | None:
+    """None stands for the recipe's weights, for a rule that takes some."""
+    return None if "weights" in RULES[method].inputs else [1.0] * len(recipe.models)
 
 
 def _evaluate(
@@ -182,14 +185,13 @@ def _evaluate(
 
 
 def _distance(one: State, other: State) -> float:
-    total = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
-    return float(total**0.5)
+    return math.sqrt(sum(float((one[name].double() - other[name].double()).square().sum()) for name in one))
 
 
 def _residual(
     found: Diagnosis, plan: Plan, candidate: Candidate, gradients: Mapping[str, State], threads: int
 ) -> Residual:
-    """r = H_0(θ̂ − θ_0) + Σ α_t ∇ℓ_t(θ̂), with gradients scaled to the examples that the curvature was measured on."""
+    """r = H_0(θ̂ − θ_0) + Σ α_t ∇ℓ_t(θ̂), with gradients scaled to the examples that the curvature was estimated on."""
     inputs = plan.inputs
     tasks = [task for task in found.prediction.tasks if task != BASE]
     whole = found.recipe.reduction == "sum"

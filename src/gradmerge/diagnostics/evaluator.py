@@ -59,7 +59,8 @@ class Evaluator:
         except BaseException:
             self.plan.inputs.close()
             raise
-        self._nbytes = max(1, sum(job.info.nbytes for job in self.plan.jobs))
+        nbytes = max(1, sum(job.info.nbytes for job in self.plan.jobs))
+        self._at_once = max(1, min(16, MEMORY // nbytes))
 
     def look(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
         rows = []
@@ -68,17 +69,12 @@ class Evaluator:
             some = possible[first : first + self._at_once]
             candidates = [self._candidates.candidate(setting) for setting in some]
             states = materialise(self.plan, candidates, self._threads, self._candidates.known)
-            while states:
-                setting = some[len(some) - len(states)]
-                rows.append(self._row(setting, states.pop(0)))
+            for setting in some:
+                rows.append(self._outcome(setting, states.pop(0)))  # which frees its memory
                 advance(1)
         return rows
 
-    @property
-    def _at_once(self) -> int:
-        return max(1, min(16, MEMORY // self._nbytes))
-
-    def _row(self, setting: Setting, state: State) -> Outcome:
+    def _outcome(self, setting: Setting, state: State) -> Outcome:
         metrics: dict[str, dict[str, Any]] = {}
         model = self._any.model_with(state)
         for task in self.tasks:
@@ -118,22 +114,20 @@ class Evaluator:
         return found
 
     def lost_share(self, task: str, metrics: Mapping[str, Any]) -> float:
-        """(loss − tuned model's loss) / (base's loss − tuned model's loss): 0 is as good as the task's own model, 1 as bad as the base.
+        """(loss − tuned model's loss) / (base's loss − tuned model's loss): 0 is as good as the task's own model, 1 as the base.
 
-        Losses are means over examples, in nats (squared error for a regression). On the base's data the base takes the place of the
-        tuned model, and the mean over the tuned models that of the base. The denominator is at least 1 % of the larger loss, so that a
-        task on which tuning gained nothing does not decide.
+        Losses are means over examples, in nats (squared error for a regression). On the base's data the base takes the place
+        of the tuned model, and the mean over the tuned models that of the base. The denominator is at least 1 % of the larger
+        loss, so that a task on which tuning gained nothing does not decide.
         """
         if not metrics or BASE not in self.alone:
             return math.inf
         base = loss_of(self.alone[BASE][task])
-        tuned = [loss_of(self.alone[name][task]) for name in self._names if name in self.alone]
         if task == BASE:
-            best, worst = base, sum(tuned) / len(tuned) if tuned else base
-        elif task in self.alone:
-            best, worst = loss_of(self.alone[task][task]), base
+            tuned = [loss_of(self.alone[name][task]) for name in self._names if name in self.alone] or [base]
+            best, worst = base, sum(tuned) / len(tuned)
         else:
-            best, worst = 0.0, base
+            best, worst = loss_of(self.alone[task][task]) if task in self.alone else 0.0, base
         gain = max(worst - best, 0.01 * max(abs(worst), abs(best)), 1e-12)
         return (loss_of(metrics) - best) / gain
 
@@ -141,9 +135,8 @@ class Evaluator:
         lacking = [name for name in self._names if name not in self.tasks]
         notes = [*self.plan.notes, *(note for one in self._data.values() for note in one.loaded.notes)]
         if lacking:
-            notes.append(
-                f"no data for {', '.join(lacking)}: what the merges do to {'it' if len(lacking) == 1 else 'them'} is not seen"
-            )
+            them = "it" if len(lacking) == 1 else "them"
+            notes.append(f"no data for {', '.join(lacking)}: what the merges do to {them} is not seen")
         different = [name for name in self._names if name not in self.alone]
         if different:
             notes.append(f"{', '.join(different)}: not evaluated alone, its head does not fit the base's config")

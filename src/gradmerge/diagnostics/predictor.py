@@ -37,8 +37,8 @@ class Predictor:
     ) -> None:
         if "fa1" in methods:
             raise InputError(
-                "fa1: its curvature is measured at the differences to the base, and says nothing about the loss of a merge. "
-                "Give data of the tasks: --data NAME=SRC"
+                "fa1: its curvature is measured at the differences to the base, and says nothing about the loss of a "
+                "merge. Give data of the tasks: --data NAME=SRC"
             )
         self.plan = open_to_look(recipe, allow_pickle=allow_pickle, allow_config=allow_config)
         try:

@@ -1,4 +1,4 @@
-"""How settings are compared: one metric a task, averages where they mean something, ranks where not."""
+"""How settings are compared: one metric per task, averages where they mean something, ranks where not."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .preview import Outcome
 
-#: The metric of a task that is shown first: the first of these that its metrics have. A perplexity averages badly over tasks, its
-#: logarithm does not.
+#: The metric of a task that is shown first: the first of these that its metrics have. A perplexity averages badly over
+#: tasks, its logarithm does not.
 HEADLINES = ("accuracy", "micro_f1", "r2", "loss_per_token", "mse", "loss_per_example")
 _LOWER = ("loss_per_token", "mse", "loss_per_example", "perplexity")
 #: Settings as close to the best as this are as good.
@@ -20,8 +20,8 @@ CLOSE = 0.01
 
 
 def headline(metrics: Mapping[str, Any]) -> str:
-    """Accuracy (classes, images), micro F1 (several labels), R² (regression; the squared error if all labels are the same), or loss per
-    token in nats."""
+    """Accuracy (classes, images), micro F1 (several labels), loss per token in nats, or of a regression R², and the
+    squared error where all labels are the same."""
     return next(name for name in HEADLINES if name in metrics and (name != "r2" or metrics[name] is not None))
 
 
@@ -86,14 +86,12 @@ class Ranking:
 
     def middle(self, value: float) -> float:
         """The same, but what is equal shares the mean of its places."""
-        low, high = (
-            find(self._sorted, self._sign * steady(value)) for find in (bisect.bisect_left, bisect.bisect_right)
-        )
-        return (low + 1 + high) / 2
+        place = self._sign * steady(value)
+        return (bisect.bisect_left(self._sorted, place) + 1 + bisect.bisect_right(self._sorted, place)) / 2
 
 
 def mean_ranks(rows: Sequence[Outcome]) -> list[float | None]:
-    """The mean over tasks of each row's rank, equal values sharing the mean of theirs; None where a task has no value."""
+    """The mean over tasks of each row's rank, equal values sharing the mean of theirs; None where a value is missing."""
     rankings = {}
     for task in rows[0].values if rows else ():
         known = next((row.metrics[task] for row in rows if row.metrics.get(task)), None)

@@ -117,6 +117,8 @@ class _Search:
         self.method, self.ranges, self.samples, self.objective = method, ranges, samples, objective
         self._dimensions = [one for _, one in ranges.dimensions()]
         self._free = [i for i, one in enumerate(self._dimensions) if one.high > one.low]
+        self._lows = torch.tensor([one.low for one in self._dimensions], dtype=torch.float64)
+        self._widths = torch.tensor([one.high for one in self._dimensions], dtype=torch.float64) - self._lows
         self._points = SobolEngine(max(1, len(self._free)), scramble=True, seed=seed)
         self._seen: set[tuple[float, ...]] = set()
 
@@ -136,16 +138,17 @@ class _Search:
         if len({(self._dimensions[i].low, self._dimensions[i].high) for i in self._free}) > 1:
             low = max(self._dimensions[i].low for i in self._free)
             high = min(self._dimensions[i].high for i in self._free)
-            widths = self._highs - self._lows
             same = low + steps[:, None] * (high - low)
-            diagonal = (same - self._lows[self._free]) / widths[self._free] if high > low else diagonal
+            diagonal = (same - self._lows[self._free]) / self._widths[self._free] if high > low else diagonal
         return self._settings(torch.cat([self._points.draw(self.samples, dtype=torch.float64), diagonal]))
 
     def further(self, rows: Sequence[Outcome], round_: int, radius: float) -> list[Setting]:
         """Points around the best so far, and the best points of quadratics through what is known."""
+        if not takes_weights(self.method) or not self._free:
+            return []
         own = [row for row in rows if row.setting.method == self.method and math.isfinite(self._score(row))]
         own = [row for row in own if self.ranges.holds(row.setting.weights)]
-        if not takes_weights(self.method) or not self._free or not own:
+        if not own:
             return []
         best = self._unit(min(own, key=self._score))
         spread = self._points.draw(max(1, self.samples // 2), dtype=torch.float64)
@@ -180,26 +183,18 @@ class _Search:
     def _score(self, row: Outcome) -> float:
         return worst_or_sum(row.costs, self.objective)
 
-    @property
-    def _lows(self) -> Tensor:
-        return torch.tensor([one.low for one in self._dimensions], dtype=torch.float64)
-
-    @property
-    def _highs(self) -> Tensor:
-        return torch.tensor([one.high for one in self._dimensions], dtype=torch.float64)
-
     def _unit(self, row: Outcome) -> Tensor:
         """The free weights of a row, 0 at the low end of their range and 1 at the high one."""
         places = [places for places, _ in self.ranges.dimensions()]
         weights = torch.tensor([row.setting.weights[places[i][0]] for i in self._free], dtype=torch.float64)
-        return ((weights - self._lows[self._free]) / (self._highs - self._lows)[self._free]).clamp(0, 1)
+        return ((weights - self._lows[self._free]) / self._widths[self._free]).clamp(0, 1)
 
     def _settings(self, units: Tensor) -> list[Setting]:
         """Settings that were not asked for yet."""
         points = []
         for unit in units:
             values = self._lows.clone()
-            values[self._free] += unit * (self._highs - self._lows)[self._free]
+            values[self._free] += unit * self._widths[self._free]
             weights = self._weights(values)
             if weights not in self._seen:
                 self._seen.add(weights)
@@ -207,11 +202,8 @@ class _Search:
         return settings_of(self.method, self.ranges, points)
 
     def _weights(self, values: Tensor) -> tuple[float, ...]:
-        point = [
-            one.nearest(rounded(value, one.high - one.low))
-            for one, value in zip(self._dimensions, values.tolist(), strict=True)
-        ]
-        return self.ranges.weights(point)
+        pairs = zip(self._dimensions, values.tolist(), strict=True)
+        return self.ranges.weights([one.nearest(rounded(value, one.high - one.low)) for one, value in pairs])
 
 
 def _features(points: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .models import LoadingInfo
 
 #: Layers at the top whose number of rows is the number of classes.
-_HEADS = ("score", "classifier", "classifier.out_proj")
+_HEADS, _ENDS = ("score", "classifier", "classifier.out_proj"), ("", ".modules_to_save.default")
 
 
 def base_of(reference: str, folder: Path, adapter: dict[str, Any]) -> Path:
@@ -43,11 +43,9 @@ def classes_of(folder: Path) -> int | None:
     """The number of classes of the head that an adapter brings along, if it does."""
     for file in open_files(folder, "adapter_model") or []:
         with contextlib.closing(file):
-            for head in _HEADS:
-                for middle in ("", ".modules_to_save.default"):
-                    entry = file.entries.get(f"base_model.model.{head}{middle}.weight")
-                    if entry is not None:
-                        return entry.shape[0]
+            for name in (f"base_model.model.{head}{end}.weight" for head in _HEADS for end in _ENDS):
+                if name in file.entries:
+                    return file.entries[name].shape[0]
     return None
 
 
@@ -56,9 +54,8 @@ def with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingIn
     try:
         from peft import PeftConfig, PeftModel
     except ImportError as error:
-        raise InputError(
-            f"{reference}: this is a PEFT adapter, which needs the library peft: pip install peft"
-        ) from error
+        needs = "this is a PEFT adapter, which needs the library peft: pip install peft"
+        raise InputError(f"{reference}: {needs}") from error
     try:
         config = without_patterns(PeftConfig.from_pretrained(str(folder)), dict(model.named_modules()), folder)
         wrapped = PeftModel.from_pretrained(model, str(folder), config=config)
@@ -67,9 +64,8 @@ def with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingIn
     except InputError:
         raise
     except Exception as error:
-        raise InputError(
-            f"{reference}: the adapter cannot be put on its base {info.base_folder}: {first_line(error)}"
-        ) from error
+        refused = f"the adapter cannot be put on its base {info.base_folder}"
+        raise InputError(f"{reference}: {refused}: {first_line(error)}") from error
     merged.requires_grad_(True)  # an adapter freezes its base
     replaced = tuple(name.removeprefix("base_model.model.").removesuffix("modules_to_save") for name in whole)
     info.missing_keys = [key for key in info.missing_keys if not key.startswith(replaced)]

@@ -180,10 +180,8 @@ def _csv(source: str, file: IO[bytes]) -> Iterator[Row]:
         for row in reader:
             lines.taken = 0
             if None in row or None in row.values():
-                raise InputError(
-                    f"{source}: line {reader.line_num} has {'more' if None in row else 'fewer'} fields than the header has "
-                    f"columns ({', '.join(header)[:300]})"
-                )
+                than = f"{'more' if None in row else 'fewer'} fields than the header has columns"
+                raise InputError(f"{source}: line {reader.line_num} has {than} ({', '.join(header)[:300]})")
             yield row
     except (csv.Error, UnicodeDecodeError) as error:
         raise InputError(f"{source}: line {reader.line_num + 1} cannot be read: {error}") from error
@@ -204,10 +202,8 @@ def _parquet(source: str, path: Path, limit: int | None) -> Rows:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     rows: list[Row] = []
-    packed = path.name.lower().endswith(".gz")
     try:
-        # A parquet file is read from its end, so a packed one is unpacked whole.
-        with pyarrow.parquet.ParquetFile(_whole(path) if packed else path) as file:
+        with pyarrow.parquet.ParquetFile(_whole(path)) as file:
             columns = tuple(file.schema_arrow.names)
             unpacked = 0
             for batch in file.iter_batches(batch_size=_batch_size(file.metadata, limit)):
@@ -223,8 +219,10 @@ def _parquet(source: str, path: Path, limit: int | None) -> Rows:
     return Rows(source, rows[:limit], columns, folder=path.parent)
 
 
-def _whole(path: Path) -> io.BytesIO:
-    """A packed file, unpacked whole into memory, for formats that are not read from front to back."""
+def _whole(path: Path) -> Path | io.BytesIO:
+    """A file for formats that are not read from front to back; a packed one is unpacked whole into memory."""
+    if not path.name.lower().endswith(".gz"):
+        return path
     with _opened(path) as file:
         return io.BytesIO(file.read())
 
@@ -232,34 +230,18 @@ def _whole(path: Path) -> io.BytesIO:
 def _batch_size(metadata: Any, limit: int | None) -> int:
     """So few rows that they fit into memory even if each were as long as a whole group of rows.
 
-    A dictionary stores a text once, however many rows have it. Columns are not asked: where a damaged file has statistics that do not
-    fit, pyarrow ends the process.
+    A dictionary stores a text once, however many rows have it. Columns are not asked: where a damaged file has statistics
+    that do not fit, pyarrow ends the process.
     """
     longest = max((metadata.row_group(n).total_byte_size for n in range(metadata.num_row_groups)), default=1)
     return max(1, min(limit or 4096, 4096, BATCH_BYTES // max(1, longest)))
 
 
-class _Arrays(Sequence[Row]):
-    """Images and labels of an .npz, as rows."""
-
-    def __init__(self, x: Any, y: Any) -> None:
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: Any) -> Any:
-        if index >= len(self):
-            raise IndexError(index)
-        return {"image": self.x[index], "label": self.y[index].item()}
-
-
 def _arrays(source: str, path: Path, split: str | None, limit: int | None) -> Rows:
     import numpy as np
 
-    packed = path.name.lower().endswith(".gz")
     try:
-        with np.load(_whole(path) if packed else path, allow_pickle=False) as file:
+        with np.load(_whole(path), allow_pickle=False) as file:
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise InputError(f"{source}: this is no .npz archive of arrays x and y")
             x_name, y_name = _array_names(source, file.files, split)
@@ -283,7 +265,8 @@ def _arrays(source: str, path: Path, split: str | None, limit: int | None) -> Ro
         raise InputError(
             f"{source}: {x_name} of type {x.dtype} holds no pixels from 0 to 255, nor floating-point numbers"
         )
-    return Rows(source, _Arrays(x[:limit], y[:limit]), ("image", "label"), folder=path.parent)
+    rows = [{"image": image, "label": label} for image, label in zip(x[:limit], y[:limit].tolist(), strict=True)]
+    return Rows(source, rows, ("image", "label"), folder=path.parent)
 
 
 def _array_names(source: str, found: Sequence[str], split: str | None) -> tuple[str, str]:
@@ -331,15 +314,13 @@ def _inside(folder: Path) -> list[Path]:
 
 def _hub(source: str, place: str, split: str | None, limit: int | None) -> Rows:
     if split is None:
-        raise InputError(
-            f"{source}: there is no such file or folder here. For a data set of the Hub, name the split: {source}:test"
-        )
+        hub = f"For a data set of the Hub, name the split: {source}:test"
+        raise InputError(f"{source}: there is no such file or folder here. {hub}")
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:
-        raise InputError(
-            f"{source}: data sets of the Hub need the library datasets: pip install 'gradmerge[hub]'"
-        ) from error
+        lacking = "data sets of the Hub need the library datasets: pip install 'gradmerge[hub]'"
+        raise InputError(f"{source}: {lacking}") from error
     match = HUB.fullmatch(place)
     assert match is not None
     try:
@@ -351,9 +332,8 @@ def _hub(source: str, place: str, split: str | None, limit: int | None) -> Rows:
         features = data.features or {}
         rows = data if limit is None else list(data.take(limit))
     except Exception as error:  # the library passes on errors of every kind: of the network, of scripts, of formats
-        raise InputError(
-            f"{source}: there is no such file or folder here, and the Hub did not give a data set of that name: {first_line(error)}"
-        ) from error
+        neither = "there is no such file or folder here, and the Hub did not give a data set of that name"
+        raise InputError(f"{source}: {neither}: {first_line(error)}") from error
     names = {n: f.names for n, f in features.items() if isinstance(f, datasets.ClassLabel) and f.names}
     columns = tuple(features) or (tuple(rows[0]) if len(rows) else ())
     return Rows(source, rows, columns, names, whole_column=data.__getitem__ if limit is None else None)

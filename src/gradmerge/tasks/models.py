@@ -31,7 +31,8 @@ _AUTO_CLASSES = {
 }
 _ADAPTER_TASKS = {"SEQ_CLS": "classify", "CAUSAL_LM": "causal-lm", "SEQ_2_SEQ_LM": "seq2seq"}
 
-#: A model may have so many parameters more than its files, and so many times as many: a new head, or eight codes in an integer.
+#: A model may have so many parameters more than its files, and so many times as many: a new head, or eight codes in an
+#: integer.
 MOST_INFLATED = (50_000_000, 16)
 
 
@@ -65,8 +66,8 @@ def load_model(
     """The model of a folder, a Hub id or an adapter, with the head of its task, in eval mode on the device.
 
     ``dtype`` "auto" is as stored, but float32 for float16 on a CPU. Only safetensors are read, and no remote code is run.
-    A model whose checkpoint lacks weights, as of the head, is refused, since they would be random numbers; with ``whole=False``
-    the loading info names them instead.
+    A model whose checkpoint lacks weights, as of the head, is refused, since they would be random numbers; with
+    ``whole=False`` the loading info names them instead.
     """
     place = device_of(device)
     if dtype not in DTYPES:
@@ -103,8 +104,7 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise InputError(f"--device {name}: there is no such device here: {reason}") from error
+        raise InputError(f"--device {name}: there is no such device here: {first_line(error)}") from error
     if device.type == "meta":
         raise InputError(f"--device {name}: nothing can be computed on it")
     return device
@@ -122,15 +122,11 @@ def task_of(reference: str, config: Any, task: str, adapter: dict[str, Any] | No
 
     architectures = _architectures(config)
     for name, (_, table) in _AUTO_CLASSES.items():
-        known: set[str] = set()
         for value in getattr(modeling_auto, table).values():
-            known |= {value} if isinstance(value, str) else set(value)
-        if known & set(architectures):
-            return name
-    stated = ", ".join(architectures) or "none"
-    raise InputError(
-        f"{reference}: the task cannot be told from the model's architecture ({stated}). Give --task, one of {', '.join(TASKS)}"
-    )
+            if not set(architectures).isdisjoint([value] if isinstance(value, str) else value):
+                return name
+    stated = f"({', '.join(architectures) or 'none'}). Give --task, one of {', '.join(TASKS)}"
+    raise InputError(f"{reference}: the task cannot be told from the model's architecture {stated}")
 
 
 def _architectures(config: Any) -> list[str]:
@@ -155,15 +151,13 @@ def model_with(model: Any, state: Mapping[str, Tensor], name: str | None = None)
     unfit = {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
     lacking = sorted(unfit & {parameter for parameter, _ in made.named_parameters()})
     if lacking:
-        raise InputError(
-            f"{name or type(model).__name__}: the merged weights do not fit its model: "
-            f"{lacking[0]} is missing or has another shape"
-        )
+        wrong = f"the merged weights do not fit its model: {lacking[0]} is missing or has another shape"
+        raise InputError(f"{name or type(model).__name__}: {wrong}")
     return made.to(model.device).eval()
 
 
 def _config_of(reference: str, folder: Path, base_folder: Path, adapter: dict[str, Any] | None) -> Any:
-    """The config of the model; for an adapter its own if it has one, else that of its base with the adapter's classes."""
+    """The config of the model; for an adapter its own if it has one, else its base's with the adapter's classes."""
     from transformers import AutoConfig
 
     where = folder if (folder / "config.json").is_file() else base_folder
@@ -224,7 +218,7 @@ def _loaded(
 
 
 def _refuse_inflated(reference: str, folder: Path, kind: Any, config: Any) -> None:
-    """Refuse a config that makes far more weights than the files hold: they would be random, and take all memory first."""
+    """Refuse a config that makes far more weights than the files hold: random ones, which take all memory first."""
     try:
         with torch.device("meta"):
             empty = kind.from_config(config, trust_remote_code=False)
@@ -235,10 +229,8 @@ def _refuse_inflated(reference: str, folder: Path, kind: Any, config: Any) -> No
     stored = sum(entry.numel for file in files for entry in file.entries.values())
     close_files(files)
     if wanted > MOST_INFLATED[0] + MOST_INFLATED[1] * stored:
-        raise InputError(
-            f"{reference}: its config makes a model of {count(wanted)} parameters, and its files hold {count(stored)}. Is the config of "
-            "another model?"
-        )
+        sizes = f"a model of {count(wanted)} parameters, and its files hold {count(stored)}"
+        raise InputError(f"{reference}: its config makes {sizes}. Is the config of another model?")
 
 
 def _refuse_random_weights(reference: str, model: nn.Module, info: LoadingInfo) -> None:
@@ -246,9 +238,8 @@ def _refuse_random_weights(reference: str, model: nn.Module, info: LoadingInfo) 
     random = [key for key in info.missing_keys if key in parameters]  # a buffer such as position_ids makes itself
     random += [f"{name}: {shapes}" for name, shapes in info.other_shapes.items()]
     if random:
-        architecture = type(model).__name__
         raise InputError(
-            f"{reference}: model and task do not fit: {architecture}, which task {info.task} needs, has weights that the "
-            f"checkpoint does not give, and random numbers in their place would make the results meaningless:\n{listed(random)}\n"
-            f"  Give a model that was fine-tuned for the task, or another --task."
+            f"{reference}: model and task do not fit: {type(model).__name__}, which task {info.task} needs, has weights "
+            "that the checkpoint does not give, and random numbers in their place would make the results meaningless:\n"
+            f"{listed(random)}\n  Give a model that was fine-tuned for the task, or another --task."
         )
