@@ -37,7 +37,7 @@ def write_diagnosis(
     command: str = "",
     **loading: Unpack[Loading],
 ) -> Diagnosis:
-    """Diagnose a recipe's merge and write `report.html`, its figures and tables, and `diagnosis.json` into a new folder.
+    """Diagnose a recipe's merge; write `report.html`, its figures and tables, and `diagnosis.json` into a new folder.
 
     The options are those of `gradmerge diagnose`; ``command`` is what the report says to repeat it with.
     How models and data are loaded: :class:`gradmerge.Loading`.

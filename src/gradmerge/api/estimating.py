@@ -64,10 +64,10 @@ def estimate_curvature(model: Any, *data: Any, **options: Any) -> Curvature | Es
 
     Args:
         model: A module; or, to go from disk to disk, the folder or Hub id of a model.
-        data: For a module, its batches, and the likelihood (``empirical`` if left out). For a model on disk, its data, as
-            `gradmerge curvature estimate --data` takes it, and the folder to write.
-        options: For a module, those of :func:`gradmerge.curvature.estimate.estimate_curvature`; for a model on disk, those
-            of :func:`gradmerge.api.estimating.estimate_to_disk`.
+        data: For a module, its batches, and the likelihood (``empirical`` if left out). For a model on disk, its data,
+            as `gradmerge curvature estimate --data` takes it, and the folder to write.
+        options: For a module, those of :func:`gradmerge.curvature.estimate.estimate_curvature`; for a model on disk,
+            those of :func:`gradmerge.api.estimating.estimate_to_disk`.
 
     Returns:
         The curvature of the module; or, from disk to disk, what was written.
@@ -98,8 +98,8 @@ def estimate_to_disk(
 ) -> Estimate:
     """Estimate the curvature of a model (folder, Hub id or adapter) on data, and write a curvature folder.
 
-    The options are those of `gradmerge curvature estimate`. The sums so far are saved beside ``out`` every ``save_every``
-    seconds; with ``resume`` a run that was stopped goes on from there.
+    The options are those of `gradmerge curvature estimate`. Every ``save_every`` seconds the sums so far are saved beside
+    ``out``; with ``resume`` a run that was stopped goes on from there.
     """
     options = complete(loading, estimate_to_disk)
     _check_options(likelihood, kind, precision, at_delta)
@@ -129,7 +129,8 @@ def estimate_to_disk(
             progress.begin("measuring", loaded.examples)
             result = estimate_gram(loaded.model, loaded.batches(), device=loaded.device, each_batch=progress.advance)
         else:
-            request = {
+            asked = dict(options)
+            saved.request = {
                 "model": model,
                 "source": source,
                 "files": digest_of_state(files),
@@ -138,14 +139,10 @@ def estimate_to_disk(
                 "at_delta": at_delta,
                 "columns": dict(options["columns"] or {}),
                 "seed": seed,
-                **{
-                    name: value
-                    for name, value in options.items()
-                    if name in ("limit", "max_length", "dtype", "tokenizer")
-                },
+                **{name: asked[name] for name in ("limit", "max_length", "dtype", "tokenizer")},
             }
-            start = saved.read(request) if resume else None
-            result = _estimate(loaded, likelihood, seed, start, saved, request, progress)
+            start = saved.read() if resume else None
+            result = _estimate(loaded, likelihood, seed, start, saved, progress)
         if path := changed(files, state_of(models) + state_of(data, deep=True)):
             staging.keep = False
             raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Measure again.")
@@ -186,13 +183,7 @@ def _check_options(likelihood: str, kind: str, precision: str, at_delta: str | N
 
 
 def _estimate(
-    loaded: LoadedTask,
-    likelihood: str,
-    seed: int,
-    start: Curvature | None,
-    saved: _Saved,
-    request: dict[str, Any],
-    progress: Progress,
+    loaded: LoadedTask, likelihood: str, seed: int, start: Curvature | None, saved: _Saved, progress: Progress
 ) -> Curvature:
     done = first = start.examples if start is not None else 0
     if start is not None and done == loaded.examples:
@@ -204,7 +195,7 @@ def _estimate(
         now = min(done + loaded.batch_size, loaded.examples)
         progress.advance(now - done)
         done = now
-        saved.maybe_write(so_far, request)
+        saved.maybe_write(so_far)
 
     return estimate_in_memory(
         loaded.model,
@@ -219,29 +210,29 @@ def _estimate(
 
 
 class _Saved:
-    """What has been measured so far, in the folder that becomes the result."""
+    """The sums so far, in the folder that becomes the result, with the request that they are for."""
 
     def __init__(self, staging: Staging, every: float) -> None:
         self._staging, self._folder = staging, staging.folder
         self._curvature, self._request = self._folder / "so-far", self._folder / "so-far.json"
-        self._every = every
-        self._last = time.monotonic()
+        self._every, self._last = every, time.monotonic()
+        self.request: dict[str, Any] = {}
         staging.keep = self._request.is_file()
 
-    def maybe_write(self, so_far: Any, request: dict[str, Any]) -> None:
+    def maybe_write(self, so_far: Any) -> None:
         if time.monotonic() - self._last < self._every:
             return
         curvature: Curvature = so_far()
         # As in memory: names of files are for the result.
         Curvature(curvature, curvature.examples, curvature.likelihood).save(self._curvature, force=True)
         temporary = self._request.with_suffix(".new")
-        temporary.write_text(json.dumps(request))
+        temporary.write_text(json.dumps(self.request))
         os.replace(temporary, self._request)  # noqa: PTH105
         self._staging.keep = True
         self._last = time.monotonic()
 
     def clear_rest(self) -> None:
-        """Make room for the result; what is measured stays until that is written."""
+        """Make room for the result; the sums stay until that is written."""
         for child in self._folder.iterdir():
             if child not in (self._curvature, self._request, self._folder / MARK):
                 shutil.rmtree(child) if child.is_dir() else child.unlink()
@@ -250,7 +241,7 @@ class _Saved:
         self._request.unlink(missing_ok=True)
         shutil.rmtree(self._curvature, ignore_errors=True)
 
-    def read(self, request: dict[str, Any]) -> Curvature | None:
+    def read(self) -> Curvature | None:
         if not self._request.is_file():
             return None
         aside = self._curvature.with_name(self._curvature.name + REPLACED)
@@ -259,10 +250,9 @@ class _Saved:
         try:
             found, so_far = read_json(self._request), Curvature.load(self._curvature)
         except (InputError, OSError, ValueError) as error:
-            raise InputError(
-                f"{self._folder}: what it holds cannot be read ({error}). Run without --resume to begin anew."
-            ) from error
-        if found != request:
+            unread = f"what it holds cannot be read ({error})"
+            raise InputError(f"{self._folder}: {unread}. Run without --resume to begin anew.") from error
+        if found != self.request:
             raise InputError(
                 f"{self._folder}: holds a measurement of another model, other data or other options. "
                 "Run it with the same ones, or without --resume to begin anew."
@@ -273,8 +263,9 @@ class _Saved:
 def _subtract(loaded: LoadedTask, base: str, options: Loading) -> list[str]:
     """Turn θ_t into θ_t − θ_0, tensor by tensor; what the base does not have, such as a head of its own, stays."""
     try:
-        how = {"dtype": options["dtype"], "attn": options["attn"]}
-        other, info = load_model(base, loaded.task, device=str(loaded.device), whole=False, **how)
+        other, info = load_model(
+            base, loaded.task, device=str(loaded.device), dtype=options["dtype"], attn=options["attn"], whole=False
+        )
     except GradmergeError as error:
         raise InputError(f"--at-delta: {error}") from error
     absent = {*info.missing_keys, *info.other_shapes}

@@ -17,7 +17,7 @@ def evaluate(model: str, source: str, **loading: Unpack[Loading]) -> dict[str, A
         loading: How both are loaded; see :class:`gradmerge.Loading`.
 
     Returns:
-        The task and its numbers by name. ``gradmerge.tasks.MEANINGS`` explains each name: its unit, and over what it is a mean.
+        The task and its numbers by name. ``gradmerge.tasks.MEANINGS`` says what each is: its unit, and whether a mean.
 
     >>> evaluate("./yelp", "reviews.jsonl", columns={"text": "review", "label": "stars"})  # doctest: +SKIP
     {'task': 'classify', 'accuracy': 0.971, …}

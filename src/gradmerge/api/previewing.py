@@ -49,10 +49,10 @@ def preview(
     """Look at a recipe's merge under many weights and rules, without writing any model.
 
     ``weights`` is `0:1:0.1` (both ends, one weight for all tasks), `["yelp=0:1:0.25", "sst2=0.5"]`, or task → range;
-    with ``samples`` so many random points of the ranges are taken. With ``data`` (task, or `base`, → source) every merge is
-    formed in memory and evaluated, and the best has the best average metric; without, losses are predicted from curvature,
-    and the best has the smallest predicted loss of its worst task (``objective`` "worst") or of all ("sum"). With ``out`` a
-    report is written to that new folder. How models and data are loaded: :class:`gradmerge.Loading`.
+    with ``samples`` so many random points of the ranges are taken. With ``data`` (task, or `base`, → source) every merge
+    is formed in memory and evaluated, and the best has the best average metric. Without, losses are predicted from
+    curvature, and the best has the smallest loss of its worst task (``objective`` "worst") or of all ("sum"). With ``out``
+    a report is written to that new folder. How models and data are loaded: :class:`gradmerge.Loading`.
     """
     options = complete(loading, preview)
     recipe = as_recipe(recipe)
@@ -92,9 +92,9 @@ def suggest_weights(
     """Search the weights with which the worst task (``objective`` "worst") or the sum over tasks ("sum") loses least.
 
     Every task has a weight of its own in [0, 1.5], or in the ranges of ``weights``; with ``shared`` all have the same.
-    Without data what is lost is predicted from curvature, on the base's data too. With a few labelled rows of each task it
-    is measured, as a share: (loss − loss of the tuned model) / (loss of the base − loss of the tuned model), mean losses per
-    example. The same ``seed`` gives the same weights.
+    Without data what is lost is predicted from curvature, on the base's data too. With a few labelled rows of each task
+    it is measured, as a share: (loss − loss of the tuned model) / (loss of the base − loss of the tuned model), mean
+    losses per example. The same ``seed`` gives the same weights.
     """
     options = complete(loading, suggest_weights)
     recipe = as_recipe(recipe)

@@ -36,8 +36,9 @@ def demo(
 ) -> None:
     """Show the whole job on small models: train, measure curvature, merge by every rule, remove a task, compare.
 
-    On the handwritten digits of scikit-learn (pip install 'gradmerge[demo]'), in a minute or two. Models, data, recipes,
-    reports and the commands that repeat each step stay in the folder. A run that was stopped goes on where it was.
+    On the handwritten digits of scikit-learn (pip install 'gradmerge[demo]'), in a minute or two. Models, data,
+    recipes, reports and the commands that repeat each step stay in the folder. A run that was stopped goes on where it
+    was.
     """
     with heavy_imports():
         from ..demo import Settings, run_demo

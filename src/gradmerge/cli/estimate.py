@@ -15,7 +15,8 @@ from .streams import say
 
 EXAMPLE = (
     "Examples: gradmerge curvature estimate ./yelp --data reviews.jsonl -o ./yelp/curvature   ·   "
-    "gradmerge curvature estimate ./gpt2-toxic --data comments.txt.gz --dtype bfloat16 --precision log8 -o ./toxic-curvature"
+    "gradmerge curvature estimate ./gpt2-toxic --data comments.txt.gz --dtype bfloat16 --precision log8 "
+    "-o ./toxic-curvature"
 )
 
 
@@ -83,5 +84,6 @@ def estimate(
         what = "Gram matrices" if kind == "gram" else f"{likelihood} curvature"
         say(
             f"{out}: {what} of {result.tensors} tensors, {count(result.entries)} entries, "
-            f"sum over {result.examples} examples ({result.task}), stored as {precision}; {result.seconds:.1f} s on {result.device}"
+            f"sum over {result.examples} examples ({result.task}), stored as {precision}; "
+            f"{result.seconds:.1f} s on {result.device}"
         )

@@ -21,7 +21,8 @@ def import_(
         str,
         typer.Argument(
             metavar="TRAINER_CHECKPOINT",
-            help="Checkpoint folder of the Hugging Face Trainer: optimizer.pt (read with weights_only) and config.json.",
+            help="Checkpoint folder of the Hugging Face Trainer: "
+            "optimizer.pt (read with weights_only) and config.json.",
         ),
     ],
     out: CurvatureOut,
@@ -32,7 +33,8 @@ def import_(
         int | None,
         typer.Option(
             metavar="B",
-            help="Examples in an optimizer step, over all devices and accumulated batches; by default what the checkpoint tells.",
+            help="Examples in an optimizer step, over all devices and accumulated batches; "
+            "by default what the checkpoint tells.",
         ),
     ] = None,
     frozen: Annotated[
@@ -48,8 +50,9 @@ def import_(
 ) -> None:
     """Take the curvature that Adam(W) or IVON left behind in a training checkpoint.
 
-    With Adam it is N·B·v̂, the sum over N examples, from the second moments v̂ of steps of B examples each. It takes the loss
-    for a mean over the batch, and the mean gradient for small; `curvature estimate` needs neither, but a pass over the data.
+    With Adam it is N·B·v̂, the sum over N examples, from the second moments v̂ of steps of B examples each. It takes
+    the loss for a mean over the batch, and the mean gradient for small; `curvature estimate` needs neither, but a pass
+    over the data.
     """
     from ..errors import InputError
 
@@ -68,26 +71,25 @@ def import_(
         curvature.write(staging.folder, precision)
     parameters = sum(value.numel() for value in curvature.values())
     if printing.json:
-        print_json(
-            {
-                "path": str(out),
-                "checkpoint": checkpoint,
-                "likelihood": curvature.likelihood,
-                "examples": curvature.examples,
-                "batch_size": result.batch_size,
-                "precision": precision,
-                "tensors": len(curvature),
-                "parameters": parameters,
-                "missing": result.missing,
-                "notes": result.notes,
-            }
-        )
+        facts = {
+            "path": str(out),
+            "checkpoint": checkpoint,
+            "likelihood": curvature.likelihood,
+            "examples": curvature.examples,
+            "batch_size": result.batch_size,
+            "precision": precision,
+            "tensors": len(curvature),
+            "parameters": parameters,
+            "missing": result.missing,
+            "notes": result.notes,
+        }
+        print_json(facts)
         return
     for text in result.notes:
         note(text, printing.quiet)
     if not printing.quiet:
         steps = f" in steps of {result.batch_size}" if result.batch_size else ""
         say(
-            f"{out}: {curvature.likelihood} curvature of {len(curvature)} tensors, {count(parameters)} entries, sum over "
-            f"{curvature.examples} examples{steps}, stored as {precision}"
+            f"{out}: {curvature.likelihood} curvature of {len(curvature)} tensors, {count(parameters)} entries, "
+            f"sum over {curvature.examples} examples{steps}, stored as {precision}"
         )

@@ -25,9 +25,9 @@ Data = Annotated[
         "--data",
         "-d",
         metavar="SRC",
-        help="A .jsonl, .csv or .parquet file; .txt, each line an example of causal-lm, empty lines skipped; each also "
-        ".gz; a folder of images by class; an .npz with x and y (or x_test and y_test: FILE.npz:test); or org/name:split of "
-        "the Hub.",
+        help="A .jsonl, .csv or .parquet file; .txt, each line an example of causal-lm, empty lines skipped; "
+        "each also .gz; a folder of images by class; an .npz with x and y (or x_test and y_test: FILE.npz:test); "
+        "or org/name:split of the Hub.",
     ),
 ]
 CurvatureOut = Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")]
@@ -112,8 +112,8 @@ class RecipeOptions:
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """A command for typer, of a function some of whose parameters are groups of options.
 
-    In the place of a group typer sees its options; the function gets the group as one object. What goes wrong inside ends
-    with one message, as `Printing`, which every command takes, says.
+    In the place of a group typer sees its options; the function gets the group as one object. Every command takes
+    `Printing`, which says how errors end.
     """
     shown: dict[str, inspect.Parameter] = {}
     groups: dict[str, Any] = {}

@@ -77,7 +77,8 @@ def continued(message: str) -> str:
 # Made beforehand: there may be no memory left to make them when they are needed.
 _NEXT_LINE = re.compile(r"\n(?=[^\s•])")
 _NO_MEMORY = re.compile(
-    "DefaultCPUAllocator|std::bad_alloc|can't start new thread|[Cc]annot allocate memory|failed to map segment|not enough memory"
+    "DefaultCPUAllocator|std::bad_alloc|can't start new thread|[Cc]annot allocate memory|failed to map segment"
+    "|not enough memory"
 )
 OUT_OF_MEMORY = "out of memory. Try fewer --threads, a smaller --batch-size, or a higher limit (ulimit -v)."
 #: Failures of the machine, which may hide behind an error that takes them for the input's.
@@ -125,14 +126,14 @@ def _too_many_files(error: BaseException, reason: OSError) -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     where = str(error) if isinstance(error, GradmergeError) else f"{reason.filename or 'file'}: {reason.strerror}"
     return (
-        f"{where.rstrip('.')}. This process may have {limit} files open at a time: raise the limit (ulimit -n), merge fewer models at once, "
-        "or store them in fewer, larger files."
+        f"{where.rstrip('.')}. This process may have {limit} files open at a time: raise the limit (ulimit -n), "
+        "merge fewer models at once, or store them in fewer, larger files."
     )
 
 
 @contextlib.contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Import torch and what stands on it without garbage collection: it finds nothing there, and takes a fifth of the time."""
+    """Import torch and what stands on it without garbage collection, which finds nothing and takes a fifth of the time."""
     gc.disable()
     try:
         yield

@@ -37,7 +37,8 @@ def preview(
             "-w",
             metavar="[NAME=]RANGE",
             help="START:STOP:STEP with both ends, a list 0,0.3,1, or one number: a weight that all tasks share, or "
-            "NAME=RANGE for one task. Repeatable; all combinations are tried. Default: 0:1:0.1, or 0:1.5 for each task with --suggest.",
+            "NAME=RANGE for one task. Repeatable; all combinations are tried. Default: 0:1:0.1, or 0:1.5 for each "
+            "task with --suggest.",
         ),
     ] = None,
     methods: Annotated[

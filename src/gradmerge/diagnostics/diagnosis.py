@@ -81,8 +81,8 @@ def diagnose(
 ) -> Diagnosis:
     """Diagnose a recipe's merge.
 
-    ``merged`` is a model that was merged already, to look at instead of what the recipe would give; ``target`` one that was
-    trained on everything. ``data`` maps names of tasks (or `base`) to data.
+    ``merged`` is a model that was merged already, to look at instead of what the recipe would give; ``target`` one that
+    was trained on everything. ``data`` maps names of tasks (or `base`) to data.
     """
     progress = progress or NoProgress()
     tasks = task_names(recipe)

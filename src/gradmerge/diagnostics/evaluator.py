@@ -114,11 +114,11 @@ class Evaluator:
         return found
 
     def lost_share(self, task: str, metrics: Mapping[str, Any]) -> float:
-        """(loss − tuned model's loss) / (base's loss − tuned model's loss): 0 is as good as the task's own model, 1 as the base.
+        """(loss − tuned model's loss) / (base's loss − tuned model's loss): 0 for the task's own model, 1 for the base.
 
-        Losses are means over examples, in nats (squared error for a regression). On the base's data the base takes the place
-        of the tuned model, and the mean over the tuned models that of the base. The denominator is at least 1 % of the larger
-        loss, so that a task on which tuning gained nothing does not decide.
+        Losses are means over examples, in nats (squared error for a regression). On the base's data the base takes the
+        place of the tuned model, and the mean over the tuned models that of the base. The denominator is at least 1 % of
+        the larger loss, so that a task on which tuning gained nothing does not decide.
         """
         if not metrics or BASE not in self.alone:
             return math.inf

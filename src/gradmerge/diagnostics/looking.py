@@ -1,4 +1,4 @@
-"""What looking at settings needs, through curvature or on data: the plan that is read, and settings as its candidates."""
+"""What looking at settings needs, through curvature or on data: the plan that is read, and its candidates."""
 
 from __future__ import annotations
 

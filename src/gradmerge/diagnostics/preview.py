@@ -79,7 +79,7 @@ class Preview:
         return _ratio(row.values.get(task), whole)
 
     def relative_score(self, row: Outcome) -> float | None:
-        """The predicted loss that settings are compared by, as a multiple of the reference merge's, or of the largest."""
+        """The predicted loss that settings are compared by, as a multiple of the reference's, or of the largest."""
         return _ratio(row.score, self.reference.score or _largest(other.score for other in self.rows))
 
     def weights(self, row: Outcome) -> dict[str, float]:
@@ -160,8 +160,8 @@ def compare(
 ) -> Preview:
     """Look at all settings, and at the reference, and compare them.
 
-    On data, by the average of the tasks' metrics, or by the mean of their ranks where metrics differ; from curvature, by
-    the worst task (``objective`` "worst") or the sum over tasks ("sum").
+    On data, by the average of the tasks' metrics, or by the mean of their ranks where metrics differ; from curvature,
+    by the worst task (``objective`` "worst") or the sum over tasks ("sum").
     """
     reference = reference_setting(recipe, [setting.method for setting in settings])
     asked = list(settings)

@@ -54,7 +54,7 @@ class Criterion:
         values: Mapping[str, float | None],
         best_values: Mapping[str, float | None],
     ) -> bool:
-        """Whether a setting is within 1 % of the best: in its score, or in every task's metric where scores are ranks."""
+        """Whether a setting is within 1 % of the best: in its score, or where scores are ranks in every task's metric."""
         if score is None or best is None:
             return False
         if self.by_rank:
@@ -91,7 +91,7 @@ class Ranking:
 
 
 def mean_ranks(rows: Sequence[Outcome]) -> list[float | None]:
-    """The mean over tasks of each row's rank, equal values sharing the mean of theirs; None where a value is missing."""
+    """The mean over tasks of each row's rank, equal values sharing the mean of theirs; None where one is missing."""
     rankings = {}
     for task in rows[0].values if rows else ():
         known = next((row.metrics[task] for row in rows if row.metrics.get(task)), None)

@@ -1,8 +1,8 @@
 """Weights that a search finds: those with the smallest loss of the worst task, or the smallest sum.
 
-A first round looks at points that fill the ranges and at the diagonal, where all weights are the same; each further round
-at points around the best one, and at the best points of quadratics through what is known. All points of a round are looked
-at together, which without data is one pass over the files.
+A first round looks at points that fill the ranges and at the diagonal, where all weights are the same; each further
+round at points around the best one, and at the best points of quadratics through what is known. All points of a round
+are looked at together, which without data is one pass over the files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Suggestion:
     measured: bool
     """On data; else predicted from curvature."""
     costs: dict[str, float | None]
-    """Task → predicted loss as a multiple of the recipe's own merge; on data, the lost share of what fine-tuning gained."""
+    """Task → predicted loss as a multiple of the recipe's own merge; on data, the lost share of fine-tuning's gain."""
     evaluated: Preview
     """Every setting that was looked at."""
 

@@ -38,8 +38,8 @@ class LanguageExamples:
         template = getattr(self.tokens.tokenizer, "chat_template", None)
         if not template:
             raise InputError(
-                f"{self.rows.label}: the tokenizer has no chat template to turn {self.fields['messages'][0]!r} into text. "
-                "Use a tokenizer that has one, --tokenizer PATH, or data with text, or with prompt and completion"
+                f"{self.rows.label}: the tokenizer has no chat template to turn {self.fields['messages'][0]!r} into "
+                "text. Use a tokenizer that has one, --tokenizer PATH, or data with text, or with prompt and completion"
             )
         if not isinstance(template, str) or not re.search(r"\{%-?\s*generation\s*-?%\}", template):
             self._all_counts = True
@@ -91,7 +91,7 @@ class LanguageExamples:
         where = str(self.rows.wrong(index, ""))
         apply = self.tokens.tokenizer.apply_chat_template
         try:
-            # Text first, within the limits: templates are programs. What asks for tokens cannot be denied memory: it dies.
+            # Text first, within limits: templates are programs. What makes tokens dies where it is denied memory.
             with patience(SECONDS, f"{where}: the chat template"), little_memory(MEMORY, f"{where}: the chat template"):
                 text = apply(list(messages), tokenize=False)
             if len(text) > LONGEST_ROW:
@@ -117,7 +117,7 @@ class LanguageExamples:
 
 
 def without_empty(rows: Rows, fields: Fields) -> tuple[Rows, list[str]]:
-    """The rows whose text is not empty, as collections of texts have empty lines between paragraphs; and a note of it."""
+    """The rows whose text is not empty, as texts have empty lines between paragraphs; and a note of it."""
     if "text" not in fields:
         return rows, []
     empty = [index for index in range(len(rows)) if not rows.text(index, fields["text"]).strip()]

@@ -230,8 +230,8 @@ def _whole(path: Path) -> Path | io.BytesIO:
 def _batch_size(metadata: Any, limit: int | None) -> int:
     """So few rows that they fit into memory even if each were as long as a whole group of rows.
 
-    A dictionary stores a text once, however many rows have it. Columns are not asked: where a damaged file has statistics
-    that do not fit, pyarrow ends the process.
+    A dictionary stores a text once, however many rows have it. Columns are not asked: where a damaged file has
+    statistics that do not fit, pyarrow ends the process.
     """
     longest = max((metadata.row_group(n).total_byte_size for n in range(metadata.num_row_groups)), default=1)
     return max(1, min(limit or 4096, 4096, BATCH_BYTES // max(1, longest)))

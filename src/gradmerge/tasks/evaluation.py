@@ -28,7 +28,7 @@ def evaluate(loaded: LoadedTask, batch_size: int | None = None, advance: Advance
 def evaluate_model(
     model: nn.Module, batches: Iterable[Any], output: Output, advance: Advance | None = None
 ) -> dict[str, Number]:
-    """The metrics of a model on batches: keyword arguments with "labels", or sequences whose last element is the labels.
+    """The metrics of a model on batches: keyword arguments with "labels", or sequences that end with the labels.
 
     The model is run in eval mode and left in the mode it was in. ``MEANINGS`` of `metrics` says what each number is.
     """
@@ -43,7 +43,7 @@ def evaluate_model(
                 batch = moved(batch, device)
                 logits, labels = _logits(model, batch, done), labels_of(batch)
                 output.check(logits.shape, labels)
-                # One example at a time: the logits of a whole batch over a large vocabulary, widened, may not fit memory.
+                # One example at a time: a whole batch of logits over a large vocabulary, widened, may not fit memory.
                 losses = torch.cat([output.losses(logits[i : i + 1], labels[i : i + 1]) for i in range(len(labels))])
                 _check_finite(losses, done)
                 metrics.add(logits, labels, losses)

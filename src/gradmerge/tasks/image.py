@@ -21,7 +21,7 @@ from .rows import Rows, shown
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: What Pillow may take a file for, whatever its name: left to itself it would hand PostScript to Ghostscript, a program.
+#: What Pillow may take a file for, whatever its name: PostScript it would hand to Ghostscript, a program.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 #: A picture of a few kB may unfold to any size.
 MOST_PIXELS = 100_000_000
@@ -48,10 +48,8 @@ class ImageExamples:
             )
         elif processor is None:
             if self.size is None:
-                raise InputError(
-                    f"{rows.label}: the model has no preprocessor_config.json, and its config no image_size, so how its "
-                    "images are made is not known"
-                )
+                nothing = "the model has no preprocessor_config.json, and its config no image_size"
+                raise InputError(f"{rows.label}: {nothing}, so how its images are made is not known")
             made = f"images are resized to {self.size[0]} × {self.size[1]} and scaled to [0, 1]"
             self._notes.append(f"the model has no preprocessor_config.json: {made}")
 

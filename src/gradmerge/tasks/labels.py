@@ -58,7 +58,7 @@ def _is_number(key: str) -> bool:
 
 
 def read_labels(rows: Rows, fields: Fields, config: Any) -> Tensor:
-    """Labels of all rows: classes as whole numbers, several labels as zeros and ones, a regression's numbers as they are."""
+    """Labels of all rows: classes as whole numbers, several labels as 0 and 1, numbers of a regression as they are."""
     columns = fields.get("labels") or fields["label"]
     names = ClassNames(config)
     problem = getattr(config, "problem_type", None)
@@ -85,8 +85,8 @@ def read_labels(rows: Rows, fields: Fields, config: Any) -> Tensor:
 class _Reader:
     """From a cell to the number of its class.
 
-    Where classes have numbers for names, such as stars from 1 to 5, a number in the data may be a name or a count from 0.
-    It is a name if all numbers of the column are names, else a count, whatever type the data's format gives it.
+    Where classes have numbers for names, such as stars from 1 to 5, a number in the data may be a name or a count from
+    0. It is a name if all numbers of the column are names, else a count, whatever type the data's format gives it.
     """
 
     def __init__(self, rows: Rows, column: str, cells: Iterable[Any], names: ClassNames) -> None:

@@ -27,7 +27,7 @@ from .seq2seq import PairExamples
 
 
 class Loading(TypedDict, total=False):
-    """How a model and its data are loaded: keywords of every function that does so, and options of every such command."""
+    """How a model and its data are loaded: keywords of every function that does so, options of every such command."""
 
     task: str
     """`classify`, `causal-lm`, `seq2seq`, `image`, or `auto`: what the model is made for."""
@@ -42,7 +42,7 @@ class Loading(TypedDict, total=False):
     device: str
     """`cpu`, `cuda`, `cuda:1`, …; `auto` is a GPU if there is one."""
     dtype: str
-    """`float32`, `bfloat16`, `float16`, `float64`, or `auto`: as the model is stored, but float32 for float16 on a CPU."""
+    """`float32`, `bfloat16`, `float16`, `float64`, or `auto`: as stored, but float32 for float16 on a CPU."""
     attn: str | None
     """How attention is computed: `eager`, `sdpa`, `flash_attention_2`, …"""
     tokenizer: str | None
@@ -64,14 +64,13 @@ _IN_WORDS = {str: "text", Integral: "a whole number", Mapping: "a mapping", None
 
 
 def complete(given: Loading, function: Callable[..., Any]) -> Loading:
-    """All options of loading: those given, checked, and the defaults of the others. ``function`` is what they were given to."""
+    """All options of loading: those given to a function, checked, and the defaults of the others."""
     types = get_type_hints(Loading)
     for name, value in given.items():
         if name not in types:
             known = [known for known in inspect.signature(function).parameters if known != "loading"] + [*types]
-            raise InputError(
-                f"{function.__name__}: there is no option {name!r}{nearest(name, known)}\n  Known are {', '.join(known)}."
-            )
+            hint = f"{nearest(name, known)}\n  Known are {', '.join(known)}."
+            raise InputError(f"{function.__name__}: there is no option {name!r}{hint}")
         several = [get_origin(one) or one for one in get_args(types[name]) or [types[name]]]
         kinds: list[Any] = [Integral if one is int else one for one in several]
         if isinstance(value, bool) or not isinstance(value, tuple(kinds)):

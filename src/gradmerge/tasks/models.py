@@ -65,7 +65,7 @@ def load_model(
 ) -> tuple[nn.Module, LoadingInfo]:
     """The model of a folder, a Hub id or an adapter, with the head of its task, in eval mode on the device.
 
-    ``dtype`` "auto" is as stored, but float32 for float16 on a CPU. Only safetensors are read, and no remote code is run.
+    ``dtype`` "auto" is as stored, but float32 for float16 on a CPU. Only safetensors are read, no remote code is run.
     A model whose checkpoint lacks weights, as of the head, is refused, since they would be random numbers; with
     ``whole=False`` the loading info names them instead.
     """
@@ -239,7 +239,7 @@ def _refuse_random_weights(reference: str, model: nn.Module, info: LoadingInfo) 
     random += [f"{name}: {shapes}" for name, shapes in info.other_shapes.items()]
     if random:
         raise InputError(
-            f"{reference}: model and task do not fit: {type(model).__name__}, which task {info.task} needs, has weights "
-            "that the checkpoint does not give, and random numbers in their place would make the results meaningless:\n"
+            f"{reference}: model and task do not fit: {type(model).__name__}, which task {info.task} needs, has "
+            "weights that the checkpoint does not give, and random numbers in their place would make the results meaningless:\n"
             f"{listed(random)}\n  Give a model that was fine-tuned for the task, or another --task."
         )

@@ -28,7 +28,7 @@ class Tokens:
         self.truncated: set[int] = set()
         """Rows seen so far that were longer than ``max_length``."""
         config: Any = model.config
-        # Padding never counts, but some models look for it: they count positions, or find the last token, by its number.
+        # Padding never counts, but some models look for it: to count positions, or to find the last token.
         stated = (config.get_text_config().pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         pads = [n for n in stated if isinstance(n, int) and 0 <= n < self.vocabulary]
         if not pads:
