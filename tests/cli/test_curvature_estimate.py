@@ -157,9 +157,12 @@ def test_curvature_at_the_difference_merges_by_fa1(place: Path, task: str, tmp_p
     recipe = {
         "method": "fa1",
         "base": {"model": str(folder / "base"), "curvature": str(tmp_path / "base")},
-        "models": [{"model": str(folder / n), "curvature": str(tmp_path / n), "weight": w} for n, w in (("a", 0.7), ("b", -0.4))],
+        "models": [
+            {"model": str(folder / n), "curvature": str(tmp_path / n), "weight": w}
+            for n, w in (("a", 0.7), ("b", -0.4))
+        ],
         "damping": 1e-4,
-    }  # fmt: skip
+    }
     run("merge", write_recipe(tmp_path / "r.yml", recipe), "-o", tmp_path / "out")
     base, a, b = (double(read_model(folder / name)) for name in ("base", "a", "b"))
     f0, fa, fb, plain = (double(gm.Curvature.load(tmp_path / name)) for name in ("base", "a", "b", "plain"))
@@ -238,8 +241,8 @@ def test_curvature_is_stored_as_narrow_as_asked(place: Path, precision: str, tmp
 
 def test_labels_that_are_drawn_depend_on_the_seed(place: Path, tmp_path: Path) -> None:
     for name, seed in (("one", 1), ("same", 1), ("two", 2)):
-        estimate(place / "classify/a", "-d", place / "labels.jsonl", "--likelihood", "sampled", "--seed", seed,
-                 "-o", tmp_path / name)  # fmt: skip
+        words = ["--likelihood", "sampled", "--seed", seed, "-o", tmp_path / name]
+        estimate(place / "classify/a", "-d", place / "labels.jsonl", *words)
     assert weight_bytes(tmp_path / "one") == weight_bytes(tmp_path / "same") != weight_bytes(tmp_path / "two")
 
 
@@ -249,10 +252,21 @@ def test_a_machine_reads_what_was_measured(place: Path, tmp_path: Path) -> None:
     facts = json.loads(result.stdout)
     stored = read_model(place / "classify/a")
     assert facts | {"seconds": 0, "notes": []} == {
-        "out": str(tmp_path / "c"), "kind": "diagonal", "task": "classify", "examples": 7, "tensors": len(stored),
-        "entries": sum(v.numel() for v in stored.values()), "seconds": 0, "device": "cpu", "resumed_from": 0, "notes": [],
-        "model": str(place / "classify/a"), "data": str(place / "labels.jsonl"), "likelihood": "exact", "precision": "log8",
-    }  # fmt: skip
+        "out": str(tmp_path / "c"),
+        "kind": "diagonal",
+        "task": "classify",
+        "examples": 7,
+        "tensors": len(stored),
+        "entries": sum(v.numel() for v in stored.values()),
+        "seconds": 0,
+        "device": "cpu",
+        "resumed_from": 0,
+        "notes": [],
+        "model": str(place / "classify/a"),
+        "data": str(place / "labels.jsonl"),
+        "likelihood": "exact",
+        "precision": "log8",
+    }
     assert "longer than 6 tokens" in facts["notes"][0]
     assert result.stderr == ""
     shown = json.loads(run("curvature", "show", tmp_path / "c", "--json").stdout)
@@ -367,7 +381,10 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "weights that are NaN": (["nan", "labels.jsonl"], ["example 0 (counted from 0)", "the loss is nan"]),
     "no head": (["causal-lm/a", "labels.jsonl", "--task", "classify"], ["do not fit", "score.weight"]),
     "task of another kind": (["classify/a", "labels.jsonl", "--task", "seq2seq"], ["task seq2seq"]),
-    "unknown task": (["classify/a", "labels.jsonl", "--task", "clasify"], ["--task clasify", "did you mean 'classify'"]),
+    "unknown task": (
+        ["classify/a", "labels.jsonl", "--task", "clasify"],
+        ["--task clasify", "did you mean 'classify'"],
+    ),
     "text for an image model": (["image/a", "labels.jsonl"], ["needs images", "columns text, label"]),
     "no target": (["seq2seq/a", "unlabelled.jsonl"], ["needs a target"]),
     "unknown likelihood": (
@@ -385,7 +402,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "base of another model": (["classify/a", "labels.jsonl", "--at-delta", "causal-lm/a"], ["--at-delta"]),
     "no device": (["classify/a", "labels.jsonl", "--device", "cuda:77"], ["--device cuda:77"]),
     "too long": (["classify/a", "labels.jsonl", "--max-length", "4000"], ["--max-length 4000", "40 tokens"]),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`gradmerge diagnose` as a user runs it: predictions against slow sums, data against evaluate, and one message for what is wrong."""
+"""`gradmerge diagnose` as a user runs it: predictions against slow sums, data against evaluate, and what is wrong."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_jsonl(folder / f"{name}.jsonl", labelled(10, seed=seed))
         gm.estimate_curvature(str(folder / name), str(folder / f"{name}.jsonl"), folder / f"{name}-c", device="cpu")
     write_recipe(folder / "recipe.yml", recipe())
-    done = invoke(
-        folder / "recipe.yml", "-o", folder / "report", "--data", f"one={folder / 'one.jsonl'}",
-        "--data", f"two={folder / 'two.jsonl'}", "--target", folder / "joint", "--device", "cpu",
-    )  # fmt: skip
+    data = ["--data", f"one={folder / 'one.jsonl'}", "--data", f"two={folder / 'two.jsonl'}", "--device", "cpu"]
+    done = invoke(folder / "recipe.yml", "-o", folder / "report", *data, "--target", folder / "joint")
     assert done.exit_code == 0, done.output
     return folder
 

@@ -1,4 +1,4 @@
-"""Previews over weights: the grid, predictions against a loop, measurements against a merge on disk, and what is called best."""
+"""Previews over weights: the grid, predictions against a loop, data against a merge on disk, and what is best."""
 
 from __future__ import annotations
 
@@ -99,9 +99,12 @@ def test_too_large_a_grid_is_refused_and_random_points_are_offered() -> None:
 
 def test_another_rule_of_a_recipe_drops_what_only_its_own_understands() -> None:
     raw = {
-        "method": "ties", "base": "x/base", "models": ["x/a", {"model": "x/b", "weight": 0.5}], "options": {"density": 0.3},
+        "method": "ties",
+        "base": "x/base",
+        "models": ["x/a", {"model": "x/b", "weight": 0.5}],
+        "options": {"density": 0.3},
         "exclude": ["head.*"],
-    }  # fmt: skip
+    }
     recipe = make_recipe(raw)
     assert recipe_with(recipe, "ties", [0.2, 0.4]).options == {"density": 0.3}
     changed = recipe_with(recipe, "average", ())
@@ -134,7 +137,7 @@ class Place:
                 for name, weight in (("a", 1.0), ("b", 0.5))
             ],
             "damping": 0.01,
-        } | keys  # fmt: skip
+        } | keys
 
     def merged(self, method: str, weights: Sequence[float]) -> State:
         base, tuned = self.states[0], self.states[1:]

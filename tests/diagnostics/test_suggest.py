@@ -16,7 +16,7 @@ SIZE = 12
 
 
 class Regression:
-    """Linear regressions with XᵀX diagonal: a model is one weight vector, and the diagonal curvature is the whole Hessian."""
+    """Linear regressions with XᵀX diagonal: a model is one vector, and the diagonal curvature is the whole Hessian."""
 
     def __init__(self, path: Path, counts: tuple[int, ...] = (60, 30, 90), seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -56,7 +56,7 @@ class Regression:
         return base + (weights @ ((prior + hs) * deltas)) / (prior + weights @ hs)
 
     def losses(self, merged: Tensor) -> Tensor:
-        """Rows of models → (tasks, then the base): mean excess over examples of ½(xᵀθ − y)², which is exactly quadratic."""
+        """Rows of models → (tasks, then the base): mean excess over examples of ½(xᵀθ − y)², exactly quadratic."""
         columns = []
         for i in [*range(1, len(self.best)), 0]:
             x, y = self.data[i]

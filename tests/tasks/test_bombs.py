@@ -156,8 +156,9 @@ def arrays(folder: Path) -> Path:
 
 
 FORMS: dict[str, Callable[[Path], Path]] = {
-    form: (lambda folder, form=form: in_form(folder, form)) for form in ("jsonl", "csv", "csv.gz", "parquet", "parquet.gz")
-} | {"npz": arrays}  # fmt: skip
+    form: (lambda folder, form=form: in_form(folder, form))
+    for form in ("jsonl", "csv", "csv.gz", "parquet", "parquet.gz")
+} | {"npz": arrays}
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -108,8 +108,14 @@ def test_lists_and_several_columns_become_lines() -> None:
         rows.text(0, ["number"])
 
 
-def labels_of(cells: list[Any], *, classes: int = 3, problem: str | None = None, names: list[str] | None = None,
-              data_names: list[str] | None = None) -> Any:  # fmt: skip
+def labels_of(
+    cells: list[Any],
+    *,
+    classes: int = 3,
+    problem: str | None = None,
+    names: list[str] | None = None,
+    data_names: list[str] | None = None,
+) -> Any:
     names = names or [f"LABEL_{n}" for n in range(classes)]
     config = SimpleNamespace(
         num_labels=classes, problem_type=problem, label2id={name: n for n, name in enumerate(names)}
@@ -230,8 +236,11 @@ def test_classes_with_numbers_for_names_are_the_same_from_every_format(
 
 def test_the_models_names_are_known_from_either_table() -> None:
     rows = Rows("d", [{"label": 1}, {"label": "5"}], ("label",))
-    for tables in ({"id2label": dict(enumerate(STARS))}, {"label2id": {s: n for n, s in enumerate(STARS)}},
-                   {"id2label": dict(enumerate(STARS)), "label2id": {f"LABEL_{n}": n for n in range(5)}}):  # fmt: skip
+    for tables in (
+        {"id2label": dict(enumerate(STARS))},
+        {"label2id": {s: n for n, s in enumerate(STARS)}},
+        {"id2label": dict(enumerate(STARS)), "label2id": {f"LABEL_{n}": n for n in range(5)}},
+    ):
         config = SimpleNamespace(num_labels=5, problem_type=None, **tables)
         assert read_labels(rows, {"label": ("label",)}, config).tolist() == [0, 4]
 
@@ -252,9 +261,17 @@ def test_a_note_is_made_only_where_numbers_could_mean_two_things() -> None:
 @pytest.mark.parametrize(
     ("cells", "tables", "reason"),
     [
-        ([0, 5], {"id2label": dict(enumerate(STARS))}, "row 1: 'label' is 0, which is no class of the model.\n  Its classes are 1, 2"),
+        (
+            [0, 5],
+            {"id2label": dict(enumerate(STARS))},
+            "row 1: 'label' is 0, which is no class of the model.\n  Its classes are 1, 2",
+        ),
         ([6], {"id2label": dict(enumerate(STARS))}, "row 1: 'label' is 6, which is no class"),
-        (["a"], {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 1, "b": 0}}, "gives the class 'a' more than one number"),
+        (
+            ["a"],
+            {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 1, "b": 0}},
+            "gives the class 'a' more than one number",
+        ),
         (["7"], {"id2label": {0: "7", 1: "007"}}, "gives the class '7' more than one number"),
         ([1], {"label2id": {"a": "x"}}, "label2id cannot be read"),
         ([1], {"label2id": {"a": None}}, "label2id cannot be read"),
@@ -264,7 +281,7 @@ def test_a_note_is_made_only_where_numbers_could_mean_two_things() -> None:
         (["9" * 5000], {}, "is no class|classes"),
         ([10**400], {}, "a class is needed"),
     ],
-)  # fmt: skip
+)
 def test_names_of_classes_that_contradict_or_are_none_are_explained(cells: Any, tables: Any, reason: str) -> None:
     config = SimpleNamespace(**{"num_labels": 5, "problem_type": None} | tables)
     rows = Rows("d", [{"label": cell} for cell in cells], ("label",))

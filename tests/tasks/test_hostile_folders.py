@@ -1,4 +1,4 @@
-"""Folders that would have transformers or peft open a pickle, look elsewhere, or run code: refused before they see them."""
+"""Folders that would have transformers or peft open a pickle, look elsewhere, or run code: refused before that."""
 
 from __future__ import annotations
 
@@ -120,14 +120,17 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         "names of files in the folder",
     ),
     "attention of the Hub": (config(_attn_implementation="org/repo"), "Code from the Hub is not run"),
-    "attention of the Hub by its other name": (config(attn_implementation="org/repo:f"), "Code from the Hub is not run"),
+    "attention of the Hub by its other name": (
+        config(attn_implementation="org/repo:f"),
+        "Code from the Hub is not run",
+    ),
     "attention of the Hub inside": (config(_attn_implementation_internal="org/repo"), "Code from the Hub is not run"),
     "attention of the Hub in pages": (config(_attn_implementation="paged|org/repo"), "Code from the Hub is not run"),
     "attention of the Hub for a part": (config(attn_implementation={"": "sdpa", "text": "org/repo"}), "is not run"),
     "attention of the Hub in a part": (config(text_config={"_attn_implementation": "org/repo"}), "is not run"),
     "experts of the Hub": (config(experts_implementation="org/repo"), "Code from the Hub is not run"),
     "weights of another name": (config(transformers_weights="more/other.safetensors"), "names a file of weights"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", HOSTILE)

@@ -30,9 +30,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "grey": str(tiny_vit_checkpoint(place / "grey", channels=1)),
         "plain": str(tiny_vit_checkpoint(place / "plain", processor=False)),
         "plain-grey": str(tiny_vit_checkpoint(place / "plain-grey", processor=False, channels=1)),
-        "named": str(tiny_vit_checkpoint(place / "named", label2id={"dog": 0, "bird": 1, "cat": 2},
-                                         id2label={0: "dog", 1: "bird", 2: "cat"})),
-    }  # fmt: skip
+        "named": str(
+            tiny_vit_checkpoint(
+                place / "named", label2id={"dog": 0, "bird": 1, "cat": 2}, id2label={0: "dog", 1: "bird", 2: "cat"}
+            )
+        ),
+    }
 
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3)).astype(np.uint8)

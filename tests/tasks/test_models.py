@@ -218,8 +218,14 @@ def test_lengths_stay_within_the_models_positions(tmp_path: Path) -> None:
     assert loaded.notes == ["1 of 1 rows are longer than 40 tokens and were cut (--max-length)"]
     with pytest.raises(InputError, match="--max-length 41: the model has positions for 40 tokens only"):
         load_task(folder, data, max_length=41)
-    config = RobertaConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-                           intermediate_size=8, max_position_embeddings=34)  # fmt: skip
+    config = RobertaConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        max_position_embeddings=34,
+    )
     assert positions_of(RobertaForSequenceClassification(config)) == 32
 
 
@@ -246,8 +252,15 @@ def test_a_decoder_that_classifies_gives_the_same_in_batches(tmp_path: Path) -> 
 
 def test_padding_is_the_models_own_where_it_has_one(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = RobertaConfig(vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-                           intermediate_size=8, max_position_embeddings=34, pad_token_id=2)  # fmt: skip
+    config = RobertaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        max_position_embeddings=34,
+        pad_token_id=2,
+    )
     model = RobertaForSequenceClassification(config)
     model.roberta.embeddings.position_embeddings.weight.data.normal_()
     model.save_pretrained(tmp_path / "model")

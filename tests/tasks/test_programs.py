@@ -172,7 +172,10 @@ def test_a_pattern_that_does_not_end_is_refused_by_a_merge(adapter: Path, monkey
     ("values", "reason"),
     [
         ({"modules_to_save": ["(a|a)*!"]}, "modules_to_save must be names of modules"),
-        ({"layers_pattern": "(a|a)*!", "layers_to_transform": [0], "target_modules": ["query"]}, "layers_pattern must be"),
+        (
+            {"layers_pattern": "(a|a)*!", "layers_to_transform": [0], "target_modules": ["query"]},
+            "layers_pattern must be",
+        ),
         ({"target_modules": "nothing"}, "target_modules fits no module"),
         ({"target_modules": LONG}, "target_modules fits no module"),
         ({"target_modules": "("}, "is no regular expression"),
@@ -180,7 +183,7 @@ def test_a_pattern_that_does_not_end_is_refused_by_a_merge(adapter: Path, monkey
         ({"target_modules": "a" * 10_001}, "10000 is the limit"),
         ({"alpha_pattern": [1]}, "alpha_pattern"),
     ],
-)  # fmt: skip
+)
 def test_what_peft_would_take_for_a_pattern_is_checked(adapter: Path, values: dict[str, Any], reason: str) -> None:
     change(adapter, **values)
     with pytest.raises(InputError, match=reason):

@@ -98,8 +98,8 @@ def estimate_to_disk(
 ) -> Estimate:
     """Estimate the curvature of a model (folder, Hub id or adapter) on data, and write a curvature folder.
 
-    The options are those of `gradmerge curvature estimate`. Every ``save_every`` seconds the sums so far are saved beside
-    ``out``; with ``resume`` a run that was stopped goes on from there.
+    The options are those of `gradmerge curvature estimate`. Every ``save_every`` seconds the sums so far are saved
+    beside ``out``; with ``resume`` a run that was stopped goes on from there.
     """
     options = complete(loading, estimate_to_disk)
     _check_options(likelihood, kind, precision, at_delta)

@@ -49,10 +49,10 @@ def preview(
     """Look at a recipe's merge under many weights and rules, without writing any model.
 
     ``weights`` is `0:1:0.1` (both ends, one weight for all tasks), `["yelp=0:1:0.25", "sst2=0.5"]`, or task → range;
-    with ``samples`` so many random points of the ranges are taken. With ``data`` (task, or `base`, → source) every merge
+    with ``samples`` so many random points of the ranges are taken. With ``data`` (task, or `base`, → source) each merge
     is formed in memory and evaluated, and the best has the best average metric. Without, losses are predicted from
-    curvature, and the best has the smallest loss of its worst task (``objective`` "worst") or of all ("sum"). With ``out``
-    a report is written to that new folder. How models and data are loaded: :class:`gradmerge.Loading`.
+    curvature, and the best has the smallest loss of its worst task (``objective`` "worst") or of all ("sum"). With
+    ``out`` a report is written to that new folder. How models and data are loaded: :class:`gradmerge.Loading`.
     """
     options = complete(loading, preview)
     recipe = as_recipe(recipe)
@@ -106,14 +106,7 @@ def suggest_weights(
     with _folder(recipe, out, data or {}, force, options) as staging:
         with _looker(recipe, chosen, data, options, threads, allow_pickle, allow_config) as looker:
             found = suggest(
-                recipe,
-                looker,
-                chosen,
-                ranges,
-                objective=objective,
-                samples=samples,
-                seed=seed,
-                progress=progress,
+                recipe, looker, chosen, ranges, objective=objective, samples=samples, seed=seed, progress=progress
             )
         if staging is not None:
             _write(staging, found.evaluated, found, data or {}, command)

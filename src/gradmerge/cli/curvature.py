@@ -71,27 +71,17 @@ def show(
     if printing.json:
         print_json(facts)
         return
+    what = f"{file.kind} curvature, likelihood {one_line(file.likelihood) or 'not stated'}"
+    if file.kind == "gram":
+        what = "Gram matrices XᵀX of linear layers' inputs"
     say(
-        f"{one_line(path)}: {_what(file)}, sum over {file.examples} examples, "
+        f"{one_line(path)}: {what}, sum over {file.examples} examples, "
         f"measured on {one_line(facts['model']) or 'a model that is not named'}, stored as {file.precision}"
     )
-    rows = [
-        [
-            g.name,
-            count(g.entries),
-            f"{g.total:.4g}",
-            f"{g.per_entry:.3g}",
-            f"{100 * g.zeros / max(1, g.entries):.1f} %",
-            f"{g.largest:.3g}",
-        ]
-        for g in groups
-    ]
+    rows = []
+    for g in groups:
+        zeros = f"{100 * g.zeros / max(1, g.entries):.1f} %"
+        rows.append([g.name, count(g.entries), f"{g.total:.4g}", f"{g.per_entry:.3g}", zeros, f"{g.largest:.3g}"])
     print_table(["group", "entries", "sum", "mean per entry", "zeros", "max"], rows, right=(1, 2, 3, 4, 5))
     if not printing.quiet:
         say("Sums over examples; divide by the number of examples for `reduction: mean`.")
-
-
-def _what(file: Any) -> str:
-    if file.kind == "gram":
-        return "Gram matrices XᵀX of linear layers' inputs"
-    return f"{file.kind} curvature, likelihood {one_line(file.likelihood) or 'not stated'}"

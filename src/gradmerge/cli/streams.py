@@ -41,7 +41,7 @@ def prepare_streams() -> None:
         try:
             os.fstat(fd)
         except OSError:
-            # Else the next file to be opened, such as the weights, would take the place, and be written complaints into.
+            # Else the next file to be opened, such as the weights, would take the place, and complaints would go there.
             os.open(os.devnull, os.O_RDWR)
     if sys.stdout is sys.__stdout__:  # not where a test or a notebook has put something else
         sys.stdout = _wrapped(sys.stdout, 1)

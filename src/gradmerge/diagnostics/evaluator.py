@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from torch import Tensor, nn
 
 from ..errors import InputError
 from ..recipe import Recipe
-from ..tasks import LoadedTask, Loading, evaluate_model
+from ..tasks import Loading
 from .grid import Setting
 from .looking import Candidates, _check_prior, _open_for
 from .models import State, TaskData, load_data, match_data, materialise, state_of
@@ -20,8 +18,6 @@ from .scores import headline, loss_of
 
 #: Bytes that merges in memory may take together, unless one alone takes more.
 MEMORY = 4_000_000_000
-#: Bytes of batches that are kept from one merge to the next.
-KEPT = 1_000_000_000
 
 
 class Evaluator:
@@ -51,7 +47,6 @@ class Evaluator:
             _check_prior(recipe, methods, self.plan)
             self._data = _load(recipe, {name: given[name] for name in self.tasks}, loading)
             self.examples = {name: one.loaded.examples for name, one in self._data.items()}
-            self._batches = {name: _Batches(one.loaded) for name, one in self._data.items()}
             self._names, self._threads = names, threads
             self._candidates = Candidates(recipe, self.plan)
             self._broken: list[str] = []
@@ -79,7 +74,7 @@ class Evaluator:
         model = self._any.model_with(state)
         for task in self.tasks:
             try:
-                metrics[task] = self._evaluate(task, model)
+                metrics[task] = self._data[task].evaluate(model)
             except InputError as error:  # the data is fine, since the base could be evaluated on it
                 self._broken.append(f"{setting.name} on {task}: {error}")
                 metrics[task] = {}
@@ -91,9 +86,6 @@ class Evaluator:
     def _any(self) -> TaskData:
         return next(iter(self._data.values()))
 
-    def _evaluate(self, task: str, model: nn.Module) -> dict[str, Any]:
-        return dict(evaluate_model(model, self._batches[task], self._data[task].loaded.output))
-
     def _each_alone(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The base and every tuned model, each on all data."""
         inputs = self.plan.inputs
@@ -102,7 +94,7 @@ class Evaluator:
             found[BASE] = {}
             for task in self.tasks:
                 try:
-                    found[BASE][task] = self._evaluate(task, self._any.loaded.model)
+                    found[BASE][task] = self._data[task].evaluate(self._any.loaded.model)
                 except InputError as error:
                     raise InputError(f"data of {task}: {error}") from error
         for name, checkpoint in zip(self._names, inputs.tuned, strict=True):
@@ -110,15 +102,15 @@ class Evaluator:
                 model = self._any.model_with(state_of(checkpoint))
             except InputError:  # it has a head of its own, which its merge does not
                 continue
-            found[name] = {task: self._evaluate(task, model) for task in self.tasks}
+            found[name] = {task: self._data[task].evaluate(model) for task in self.tasks}
         return found
 
     def lost_share(self, task: str, metrics: Mapping[str, Any]) -> float:
         """(loss − tuned model's loss) / (base's loss − tuned model's loss): 0 for the task's own model, 1 for the base.
 
         Losses are means over examples, in nats (squared error for a regression). On the base's data the base takes the
-        place of the tuned model, and the mean over the tuned models that of the base. The denominator is at least 1 % of
-        the larger loss, so that a task on which tuning gained nothing does not decide.
+        place of the tuned model, and the mean over the tuned models that of the base. The denominator is at least 1 %
+        of the larger loss, so that a task on which tuning gained nothing does not decide.
         """
         if not metrics or BASE not in self.alone:
             return math.inf
@@ -154,25 +146,3 @@ def _load(recipe: Recipe, given: Mapping[str, str], loading: Loading) -> dict[st
             raise InputError(f"--data {name}={source}: {error}") from error
         found[name].loaded.model = next(iter(found.values())).loaded.model
     return found
-
-
-class _Batches:
-    """The batches of a task, kept from one model to the next if they are not too large."""
-
-    def __init__(self, loaded: LoadedTask) -> None:
-        self._loaded = loaded
-        self._kept: list[dict[str, Tensor]] | None = None
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        if self._kept is not None:
-            yield from self._kept
-            return
-        kept: list[dict[str, Tensor]] = []
-        nbytes = 0
-        for batch in self._loaded.batches():
-            nbytes += sum(value.nbytes for value in batch.values())
-            if nbytes <= KEPT:
-                kept.append(batch)
-            yield batch
-        if nbytes <= KEPT:
-            self._kept = kept

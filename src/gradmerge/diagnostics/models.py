@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from ..tasks.models import model_with
 from ..text import nearest
 
 State = dict[str, Tensor]
+#: Bytes of batches that are kept from one model to the next.
+KEPT = 1_000_000_000
 
 
 def materialise(
@@ -65,22 +67,38 @@ class TaskData:
 
     name: str
     loaded: LoadedTask
+    _kept: list[dict[str, Tensor]] | None = None
 
     def model_with(self, state: Mapping[str, Tensor]) -> nn.Module:
         """The task's model with weights by the names of its files."""
         module: nn.Module = model_with(self.loaded.model, state, self.name)
         return module
 
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """The batches of the data, kept from one model to the next if they are not too large."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept: list[dict[str, Tensor]] = []
+        nbytes = 0
+        for batch in self.loaded.batches():
+            nbytes += sum(value.nbytes for value in batch.values())
+            if nbytes <= KEPT:
+                kept.append(batch)
+            yield batch
+        if nbytes <= KEPT:
+            self._kept = kept
+
     def evaluate(self, model: nn.Module) -> dict[str, Any]:
         """The task's metrics for a model."""
-        return evaluate_model(model, self.loaded.batches(), self.loaded.output)
+        return dict(evaluate_model(model, self.batches(), self.loaded.output))
 
     def gradient(self, model: nn.Module) -> State:
         """∇Σ_i ℓ_i over the data, by the names of files, in float32 (float64 where the model is)."""
         parameters = dict(model.named_parameters())
         wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in parameters.items()}
         totals = {name: torch.zeros_like(p, dtype=wide[name]) for name, p in parameters.items()}
-        for batch in self.loaded.batches():
+        for batch in self.batches():
             batch = moved(batch, self.loaded.device)
             loss = self.loaded.output.losses(logits_of(model, batch), labels_of(batch)).sum()
             gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)

@@ -68,16 +68,27 @@ class Predictor:
 
     def _one_pass(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
         self.plan.block = max(1 << 14, min(BLOCK, BLOCKS // len(settings)))
-        merges = _Merges(len(settings), self.plan.total_read, advance)
+        lock, total, read, told = threading.Lock(), max(1, self.plan.total_read), 0, 0
+
+        def count(nbytes: int) -> None:
+            """Bytes that were read, as merges that are done."""
+            nonlocal read, told
+            with lock:
+                read += nbytes
+                done = min(len(settings), len(settings) * read // total)
+                if done > told:
+                    advance(done - told)
+                    told = done
+
         found = predict(
             self.plan,
             self._names,
             [self._candidates.candidate(setting, str(place)) for place, setting in enumerate(settings)],
             threads=self._threads,
-            advance=merges.read,
+            advance=count,
             measured=self._candidates.known,
         )
-        merges.finish()
+        advance(len(settings) - told)
         totals: dict[tuple[str, str], float] = {}
         for (name, task, _), cost in found.costs.items():
             totals[name, task] = totals.get((name, task), 0.0) + cost.excess
@@ -90,26 +101,3 @@ class Predictor:
 
     def notes(self) -> list[str]:
         return [*self.plan.notes, *self._candidates.notes()]
-
-
-class _Merges:
-    """Bytes that were read, as merges that are done."""
-
-    def __init__(self, merges: int, total: int, advance: Advance) -> None:
-        self._merges, self._total, self._advance = merges, max(1, total), advance
-        self._bytes = self._told = 0
-        self._lock = threading.Lock()
-
-    def read(self, nbytes: int) -> None:
-        with self._lock:
-            self._bytes += nbytes
-            self._tell(self._merges * self._bytes // self._total)
-
-    def finish(self) -> None:
-        self._tell(self._merges)
-
-    def _tell(self, done: int) -> None:
-        done = min(done, self._merges)
-        if done > self._told:
-            self._advance(done - self._told)
-            self._told = done

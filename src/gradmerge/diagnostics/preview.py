@@ -102,7 +102,7 @@ class Preview:
     def as_good(self, best: Outcome) -> list[Outcome]:
         """The settings of the same rule that are within 1 % of the best one."""
         same = [row for row in self.rows if row.setting.method == best.setting.method]
-        return [row for row in same if self.criterion.close(row.score, best.score, row.values, best.values)]
+        return [row for row in same if self.criterion.close(row, best)]
 
     def rank_all(self) -> None:
         """Fill in the ranks of all settings."""

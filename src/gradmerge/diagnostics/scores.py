@@ -47,19 +47,13 @@ class Criterion:
     shares: bool = False
     """The score is a share, in which 1 % is 0.01."""
 
-    def close(
-        self,
-        score: float | None,
-        best: float | None,
-        values: Mapping[str, float | None],
-        best_values: Mapping[str, float | None],
-    ) -> bool:
-        """Whether a setting is within 1 % of the best: in its score, or where scores are ranks in every task's metric."""
-        if score is None or best is None:
+    def close(self, row: Outcome, best: Outcome) -> bool:
+        """Whether a setting is within 1 % of the best: in its score, or, of ranks, in every task's metric."""
+        if row.score is None or best.score is None:
             return False
         if self.by_rank:
-            return all(_near(values[task], value) for task, value in best_values.items())
-        return abs(score - best) <= CLOSE if self.shares else _near(score, best)
+            return all(_near(row.values[task], value) for task, value in best.values.items())
+        return abs(row.score - best.score) <= CLOSE if self.shares else _near(row.score, best.score)
 
 
 def _near(value: float | None, other: float | None) -> bool:

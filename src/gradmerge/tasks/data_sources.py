@@ -146,39 +146,27 @@ def _jsonl(source: str, file: IO[bytes]) -> Iterator[Row]:
         yield row
 
 
-class _Lines:
-    """The lines of a text, as long as those of one row together stay within the limit."""
-
-    def __init__(self, source: str, file: IO[bytes]) -> None:
-        self._source, self._text = source, io.TextIOWrapper(file, "utf-8-sig", newline="")
-        self.taken = 0
-        """Characters since the row began; for the reader of rows to set back."""
-
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> str:
-        line = self._text.readline(LONGEST_ROW + 1)
-        self.taken += len(line)
-        if self.taken > LONGEST_ROW:
-            raise InputError(f"{self._source}: a row is longer than {size(LONGEST_ROW)}, the limit")
-        if not line:
-            raise StopIteration
-        return line
-
-
 def _csv(source: str, file: IO[bytes]) -> Iterator[Row]:
     # A cell may hold a whole document; the standard library stops at 128 kB.
     csv.field_size_limit(LONGEST_ROW)
-    lines = _Lines(source, file)
-    reader = csv.DictReader(lines, strict=True)
+    text, taken = io.TextIOWrapper(file, "utf-8-sig", newline=""), 0
+
+    def lines() -> Iterator[str]:
+        nonlocal taken
+        while line := text.readline(LONGEST_ROW + 1):
+            taken += len(line)
+            if taken > LONGEST_ROW:
+                raise InputError(f"{source}: a row is longer than {size(LONGEST_ROW)}, the limit")
+            yield line
+
+    reader = csv.DictReader(lines(), strict=True)
     try:
         header = reader.fieldnames or ()
         for name, times in Counter(header).items():
             if times > 1:
                 raise InputError(f"{source}: two columns are called {shown(name)}")
         for row in reader:
-            lines.taken = 0
+            taken = 0
             if None in row or None in row.values():
                 than = f"{'more' if None in row else 'fewer'} fields than the header has columns"
                 raise InputError(f"{source}: line {reader.line_num} has {than} ({', '.join(header)[:300]})")

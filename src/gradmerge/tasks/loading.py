@@ -70,12 +70,12 @@ def complete(given: Loading, function: Callable[..., Any]) -> Loading:
         if name not in types:
             known = [known for known in inspect.signature(function).parameters if known != "loading"] + [*types]
             hint = f"{nearest(name, known)}\n  Known are {', '.join(known)}."
-            raise InputError(f"{function.__name__}: there is no option {name!r}{hint}")
+            raise InputError(f"there is no option {name!r}{hint}")
         several = [get_origin(one) or one for one in get_args(types[name]) or [types[name]]]
         kinds: list[Any] = [Integral if one is int else one for one in several]
         if isinstance(value, bool) or not isinstance(value, tuple(kinds)):
             expected = " or ".join(_IN_WORDS[kind] for kind in kinds)
-            raise InputError(f"{function.__name__}: {name} is {value!r}, but must be {expected}")
+            raise InputError(f"{name} is {value!r}, but must be {expected}")
     return DEFAULTS | given
 
 

@@ -240,6 +240,6 @@ def _refuse_random_weights(reference: str, model: nn.Module, info: LoadingInfo) 
     if random:
         raise InputError(
             f"{reference}: model and task do not fit: {type(model).__name__}, which task {info.task} needs, has "
-            "weights that the checkpoint does not give, and random numbers in their place would make the results meaningless:\n"
-            f"{listed(random)}\n  Give a model that was fine-tuned for the task, or another --task."
+            "weights that the checkpoint does not give, and random numbers in their place would make the results "
+            f"meaningless:\n{listed(random)}\n  Give a model that was fine-tuned for the task, or another --task."
         )
