@@ -46,7 +46,7 @@ def preview(
     command: str = "",
     **loading: Unpack[Loading],
 ) -> Preview:
-    """Look at a recipe's merge under many weights and rules, without writing any model.
+    """Look at a recipe's merge under many weights and methods, without writing any model.
 
     ``weights`` is `0:1:0.1` (both ends, one weight for all tasks), `["yelp=0:1:0.25", "sst2=0.5"]`, or task → range;
     with ``samples`` so many random points of the ranges are taken. With ``data`` (task, or `base`, → source) each merge

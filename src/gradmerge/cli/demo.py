@@ -34,7 +34,7 @@ def demo(
     ] = False,
     printing: Printing,
 ) -> None:
-    """Show the whole job on small models: train, measure curvature, merge by every rule, remove a task, compare.
+    """Show the whole job on small models: train, measure curvature, merge by every method, remove a task, compare.
 
     On the handwritten digits of scikit-learn (pip install 'gradmerge[demo]'), in a minute or two. Models, data,
     recipes, reports and the commands that repeat each step stay in the folder. A run that was stopped goes on where it
@@ -70,7 +70,7 @@ def _print_tables(outcome: Outcome) -> None:
     from ..demo.settings import REMOVED
     from ..demo.tables import merge_table, removal_table
 
-    say(f"Accuracy on {outcome.results['images']['test']} test images a task, per cent:\n")
+    say(f"Accuracy on {outcome.results['images']['test']} test images per task, per cent:\n")
     for columns, rows in (merge_table(outcome.merging), removal_table(outcome.removal)):
         print_table(columns, rows, right=range(1, len(columns)))
         if columns[-1] == "mean":

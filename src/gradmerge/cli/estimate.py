@@ -52,7 +52,7 @@ def estimate(
 ) -> None:
     """Measure curvature: the sum over examples of the squared gradient of each example's loss.
 
-    It costs about a training step a batch. The file goes into a recipe, or as MODEL/curvature is found by itself.
+    It costs about a training step per batch. The file goes into a recipe, or as MODEL/curvature is found by itself.
     """
     with heavy_imports():
         from ..api.estimating import estimate_to_disk

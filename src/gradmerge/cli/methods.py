@@ -15,9 +15,9 @@ EXAMPLE = "Examples: gradmerge methods   ·   gradmerge methods ties"
 
 @command
 def methods(
-    *, name: Annotated[str | None, typer.Argument(metavar="NAME", help="Explain this rule.")] = None, printing: Printing
+    *, name: Annotated[str | None, typer.Argument(metavar="NAME", help="Explain this method.")] = None, printing: Printing
 ) -> None:
-    """List the merge rules, each as a row (α, H_0, H_t) of one equation; or explain one, with its options."""
+    """List the merge methods, each as a row (α, H_0, H_t) of one equation; or explain one, with its options."""
     from ..errors import InputError
     from ..rules import RULES
     from ..text import nearest
@@ -32,7 +32,7 @@ def methods(
                 say("gradmerge methods NAME explains one, with its options.")
         return
     if name not in RULES:
-        raise InputError(f"there is no rule {name!r}{nearest(name, RULES)}\n  Known are {', '.join(RULES)}.")
+        raise InputError(f"there is no method {name!r}{nearest(name, RULES)}\n  Known are {', '.join(RULES)}.")
     rule = RULES[name]
     if printing.json:
         print_json(_facts(rule))

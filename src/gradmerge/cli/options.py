@@ -120,7 +120,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     for name, parameter in _parameters(function).items():
         if is_dataclass(parameter.annotation):
             groups[name] = parameter.annotation
-            shown |= _parameters(parameter.annotation)
+            shown |= _parameters(groups[name])
         else:
             shown[name] = parameter
 

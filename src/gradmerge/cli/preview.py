@@ -42,7 +42,7 @@ def preview(
         ),
     ] = None,
     methods: Annotated[
-        str | None, typer.Option("--methods", "-m", metavar="A,B", help="Rules to compare. Default: the recipe's.")
+        str | None, typer.Option("--methods", "-m", metavar="A,B", help="Methods to compare. Default: the recipe's.")
     ] = None,
     samples: Annotated[
         int | None,
@@ -85,7 +85,7 @@ def preview(
     ] = False,
     printing: Printing,
 ) -> None:
-    """Compare many weights and rules before merging; no model is written.
+    """Compare many weights and methods before merging; no model is written.
 
     Without data, losses are predicted from the curvature of the models, and only ranks are shown; with a few labelled
     rows of each task every setting is merged in memory and measured.

@@ -207,7 +207,7 @@ def check_methods(methods: Sequence[str] | str | None, recipe: Recipe) -> list[s
     for method in chosen:
         if method not in RULES:
             hint = f"{nearest(method, RULES)}\n  Known are {', '.join(RULES)}."
-            raise InputError(f"--methods {method}: there is no such rule{hint}")
+            raise InputError(f"--methods {method}: there is no such method{hint}")
         if RULES[method].otherwise is not None:
             raise InputError(
                 f"--methods: {method} works on whole matrices and cannot be previewed block by block. "

@@ -67,7 +67,7 @@ class Interference:
 
 @dataclass
 class Prediction:
-    """Predicted cost of every candidate for every task, by layer group."""
+    """Predicted cost of every candidate for every task, per layer group."""
 
     candidates: list[str]
     tasks: list[str]
