@@ -15,7 +15,9 @@ EXAMPLE = "Examples: gradmerge methods   ·   gradmerge methods ties"
 
 @command
 def methods(
-    *, name: Annotated[str | None, typer.Argument(metavar="NAME", help="Explain this method.")] = None, printing: Printing
+    *,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Explain this method.")] = None,
+    printing: Printing,
 ) -> None:
     """List the merge methods, each as a row (α, H_0, H_t) of one equation; or explain one, with its options."""
     from ..errors import InputError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class TaskData:
 
     name: str
     loaded: LoadedTask
-    _kept: list[dict[str, Tensor]] | None = None
+    _kept: list[dict[str, Tensor]] | None = field(default=None, init=False, repr=False)
 
     def model_with(self, state: Mapping[str, Tensor]) -> nn.Module:
         """The task's model with weights by the names of its files."""
