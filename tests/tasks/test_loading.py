@@ -51,7 +51,7 @@ def test_every_option_has_a_default() -> None:
 
 
 def test_a_task_gives_batches_of_the_size_that_it_was_loaded_with(tmp_path: Path) -> None:
-    data = str(write_jsonl(tmp_path / "data.jsonl", labelled(7)))
-    loaded = load_task(str(tiny_bert_checkpoint(tmp_path / "model")), data, batch_size=3, device="cpu")
+    data = write_jsonl(tmp_path / "data.jsonl", labelled(7))
+    loaded = load_task(tiny_bert_checkpoint(tmp_path / "model"), data, batch_size=3, device="cpu")
     assert [len(batch["labels"]) for batch in loaded.batches()] == [3, 3, 1]
     assert [len(batch["labels"]) for batch in loaded.batches(5)] == [5, 2]

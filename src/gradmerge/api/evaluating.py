@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Unpack
 
 from .. import tasks
 from ..tasks import Loading
 
 
-def evaluate(model: str, source: str, **loading: Unpack[Loading]) -> dict[str, Any]:
+def evaluate(model: str | Path, source: str | Path, **loading: Unpack[Loading]) -> dict[str, Any]:
     """The metrics of a model on data: accuracy and F1, errors of a regression, or loss and perplexity.
 
     Args:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import MachineError
 from .options import Printing, command
 from .output import heavy_imports, print_json, print_table, progress
 from .streams import say
@@ -42,7 +43,6 @@ def demo(
     """
     with heavy_imports():
         from ..demo import Settings, run_demo
-        from ..errors import MachineError
 
     begun = time.perf_counter()
 

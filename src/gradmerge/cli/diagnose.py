@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import InputError
 from ..text import one_line
 from .options import LoadingOptions, Printing, RecipeOptions, command
 from .output import heavy_imports, note, print_json, print_table, progress
@@ -80,8 +81,6 @@ def diagnose(
 
 def named(pairs: list[str]) -> dict[str, str]:
     """`NAME=SRC` options as a mapping."""
-    from ..errors import InputError
-
     found: dict[str, str] = {}
     for pair in pairs:
         name, equals, source = pair.partition("=")

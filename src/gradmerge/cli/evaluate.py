@@ -46,12 +46,6 @@ def evaluate(*, model: Model, data: Data, loading: LoadingOptions, printing: Pri
     if not printing.quiet:
         read = ", ".join(f"{role} from {' + '.join(names)}" for role, names in loaded.columns.items())
         say(one_line(f"{model} on {data}: {loaded.task}, {read}"))
-    meanings = tasks.MEANINGS
-    rows = [[name, _shown(value), meanings[name]] for name, value in numbers.items() if name in meanings]
-    print_table(["metric", "value", "meaning"], rows, right=(1,))
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "undefined"
-    return str(value) if isinstance(value, int) else f"{value:.5g}"
+    told = {name: value for name, value in numbers.items() if name in tasks.MEANINGS}
+    rows = [[name, "undefined" if value is None else value, tasks.MEANINGS[name]] for name, value in told.items()]
+    print_table(["metric", "value", "meaning"], rows, right=(1,), digits=5)

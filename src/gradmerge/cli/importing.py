@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import InputError
 from ..text import count
 from .options import CurvatureOut, Force, Precision, Printing, command
 from .output import heavy_imports, note, print_json
@@ -54,8 +55,6 @@ def import_(
     the loss for a mean over the batch, and the mean gradient for small; `curvature estimate` needs neither, but a pass
     over the data.
     """
-    from ..errors import InputError
-
     with heavy_imports():
         from ..api.reads import model_paths
         from ..curvature.files import PRECISIONS

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import InputError
+from ..text import nearest
 from .options import Printing, command
 from .output import print_json, print_table
 from .streams import say
@@ -20,25 +22,20 @@ def methods(
     printing: Printing,
 ) -> None:
     """List the merge methods, each as a row (α, H_0, H_t) of one equation; or explain one, with its options."""
-    from ..errors import InputError
     from ..rules import RULES
-    from ..text import nearest
 
-    if name is None:
-        if printing.json:
-            print_json([_facts(rule) for rule in RULES.values()])
-        else:
-            print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.row] for r in RULES.values()])
-            if not printing.quiet:
-                say("\nEach is a row of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
-                say("gradmerge methods NAME explains one, with its options.")
-        return
-    if name not in RULES:
+    if name is not None and name not in RULES:
         raise InputError(f"there is no method {name!r}{nearest(name, RULES)}\n  Known are {', '.join(RULES)}.")
-    rule = RULES[name]
     if printing.json:
-        print_json(_facts(rule))
+        print_json([_facts(rule) for rule in RULES.values()] if name is None else _facts(RULES[name]))
         return
+    if name is None:
+        print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.row] for r in RULES.values()])
+        if not printing.quiet:
+            say("\nEach is a row of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
+            say("gradmerge methods NAME explains one, with its options.")
+        return
+    rule = RULES[name]
     say(f"{rule.name}\n")
     say(rule.explanation)
     say(f"\nrow:        α_t = {rule.row[0]};  H_0 = {rule.row[1]};  H_t = {rule.row[2]}")

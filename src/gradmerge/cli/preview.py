@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import InputError
 from ..text import one_line
 from .diagnose import named
 from .options import LoadingOptions, Printing, RecipeOptions, command
@@ -90,8 +91,6 @@ def preview(
     Without data, losses are predicted from the curvature of the models, and only ranks are shown; with a few labelled
     rows of each task every setting is merged in memory and measured.
     """
-    from ..errors import InputError
-
     with heavy_imports():
         from .. import api
         from ..api.previewing import as_json, merge_best, suggest_weights
@@ -149,7 +148,6 @@ def preview(
 def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:
     """Say so before the work if the best setting will have no place."""
     from ..api.reads import data_paths
-    from ..errors import InputError
     from ..storage.staging import check_place
 
     check_place(save_best, [recipe, *(path for source in data.values() for path in data_paths(source))])

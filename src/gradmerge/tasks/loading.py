@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from types import NoneType
 from typing import Any, Protocol, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
@@ -129,7 +130,9 @@ class LoadedTask:
             yield batch
 
 
-def load_task(model_reference: str, source: str, *, split: str | None = None, **loading: Unpack[Loading]) -> LoadedTask:
+def load_task(
+    model_reference: str | Path, source: str | Path, *, split: str | None = None, **loading: Unpack[Loading]
+) -> LoadedTask:
     """Load a model and data for it.
 
     ``model_reference`` is a folder, a Hub id (`org/name@revision`) or a PEFT adapter folder; ``source`` a .jsonl, .csv,
@@ -137,6 +140,7 @@ def load_task(model_reference: str, source: str, *, split: str | None = None, **
     The other options are those of :class:`gradmerge.Loading`.
     """
     options = complete(loading, load_task)
+    model_reference, source = str(model_reference), str(source)
     rows = read_rows(source, limit=options["limit"], split=split)  # the quicker of the two to fail
     model, info = load_model(
         model_reference, options["task"], device=options["device"], dtype=options["dtype"], attn=options["attn"]
