@@ -60,8 +60,15 @@ def _random(shape: tuple[int, ...], scale: float, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul_(scale)
 
 
-def _write(folder: Path, stem: str, dtype: str, shapes: dict[str, tuple[int, ...]], shard_size: int,
-           header: dict[str, str], make: Callable[[int, tuple[int, ...]], Tensor]) -> None:  # fmt: skip
+def _write(
+    folder: Path,
+    stem: str,
+    dtype: str,
+    shapes: dict[str, tuple[int, ...]],
+    shard_size: int,
+    header: dict[str, str],
+    make: Callable[[int, tuple[int, ...]], Tensor],
+) -> None:
     """Write a folder of tensors, or leave it alone if it is complete."""
     if (folder / "done").exists():
         return

@@ -1,17 +1,17 @@
-"""Measuring curvature: gradmerge against a plain forward and backward pass, and against other exact ways to the same sums.
+"""Estimating curvature: gradmerge against a plain forward and backward pass, and against other exact ways to the sums.
 
     python -m benchmarks.curvature --model minilm --device cpu --json curvature-cpu.json
 
-makes a model with random weights and batches of random tokens, and has every way add up Σ_i [∇ℓ_i]², the squared gradients
-of single examples. First each is held against the loop over examples on a few of them, parameter by parameter; then all are
-timed in turn, each next to the plain pass, so that noise hits both. torch.func needs nothing beside torch; Opacus and
-BackPACK are skipped where they are not installed:
+makes a model with random weights and batches of random tokens, and has every way add up Σ_i [∇ℓ_i]², the squared
+gradients of single examples. First each is compared with the loop over examples on a few of them, parameter by
+parameter; then all are timed in turn, each next to the plain pass, so that noise hits both. torch.func needs nothing
+beside torch; Opacus and BackPACK are skipped where they are not installed:
 
     pip install --no-deps -c benchmarks/constraints-curvature.txt opacus backpack-for-pytorch
     pip install -c benchmarks/constraints-curvature.txt opt_einsum einops scipy unfoldNd
 
-A peer may have several settings, as torch.func cannot do with an attention mask. The one that gets most parameters right is
-timed, and of those the fastest. Speed never decides the exit status.
+A peer may have several settings (torch.func, for one, cannot handle every attention mask). The setting that gets most
+parameters right is timed; of several, the fastest counts. Speed never decides the exit status.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ ZERO_GRADIENT = ("key.bias", "k_proj.bias")
 #: Batches that are timed in one repeat, of every way and of the plain pass beside it; the loop gets one.
 BATCHES = 3
 
-#: The bars: time over the plain pass by (device, model); the loop's time over ours; memory over (plain + a float32 copy).
+#: The bars: time over the plain pass per (device, model), the loop's time over ours, and peak memory over that of the
+#: plain pass and a float32 copy of the parameters together.
 SLOWER = {("cpu", "minilm"): 1.8, ("cuda", "minilm"): 2.2, ("cuda", "gpt2"): 1.5, ("cuda", "llama-1b"): 1.35}
 LOOP_OVER_OURS = {("cuda", "minilm"): 8.0}
 MEMORY = 1.1
@@ -146,18 +147,16 @@ def make_model(name: str, layers: int) -> nn.Module:
     torch.manual_seed(0)
     config: Any
     if name == "minilm":
-        config = BertConfig(
-            hidden_size=384, num_hidden_layers=layers, num_attention_heads=12, intermediate_size=1536, num_labels=2,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout=0.0,
-        )  # fmt: skip
+        sizes = {"hidden_size": 384, "num_hidden_layers": layers, "num_attention_heads": 12, "intermediate_size": 1536}
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
+        config = BertConfig(**sizes, **dropout, num_labels=2)
         return BertForSequenceClassification(config).train()
     if name == "gpt2":
         config = GPT2Config(n_layer=layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
         return GPT2LMHeadModel(config).train()
-    config = LlamaConfig(
-        hidden_size=2048, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4, vocab_size=32000,
-        intermediate_size=5632, max_position_embeddings=2048, use_cache=False,
-    )  # fmt: skip
+    sizes = {"hidden_size": 2048, "num_hidden_layers": layers, "intermediate_size": 5632, "vocab_size": 32000}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4}
+    config = LlamaConfig(**sizes, **heads, max_position_embeddings=2048, use_cache=False)
     return LlamaForCausalLM(config).train()
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.devices --data bench-data --device cuda --json devices.json
 
-merges Llama-shaped checkpoints by every rule that works entry by entry, once on each device, compares the weights byte for
+merges Llama-shaped checkpoints by every rule that works entry by entry, once per device, compares the weights byte by
 byte, and times task arithmetic and TIES on 1, 2, 4, … threads. Models are made on the spot and stay in the data folder.
 """
 
@@ -67,10 +67,8 @@ def main() -> None:
         settings = recipe(method, models, curvature)
         (cpu, one), (other, two) = (timed(settings, folder / "out", device=d) for d in ("cpu", options.device))
         rules.append({"method": method, "cpu_s": cpu, "device_s": other, "same_bytes": one == two})
-        print(
-            f"{method:20} cpu {cpu:6.2f} s   {options.device} {other:6.2f} s   {'same bytes' if one == two else 'OTHER BYTES'}",
-            flush=True,
-        )
+        verdict = "same bytes" if one == two else "OTHER BYTES"
+        print(f"{method:20} cpu {cpu:6.2f} s   {options.device} {other:6.2f} s   {verdict}", flush=True)
 
     folder = options.data / f"llama-{options.thread_layers}-layers"
     models = make_models(folder, options.thread_layers)

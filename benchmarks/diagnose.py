@@ -30,11 +30,11 @@ def main() -> None:
     base, *tuned = make_models(folder, args.layers)
     prior, *curvature = make_curvature(folder, args.layers)
     recipe = folder / "diagnose.yml"
-    recipe.write_text(json.dumps({
-        "method": "gradient-matching",
-        "base": {"model": f"./{base.name}", "curvature": f"./{prior.name}"},
-        "models": [{"model": f"./{m.name}", "curvature": f"./{c.name}"} for m, c in zip(tuned, curvature, strict=True)],
-    }))  # fmt: skip
+    entries = [
+        {"model": f"./{model.name}", "curvature": f"./{of.name}"}
+        for model, of in zip([base, *tuned], [prior, *curvature], strict=True)
+    ]
+    recipe.write_text(json.dumps({"method": "gradient-matching", "base": entries[0], "models": entries[1:]}))
     seconds: dict[str, list[float]] = {"merge": [], "diagnose": []}
     for _ in range(args.repeats):
         for command in seconds:
@@ -51,9 +51,8 @@ def main() -> None:
         "limit": LIMIT,
         "holds": ratio <= LIMIT,
     }
-    print(
-        f"merge {medians['merge']:.2f} s, diagnose {medians['diagnose']:.2f} s: {ratio:.2f}× (at most {LIMIT:g}: {ratio <= LIMIT})"
-    )
+    seconds_of = ", ".join(f"{command} {median:.2f} s" for command, median in medians.items())
+    print(f"{seconds_of}: {ratio:.2f}× (at most {LIMIT:g}: {ratio <= LIMIT})")
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -112,7 +112,7 @@ def make_curvatures(folder: Path, layers: int) -> None:
 
 
 def make_large(folder: Path, layers: int, times: float) -> None:
-    """A base and a tuned model with at least so many times the parameters of ``layers`` layers, and a second name for it."""
+    """A base and a tuned model with at least ``times`` the parameters of ``layers`` layers, and a link to it."""
     import math
 
     from .checkpoints import llama_config, llama_shapes, make_models
@@ -286,8 +286,15 @@ class Benchmark:
     def _entry(model: Path, **parameters: float) -> dict[str, Any]:
         return {"model": str(model), "parameters": parameters}
 
-    def _against_mergekit(self, case: str, arguments: list[str], config: dict[str, Any], *, their_runs: int | None = None,
-                          default_too: bool = True) -> None:  # fmt: skip
+    def _against_mergekit(
+        self,
+        case: str,
+        arguments: list[str],
+        config: dict[str, Any],
+        *,
+        their_runs: int | None = None,
+        default_too: bool = True,
+    ) -> None:
         """Both programs in turn; our time is compared with the better of mergekit's settings."""
         warm([self.base, *self.tuned])
         settings = [(THEIR_BEST, BEST_FLAGS), *([(THEIRS, ())] if default_too else [])] if self.mergekit else []
@@ -402,7 +409,10 @@ def mergekit_versions(script: Path | None) -> dict[str, str] | None:
     """Versions of mergekit and of its torch, from the environment that its script belongs to."""
     if script is None:
         return None
-    code = "import json; from importlib.metadata import version as v; print(json.dumps({n: v(n) for n in ('mergekit', 'torch')}))"
+    code = (
+        "import json; from importlib.metadata import version; "
+        "print(json.dumps({name: version(name) for name in ('mergekit', 'torch')}))"
+    )
     try:
         found = subprocess.run(
             [script.parent / "python", "-c", code], capture_output=True, text=True, check=True, timeout=60

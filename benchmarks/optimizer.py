@@ -2,10 +2,10 @@
 
     python -m benchmarks.optimizer --json benchmarks/results/optimizer-cpu.json
 
-makes parameters in the shapes of GPT-2, as many layers as come nearest to the number asked for, with random gradients, and
-has every optimizer take a step in turn, so that noise hits all of them. A ratio is a step's time over that of
+makes parameters in the shapes of GPT-2, as many layers as come nearest to the number asked for, with random gradients.
+Every optimizer takes a step in turn, so that noise hits all of them. A ratio is a step's time over that of
 ``torch.optim.AdamW(params)``, as made by default, in the same turn; the table shows medians. All optimizers work on the
-same parameters and share Adam's moments, to save memory; anchors and priors are each one's own. Speed never decides the
+same parameters and share Adam's moments, to save memory; each has its own anchors and priors. Speed never decides the
 exit status.
 """
 
@@ -38,9 +38,9 @@ def shapes(parameters: int) -> list[tuple[int, ...]]:
     """Those of GPT-2, with fewer words where the number is small."""
     embeddings = [(min(VOCABULARY, max(1, parameters // 2 // WIDTH)), WIDTH), (POSITIONS, WIDTH)]
     layer: list[tuple[int, ...]] = [
-        (WIDTH,), (WIDTH,), (WIDTH, 3 * WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,),
-        (WIDTH,), (WIDTH,), (WIDTH, 4 * WIDTH), (4 * WIDTH,), (4 * WIDTH, WIDTH), (WIDTH,),
-    ]  # fmt: skip
+        *[(WIDTH,), (WIDTH,), (WIDTH, 3 * WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,)],
+        *[(WIDTH,), (WIDTH,), (WIDTH, 4 * WIDTH), (4 * WIDTH,), (4 * WIDTH, WIDTH), (WIDTH,)],
+    ]
     left = parameters - sum(torch.Size(s).numel() for s in embeddings)
     count = max(1, round(left / sum(torch.Size(s).numel() for s in layer)))
     return [*embeddings, *(layer * count), (WIDTH,), (WIDTH,)]

@@ -2,8 +2,9 @@
 
     python -m benchmarks.precision --encoder MODEL --data DIR --json benchmarks/results/precision.json
 
-fine-tunes an encoder on one sentiment data set and from there on others, measures curvature, stores it as float32, bfloat16 and
-log8, merges with each, and evaluates the merges. ``DIR/NAME/{train,test}.jsonl.gz`` hold rows with ``text`` and ``label``.
+fine-tunes an encoder on one sentiment data set and from there on others, estimates curvature, stores it as float32,
+bfloat16 and log8, merges with each, and evaluates the merges. ``DIR/NAME/{train,test}.jsonl.gz`` hold rows with
+``text`` and ``label``.
 """
 
 from __future__ import annotations
@@ -41,15 +42,14 @@ def main() -> None:
     result = {
         "command": "python -m benchmarks.precision",
         "note": "of every set, as many rows as were at hand up to the limit",
-        "machine": {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu", "torch": torch.__version__},
-        "settings": {"encoder": Path(args.encoder).name, "tasks": names, "epochs": args.epochs, "limit": args.limit, "seed": args.seed},
+        **circumstances(args, names),
         "curvature_bytes_of_a_model": sizes,
         "accuracy": accuracy,
         "largest_change": {
             p: max(abs(accuracy[p][n] - accuracy["float32"][n]) for n in [*names, "mean"]) for p in PRECISIONS
         },
         "seconds": time.perf_counter() - begun,
-    }  # fmt: skip
+    }
     print_table(result)
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -69,6 +69,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path)
 
 
+def circumstances(args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+    """The machine and the settings of a run, as its results tell them."""
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    settings = {"epochs": args.epochs, "limit": args.limit, "seed": args.seed}
+    return {
+        "machine": {"device": device, "torch": torch.__version__},
+        "settings": {"encoder": Path(args.encoder).name, "tasks": names, **settings},
+    }
+
+
+def rows_of(args: argparse.Namespace, name: str, split: str) -> str:
+    """The file of a data set."""
+    return str(args.data / name / f"{split}.jsonl.gz")
+
+
 def fine_tune_all(args: argparse.Namespace, names: list[str]) -> None:
     """The base from the encoder, every other model from the base."""
     tokenizer = AutoTokenizer.from_pretrained(args.encoder)
@@ -81,7 +96,7 @@ def fine_tune_all(args: argparse.Namespace, names: list[str]) -> None:
 def fine_tune(start: Any, out: Path, tokenizer: Any, args: argparse.Namespace, name: str) -> None:
     torch.manual_seed(args.seed)
     model = AutoModelForSequenceClassification.from_pretrained(start, num_labels=2, dtype=torch.float32).to(args.device)
-    rows = read_rows(str(args.data / name / "train.jsonl.gz"), limit=args.limit)
+    rows = read_rows(rows_of(args, name, "train"), limit=args.limit)
     texts, labels = list(rows.column("text")), list(rows.column("label"))
     order, batch = list(range(len(texts))), 32
     steps = args.epochs * -(-len(texts) // batch)
@@ -113,10 +128,9 @@ def measure_all(args: argparse.Namespace, names: list[str]) -> dict[str, int]:
     sizes = {}
     for name in names:
         folder = args.work / f"{name}-curvature"
-        gm.estimate_curvature(
-            str(args.work / name), str(args.data / name / "train.jsonl.gz"), folder / "float32", limit=args.limit,
-            batch_size=64, max_length=256, device=args.device, force=True,
-        )  # fmt: skip
+        given = {"limit": args.limit, "batch_size": 64, "max_length": 256, "device": args.device}
+        data = rows_of(args, name, "train")
+        gm.estimate_curvature(str(args.work / name), data, folder / "float32", force=True, **given)
         whole = gm.Curvature.load(folder / "float32")
         for precision in PRECISIONS:
             if precision != "float32":
@@ -138,13 +152,8 @@ def merge(args: argparse.Namespace, names: list[str], precision: str) -> Path:
 
 
 def evaluate(args: argparse.Namespace, model: Path, names: list[str]) -> dict[str, float]:
-    found = {
-        name: gm.evaluate(
-            str(model), str(args.data / name / "test.jsonl.gz"), limit=args.limit, batch_size=64, max_length=256,
-            device=args.device,
-        )["accuracy"]
-        for name in names
-    }  # fmt: skip
+    given = {"limit": args.limit, "batch_size": 64, "max_length": 256, "device": args.device}
+    found = {name: gm.evaluate(str(model), rows_of(args, name, "test"), **given)["accuracy"] for name in names}
     return found | {"mean": sum(found.values()) / len(found)}
 
 

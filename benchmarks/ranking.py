@@ -2,8 +2,8 @@
 
     python -m benchmarks.ranking --encoder MODEL --data DIR --json benchmarks/results/ranking.json
 
-fine-tunes models and measures curvature as benchmarks.precision does, forms merges of four methods at several weights in memory,
-and compares for every task the predicted excess loss with the loss and the accuracy on test data, by Spearman's ρ.
+fine-tunes models and estimates curvature as benchmarks.precision does, forms merges of four methods at several weights
+in memory, and compares per task the predicted excess loss with the loss and the accuracy on test data, by Spearman's ρ.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from gradmerge.engine.candidates import Candidate
 from gradmerge.recipe import make_recipe
 from gradmerge.tasks import load_task
 
-from .precision import add_arguments, fine_tune_all, measure_all
+from .precision import add_arguments, circumstances, fine_tune_all, measure_all, rows_of
 
 METHODS = ("gradient-matching", "task-arithmetic", "ties", "fisher-averaging", "average")
 WEIGHTS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.3)
@@ -39,14 +38,13 @@ def main() -> None:
     rows = measure_merges(args, names)
     result = {
         "command": "python -m benchmarks.ranking",
-        "machine": {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu", "torch": torch.__version__},
-        "settings": {"encoder": Path(args.encoder).name, "tasks": names, "epochs": args.epochs, "limit": args.limit, "seed": args.seed},
+        **circumstances(args, names),
         "merges": len(rows),
         "spearman": correlations(rows, names[1:]),
         "best_weight": best_weights(rows, names[1:]),
         "rows": rows,
         "seconds": time.perf_counter() - begun,
-    }  # fmt: skip
+    }
     print_result(result)
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -67,20 +65,9 @@ def measure_merges(args: argparse.Namespace, names: list[str]) -> list[dict[str,
     plan = open_to_look(recipe)
     try:
         prediction = predict(plan, tasks, candidates)
-        data = {
-            name: TaskData(
-                name,
-                load_task(
-                    str(args.work / name),
-                    str(args.data / name / "test.jsonl.gz"),
-                    limit=args.limit,
-                    batch_size=64,
-                    max_length=256,
-                    device=args.device,
-                ),
-            )
-            for name in tasks
-        }
+        given = {"limit": args.limit, "batch_size": 64, "max_length": 256, "device": args.device}
+        loaded = {name: load_task(str(args.work / name), rows_of(args, name, "test"), **given) for name in tasks}
+        data = {name: TaskData(name, task) for name, task in loaded.items()}
         rows = []
         for candidate in candidates:
             (state,) = materialise(plan, [candidate])
@@ -119,7 +106,7 @@ def _matters(method: str, weight: float) -> bool:
 
 
 def correlations(rows: list[dict[str, Any]], tasks: list[str]) -> dict[str, dict[str, float]]:
-    """Spearman's ρ over the merges: of prediction and loss, and of prediction and error, task by task and in the mean."""
+    """Spearman's ρ over the merges, per task and in the mean: of prediction and loss, and of prediction and error."""
     found = {
         task: {
             "loss": spearman([r[task]["predicted"] for r in rows], [r[task]["loss"] for r in rows]),

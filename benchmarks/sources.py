@@ -3,11 +3,11 @@
     python -m benchmarks.sources --encoder MODEL --data DIR --json benchmarks/results/sources.json --jobs 6
     python -m benchmarks.sources --show benchmarks/results/sources.json
 
-fine-tunes an encoder on one sentiment data set, the base, and from there on others with the Trainer: without a prior, once with
-gradients clipped and once not, and under several priors and strengths. ``DIR/NAME/{train,test}.jsonl.gz`` hold rows with
-``text`` and ``label``. Curvature from Adam's state and from batches of training is compared, at the same weights, with the
-exact pass over all training data; every setting's models are merged and evaluated. A setting that is finished is not run again, so a run that was
-stopped goes on. ``--show`` prints the results as Markdown.
+fine-tunes an encoder on one sentiment data set, the base, and from there on others with the Trainer: without a prior,
+once with gradients clipped and once not, and under several priors and strengths. ``DIR/NAME/{train,test}.jsonl.gz``
+hold rows with ``text`` and ``label``. Curvature from Adam's state and from batches of training is compared, at the same
+weights, with the exact pass over all training data; every setting's models are merged and evaluated. A setting that is
+finished is not run again, so a run that was stopped goes on. ``--show`` prints the results as Markdown.
 """
 
 from __future__ import annotations
@@ -122,15 +122,22 @@ def main() -> None:
             "transformers": transformers.__version__,
         },
         "settings": {
-            "encoder": Path(args.encoder).name, "tasks": names, "epochs": args.epochs, "limit": args.limit,
-            "max_length": args.max_length, "batch": BATCH, "learning_rate": LEARNING_RATE, "online_every": args.every,
-            "seeds": args.seeds, "jobs": args.jobs,
+            "encoder": Path(args.encoder).name,
+            "tasks": names,
+            "epochs": args.epochs,
+            "limit": args.limit,
+            "max_length": args.max_length,
+            "batch": BATCH,
+            "learning_rate": LEARNING_RATE,
+            "online_every": args.every,
+            "seeds": args.seeds,
+            "jobs": args.jobs,
             "training_examples": {name: len(load_tokens(tokens, name, "train")[1]) for name in names},
         },
         "base": bases,
         "rows": found,
         "seconds": time.perf_counter() - begun,
-    }  # fmt: skip
+    }
     print(markdown(result))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -269,9 +276,11 @@ def make_base(job: Job) -> dict[str, Any]:
         model.save_pretrained(job.work / "base")
         measure(job, model, job.names[0]).save(job.work / "base-curvature", force=True)
         return {
-            "name": "base", "seed": job.seed, "accuracy": evaluate(job, model, job.names),
+            "name": "base",
+            "seed": job.seed,
+            "accuracy": evaluate(job, model, job.names),
             "seconds": {"training": trained - begun, "rest": time.perf_counter() - trained},
-        }  # fmt: skip
+        }
 
     return kept(job.work / "base.json", make)
 
@@ -314,19 +323,36 @@ def _run_setting(job: Job, setting: Setting) -> dict[str, Any]:
         base.load_state_dict(merged)
         accuracy[label] = evaluate(job, base.to(job.device), job.names)
     return {
-        **asdict(setting), "name": setting.name, "seed": job.seed, "tasks": rows, "merged": accuracy,
+        **asdict(setting),
+        "name": setting.name,
+        "seed": job.seed,
+        "tasks": rows,
+        "merged": accuracy,
         "seconds": time.perf_counter() - begun,
-    }  # fmt: skip
+    }
 
 
 def train(job: Job, model: nn.Module, name: str, out: Path, setting: Setting) -> float:
     """Fine-tune in place with the Trainer; the mean training loss."""
     arguments = TrainingArguments(
-        output_dir=str(out), num_train_epochs=job.epochs, learning_rate=LEARNING_RATE, max_grad_norm=setting.clip,
-        per_device_train_batch_size=BATCH, lr_scheduler_type="linear", warmup_steps=WARMUP, weight_decay=0.0,
-        seed=job.seed, save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True,
-        dataloader_num_workers=0, use_cpu=job.device == "cpu", optim="adamw_torch", dataloader_pin_memory=False,
-    )  # fmt: skip
+        output_dir=str(out),
+        num_train_epochs=job.epochs,
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=setting.clip,
+        per_device_train_batch_size=BATCH,
+        lr_scheduler_type="linear",
+        warmup_steps=WARMUP,
+        weight_decay=0.0,
+        seed=job.seed,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+        use_cpu=job.device == "cpu",
+        optim="adamw_torch",
+        dataloader_pin_memory=False,
+    )
     given: dict[str, Any] = {
         "args": arguments,
         "train_dataset": Examples(*load_tokens(job.tokens, name, "train")),
@@ -412,7 +438,7 @@ def compare(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[st
         "log_ratio_quartiles": [float(q) for q in ratios[torch.randperm(len(ratios))[:1_000_000]].quantile(QUARTERS)],
         "ratio_of_sums": float(one.sum() / two.sum()),
         "share_of_entries_compared": float(both.double().mean()),
-    }  # fmt: skip
+    }
 
 
 QUARTERS = torch.tensor([0.25, 0.75], dtype=torch.float64)
@@ -425,16 +451,16 @@ def markdown(result: Mapping[str, Any]) -> str:
     settings, rows = result["settings"], result["rows"]
     names = settings["tasks"]
     seeds = len(settings["seeds"])
+    runs = "one seed" if seeds == 1 else f"means over {seeds} seeds ± standard deviation"
     limit = f"at most {settings['limit']} rows of each set" if settings["limit"] else "all rows at hand"
     head = (
-        f"{settings['encoder']}, base fine-tuned on {names[0]}, then on {', '.join(names[1:])} ({limit}, {settings['epochs']:g} epochs, "
-        f"batches of {settings['batch']}, learning rate {settings['learning_rate']:g}, {settings['max_length']} tokens at most); "
-        f"{'one seed' if seeds == 1 else f'means over {seeds} seeds ± standard deviation'}; {result['machine']['device']}."
+        f"{settings['encoder']}, base fine-tuned on {names[0]}, then on {', '.join(names[1:])} ({limit}, "
+        f"{settings['epochs']:g} epochs, batches of {settings['batch']}, learning rate {settings['learning_rate']:g}, "
+        f"{settings['max_length']} tokens at most); {runs}; {result['machine']['device']}."
     )
     kept_sources = [row for row in rows if row["sources"]]
-    return "\n\n".join(
-        [head, closeness_table(kept_sources), scale_table(kept_sources), merge_table(result, kept_sources), prior_table(result)]
-    )  # fmt: skip
+    tables = [closeness_table(kept_sources), scale_table(kept_sources), merge_table(result, kept_sources)]
+    return "\n\n".join([head, *tables, prior_table(result)])
 
 
 def closeness_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -500,8 +526,8 @@ def prior_table(result: Mapping[str, Any]) -> str:
             ]
             strength = f"{rows[0]['strength']:g}" if prior != "none" else "0"
             lines.append([prior, coupling, strength, show(own, ".1f"), show(moved, ".3g"), *merged])
-    head = ["prior", "coupling", "strength", "own task, %", "distance from the base", "task arithmetic, %", "gradient matching, %"]  # fmt: skip
-    return table(head, lines)
+    head = ["prior", "coupling", "strength", "own task, %", "distance from the base"]
+    return table([*head, "task arithmetic, %", "gradient matching, %"], lines)
 
 
 def clipped(clip: float) -> str:

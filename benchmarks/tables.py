@@ -50,8 +50,9 @@ def benchmark_results() -> str:
         f"Measured {report['created'][:10]} on {machine['cores']} cores and {machine['memory_bytes'] / 2**30:.0f} GiB "
         f"({machine['system']}), files in the page cache where they fit: Llama checkpoints of "
         f"{settings['parameters'] / 1e9:.2f} B parameters in bfloat16, {settings['model_bytes'] / 1e9:.1f} GB each. "
-        f"gradmerge {versions['gradmerge']} with torch {versions['torch']}, mergekit {peer.get('mergekit', '(not run)')} "
-        f"with torch {peer.get('torch', '(not run)')}, Python {versions['python']}. "
+        f"gradmerge {versions['gradmerge']} with torch {versions['torch']}, "
+        f"mergekit {peer.get('mergekit', '(not run)')} with torch {peer.get('torch', '(not run)')}, "
+        f"Python {versions['python']}. "
         "Times are medians and include starting the program; memory is the highest peak.\n\n" + table(header, rows)
     )
 
@@ -74,9 +75,9 @@ def device_results() -> str:
     return (
         f"`python -m benchmarks.devices --data DIR` on {report['cores']} cores and an {report['device']}, seconds for "
         f"{report['layers']} layers (as in the table below, but fewer) on 4 threads:\n\n"
-        + table(("rule", "cpu s", "cuda s", "same bytes"), rules)
+        + table(("method", "cpu s", "cuda s", "same bytes"), rules)
         + f"\n\nand for {report['thread_layers']} layers by number of threads, on the CPU:\n\n"
-        + table(("rule", *(f"{count} thread{'s' if count > 1 else ''}, s" for count in counts)), threads)
+        + table(("method", *(f"{count} thread{'s' if count > 1 else ''}, s" for count in counts)), threads)
     )
 
 
@@ -84,7 +85,7 @@ def device_results() -> str:
 WAYS = {
     "plain": "plain forward and backward pass",
     "ours": "**gradmerge**",
-    "loop": "loop, one example a pass",
+    "loop": "loop, one example per pass",
     "vmap": "torch.func.vmap",
     "opacus": "Opacus",
     "backpack": "BackPACK",
@@ -117,8 +118,8 @@ def one_curvature_result(path: Path) -> str:
     if memory:
         sizes = [f"{memory[key] / 2**30:.2f} GiB" for key in ("plain_peak_bytes", "ours_peak_bytes")]
         peak = (
-            f"\n\nPeak GPU memory, weights included: plain pass {sizes[0]}, gradmerge {sizes[1]}; the sums themselves are "
-            f"{memory['float32_parameter_bytes'] / 2**30:.2f} GiB of that."
+            f"\n\nPeak GPU memory, weights included: plain pass {sizes[0]}, gradmerge {sizes[1]}; "
+            f"the sums themselves are {memory['float32_parameter_bytes'] / 2**30:.2f} GiB of that."
         )
     return f"{text}\n\n{table(header, rows)}{peak}"
 
@@ -151,7 +152,7 @@ def way_row(name: str, result: dict[str, Any]) -> tuple[str, ...]:
 
 
 def precision_results() -> str:
-    """Accuracy of merges with curvature in each precision, from the last `python -m benchmarks.precision` that was kept."""
+    """Accuracy of merges per precision of curvature, from the last `python -m benchmarks.precision` that was kept."""
     report = json.loads((RESULTS / "precision.json").read_text("utf-8"))
     settings, sizes = report["settings"], report["curvature_bytes_of_a_model"]
     names = [*settings["tasks"], "mean"]
@@ -168,8 +169,9 @@ def precision_results() -> str:
         + "\n\n"
         + table(("precision", "bytes of one model's curvature", "of float32"), bytes_of)
         + f"\n\nLargest change of an accuracy against float32: {worst}. Measured on an {machine['device']} with torch "
-        f"{machine['torch']}, {settings['epochs']} epochs of fine-tuning, at most {settings['limit']:,} rows of each set, "
-        f"seed {settings['seed']} (`benchmarks/results/precision.json`); {report['note']}."
+        f"{machine['torch']}, {settings['epochs']} epochs of fine-tuning, "
+        f"at most {settings['limit']:,} rows of each set, seed {settings['seed']} "
+        f"(`benchmarks/results/precision.json`); {report['note']}."
     )
 
 
@@ -185,8 +187,8 @@ def ranking_results() -> str:
     ]
     return (
         f"`python -m benchmarks.ranking` fine-tunes {settings['encoder']} on {settings['tasks'][0]} and from there on "
-        f"{', '.join(settings['tasks'][1:])} (at most {settings['limit']:,} rows each, one seed), and holds the predictions for "
-        f"{report['merges']} merges of five methods against test data. Spearman's ρ:\n\n"
+        f"{', '.join(settings['tasks'][1:])} (at most {settings['limit']:,} rows each, one seed), "
+        f"and holds the predictions for {report['merges']} merges of five methods against test data. Spearman's ρ:\n\n"
         + table(("task", "predicted and true loss", "predicted loss and true error"), rows)
         + "\n\nThe weight (of TIES: the scale) that each picks from "
         + ", ".join(f"{w:g}" for w in sorted({row["weight"] for row in report["rows"]}))

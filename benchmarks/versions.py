@@ -3,8 +3,9 @@
     git worktree add ../before v0.1.0
     python -m benchmarks.versions --before ../before --data bench-data
 
-Each repeat runs every case once with either version, the first of them changing, and a ratio is that of the
-medians, by the clock and of the processors' time, which other work on the machine disturbs less. Weights that both write must be the same bytes. `--durable` times this version's own option as well.
+Each repeat runs every case once per version, and the versions take turns at going first. A ratio is one of medians:
+of the time by the clock, and of the processors' time, which other work on the machine disturbs less. Both versions must
+write the same bytes of weights. `--durable` times this version's own option as well.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def command(case: str, models: list[Path], curvature: list[Path], out: Path) -> 
 
 
 def timed(words: list[str], tree: Path, out: Path) -> tuple[float, float, dict[str, bytes]]:
-    """Seconds of a command run with the code of a tree, by the clock and of the processors, and the ends of its files."""
+    """Run a command with the code of a tree: seconds by the clock, seconds of the processors, and ends of its files."""
     shutil.rmtree(out, ignore_errors=True)
     begun, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(words, check=True, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree / "src")})
@@ -85,8 +86,8 @@ def main() -> None:
                     ratio = statistics.median(measured[side]) / statistics.median(measured["before"])
                     result[f"{side} over before{what}"] = round(ratio, 4)
         results.append(result)
-        print(case, {side: round(statistics.median(values), 3) for side, values in seconds.items()},
-              {k: v for k, v in result.items() if "over" in k}, flush=True)  # fmt: skip
+        medians = {side: round(statistics.median(values), 3) for side, values in seconds.items()}
+        print(case, medians, {k: v for k, v in result.items() if "over" in k}, flush=True)
     shutil.rmtree(out, ignore_errors=True)
     if args.json:
         facts = {"layers": args.layers, "cores": os.cpu_count(), "results": results}

@@ -1,7 +1,8 @@
 """What the pages take from the program itself: `python -m docs.pages` (`make pages`) writes it into them.
 
 Between the lines `<!-- generated: NAME -->` and `<!-- end of generated -->` of a page stands what the function for NAME
-returns. It is committed with the page, so that the page can be read where it lies; a test says when it has fallen behind.
+returns. It is committed with the page, so that the page can be read where it lies; a test fails when it has fallen
+behind.
 """
 
 from __future__ import annotations

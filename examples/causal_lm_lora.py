@@ -2,9 +2,9 @@
 
     python examples/causal_lm_lora.py
 
-The text is the part of Python's reference manual that every Python ships for `help()`. A small Llama is trained from scratch on
-most topics. Two adapters are then tuned on topics that it has not seen: formatting and methods of strings, and the debugger.
-Merged, they should be better than the base on both.
+The text is the part of Python's reference manual that every Python ships for `help()`. A small Llama is trained from
+scratch on most topics. Two adapters are then tuned on topics that it has not seen: formatting and methods of strings,
+and the debugger. Merged, they should be better than the base on both.
 """
 
 from __future__ import annotations
@@ -66,10 +66,17 @@ tokenizer = PreTrainedTokenizerFast(
 torch.manual_seed(0)
 model = LlamaForCausalLM(
     LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=96, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=96,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
     )
-)  # fmt: skip
+)
 
 
 def rows(task, split):
@@ -79,10 +86,17 @@ def rows(task, split):
 
 def settings(folder, epochs, lr):
     return TrainingArguments(
-        output_dir=str(folder), num_train_epochs=1 if chosen.quick else epochs, learning_rate=lr,
-        per_device_train_batch_size=16, warmup_steps=0.1, save_strategy="no", logging_strategy="no", report_to=[],
-        disable_tqdm=True, use_cpu=True,
-    )  # fmt: skip
+        output_dir=str(folder),
+        num_train_epochs=1 if chosen.quick else epochs,
+        learning_rate=lr,
+        per_device_train_batch_size=16,
+        warmup_steps=0.1,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
 
 
 def fit(trainer):
@@ -101,16 +115,17 @@ gm.estimate_curvature(
     str(out / "base"), str(out / "data" / "base-train.jsonl"), out / "base" / "curvature", batch_size=32, max_length=96
 )
 
-# An adapter W + s·BA starts at B = 0, and A and B are all that is trained. The prior therefore is on them: ½ · strength · (‖A − A_start‖² +
-# ‖B‖²), which keeps the adapter small. The base's curvature is about W and cannot stand here. In the merge it can: with `adapted=True` the callback
-# measures the curvature of the weights that the adapter makes, in one pass when training ends.
+# An adapter W + s·BA starts at B = 0, and only A and B are trained. The prior therefore is on them:
+# ½ · strength · (‖A − A_start‖² + ‖B‖²), which keeps the adapter small. The base's curvature is about W, so it cannot
+# be the prior here. It can be in the merge: with `adapted=True` the callback estimates the curvature of the weights
+# that the adapter makes, in one pass when training ends.
 
 for task in ("strings", "debugger"):
     base = LlamaForCausalLM.from_pretrained(out / "base")
     torch.manual_seed(0)
-    adapted = get_peft_model(
-        base, LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
-    )  # fmt: skip
+    modules = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    lora = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=modules)
+    adapted = get_peft_model(base, lora)
     trainer = gm.PriorTrainer(
         adapted,
         settings(out / task, 10, 2e-3),

@@ -2,9 +2,9 @@
 
     python examples/images.py
 
-The data are the 1,797 handwritten digits that scikit-learn ships. A base has seen a few of every digit. One model is fine-tuned from it on
-the digits 0 to 4, another on 5 to 9, and neither sees the other's data. Each forgets what it is not shown. Can their
-weights be put together so that one model knows all ten?
+The data are the 1,797 handwritten digits that scikit-learn ships. A base has seen a few of every digit. One model is
+fine-tuned from it on the digits 0 to 4, another on 5 to 9, and neither sees the other's data. Each forgets what it is
+not shown. Can their weights be put together so that one model knows all ten?
 """
 
 from __future__ import annotations
@@ -50,18 +50,34 @@ def rows(chosen):
 torch.manual_seed(0)
 model = ViTForImageClassification(
     ViTConfig(
-        image_size=8, patch_size=2, num_channels=1, num_labels=10, hidden_size=48, num_hidden_layers=2,
-        num_attention_heads=4, intermediate_size=96, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        image_size=8,
+        patch_size=2,
+        num_channels=1,
+        num_labels=10,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
-)  # fmt: skip
+)
 
 
 def settings(folder, epochs, lr):
     return TrainingArguments(
-        output_dir=str(folder), num_train_epochs=epochs, learning_rate=lr, per_device_train_batch_size=16,
-        lr_scheduler_type="linear", save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True,
-        use_cpu=True, max_grad_norm=0.0,
-    )  # fmt: skip
+        output_dir=str(folder),
+        num_train_epochs=epochs,
+        learning_rate=lr,
+        per_device_train_batch_size=16,
+        lr_scheduler_type="linear",
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        max_grad_norm=0.0,
+    )
 
 
 def fit(trainer):
@@ -80,9 +96,9 @@ batches = [
 ]  # any iterable of batches will do
 gm.estimate_curvature(model, batches).save(out / "base" / "curvature")
 
-# Each task is fine-tuned under that curvature: a penalty ½ · strength · Σ H_0 (θ − θ_base)² that holds on to the weights the
-# base needs and lets go of the others. The callback adds up the squared gradients of single examples on every fifth batch, so that the
-# model's own curvature is there when training is.
+# Each task is fine-tuned under that curvature: a penalty ½ · strength · Σ H_0 (θ − θ_base)² that holds on to the
+# weights the base needs and lets go of the others. The callback adds up the squared gradients of single examples on
+# every fifth batch, so that the model's own curvature is there when training ends.
 
 for name, part in {"low": low, "high": high}.items():
     tuned = ViTForImageClassification.from_pretrained(out / "base")

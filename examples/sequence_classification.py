@@ -2,9 +2,10 @@
 
     python examples/sequence_classification.py
 
-The data are docstrings in Python files that are installed here: the standard library's, torch's and those of transformers. The first
-sentence is the text, and whether it describes a class or a function is the label. A base learns it from the standard library. Torch and
-transformers write in other ways and about other things: one model is fine-tuned on each, and the two are merged.
+The data are docstrings in Python files that are installed here: the standard library's, torch's and those of
+transformers. The first sentence is the text, and whether it describes a class or a function is the label. A base learns
+it from the standard library. Torch and transformers write in other ways and about other things: one model is fine-tuned
+on each, and the two are merged.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ folders = {"stdlib": Path(sysconfig.get_paths()["stdlib"])} | {
 
 def first_sentences(folder):
     """(sentence, is a class) of every docstring in the project's files."""
-    files = [p for p in sorted(folder.rglob("*.py")) if not {"site-packages", "test", "tests"} & set(p.relative_to(folder).parts)]  # fmt: skip
+    others = {"site-packages", "test", "tests"}
+    files = [p for p in sorted(folder.rglob("*.py")) if not others & set(p.relative_to(folder).parts)]
     for place in np.random.RandomState(0).permutation(len(files)):
         try:
             nodes = list(ast.walk(ast.parse(files[place].read_text(errors="ignore"))))
@@ -95,10 +97,15 @@ tokenizer = BertTokenizerFast(str(out / "vocab.txt"), model_max_length=64)
 torch.manual_seed(0)
 model = BertForSequenceClassification(
     BertConfig(
-        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
-        max_position_embeddings=64, id2label={0: "function", 1: "class"},
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=64,
+        id2label={0: "function", 1: "class"},
     )
-)  # fmt: skip
+)
 collator = DataCollatorWithPadding(tokenizer)
 
 
@@ -110,10 +117,17 @@ def rows(*names):
 
 def settings(folder, epochs, lr):
     return TrainingArguments(
-        output_dir=str(folder), num_train_epochs=1 if chosen.quick else epochs, learning_rate=lr,
-        per_device_train_batch_size=16, warmup_steps=0.1, save_strategy="no", logging_strategy="no", report_to=[],
-        disable_tqdm=True, use_cpu=True,
-    )  # fmt: skip
+        output_dir=str(folder),
+        num_train_epochs=1 if chosen.quick else epochs,
+        learning_rate=lr,
+        per_device_train_batch_size=16,
+        warmup_steps=0.1,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
 
 
 def fit(trainer):
@@ -134,9 +148,9 @@ save(model, "stdlib")
 data = str(out / "data" / "stdlib-train.jsonl")
 gm.estimate_curvature(str(out / "stdlib"), data, out / "stdlib" / "curvature", batch_size=32)
 
-# Fine-tuning under that curvature. At strength 1 the base counts as if it had been measured on as many examples as the task
-# has. Adam rescales gradients, so how much that does in training is something to try. The callback measures each model's
-# curvature on the way.
+# Fine-tuning under that curvature. At strength 1 the base counts as if its curvature came from as many examples as the
+# task has. Adam rescales gradients, so how much a strength does in training is something to try. The callback estimates
+# each model's curvature on the way.
 
 for name in ("torch", "transformers"):
     tuned = BertForSequenceClassification.from_pretrained(out / "stdlib")

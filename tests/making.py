@@ -117,9 +117,9 @@ def assert_close(got: Mapping[str, Tensor], want: Mapping[str, Tensor], toleranc
         assert difference <= tolerance * scale, f"{name}: differs by {difference}"
 
 
-def three_models(tmp_path: Path, dtype: torch.dtype = torch.float32, shards: Sequence[int] = (1, 2, 3)) -> tuple[
-    list[Path], list[dict[str, Tensor]]
-]:  # fmt: skip
+def three_models(
+    tmp_path: Path, dtype: torch.dtype = torch.float32, shards: Sequence[int] = (1, 2, 3)
+) -> tuple[list[Path], list[dict[str, Tensor]]]:
     """A base and two tuned models in unequal shards: folders and state dicts."""
     base = random_state(0, dtype=dtype)
     states = [base, near(base, 1), near(base, 2)]

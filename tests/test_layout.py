@@ -9,8 +9,10 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "gradmerge"
 
-# What each room may import; `errors`, `text`, `quiet` and `_version` are open to all but the rules.
-MAY_IMPORT = {
+#: Open to all but the rules. They import no room.
+OPEN = {"errors", "text", "quiet", "_version"}
+#: What each room may import besides.
+MAY_IMPORT: dict[str, set[str]] = {
     "rules": set(),
     "storage": set(),
     "curvature": {"rules", "storage"},
@@ -22,6 +24,9 @@ MAY_IMPORT = {
     "diagnostics": {"rules", "storage", "curvature", "checkpoints", "recipe", "engine", "tasks"},
     "report": {"rules", "storage", "curvature", "checkpoints", "recipe", "engine", "tasks", "diagnostics"},
 }
+MAY_IMPORT["api"] = {*MAY_IMPORT}
+MAY_IMPORT["demo"] = {*MAY_IMPORT}
+MAY_IMPORT["cli"] = {*MAY_IMPORT}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -43,6 +48,13 @@ def imports_of(path: Path) -> set[str]:
 @pytest.mark.parametrize("room", MAY_IMPORT)
 def test_imports_point_downwards(room: str) -> None:
     paths = sorted((PACKAGE / room).glob("*.py")) or [PACKAGE / f"{room}.py"]
-    allowed = MAY_IMPORT[room] | {room} | (set() if room == "rules" else {"errors", "text", "quiet", "_version"})
+    allowed = MAY_IMPORT[room] | {room} | (set() if room == "rules" else OPEN)
     for path in paths:
         assert imports_of(path) <= allowed, path.name
+
+
+def test_every_room_is_known() -> None:
+    found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert found - {"__init__", "__main__"} == MAY_IMPORT.keys() | OPEN
+    for name in OPEN:
+        assert imports_of(PACKAGE / f"{name}.py") <= OPEN, name

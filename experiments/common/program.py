@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import gradmerge as gm
 from gradmerge.demo.stages import write_text
+from gradmerge.text import to_json
 
 Results = dict[str, Any]
 
@@ -79,7 +79,7 @@ def run_program(
             _check(args)
             disable_progress_bar()
             # Through JSON, so that tables see what they see with --render-only.
-            results = json.loads(json.dumps(_finite(run(args))))
+            results = json.loads(to_json(run(args)))
     except gm.InputError as error:
         parser.error(str(error))
     write_text(args.out / "results.json", json.dumps(results, indent=1) + "\n")
@@ -110,15 +110,6 @@ def need(args: argparse.Namespace, *options: str) -> None:
     for option in options:
         if getattr(args, option.replace("-", "_")) is None:
             raise gm.InputError(f"--scale {args.scale} needs --{option}")
-
-
-def _finite(value: Any) -> Any:
-    """The same with None for numbers that are not finite, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def public_name(place: str) -> str:

@@ -77,9 +77,9 @@ def _about(results: Mapping[str, Any]) -> str:
         "BLEU and hallucination are of responses to the test turns. Hallucination % is the share of the responses' "
         "content words that their knowledge does not have; KF1 the F1 of the content words of both. Perplexity is that "
         "of people's responses; grounding is what their log-likelihood gains from the true knowledge over a swapped "
-        "one, in nats a token."
+        "one, in nats per token."
     )
-    columns += " KL is that from the target to the model, in nats a token." if settings["swapped"] else ""
+    columns += " KL is that from the target to the model, in nats per token." if settings["swapped"] else ""
     columns += " Critic is the share of responses that the critic calls hallucinated." if settings["critic"] else ""
     penalty = (
         "θ_t was trained under ½‖θ − θ_0‖² in the norm of the base's curvature F_0, which is the H_0 of the removal."
@@ -174,7 +174,7 @@ def _chosen_settings(chosen: Sequence[Mapping[str, Mapping[str, Any]]]) -> str:
             for rows in chosen
         ]
         parts.append(f"{LABELS[name]}: {'; '.join(found)}")
-    return f"Chosen, seed by seed: {'. '.join(parts)}.\n"
+    return f"Chosen, per seed: {'. '.join(parts)}.\n"
 
 
 def _damping(entry: Mapping[str, Any]) -> str:
@@ -304,7 +304,7 @@ def _draw_damping(results: Mapping[str, Any], path: Path) -> None:
             axes[1].plot([strengths[i] for i in alive], grounding, label=label, markersize=4, **look)
         axes[0].set_yscale("log")
         axes[0].set_ylabel("perplexity, validation")
-        axes[1].set_ylabel("grounding, nats a token")
+        axes[1].set_ylabel("grounding, nats per token")
         for one in axes:
             one.set_xlabel("strength")
         axes[0].legend(fontsize=8)

@@ -23,8 +23,8 @@ Merge four sentiment tasks into a model of IMDB.
 Reproduces the tables sentiment_analysis, sentiment_analysis_mismatch_only and hessians of the paper and the right
 halves of its figures mismatch and scaling_factors_fig; with an encoder-decoder as --model, the table t5. A pre-trained
 model is fine-tuned on IMDB (the base), the base on Yelp, Rotten Tomatoes, SST-2 and Amazon, and these are merged by
-every rule; next to them stand a model trained on all five at once and one trained on the four from the base. Stages and
-results go to --out; a run that was stopped goes on where it was."""
+every method. Beside them stand a model trained on all five at once and one trained on the four from the base. Stages
+and results go to --out; a run that was stopped goes on where it was."""
 
 EXAMPLES = """\
 examples:

@@ -17,7 +17,7 @@ from .data import BASE, SETS, TASKS
 
 State = dict[str, Tensor]
 
-#: What the tables call a rule. "of four" leaves the base out of an average; the others count it as the fifth model.
+#: What the tables call a method. "of four" leaves the base out of an average; the others count it as the fifth model.
 RULES = {
     "average": "average",
     "fisher-averaging-mean": "Fisher averaging (mean)",

@@ -152,7 +152,7 @@ def _merging(results: Mapping[str, Any]) -> str:
         "the right label. Averages, Fisher averaging and RegMean are of five models, the base being one. The paper "
         "does not say whether it counts the base; its average scores 94.1, as its task arithmetic does at weight 0.2 "
         "= 1/5, where the two are the same model. Everything is merged, the head too, and all but the tuned rows use "
-        f"weight 1. Task arithmetic tuned on development rows takes the weight {picked['dev']} (seed by seed), tuned "
+        f"weight 1. Task arithmetic tuned on development rows takes the weight {picked['dev']} (per seed), tuned "
         f"on test {picked['test']}; N is the number of training rows.\n\n"
         f"The paper's ({model}):\n\n" + markdown(["", *_HEADER], theirs)
     )

@@ -133,7 +133,7 @@ def _all_table(results: dict[str, Any], tuning: str) -> str:
     text = markdown(header, [[label, *_numbers(tests, columns)] for label, tests in rows])
     training = settings["tunings"][tuning]
     held = f", held by the base's curvature (strength {training['strength']:g})" if training["strength"] else ""
-    notes = "KL divergences in nats a token on validation text. " if "kl-stay" in columns else ""
+    notes = "KL divergences in nats per token on validation text. " if "kl-stay" in columns else ""
     return (
         f"## Task model `{tuning}`: {_numbered(training['epochs'], 'epoch')} with a learning rate of "
         f"{training['learning_rate']:g}{held}\n\n{text}\n"

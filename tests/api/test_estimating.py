@@ -208,8 +208,15 @@ def stopped(place: Path, out: Path, batches: int = 2, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"likelihood": "sampled"}, {"seed": 1}, {"limit": 9}, {"max_length": 7}, {"at_delta": "other"}, {"dtype": "float64"}],
-)  # fmt: skip
+    [
+        {"likelihood": "sampled"},
+        {"seed": 1},
+        {"limit": 9},
+        {"max_length": 7},
+        {"at_delta": "other"},
+        {"dtype": "float64"},
+    ],
+)
 def test_another_request_does_not_go_on_with_what_was_measured(
     place: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:

@@ -29,9 +29,8 @@ def merged(tmp_path: Path) -> Path:
     for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
         random_curvature(seed, state).save(folder / "curvature")
     (folders[0] / "tokenizer.json").write_text("{}")
-    recipe = {"method": "gradient-matching", "base": str(folders[0]), "models": [str(f) for f in folders[1:]],
-              "damping": 0.5, "output": {"curvature": True}}  # fmt: skip
-    gm.merge(recipe, tmp_path / "merged")
+    recipe = {"method": "gradient-matching", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
+    gm.merge(recipe | {"damping": 0.5, "output": {"curvature": True}}, tmp_path / "merged")
     return tmp_path / "merged"
 
 
@@ -239,7 +238,7 @@ Task = tuple[Tensor, Tensor]
 
 
 def regression(seed: int, diagonal: bool, exact: bool) -> Task:
-    """XᵀX and Xᵀy of one task; ``diagonal`` for columns that are orthogonal, ``exact`` for values that float32 holds."""
+    """XᵀX and Xᵀy of one task; ``diagonal``: its columns are orthogonal, ``exact``: float32 holds its values."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(12, FEATURES, generator=generator, dtype=torch.float64)
     y = torch.randn(12, generator=generator, dtype=torch.float64)
@@ -280,8 +279,9 @@ def test_merges_on_top_of_merges_end_at_the_jointly_trained_model_with_full_matr
         precision = precision + sum(WEIGHTS[t] * tasks[t][0] for t in stage)
     joint = trained(list(zip(WEIGHTS, tasks, strict=True)), torch.diag(diagonal), base)
     assert (mode - joint).abs().max() < 1e-9
-    forgetful = base + sum(w * (trained([(1.0, t)], torch.diag(diagonal), base) - base)
-                           for w, t in zip(WEIGHTS, tasks, strict=True))  # fmt: skip
+    forgetful = base + sum(
+        w * (trained([(1.0, t)], torch.diag(diagonal), base) - base) for w, t in zip(WEIGHTS, tasks, strict=True)
+    )
     assert (forgetful - joint).abs().max() > 0.1
 
 
@@ -294,9 +294,8 @@ def test_merges_on_top_of_merges_end_at_the_jointly_trained_model_in_memory() ->
         tuned = [{"w": trained([(1.0, tasks[t])], torch.diag(precision["w"]), mode["w"])} for t in stage]
         curvature = [{"w": tasks[t][0].diagonal()} for t in stage]
         new = gm.merge_state_dicts(mode, tuned, prior=precision, curvature=curvature, weights=weights, damping=0.0)
-        precision = {"w": merged_precision(
-            mode["w"], [t["w"] for t in tuned], weights, precision["w"], [c["w"] for c in curvature], 0.0
-        )}  # fmt: skip
+        tuned_w, curvature_w = [t["w"] for t in tuned], [c["w"] for c in curvature]
+        precision = {"w": merged_precision(mode["w"], tuned_w, weights, precision["w"], curvature_w, 0.0)}
         mode = new
     joint = trained(list(zip(WEIGHTS, tasks, strict=True)), torch.diag(diagonal), base)
     assert (mode["w"] - joint).abs().max() < 1e-9
@@ -308,7 +307,7 @@ def test_merges_on_top_of_merges_end_at_the_jointly_trained_model_in_memory() ->
 def test_merges_on_top_of_merges_end_at_the_jointly_trained_model_on_disk(
     tmp_path: Path, reduction: str, exact: bool, tolerance: float
 ) -> None:
-    """Every stage starts from the folder that the last one wrote. Curvature files are float32; ``exact`` values fit that.
+    """Every stage starts from the folder that the last one wrote. Curvature files are float32; ``exact`` values fit.
 
     With the mean, a task of N examples has the curvature XᵀX / N and counts as its mean loss does.
     """
@@ -328,8 +327,14 @@ def test_merges_on_top_of_merges_end_at_the_jointly_trained_model_on_disk(
             path = write_model(tmp_path / f"tuned-{t}", {"w": tuned})
             gm.Curvature({"w": tasks[t][0].diagonal()}, examples[t]).save(path / "curvature")
             models.append({"model": str(path), "weight": WEIGHTS[t]})
-        recipe = {"method": "gradient-matching", "base": str(folder), "models": models, "damping": 0.0, "reduction": reduction,
-                  "output": {"curvature": True}}  # fmt: skip
+        recipe = {
+            "method": "gradient-matching",
+            "base": str(folder),
+            "models": models,
+            "damping": 0.0,
+            "reduction": reduction,
+            "output": {"curvature": True},
+        }
         folder = tmp_path / f"merged-{number}"
         gm.merge(recipe, folder)
         mode = read_model(folder)["w"]

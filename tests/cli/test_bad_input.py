@@ -102,8 +102,8 @@ def test_missing_and_extra_tensors_and_wrong_shapes_are_listed_together(place: P
     state["pooler.weight"] = torch.zeros(3)
     odd = write_model(place.path / "odd", state)
     message = refused(place.out, *place.command("task-arithmetic", odd))
-    for words in ("2 tensors", "layers.0.linear.bias", "layers.1.norm.weight", "pooler.weight", "other shapes",
-                  "layers.1.linear.weight: [8, 16]", "[16, 8]", str(odd), str(place.base)):  # fmt: skip
+    names = ("layers.0.linear.bias", "layers.1.norm.weight", "pooler.weight", "layers.1.linear.weight: [8, 16]")
+    for words in (*names, "2 tensors", "other shapes", "[16, 8]", str(odd), str(place.base)):
         assert words in message
 
 
@@ -232,8 +232,8 @@ def test_a_merge_that_overflows_is_an_error(place: Place) -> None:
 
 
 def curvature_command(place: Place, curvature: Path, *more: str) -> list[str | Path]:
-    return [*place.command("gradient-matching"), "--curvature", "base=identity:1.0", "--curvature",
-            f"{place.a}={curvature}", *more]  # fmt: skip
+    given = ["--curvature", "base=identity:1.0", "--curvature", f"{place.a}={curvature}"]
+    return [*place.command("gradient-matching"), *given, *more]
 
 
 def damaged_curvature(place: Place, change: Mapping[str, torch.Tensor], without: str = "") -> Path:
@@ -328,7 +328,10 @@ def test_an_identity_must_be_a_number_that_is_not_negative(place: Place, value: 
         ({"method": "ties", "options": {"density": 2}}, ("density",)),
         ({"method": "ties", "options": {"density": float("nan")}}, ("density",)),
         ({"method": "slerp"}, ("slerp takes the base and one model, not 2",)),
-        ({"method": "average", "models": [{"model": "x", "weight": 2}]}, ("average has no weights", "weighted-average has")),
+        (
+            {"method": "average", "models": [{"model": "x", "weight": 2}]},
+            ("average has no weights", "weighted-average has"),
+        ),
         ({"base": {"model": "x", "weight": 1}}, ("base.weight", "only weighted-average")),
         ({"base": {"model": "x", "penalty": "y"}}, ("base.penalty", "only removal")),
         ({"output": {"curvature": True}}, ("output.curvature", "no curvature of its own")),
@@ -338,7 +341,7 @@ def test_an_identity_must_be_a_number_that_is_not_negative(place: Place, value: 
         ({"options": [1]}, ("options",)),
         ({"include": []}, ("include",)),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_key_or_value_is_named_with_its_place(
     place: Place, keys: dict[str, Any], words: tuple[str, ...]
 ) -> None:
@@ -387,7 +390,7 @@ def test_weights_that_sum_to_zero_are_refused_before_any_work(place: Place) -> N
         ("method: average\nmodels: [x]\n1: 2\n", ("Keys should be strings",)),
         ("x" * 10_000_000, ("larger than 1000000 bytes",)),
     ],
-)  # fmt: skip
+)
 def test_a_recipe_that_cannot_be_read_says_where_and_why(
     place: Place, text: str | bytes, words: tuple[str, ...]
 ) -> None:
@@ -402,9 +405,14 @@ def test_a_yaml_bomb_does_not_go_off(place: Place) -> None:
 
 @pytest.mark.parametrize(
     "tag",
-    ["!!python/object/apply:os.system ['touch {0}']", "!!python/object/new:os.system ['touch {0}']",
-     "!!python/name:os.system", "!!python/module:os", "!!python/object/apply:subprocess.check_output [[touch, {0}]]"],
-)  # fmt: skip
+    [
+        "!!python/object/apply:os.system ['touch {0}']",
+        "!!python/object/new:os.system ['touch {0}']",
+        "!!python/name:os.system",
+        "!!python/module:os",
+        "!!python/object/apply:subprocess.check_output [[touch, {0}]]",
+    ],
+)
 def test_a_python_tag_in_yaml_is_not_run(place: Place, tag: str) -> None:
     pwned = place.path / "pwned"
     refused(place.out, "merge", place.text(f"method: {tag.format(pwned)}\n"), says=("not valid YAML",))
@@ -424,10 +432,13 @@ def test_a_recipe_that_is_no_file_is_an_error(place: Place) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ["nonsense", "=1", ".=1", "[]=1", "²=1", "densty=1", "damping=x", "damping=[", "base.model.x=1", "models=5", "models[9].weight=1",
-     "models.x.weight=1", "options=5", "method=[a]", "method=nonsense", "0=1", "output.dtype=int8", "a.b.c=1", "damping.x=1",
-     "damping=0x" + "f" * 5000, "output=float16", "damping=", "models.99999999999999999999.weight=1"],
-)  # fmt: skip
+    [
+        *["nonsense", "densty=1", "a.b.c=1", "0=1", "=1", ".=1", "[]=1", "²=1"],
+        *["damping=", "damping=x", "damping=[", "damping.x=1", "damping=0x" + "f" * 5000],
+        *["models=5", "models[9].weight=1", "models.x.weight=1", "models.99999999999999999999.weight=1"],
+        *["base.model.x=1", "options=5", "method=[a]", "method=nonsense", "output=float16", "output.dtype=int8"],
+    ],
+)
 def test_a_setting_that_makes_no_sense_is_refused(place: Place, setting: str) -> None:
     message = refused(place.out, *place.command(), "--set", setting)
     assert setting.partition("=")[0].partition(".")[0].partition("[")[0] in message
@@ -443,8 +454,10 @@ def test_a_device_that_is_not_there_is_refused(place: Place) -> None:
     refused(place.out, *place.command(), "--device", "cuda", says=("no such CUDA device", "take cpu"))
 
 
-@pytest.mark.parametrize("option", [["--threads", "0"], ["--threads", "-1"], ["--threads", "x"], ["--threads", "1000000"],
-                                    ["--nonsense"], ["--model"], ["a", "b"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "option",
+    [*(["--threads", count] for count in ("0", "-1", "x", "1000000")), ["--nonsense"], ["--model"], ["a", "b"]],
+)
 def test_an_option_that_makes_no_sense_is_refused(place: Place, option: list[str]) -> None:
     result = invoke(*place.command(), "-o", place.out, *option)
     assert result.exit_code == 2 and result.stdout == "" and "Traceback" not in result.stderr

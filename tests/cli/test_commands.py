@@ -69,8 +69,9 @@ def test_a_recipe_is_merged(models: tuple[Path, ...], tmp_path: Path) -> None:
 
 def test_options_make_the_same_merge_as_a_recipe(models: tuple[Path, ...], tmp_path: Path) -> None:
     base, a, b = models
-    run("merge", "--method", "ties", "--base", base, "--model", f"{a}=0.5", "--model", b, "--set", "density=0.4",
-        "--set", "options.scale=0.7", "--set", "output.dtype=float64", "-o", tmp_path / "one")  # fmt: skip
+    models_given = ["--base", base, "--model", f"{a}=0.5", "--model", b]
+    settings = ["--set", "density=0.4", "--set", "options.scale=0.7", "--set", "output.dtype=float64"]
+    run("merge", "--method", "ties", *models_given, *settings, "-o", tmp_path / "one")
     recipe = {
         "method": "ties",
         "base": "base",
@@ -85,8 +86,8 @@ def test_options_make_the_same_merge_as_a_recipe(models: tuple[Path, ...], tmp_p
 
 def test_a_recipe_can_be_changed_from_the_command_line(models: tuple[Path, ...], tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "r.yml", {"method": "ties", "base": "base", "models": ["a", "b"]})
-    run("merge", recipe, "--method", "task-arithmetic", "--set", "models[1].weight=0", "--set", "exclude=['embed*']",
-        "-o", tmp_path / "out")  # fmt: skip
+    settings = ["--set", "models[1].weight=0", "--set", "exclude=['embed*']"]
+    run("merge", recipe, "--method", "task-arithmetic", *settings, "-o", tmp_path / "out")
     got, tuned, base = read_model(tmp_path / "out"), read_model(models[1]), read_model(models[0])
     assert torch.allclose(got["layers.0.linear.weight"], tuned["layers.0.linear.weight"], atol=1e-6)
     assert torch.equal(got["embed.weight"], base["embed.weight"])
@@ -112,9 +113,10 @@ def test_curvature_can_be_given_by_name_or_in_order(models: tuple[Path, ...], tm
 
 def test_a_constant_curvature_can_be_given(models: tuple[Path, ...], tmp_path: Path) -> None:
     base, a, _ = models
-    run("merge", "-m", "gradient-matching", "--base", base, "--model", f"{a}=0.25", "--curvature", "base=identity:3",
-        "--curvature", f"{a}=identity:0", "-o", tmp_path / "out")  # fmt: skip
-    run("merge", "-m", "task-arithmetic", "--base", base, "--model", f"{a}=0.25", "-o", tmp_path / "ta")
+    given = ["--base", base, "--model", f"{a}=0.25"]
+    constants = ["--curvature", "base=identity:3", "--curvature", f"{a}=identity:0"]
+    run("merge", "-m", "gradient-matching", *given, *constants, "-o", tmp_path / "out")
+    run("merge", "-m", "task-arithmetic", *given, "-o", tmp_path / "ta")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "ta/model.safetensors").read_bytes()
 
 
@@ -130,8 +132,8 @@ def test_remove_takes_a_task_out(models: tuple[Path, ...], tmp_path: Path) -> No
 
 def test_remove_by_negation_and_with_a_strength_for_all(models: tuple[Path, ...], tmp_path: Path) -> None:
     base, a, b = models
-    run("remove", "--method", "task-arithmetic", "--base", base, "--model", a, "--model", f"{b}=2", "--strength", "0.5",
-        "-o", tmp_path / "out")  # fmt: skip
+    given = ["--base", base, "--model", a, "--model", f"{b}=2", "--strength", "0.5"]
+    run("remove", "--method", "task-arithmetic", *given, "-o", tmp_path / "out")
     states = [read_model(m) for m in models]
     want = gm.merge_state_dicts(states[0], states[1:], "task-arithmetic", weights=[-0.5, -1.0])
     assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / "out").items())

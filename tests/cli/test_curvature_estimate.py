@@ -158,8 +158,8 @@ def test_curvature_at_the_difference_merges_by_fa1(place: Path, task: str, tmp_p
         "method": "fa1",
         "base": {"model": str(folder / "base"), "curvature": str(tmp_path / "base")},
         "models": [
-            {"model": str(folder / n), "curvature": str(tmp_path / n), "weight": w}
-            for n, w in (("a", 0.7), ("b", -0.4))
+            {"model": str(folder / "a"), "curvature": str(tmp_path / "a"), "weight": 0.7},
+            {"model": str(folder / "b"), "curvature": str(tmp_path / "b"), "weight": -0.4},
         ],
         "damping": 1e-4,
     }
@@ -241,8 +241,8 @@ def test_curvature_is_stored_as_narrow_as_asked(place: Path, precision: str, tmp
 
 def test_labels_that_are_drawn_depend_on_the_seed(place: Path, tmp_path: Path) -> None:
     for name, seed in (("one", 1), ("same", 1), ("two", 2)):
-        words = ["--likelihood", "sampled", "--seed", seed, "-o", tmp_path / name]
-        estimate(place / "classify/a", "-d", place / "labels.jsonl", *words)
+        drawn = ["--likelihood", "sampled", "--seed", seed]
+        estimate(place / "classify/a", "-d", place / "labels.jsonl", *drawn, "-o", tmp_path / name)
     assert weight_bytes(tmp_path / "one") == weight_bytes(tmp_path / "same") != weight_bytes(tmp_path / "two")
 
 
@@ -342,7 +342,7 @@ def test_resume_goes_on_and_refuses_what_is_different(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["-d", place / "labels.jsonl", "--batch-size", 2, "-o", tmp_path / "c"]
-    defaults = {**estimating.estimate_to_disk.__kwdefaults__, "save_every": 0.0}
+    defaults = estimating.estimate_to_disk.__kwdefaults__ | {"save_every": 0.0}
     monkeypatch.setattr("gradmerge.api.estimating.estimate_to_disk.__kwdefaults__", defaults)
     with monkeypatch.context() as patch:
         calls = 0

@@ -50,7 +50,7 @@ def test_an_imported_curvature_merges_by_gradient_matching(trained: Run, tmp_pat
     message = run("curvature", "import", trained.checkpoint, "-o", tmp_path / "c", "--examples", "10")
     assert "adam curvature of 40 tensors" in message.stdout
     assert "sum over 10 examples in steps of 4" in message.stdout
-    assert "note: batch size: 4 a process × 1 process × 1 accumulated = 4" in message.stderr
+    assert "note: batch size: 4 per process × 1 process × 1 accumulated = 4" in message.stderr
     curvature = gm.Curvature.load(tmp_path / "c")
     recipe = {
         "method": "gradient-matching",

@@ -31,8 +31,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tables_reports_and_commands_are_shown(place: Path) -> None:
     result = invoke("-o", place)
     assert result.exit_code == 0, result.output
-    for words in ("gradient-matching, weight 1", "task-arithmetic, tuned", "trained on all (target)", "Taking tilted out",
-                  "per cent", "gradmerge diagnose recipes/", f"cd '{place}'", "0 kept"):  # fmt: skip
+    rows = ["gradient-matching, weight 1", "task-arithmetic, tuned", "trained on all (target)", "Taking tilted out"]
+    for words in (*rows, "per cent", "gradmerge diagnose recipes/", f"cd '{place}'", "0 kept"):
         assert words in result.stdout, result.stdout
     assert "models/base: " in result.stderr and "curvature/tilted: " in result.stderr
     again = invoke("-o", place, "--quiet")

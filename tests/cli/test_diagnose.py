@@ -1,4 +1,4 @@
-"""`gradmerge diagnose` as a user runs it: predictions against slow sums, data against evaluate, and what is wrong."""
+"""`gradmerge diagnose` as a user runs it: predictions against slow sums, data against evaluate, clear refusals."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_jsonl(folder / f"{name}.jsonl", labelled(10, seed=seed))
         gm.estimate_curvature(str(folder / name), str(folder / f"{name}.jsonl"), folder / f"{name}-c", device="cpu")
     write_recipe(folder / "recipe.yml", recipe())
-    data = ["--data", f"one={folder / 'one.jsonl'}", "--data", f"two={folder / 'two.jsonl'}", "--device", "cpu"]
-    done = invoke(folder / "recipe.yml", "-o", folder / "report", *data, "--target", folder / "joint")
+    data = ["--data", f"one={folder / 'one.jsonl'}", "--data", f"two={folder / 'two.jsonl'}"]
+    more = ["--target", folder / "joint", "--device", "cpu"]
+    done = invoke(folder / "recipe.yml", "-o", folder / "report", *data, *more)
     assert done.exit_code == 0, done.output
     return folder
 

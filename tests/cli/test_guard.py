@@ -1,4 +1,4 @@
-"""No command writes over what it reads, or over the unfinished work of another; --resume takes nothing that has changed."""
+"""No command writes over what it reads or over unfinished work of another; --resume takes nothing that has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile names, odd paths, streams that fail and limits of the machine: clear words, the right status, nothing broken."""
+"""Hostile names, odd paths, failing streams, limits of the machine: clear words, the right status, nothing broken."""
 
 from __future__ import annotations
 
@@ -239,7 +239,10 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
     ("error", "words"),
     [
         (MemoryError(), "out of memory"),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"),
+            "out of memory",
+        ),
         (RuntimeError("can't start new thread"), "out of memory"),
         (ImportError("libtorch.so: failed to map segment from shared object"), "out of memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory"),
@@ -248,7 +251,7 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
         (caused(InputError("x: cannot be opened"), OSError(errno.EMFILE, "")), "x: cannot be opened. This process may"),
         (caused(InputError("x: cannot be read"), OSError(errno.EIO, "")), "x: cannot be read"),
     ],
-)  # fmt: skip
+)
 def test_a_failing_machine_is_not_blamed_on_the_input(error: BaseException, words: str) -> None:
     message, status = explain(error)
     assert status == 1 and message.startswith(words)
@@ -295,10 +298,8 @@ def test_a_full_or_closed_output_is_said_and_is_a_failure(tmp_path: Path) -> Non
 
 
 def test_a_merge_whose_summary_cannot_be_printed_stays(place: Path) -> None:
-    done = shell(
-        place,
-        "gradmerge merge r.yml -o full >/dev/full; echo $? >&2; gradmerge merge r.yml -o closed <&- >&- 2>&-; echo $? >&2",
-    )
+    full, closed = "gradmerge merge r.yml -o full >/dev/full", "gradmerge merge r.yml -o closed <&- >&- 2>&-"
+    done = shell(place, f"{full}; echo $? >&2; {closed}; echo $? >&2")
     assert "The work itself is done." in done.stderr and done.stderr.endswith("\n1\n1\n")
     assert read_model(place / "full").keys() == read_model(place / "closed").keys() == random_state(0).keys()
     assert not list(place.glob("*.gradmerge-*"))

@@ -1,4 +1,4 @@
-"""`gradmerge preview` as a user runs it: tables, a report that appears whole, the best setting, and what is wrong."""
+"""`gradmerge preview` as a user runs it: tables, a whole report, the best setting merged, one message per mistake."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_predictions_are_ranks_and_multiples_of_the_reference(place: Path) -> No
     out = place / "report"
     result = invoke(place / "recipe.yml", "-w", "0:1:0.25", "-m", "gradient-matching,average", "-o", out)
     assert result.exit_code == 0, result.output
-    said = ("× reference", "within 1 % of it", "takes none", "Spearman", "smallest predicted loss of the worst task")
-    for words in (*said, "the recipe's own merge (gradient-matching 1, 0.5)", "report.html"):
+    shown = ["× reference", "within 1 % of it", "takes none", "Spearman", "smallest predicted loss of the worst task"]
+    for words in (*shown, "the recipe's own merge (gradient-matching 1, 0.5)", "report.html"):
         assert words in result.stdout, result.stdout
     assert "nats" not in result.stdout
     found = gm.preview(place / "recipe.yml", weights="0:1:0.25", methods="gradient-matching,average")

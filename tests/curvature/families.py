@@ -1,4 +1,4 @@
-"""Models of well-known families and of none, tiny and random, with examples of unequal length: what curvature is tested on."""
+"""What curvature is tested on: tiny random models of well-known families and of none, examples of unequal length."""
 
 from __future__ import annotations
 
@@ -22,21 +22,57 @@ PAD = 1
 VOCABULARY = 23
 
 _BERT = {
-    "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12,
-    "max_position_embeddings": 16, "num_labels": 3, "pad_token_id": PAD,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "max_position_embeddings": 16,
+    "num_labels": 3,
+    "pad_token_id": PAD,
+}
 _LLAMA = {
-    "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "intermediate_size": 12, "max_position_embeddings": 16, "pad_token_id": PAD, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 12,
+    "max_position_embeddings": 16,
+    "pad_token_id": PAD,
+    "tie_word_embeddings": False,
+}
 _T5 = {
-    "vocab_size": VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "pad_token_id": PAD,
-    "decoder_start_token_id": PAD, "relative_attention_num_buckets": 6, "relative_attention_max_distance": 8,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "d_model": 8,
+    "d_kv": 4,
+    "d_ff": 12,
+    "num_layers": 2,
+    "num_heads": 2,
+    "pad_token_id": PAD,
+    "decoder_start_token_id": PAD,
+    "relative_attention_num_buckets": 6,
+    "relative_attention_max_distance": 8,
+}
 _VIT = {
-    "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "image_size": 8,
-    "patch_size": 4, "num_labels": 3,
-}  # fmt: skip
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "image_size": 8,
+    "patch_size": 4,
+    "num_labels": 3,
+}
+
+
+_CLIP_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "max_position_embeddings": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -82,7 +118,7 @@ def _text() -> list[Example]:
 
 
 def _language() -> list[Example]:
-    """The prompt of every other example does not count; one example repeats a token; a first token is never predicted."""
+    """Every other example has a prompt that does not count, one repeats a token, and no first token is predicted."""
     tokens = _tokens((4, 6, 3, 5, 6))
     tokens[1][2] = tokens[1][4] = tokens[1][1]
     labels = [ids.clone() for ids in tokens]
@@ -216,8 +252,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "distilbert": Family(
         _of(
-            t.DistilBertForSequenceClassification, t.DistilBertConfig, vocab_size=VOCABULARY, dim=8, n_layers=2, n_heads=2,
-            hidden_dim=12, max_position_embeddings=16, num_labels=3, pad_token_id=PAD,
+            t.DistilBertForSequenceClassification, t.DistilBertConfig, vocab_size=VOCABULARY, dim=8, n_layers=2,
+            n_heads=2, hidden_dim=12, max_position_embeddings=16, num_labels=3, pad_token_id=PAD,
         ),
         "text", "classes", zero=("k_lin.bias",),
     ),
@@ -241,7 +277,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "llama": Family(_of(t.LlamaForCausalLM, t.LlamaConfig, **_LLAMA), "language", "next-token", ROUNDED),
     "llama, tied": Family(
-        _of(t.LlamaForCausalLM, t.LlamaConfig, **_LLAMA | {"tie_word_embeddings": True}), "language", "next-token", ROUNDED
+        _of(t.LlamaForCausalLM, t.LlamaConfig, **_LLAMA | {"tie_word_embeddings": True}),
+        "language", "next-token", ROUNDED,
     ),
     "llama, grouped": Family(
         _of(t.LlamaForCausalLM, t.LlamaConfig, **_LLAMA | {"num_key_value_heads": 1}), "language", "next-token", ROUNDED
@@ -249,13 +286,15 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(_of(t.Qwen2ForCausalLM, t.Qwen2Config, **_LLAMA), "language", "next-token", ROUNDED),
     "qwen3": Family(_of(t.Qwen3ForCausalLM, t.Qwen3Config, **_LLAMA, head_dim=6), "language", "next-token", ROUNDED),
     "gemma2": Family(
-        _of(t.Gemma2ForCausalLM, t.Gemma2Config, **_LLAMA | {"tie_word_embeddings": True}, head_dim=6, sliding_window=5),
+        _of(
+            t.Gemma2ForCausalLM, t.Gemma2Config, **_LLAMA | {"tie_word_embeddings": True}, head_dim=6, sliding_window=5
+        ),
         "language", "next-token", ROUNDED,
     ),
     "opt": Family(
         _of(
-            t.OPTForCausalLM, t.OPTConfig, vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
-            ffn_dim=12, max_position_embeddings=16, word_embed_proj_dim=6, pad_token_id=PAD,
+            t.OPTForCausalLM, t.OPTConfig, vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=2,
+            num_attention_heads=2, ffn_dim=12, max_position_embeddings=16, word_embed_proj_dim=6, pad_token_id=PAD,
         ),
         "language", "next-token", zero=("k_proj.bias",),
     ),
@@ -282,8 +321,7 @@ FAMILIES: Mapping[str, Family] = {
     "clip": Family(
         lambda: t.CLIPForImageClassification(
             t.CLIPConfig(  # type: ignore[call-arg]
-                text_config={"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
-                             "vocab_size": VOCABULARY, "max_position_embeddings": 8},
+                text_config=_CLIP_TEXT,
                 vision_config={k: v for k, v in _VIT.items() if k != "num_labels"},
                 num_labels=3,
             )

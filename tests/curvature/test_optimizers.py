@@ -41,8 +41,8 @@ def test_a_trainers_second_moments_become_a_sum_over_examples(family: str, tmp_p
 
 @pytest.mark.parametrize("family", ["bert", "vit"])
 def test_single_examples_and_a_uniform_average_give_squared_gradients_exactly(family: str, tmp_path: Path) -> None:
-    run = train(tmp_path, family, 8, per_device_train_batch_size=1, num_train_epochs=1, learning_rate=0.0,
-                adam_beta2=1 - 1e-9)  # fmt: skip
+    settings = {"num_train_epochs": 1, "learning_rate": 0.0, "adam_beta2": 1 - 1e-9}
+    run = train(tmp_path, family, 8, per_device_train_batch_size=1, **settings)
     got = gm.import_curvature(run.checkpoint)
     assert got.examples == 8
     assert_same(got, run.stored(squared_gradients(run.start, examples(family, 8))))
@@ -313,6 +313,21 @@ def facts_folder(folder: Path, state: dict[str, Any], processes: int = 1, **argu
     for name in names:
         (folder / name).touch()
     return folder
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"checkpoint": 5}, "checkpoint: the path of a folder, not int"),
+        ({"examples": "ten"}, "--examples: a whole number, not 'ten'"),
+        ({"batch_size": 2.5}, "--batch-size: a whole number, not 2.5"),
+        ({"frozen": "bert.*"}, "frozen: a list of patterns over names of parameters, not 'bert"),
+        ({"model": "bert"}, "model: the trained model, an nn.Module, not str"),
+    ],
+)
+def test_an_argument_of_another_type_is_told_from_what_was_expected(wrong: Any, message: str, bert: Run) -> None:
+    with pytest.raises(gm.InputError, match=message):
+        gm.import_curvature(**{"checkpoint": bert.checkpoint} | wrong)
 
 
 STATE = {"train_batch_size": 8, "global_step": 30, "epoch": 1.5, "num_train_epochs": 3}

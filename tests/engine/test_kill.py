@@ -43,7 +43,8 @@ def merge(order):
         gm.merge(order["recipe"], order["out"], threads=2, block=4096, force=order["force"], resume=order["resume"])
     except GradmergeError as error:
         message, status = str(error), error.status
-    os.write(1, json.dumps({"killed": False, "status": status, "message": message, "changes": changes()}).encode() + b"\\n")
+    answer = {"killed": False, "status": status, "message": message, "changes": changes()}
+    os.write(1, json.dumps(answer).encode() + b"\\n")
 
 for line in sys.stdin:
     order = json.loads(line)
@@ -77,7 +78,9 @@ class Driver:
             [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
         )
 
-    def merge(self, recipe: dict[str, Any], out: Path, *, force: bool = False, resume: bool = False, **order: Any) -> dict[str, Any]:  # fmt: skip
+    def merge(
+        self, recipe: dict[str, Any], out: Path, *, force: bool = False, resume: bool = False, **order: Any
+    ) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         text = json.dumps({"recipe": recipe, "out": str(out), "force": force, "resume": resume, **order})
         self._process.stdin.write(text.encode() + b"\n")

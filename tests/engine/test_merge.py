@@ -33,6 +33,10 @@ def flat(state: dict[str, Tensor]) -> list[float]:
     return torch.cat([state[n].double().reshape(-1) for n in SHAPES]).tolist()
 
 
+def flats(states: list[dict[str, Tensor]]) -> list[list[float]]:
+    return [flat(state) for state in states]
+
+
 def unflat(values: list[float]) -> dict[str, Tensor]:
     result, start = {}, 0
     for name, shape in SHAPES.items():
@@ -60,27 +64,29 @@ def curvatures(states: list[dict[str, Tensor]]) -> list[gm.Curvature]:
     return [random_curvature(seed, states[0], examples) for seed, examples in ((F0, 50), (F1, 100), (F2, 200))]
 
 
+def sums(some: list[gm.Curvature]) -> list[list[float]]:
+    return flats([curvature.sum() for curvature in some])
+
+
+def means(some: list[gm.Curvature]) -> list[list[float]]:
+    return flats([curvature.mean() for curvature in some])
+
+
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
-    "average": ({}, lambda s, c: unflat(slow.average(flat(s[0]), [flat(m) for m in s[1:]]))),
+    "average": ({}, lambda s, c: unflat(slow.average(flat(s[0]), flats(s[1:])))),
     "average with base": (
         {"options": {"include_base": True}},
-        lambda s, c: unflat(slow.average(flat(s[0]), [flat(m) for m in s[1:]], True)),
+        lambda s, c: unflat(slow.average(flat(s[0]), flats(s[1:]), True)),
     ),
-    "weighted-average": (
-        {"weights": W},
-        lambda s, c: unflat(slow.weighted_average(flat(s[0]), [flat(m) for m in s[1:]], W)),
-    ),
+    "weighted-average": ({"weights": W}, lambda s, c: unflat(slow.weighted_average(flat(s[0]), flats(s[1:]), W))),
     "weighted-average with base": (
         {"weights": W, "base_weight": 0.3, "options": {"normalize": False}},
-        lambda s, c: unflat(slow.weighted_average(flat(s[0]), [flat(m) for m in s[1:]], W, 0.3, False)),
+        lambda s, c: unflat(slow.weighted_average(flat(s[0]), flats(s[1:]), W, 0.3, False)),
     ),
-    "task-arithmetic": (
-        {"weights": W},
-        lambda s, c: unflat(slow.task_arithmetic(flat(s[0]), [flat(m) for m in s[1:]], W)),
-    ),
+    "task-arithmetic": ({"weights": W}, lambda s, c: unflat(slow.task_arithmetic(flat(s[0]), flats(s[1:]), W))),
     "sparse-finetuning": (
         {"weights": W, "options": {"density": 0.13}},
-        lambda s, c: unflat(slow.sparse_finetuning(flat(s[0]), [flat(m) for m in s[1:]], W, 0.13)),
+        lambda s, c: unflat(slow.sparse_finetuning(flat(s[0]), flats(s[1:]), W, 0.13)),
     ),
     "sparse-finetuning by tensor": (
         {"weights": W, "options": {"density": 0.3, "scope": "tensor", "normalize": True}},
@@ -88,7 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "ties": (
         {"weights": W, "options": {"density": 0.4, "scale": 0.9}},
-        lambda s, c: unflat(slow.ties(flat(s[0]), [flat(m) for m in s[1:]], W, 0.4, 0.9)),
+        lambda s, c: unflat(slow.ties(flat(s[0]), flats(s[1:]), W, 0.4, 0.9)),
     ),
     "ties by tensor": (
         {"weights": W, "options": {"density": 0.2, "scope": "tensor"}},
@@ -100,58 +106,37 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "fisher-averaging": (
         {"weights": W, "curvature": True, "damping": GAMMA},
-        lambda s, c: unflat(
-            slow.fisher_averaging(flat(s[0]), [flat(m) for m in s[1:]], W, [flat(c[1].sum()), flat(c[2].sum())], GAMMA)
-        ),
+        lambda s, c: unflat(slow.fisher_averaging(flat(s[0]), flats(s[1:]), W, sums(c[1:]), GAMMA)),
     ),
     "fisher-averaging with base and means": (
         {"weights": W, "curvature": True, "damping": GAMMA, "reduction": "mean", "options": {"include_base": True}},
         lambda s, c: unflat(
-            slow.fisher_averaging(
-                flat(s[0]), [flat(m) for m in s[1:]], W, [flat(c[1].mean()), flat(c[2].mean())], GAMMA, flat(c[0].mean()), True
-            )
+            slow.fisher_averaging(flat(s[0]), flats(s[1:]), W, means(c[1:]), GAMMA, flat(c[0].mean()), True)
         ),
     ),
     "fa1": (
         {"weights": [0.7, -1.2], "curvature": True, "damping": GAMMA},
-        lambda s, c: unflat(
-            slow.fa1(
-                flat(s[0]), [flat(m) for m in s[1:]], [0.7, -1.2], flat(c[0].sum()), [flat(c[1].sum()), flat(c[2].sum())], GAMMA
-            )
-        ),
+        lambda s, c: unflat(slow.fa1(flat(s[0]), flats(s[1:]), [0.7, -1.2], flat(c[0].sum()), sums(c[1:]), GAMMA)),
     ),
     "gradient-matching": (
         {"weights": W, "curvature": True, "damping": GAMMA},
-        lambda s, c: unflat(
-            slow.gradient_matching(
-                flat(s[0]), [flat(m) for m in s[1:]], W, flat(c[0].sum()), [flat(c[1].sum()), flat(c[2].sum())], GAMMA
-            )
-        ),
+        lambda s, c: unflat(slow.gradient_matching(flat(s[0]), flats(s[1:]), W, flat(c[0].sum()), sums(c[1:]), GAMMA)),
     ),
     "gradient-matching with means": (
         {"weights": W, "curvature": True, "damping": GAMMA, "reduction": "mean"},
         lambda s, c: unflat(
-            slow.gradient_matching(
-                flat(s[0]), [flat(m) for m in s[1:]], W, flat(c[0].mean()), [flat(c[1].mean()), flat(c[2].mean())], GAMMA
-            )
+            slow.gradient_matching(flat(s[0]), flats(s[1:]), W, flat(c[0].mean()), means(c[1:]), GAMMA)
         ),
     ),
     "removal": (
         {"curvature": True, "damping": 0.5, "penalty": {"identity": 2.5}, "options": {"base_saw_removed": True}},
         lambda s, c: unflat(
             slow.removal(
-                flat(s[0]),
-                [flat(m) for m in s[1:]],
-                [1.0, 1.0],
-                flat(c[0].sum()),
-                [flat(c[1].sum()), flat(c[2].sum())],
-                0.5,
-                [2.5] * len(flat(s[0])),
-                True,
+                flat(s[0]), flats(s[1:]), [1.0, 1.0], flat(c[0].sum()), sums(c[1:]), 0.5, [2.5] * len(flat(s[0])), True
             )
         ),
     ),
-}  # fmt: skip
+}
 
 
 def recipe_of(case: str, folders: list[Path]) -> dict[str, Any]:
@@ -242,8 +227,10 @@ def test_regmean_solves_linear_layers_and_averages_the_rest(tmp_path: Path, turn
         }
         grams.append({n: (x.T @ x).float() for n, x in inputs.items()})
     write_grams(tmp_path, grams, json.dumps(["a.weight", "b.weight"] if turned else []))
-    models = [{"model": str(f), "curvature": str(tmp_path / f"gram{i}.safetensors"), "weight": w}
-              for i, (f, w) in enumerate(zip(folders[1:], (1.0, 0.5), strict=True))]  # fmt: skip
+    models = [
+        {"model": str(f), "curvature": str(tmp_path / f"gram{i}.safetensors"), "weight": w}
+        for i, (f, w) in enumerate(zip(folders[1:], (1.0, 0.5), strict=True))
+    ]
     gm.merge({"method": "regmean", "base": str(folders[0]), "models": models}, tmp_path / "out")
 
     def turn(tensor: Tensor) -> Tensor:
@@ -263,8 +250,8 @@ def test_regmean_solves_linear_layers_and_averages_the_rest(tmp_path: Path, turn
 def write_grams(folder: Path, grams: list[dict[str, Tensor]], transposed: str) -> None:
     from safetensors.torch import save_file
 
-    header = {"format": "gradmerge-curvature/1", "examples": "30", "likelihood": "empirical", "model": "m", "kind": "gram",
-              "fan_in_fan_out": transposed}  # fmt: skip
+    header = {"format": "gradmerge-curvature/1", "examples": "30", "likelihood": "empirical", "model": "m"}
+    header |= {"kind": "gram", "fan_in_fan_out": transposed}
     for number, gram in enumerate(grams):
         save_file(gram, folder / f"gram{number}.safetensors", metadata=header)
 
@@ -371,8 +358,11 @@ def test_curvature_of_a_tied_head_is_that_of_its_embedding(tmp_path: Path) -> No
     small = {n: base[n] for n in ("model.embed_tokens.weight", "model.norm.weight")}
     for name, seed in (("c0", 1), ("c1", 2)):
         random_curvature(seed, small).save(tmp_path / name)
-    recipe = {"method": "gradient-matching", "base": {"model": str(tmp_path / "base"), "curvature": str(tmp_path / "c0")},
-              "models": [{"model": str(tmp_path / "a"), "curvature": str(tmp_path / "c1"), "weight": 0.5}]}  # fmt: skip
+    recipe = {
+        "method": "gradient-matching",
+        "base": {"model": str(tmp_path / "base"), "curvature": str(tmp_path / "c0")},
+        "models": [{"model": str(tmp_path / "a"), "curvature": str(tmp_path / "c1"), "weight": 0.5}],
+    }
     gm.merge(recipe, tmp_path / "out")
     got = read_model(tmp_path / "out")
     assert torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"])
@@ -401,8 +391,11 @@ def test_the_written_curvature_reads_back_as_the_merged_precision(tmp_path: Path
     for number, source in enumerate(sources):
         source.save(tmp_path / f"curvature-{number}")
     recipe = recipe_of("gradient-matching", folders) | {
-        "method": method, "reduction": reduction, "damping": 0.25, "output": {"curvature": True}
-    }  # fmt: skip
+        "method": method,
+        "reduction": reduction,
+        "damping": 0.25,
+        "output": {"curvature": True},
+    }
     gm.merge(recipe, tmp_path / "out", block=50, accept_untrusted=True)
     written = gm.Curvature.load(tmp_path / "out" / "curvature")
     f0, f1, f2 = (getattr(source, reduction)() for source in sources)
@@ -533,8 +526,8 @@ def guessed(tmp_path: Path, monkeypatch) -> Any:
     folders = [
         write_model(tmp_path / f"m{i}", {n: v.bfloat16() for n, v in state.items()}) for i, state in enumerate(states)
     ]
-    recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]],
-              "options": {"density": 0.3}, "output": {"dtype": "float32"}}  # fmt: skip
+    recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
+    recipe |= {"options": {"density": 0.3}, "output": {"dtype": "float32"}}
 
     def spoil(factor: float) -> None:
         guess = statistics._guess
@@ -586,8 +579,8 @@ def test_an_error_that_only_a_wrong_guess_would_cause_is_none(tmp_path: Path, mo
     folders = [
         write_model(tmp_path / f"m{i}", {"w": torch.tensor(v, dtype=torch.float32)}) for i, v in enumerate(values)
     ]
-    recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]],
-              "options": {"density": 0.5, "scale": 1.2}, "output": {"dtype": "float16"}}  # fmt: skip
+    recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
+    recipe |= {"options": {"density": 0.5, "scale": 1.2}, "output": {"dtype": "float16"}}
     monkeypatch.setattr(statistics, "_guess", lambda runs, density: Guess(16.0, exact=True))
     gm.merge(recipe, tmp_path / "out")
     want = [10000 + 1.2 * (55000 + 8) / 2, 1.2 * (2 + 4) / 2, 0, 0]
@@ -621,9 +614,14 @@ def test_no_rule_swallows_a_value_that_is_not_finite(
     write_model(tmp_path / where, state)
     for number, source in enumerate(curvatures(states)):
         source.save(tmp_path / f"curvature-{number}")
-    for method, options in [("weighted-average", {"normalize": False}), ("task-arithmetic", {}), ("ties", {}), ("dare", {}),
-                            ("sparse-finetuning", {"normalize": True}), ("dare", {"combine": "ties"}), ("fisher-averaging", {}),
-                            ("fa1", {}), ("gradient-matching", {}), ("removal", {})]:  # fmt: skip
+    plain = ["task-arithmetic", "ties", "dare", "fisher-averaging", "fa1", "gradient-matching", "removal"]
+    cases: list[tuple[str, dict[str, Any]]] = [
+        *((method, {}) for method in plain),
+        ("weighted-average", {"normalize": False}),
+        ("sparse-finetuning", {"normalize": True}),
+        ("dare", {"combine": "ties"}),
+    ]
+    for method, options in cases:
         if method == "weighted-average" and where == "base":
             continue  # which does not take part
         recipe = recipe_of("gradient-matching", folders) | {"method": method, "options": options}
@@ -685,8 +683,11 @@ def test_curvature_of_an_embedding_does_not_stand_for_a_head_that_is_not_tied(tm
     part = {n: t for n, t in states[0].items() if n != "lm_head.weight"}
     for name in ("c0", "c1"):
         random_curvature(3, part).save(tmp_path / name)
-    recipe = {"method": "gradient-matching", "base": {"model": str(folders[0]), "curvature": str(tmp_path / "c0")},
-              "models": [{"model": str(folders[1]), "curvature": str(tmp_path / "c1")}]}  # fmt: skip
+    recipe = {
+        "method": "gradient-matching",
+        "base": {"model": str(folders[0]), "curvature": str(tmp_path / "c0")},
+        "models": [{"model": str(folders[1]), "curvature": str(tmp_path / "c1")}],
+    }
     with pytest.raises(gm.InputError, match=r"no curvature for 1 of 3 tensors\n  lm_head\.weight"):
         gm.merge(recipe, tmp_path / "out")
 
@@ -725,6 +726,7 @@ def test_curvature_that_a_rule_does_not_use_is_noted(tmp_path: Path) -> None:
     assert any("does not use base.curvature, models[0].curvature" in note for note in result.notes)
 
 
+ONES = {"w": torch.ones(2)}
 BAD_STATES = {
     "a mapping for the list": ((None, {"w": torch.ones(2)}), {}, "give a list of state dicts"),
     "no models": ((None, []), {}, "give a list of state dicts"),
@@ -733,11 +735,13 @@ BAD_STATES = {
     "a complex tensor": ((None, [{"w": torch.ones(2, dtype=torch.complex128)}]), {}, "complex128"),
     "a base weight without base": ((None, [{"w": torch.ones(2)}], "weighted-average"), {"base_weight": 1.0}, "no base"),
     "a mapping for the list of curvature": (
-        ({"w": torch.ones(2)}, [{"w": torch.ones(2)}]), {"prior": 1.0, "curvature": {"w": torch.ones(2)}}, "needs one for each"
+        (ONES, [ONES]),
+        {"prior": 1.0, "curvature": {"w": torch.ones(2)}},
+        "needs one for each",
     ),
-    "a word for curvature": (({"w": torch.ones(2)}, [{"w": torch.ones(2)}]), {"prior": "x", "curvature": [1.0]}, "no curvature"),
-    "negative curvature": (({"w": torch.ones(2)}, [{"w": torch.ones(2)}]), {"prior": -1.0, "curvature": [1.0]}, "no curvature"),
-}  # fmt: skip
+    "a word for curvature": ((ONES, [ONES]), {"prior": "x", "curvature": [1.0]}, "no curvature"),
+    "negative curvature": ((ONES, [ONES]), {"prior": -1.0, "curvature": [1.0]}, "no curvature"),
+}
 
 
 @pytest.mark.parametrize("case", BAD_STATES)

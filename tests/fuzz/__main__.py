@@ -1,4 +1,4 @@
-"""`make fuzz`: mutated inputs of every kind, and processes that are killed at work. Counts are printed and written as JSON.
+"""`make fuzz`: mutated inputs of every kind, and processes killed at work. Counts are printed and written as JSON.
 
 `python -m tests.fuzz --only recipe:17` runs one case again and shows what it did.
 """
@@ -78,9 +78,8 @@ def run_all(given: argparse.Namespace, root: Path) -> int:
     report["failures"] += sum(row["failures"] for row in kills.values())
     print_table(results, counts_of)
     print_kills(kills)
-    print(
-        f"{report['failures']} failures{f', kept in {given.failures}' if report['failures'] else ''}; {report['seconds']}"
-    )
+    kept = f", kept in {given.failures}" if report["failures"] else ""
+    print(f"{report['failures']} failures{kept}; {report['seconds']}")
     if given.out is not None:
         given.out.write_text(json.dumps(report, indent=2) + "\n")
     return 1 if report["failures"] else 0

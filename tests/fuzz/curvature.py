@@ -164,12 +164,9 @@ class TrainerCheckpoints(Kind):
             self.states[kind] = self._state(kind)
         save_file(self.model.state_dict(), "model.safetensors")
         torch.save(self.states["adam"], "optimizer.pt")
-        Path("trainer_state.json").write_text(
-            json.dumps(
-                {"global_step": 6, "epoch": 2.0, "train_batch_size": 4, "num_train_epochs": 2, "max_steps": 6,
-                 "log_history": [{"grad_norm": 0.5, "step": 1}, {"loss": 1.0, "grad_norm": 2.0}]}
-            )
-        )  # fmt: skip
+        state = {"global_step": 6, "epoch": 2.0, "train_batch_size": 4, "num_train_epochs": 2, "max_steps": 6}
+        history = [{"grad_norm": 0.5, "step": 1}, {"loss": 1.0, "grad_norm": 2.0}]
+        Path("trainer_state.json").write_text(json.dumps(state | {"log_history": history}))
         arguments = _Arguments()
         arguments.__dict__ |= {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "output_dir": "x", "seed": 42}
         torch.save(arguments, "training_args.bin")

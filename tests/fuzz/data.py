@@ -42,9 +42,12 @@ def models_kept() -> Iterator[None]:
 
 
 ROWS = [
-    {"text": "a good film", "label": 1}, {"text": "a bad plot , very dull", "label": 0}, {"text": "the ending was awful", "label": 0},
-    {"text": "great music", "label": 1}, {"text": "i loved it", "label": 1},
-]  # fmt: skip
+    {"text": "a good film", "label": 1},
+    {"text": "a bad plot , very dull", "label": 0},
+    {"text": "the ending was awful", "label": 0},
+    {"text": "great music", "label": 1},
+    {"text": "i loved it", "label": 1},
+]
 
 
 class Data(Kind):
@@ -176,10 +179,20 @@ class Npz(Data):
     def mutated(self, raw: bytes, rng: random.Random) -> bytes:
         if rng.random() < 0.7:
             return mutate_zip(raw, rng)
-        x = rng.choice([np.zeros((4, 8, 8)), np.full((4, 8, 8, 3), np.nan), np.zeros((0, 8, 8, 3)), np.zeros((4, 0, 0, 3)), np.array(3),
-                        np.full((4, 8, 8, 2), 300), np.zeros((4, 8, 8, 3), np.complex64), np.array(["a"] * 4), np.zeros((4, 1, 1, 4), bool)])  # fmt: skip
-        y = rng.choice([np.array([0, 1, 2, 9]), np.array([-1, 0, 0, 0]), np.array([0.5] * 4), np.array(["a"] * 4), np.array([[0]] * 4), np.array(2),
-                        np.array([np.nan] * 4), np.array([2**62] * 4), np.zeros((4, 3)), np.array([0, 1, 2, 0], np.uint64)])  # fmt: skip
+        x = rng.choice(
+            [
+                *[np.zeros((4, 8, 8)), np.full((4, 8, 8, 3), np.nan), np.zeros((0, 8, 8, 3)), np.zeros((4, 0, 0, 3))],
+                *[np.array(3), np.full((4, 8, 8, 2), 300), np.zeros((4, 8, 8, 3), np.complex64), np.array(["a"] * 4)],
+                np.zeros((4, 1, 1, 4), bool),
+            ]
+        )
+        y = rng.choice(
+            [
+                *[np.array([0, 1, 2, 9]), np.array([-1, 0, 0, 0]), np.array([0.5] * 4), np.array(["a"] * 4)],
+                *[np.array([[0]] * 4), np.array(2), np.array([np.nan] * 4), np.array([2**62] * 4), np.zeros((4, 3))],
+                np.array([0, 1, 2, 0], np.uint64),
+            ]
+        )
         return _npz({rng.choice(["x", "X", "x_test", "z"]): x, rng.choice(["y", "Y", "y_test"]): y})
 
     def read(self, rng: random.Random | None) -> str:

@@ -1,4 +1,4 @@
-"""Runs the cases in processes of their own: one that crashes or hangs for good is counted, and another takes its place."""
+"""Runs the cases in processes of their own: one that crashes or hangs for good is counted and replaced."""
 
 from __future__ import annotations
 

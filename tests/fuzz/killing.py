@@ -12,7 +12,7 @@ CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
 
 
 def kill_before_change(out: str, at: int | None) -> Callable[[], int]:
-    """Count this process's changes in the folder of ``out``, and kill it before the ``at``-th; the result tells the count."""
+    """Count this process's changes in the folder of ``out``, and kill it before the ``at``-th; returns a counter."""
     seen, folder = 0, os.path.dirname(out)  # noqa: PTH120 - inside a hook, nothing that opens files
 
     def listen(event: str, arguments: tuple[Any, ...]) -> None:

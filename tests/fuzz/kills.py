@@ -1,4 +1,4 @@
-"""Commands that are killed at work: OUT is absent, the old one or the whole new one, and the work can be gone on with."""
+"""Commands that are killed at work: OUT is absent, the old one or the whole new one, and the work can be resumed."""
 
 from __future__ import annotations
 
@@ -140,10 +140,8 @@ class Estimate(Scenario):
         write_jsonl(Path("data.jsonl"), labelled(120))
 
     def run(self, *, old: bool = False, force: bool = False, resume: bool = False) -> None:
-        estimate_curvature(
-            "bert", "data.jsonl", self.out, limit=8 if old else None, batch_size=4, device="cpu", force=force, resume=resume,
-            save_every=0.05,
-        )  # fmt: skip
+        options = {"limit": 8 if old else None, "batch_size": 4, "device": "cpu", "save_every": 0.05}
+        estimate_curvature("bert", "data.jsonl", self.out, force=force, resume=resume, **options)
 
     def content(self) -> Content:
         return {**gm.Curvature.load(self.out), "examples": gm.Curvature.load(self.out).examples}
@@ -169,7 +167,7 @@ class Ended:
 
 
 def in_child(action: Callable[[], None], out: Path, *, at: int | None = None, delay: float | None = None) -> Ended:
-    """Run something in a process of its own, which is killed after ``delay`` seconds or before its ``at``-th change on disk."""
+    """Run something in a process that is killed after ``delay`` seconds or before its ``at``-th change on disk."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:

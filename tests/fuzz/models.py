@@ -33,26 +33,47 @@ from .trial import MACHINE, WORKED, Broken, Kind, command
 
 SHAPES = {"embed.weight": (6, 4), "a.weight": (4, 3), "a.bias": (4,), "norm.weight": (4,), "b.weight": (2, 4)}
 CONFIG: dict[str, Any] = {
-    "architectures": ["BertForSequenceClassification"], "model_type": "bert", "vocab_size": 6, "hidden_size": 4, "num_attention_heads": 2,
-    "num_hidden_layers": 1, "intermediate_size": 4, "max_position_embeddings": 8,
-    "layer_norm_eps": 1e-12, "hidden_act": "gelu", "tie_word_embeddings": True, "torch_dtype": "float32", "id2label": {"0": "no", "1": "yes"},
-    "label2id": {"no": 0, "yes": 1}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "text_config": {"vocab_size": 6},
-    "_name_or_path": "base", "quantization_config": None, "num_labels": 2, "auto_map": {},
-}  # fmt: skip
+    "architectures": ["BertForSequenceClassification"],
+    "model_type": "bert",
+    "vocab_size": 6,
+    "hidden_size": 4,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "intermediate_size": 4,
+    "max_position_embeddings": 8,
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "id2label": {"0": "no", "1": "yes"},
+    "label2id": {"no": 0, "yes": 1},
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "text_config": {"vocab_size": 6},
+    "_name_or_path": "base",
+    "quantization_config": None,
+    "num_labels": 2,
+    "auto_map": {},
+}
 TOKENIZER: dict[str, Any] = {
-    "version": "1.0", "truncation": None, "added_tokens": [{"id": 0, "content": "<unk>", "special": True}],
+    "version": "1.0",
+    "truncation": None,
+    "added_tokens": [{"id": 0, "content": "<unk>", "special": True}],
     "model": {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1, "b": 2, "c": 3, "d": 4, "e": 5}, "unk_token": "<unk>"},
-}  # fmt: skip
+}
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "chat_template": "{{ messages }}",
     "model_max_length": 64,
 }
 METHODS: list[dict[str, Any]] = [
-    {"method": "average"}, {"method": "task-arithmetic", "models": ["a", {"model": "b", "weight": 0.5}]},
-    {"method": "ties", "options": {"density": 0.5}}, {"method": "dare", "options": {"density": 0.5}}, {"method": "slerp", "models": ["a"]},
-    {"method": "gradient-matching"}, {"method": "fisher-averaging"},
-]  # fmt: skip
+    {"method": "average"},
+    {"method": "task-arithmetic", "models": ["a", {"model": "b", "weight": 0.5}]},
+    {"method": "ties", "options": {"density": 0.5}},
+    {"method": "dare", "options": {"density": 0.5}},
+    {"method": "slerp", "models": ["a"]},
+    {"method": "gradient-matching"},
+    {"method": "fisher-averaging"},
+]
 
 
 def write_models(*, shards: int = 1, curvature: bool = False) -> None:
@@ -169,10 +190,23 @@ class SideFiles(Merging):
 
 
 ADAPTER: dict[str, Any] = {
-    "peft_type": "LORA", "r": 2, "lora_alpha": 4, "alpha_pattern": {"a": 8}, "rank_pattern": {"a": 2}, "use_rslora": False,
-    "fan_in_fan_out": False, "base_model_name_or_path": "base", "modules_to_save": ["b"], "target_modules": ["a"], "bias": "none",
-    "task_type": "SEQ_CLS", "use_dora": False, "layers_to_transform": None, "exclude_modules": None, "trainable_token_indices": None,
-}  # fmt: skip
+    "peft_type": "LORA",
+    "r": 2,
+    "lora_alpha": 4,
+    "alpha_pattern": {"a": 8},
+    "rank_pattern": {"a": 2},
+    "use_rslora": False,
+    "fan_in_fan_out": False,
+    "base_model_name_or_path": "base",
+    "modules_to_save": ["b"],
+    "target_modules": ["a"],
+    "bias": "none",
+    "task_type": "SEQ_CLS",
+    "use_dora": False,
+    "layers_to_transform": None,
+    "exclude_modules": None,
+    "trainable_token_indices": None,
+}
 
 
 class Adapters(Merging):
@@ -259,9 +293,14 @@ RECIPE: dict[str, Any] = {
     "method": "gradient-matching",
     "base": {"model": "base", "curvature": {"identity": 1.0}},
     "models": [{"model": "a", "curvature": "a/curvature", "weight": 0.7}, {"model": "b", "weight": 1}],
-    "reduction": "mean", "damping": 1e-8, "include": ["*"], "exclude": ["*.bias"], "missing": "zero", "options": {},
+    "reduction": "mean",
+    "damping": 1e-8,
+    "include": ["*"],
+    "exclude": ["*.bias"],
+    "missing": "zero",
+    "options": {},
     "output": {"dtype": "float32", "shard_size": "5GB", "curvature": True},
-}  # fmt: skip
+}
 
 
 class Recipes(Merging):
@@ -301,9 +340,10 @@ class Mappings(Kind):
 
 
 NAMES = [
-    "a=b", "a:b", "a b", "a\nb", "a\tb", "\x1b[2J", "é", "ﬀ", "a" * 200, "-a", "--help", "base=", "=1", "a@b", "~", "~a", "a%20b", "<b>", "a'b\"",
-    "a\udcff", "\u202eb", "=cmd()", "a\\b", "${HOME}", "*", "[a]", "a#b", "{}", "a|b", "...", ".a", "curvature", "a.safetensors", "identity:1",
-]  # fmt: skip
+    *["a=b", "a:b", "a b", "a\nb", "a\tb", "\x1b[2J", "é", "ﬀ", "a" * 200, "-a", "--help", "base=", "=1", "a@b", "~"],
+    *["~a", "a%20b", "<b>", "a'b\"", "a\udcff", "\u202eb", "=cmd()", "a\\b", "${HOME}", "*", "[a]", "a#b", "{}"],
+    *["a|b", "...", ".a", "curvature", "a.safetensors", "identity:1"],
+]
 
 
 class Names(Merging):
@@ -342,26 +382,38 @@ class Names(Merging):
 
 
 WORDS = [
-    "--method", "-m", "--base", "--model", "--curvature", "--set", "--threads", "--device", "--resume", "--dry-run", "--allow-pickle",
-    "--json", "--quiet", "--exclude", "--tensors", "--digest", "--examples", "--limit", "--data", "--weights", "--methods", "--samples",
-    "--suggest", "--objective", "--force", "--", "-h", "--version", "base", "a", "b", "a=0.5", "b=nan", "a=-1", "a=1e400", "a==1", "=", "a=", "=0.5",
-    "average", "ties", "slerp", "gradient-matching", "removal", "recipe.yml", "density=0.5", "damping=1e-8", "damping=.nan", "options.x=1",
-    "models[0].weight=2", "models[9].weight=2", "models.0=5", "base.curvature.identity=1", "output.dtype=int8", "include=[a*]", "x=y", "[=1",
-    "damping=!!python/object:x y", "damping=1:2:3", "base=&a [*a]", "output={shard_size: 0}", "a/curvature", "base=identity:1", "identity:x",
-    "identity:1e400", "a=identity:0", "cpu", "cuda:7", "meta", "0", "-1", "1", "9" * 400, "", " ", "\udcff", "é", "\x1b[31m", "0:1:0.5", "1:0:0.1",
-    "0:1:0", "0:1:1e-12", "0,nan", "a=0:1:0.5", "c=0:1", "a=data.jsonl", "worst", "sum", "*", "[", "*.bias", "0.5", "nan", "inf",
-]  # fmt: skip
+    *["--method", "-m", "--base", "--model", "--curvature", "--set", "--threads", "--device", "--resume"],
+    *["--dry-run", "--allow-pickle", "--json", "--quiet", "--exclude", "--tensors", "--digest", "--examples"],
+    *["--limit", "--data", "--weights", "--methods", "--samples", "--suggest", "--objective", "--force", "--", "-h"],
+    *["--version", "base", "a", "b", "a=0.5", "b=nan", "a=-1", "a=1e400", "a==1", "=", "a=", "=0.5", "average"],
+    *["ties", "slerp", "gradient-matching", "removal", "recipe.yml", "density=0.5", "damping=1e-8", "damping=.nan"],
+    *["options.x=1", "models[0].weight=2", "models[9].weight=2", "models.0=5", "base.curvature.identity=1"],
+    *["output.dtype=int8", "include=[a*]", "x=y", "[=1", "damping=!!python/object:x y", "damping=1:2:3"],
+    *["base=&a [*a]", "output={shard_size: 0}", "a/curvature", "base=identity:1", "identity:x", "identity:1e400"],
+    *["a=identity:0", "cpu", "cuda:7", "meta", "0", "-1", "1", "9" * 400, "", " ", "\udcff", "é", "\x1b[31m"],
+    *["0:1:0.5", "1:0:0.1", "0:1:0", "0:1:1e-12", "0,nan", "a=0:1:0.5", "c=0:1", "a=data.jsonl", "worst", "sum", "*"],
+    *["[", "*.bias", "0.5", "nan", "inf"],
+]
+GRADIENT_MATCHING = ["--method", "gradient-matching", "--base", "base", "--model", "a"]
 LINES = [
-    ["merge", "recipe.yml", "--threads", "1"], ["merge", "recipe.yml", "--set", "damping=0.1", "--method", "fisher-averaging"],
+    ["merge", "recipe.yml", "--threads", "1"],
+    ["merge", "recipe.yml", "--set", "damping=0.1", "--method", "fisher-averaging"],
     ["merge", "--method", "ties", "--base", "base", "--model", "a=0.7", "--model", "b", "--set", "density=0.3"],
-    ["merge", "--method", "gradient-matching", "--base", "base", "--model", "a", "--curvature", "identity:1", "--curvature", "a/curvature"],
+    ["merge", *GRADIENT_MATCHING, "--curvature", "identity:1", "--curvature", "a/curvature"],
     ["remove", "--base", "base", "--model", "a=0.8", "--strength", "0.5", "--set", "damping=1.0"],
     ["remove", "--base", "base", "--model", "a", "--method", "task-arithmetic", "--dry-run"],
-    ["inspect", "base", "a", "--exclude", "*.bias"], ["inspect", "a", "--digest", "--json"], ["methods", "ties"], ["methods", "--json"],
-    ["curvature", "show", "a/curvature"], ["curvature", "import", "a"], ["preview", "recipe.yml", "--weights", "0:1:0.5"],
-    ["preview", "recipe.yml", "--suggest", "--samples", "2"], ["diagnose", "recipe.yml"], ["evaluate", "a", "--data", "data.jsonl"],
+    ["inspect", "base", "a", "--exclude", "*.bias"],
+    ["inspect", "a", "--digest", "--json"],
+    ["methods", "ties"],
+    ["methods", "--json"],
+    ["curvature", "show", "a/curvature"],
+    ["curvature", "import", "a"],
+    ["preview", "recipe.yml", "--weights", "0:1:0.5"],
+    ["preview", "recipe.yml", "--suggest", "--samples", "2"],
+    ["diagnose", "recipe.yml"],
+    ["evaluate", "a", "--data", "data.jsonl"],
     ["curvature", "estimate", "a", "--data", "data.jsonl", "--limit", "2"],
-]  # fmt: skip
+]
 #: Commands that do not write, and so know no -o.
 ONLY_READ = {"inspect", "methods", "evaluate"}
 
@@ -409,6 +461,5 @@ class CommandLine(Kind):
             raise Broken("something was left of a request that was refused")
 
 
-KINDS: list[type[Kind]] = [
-    Weights, BaseWeights, Index, Config, SideFiles, Adapters, Pickles, PickleIndex, Recipes, Mappings, Names, CommandLine,
-]  # fmt: skip
+FOLDERS: list[type[Kind]] = [Weights, BaseWeights, Index, Config, SideFiles, Adapters, Pickles, PickleIndex]
+KINDS: list[type[Kind]] = [*FOLDERS, Recipes, Mappings, Names, CommandLine]

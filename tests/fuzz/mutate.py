@@ -18,19 +18,22 @@ import yaml
 Json = dict[str, Any]
 
 WRONG: list[Any] = [
-    None, True, False, -1, -(2**63), 2**31, 2**53, 2**63, 2**64, 10**30, 0.5, 1e308, float("nan"), float("inf"), "", "x", "F32",
-    "\x00", "\ud800", "é" * 300, [], [[]], {}, {"a": 1}, [1, 2, 3], [0], [-1, 0], [0.0, 8.0], [True, False], [2**62, 2**62], [2**40] * 8,
-    ["0", "8"], "../secret.safetensors", "/etc/passwd", "..", ".", "a/b", "a\\b", "~", "~root/x", "file:///etc/passwd", "con", "x" * 5000,
-    "model.safetensors\x00", "%2e%2e/secret.safetensors", "..\u2215secret.safetensors", [1] * 100, [0] * 100,
-]  # fmt: skip
+    *[None, True, False, -1, -(2**63), 2**31, 2**53, 2**63, 2**64, 10**30, 0.5, 1e308, float("nan"), float("inf")],
+    *["", "x", "F32", "\x00", "\ud800", "é" * 300, [], [[]], {}, {"a": 1}, [1, 2, 3], [0], [-1, 0], [0.0, 8.0]],
+    *[[True, False], [2**62, 2**62], [2**40] * 8, ["0", "8"], "../secret.safetensors", "/etc/passwd", "..", "."],
+    *["a/b", "a\\b", "~", "~root/x", "file:///etc/passwd", "con", "x" * 5000, "model.safetensors\x00"],
+    *["%2e%2e/secret.safetensors", "..\u2215secret.safetensors", [1] * 100, [0] * 100],
+]
 DTYPES = ["F32", "F64", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "F8_E8M0", "C64", "F4", "f32", "Q8", ""]
 #: Bytes that mean something in one of the formats.
 SNIPPETS = [
-    b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\n", b"\r", b"\r\n\r\n", b"\t", b'"', b'""', b"'", b",", b",,,,", b":", b": ",
-    b"{", b"}", b"[", b"]", b"[[[[", b"{}", b"NaN", b"Infinity", b"-1", b"1e999", b"9" * 400, b"0x10", b"null", b"true", b"~", b"&a [*a]",
-    b"*a", b"<<: *a", b"!!python/object:os.system x", b"!!binary x", b"!!set {a}", b"---", b"...", b"%YAML 9.9", b"1:2:3:4:5", b"2001-99-99",
-    b"\x1b[2J", b"\xe2\x80\xae", b"<script>", b"=cmd|' /C calc'!A0", b"../", b"/", b"\\ud800", b"\\u0000", b"\x1f\x8b\x08", b"PK\x03\x04",
-]  # fmt: skip
+    *[b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\n", b"\r", b"\r\n\r\n", b"\t", b'"', b'""', b"'"],
+    *[b",", b",,,,", b":", b": ", b"{", b"}", b"[", b"]", b"[[[[", b"{}", b"NaN", b"Infinity", b"-1", b"1e999"],
+    *[b"9" * 400, b"0x10", b"null", b"true", b"~", b"&a [*a]", b"*a", b"<<: *a", b"!!python/object:os.system x"],
+    *[b"!!binary x", b"!!set {a}", b"---", b"...", b"%YAML 9.9", b"1:2:3:4:5", b"2001-99-99", b"\x1b[2J"],
+    *[b"\xe2\x80\xae", b"<script>", b"=cmd|' /C calc'!A0", b"../", b"/", b"\\ud800", b"\\u0000", b"\x1f\x8b\x08"],
+    b"PK\x03\x04",
+]
 
 
 def deep(depth: int, rng: random.Random) -> bytes:
@@ -63,7 +66,7 @@ def mutate_bytes(raw: bytes, rng: random.Random) -> bytes:
 
 
 def mutate_text(raw: bytes, rng: random.Random) -> bytes:
-    """Bytes of a text format: hostile snippets, lines moved, doubled and lost, splices, and what `mutate_bytes` does."""
+    """A text format: hostile snippets, lines moved, doubled or lost, splices, and what `mutate_bytes` does."""
     data = raw
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         kind, place = rng.randrange(7), rng.randrange(len(data) + 1)
@@ -232,8 +235,13 @@ def mutate_pickle(raw: bytes, rng: random.Random) -> bytes:
             elif kind == 3:
                 words[one] = words[one][:1] + rng.randbytes(max(0, len(words[one]) - 1))
             elif kind == 4:
-                words[one] = rng.choice([b"N", b"\x88", b"}", b"]", b")", b"K\x00", b"J\xff\xff\xff\xff", b"G" + b"\x7f\xf8" + bytes(6),
-                                         b"\x8a\x09" + b"\xff" * 8 + b"\x7f", b"X\x01\x00\x00\x00x", b"cos\nsystem\n", b"0", b"R", b"Q"])  # fmt: skip
+                words[one] = rng.choice(
+                    [
+                        *[b"N", b"\x88", b"}", b"]", b")", b"K\x00", b"J\xff\xff\xff\xff"],
+                        *[b"G" + b"\x7f\xf8" + bytes(6), b"\x8a\x09" + b"\xff" * 8 + b"\x7f", b"X\x01\x00\x00\x00x"],
+                        *[b"cos\nsystem\n", b"0", b"R", b"Q"],
+                    ]
+                )
             else:
                 words[one] = mutate_bytes(words[one], rng)
             if not words:
@@ -243,7 +251,7 @@ def mutate_pickle(raw: bytes, rng: random.Random) -> bytes:
 
 
 def mutate_zip(raw: bytes, rng: random.Random, inner: Any = mutate_bytes) -> bytes:
-    """An archive: damaged as bytes, or packed again with a part that is changed, renamed, lost, doubled or compressed."""
+    """An archive: damaged as bytes, or packed again with a part changed, renamed, lost, doubled or compressed."""
     if rng.random() < 0.3:
         return mutate_bytes(raw, rng)
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
@@ -293,11 +301,12 @@ def mutate_torch(value: Any, raw: bytes, rng: random.Random, zipped: bool = True
 def _tensors() -> list[torch.Tensor]:
     """Tensors that are not where they should be."""
     return [
-        torch.zeros(0), torch.tensor(3.0), torch.tensor(float("nan")), torch.tensor(-1), torch.ones(2, 3), torch.ones(3, dtype=torch.int8),
-        torch.ones(2, dtype=torch.complex64), torch.ones(4, 4).t(), torch.ones(1).expand(3, 4), torch.tensor([True]), torch.full((4,), -1.0),
-        torch.ones(3, dtype=torch.float16), torch.eye(3).to_sparse(), torch.empty(3, device="meta"), torch.full((4, 3), float("inf")),
-        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
-    ]  # fmt: skip
+        *[torch.zeros(0), torch.tensor(3.0), torch.tensor(float("nan")), torch.tensor(-1), torch.ones(2, 3)],
+        *[torch.ones(3, dtype=torch.int8), torch.ones(2, dtype=torch.complex64), torch.ones(4, 4).t()],
+        *[torch.ones(1).expand(3, 4), torch.tensor([True]), torch.full((4,), -1.0)],
+        *[torch.ones(3, dtype=torch.float16), torch.eye(3).to_sparse(), torch.empty(3, device="meta")],
+        *[torch.full((4, 3), float("inf")), torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)],
+    ]
 
 
 def _copied(value: Any) -> Any:

@@ -72,9 +72,11 @@ class Wrong(Mappings):
 
 @pytest.mark.parametrize(
     ("does", "outcome"),
-    [("raise", OTHER), ("refuse", REFUSED), ("change an input", BROKEN), ("lose an input", BROKEN), ("leave half a model", BROKEN),
-     ("leave a file open", BROKEN), ("sleep", HANG)],
-)  # fmt: skip
+    [
+        *[("raise", OTHER), ("refuse", REFUSED), ("sleep", HANG)],
+        *[(does, BROKEN) for does in ("change an input", "lose an input", "leave half a model", "leave a file open")],
+    ],
+)
 def test_what_no_case_should_do_is_noticed(
     does: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

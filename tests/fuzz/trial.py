@@ -1,4 +1,4 @@
-"""What every case is held to: a result or a refusal, in time and in little memory, with whole outputs and untouched inputs."""
+"""What every case is held to: a result or a refusal, in time and little memory, whole outputs, untouched inputs."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _names_in(path: Path) -> set[str]:
 class Kind:
     """One kind of input: its valid form, how it is mutated, and what reads it.
 
-    Cases run in the folder of the inputs, which are named relative to it, so that a case is the same wherever that lies.
+    Cases run in the folder of the inputs, which are named relative to it, so that a case does not depend on its place.
     """
 
     name: ClassVar[str]
@@ -182,7 +182,7 @@ class Kind:
         raise NotImplementedError
 
     def check(self, outcome: str) -> None:
-        """What must be true afterwards: by default, a model in `out` if there is anything, and no work left of wrong input."""
+        """What must be true afterwards: by default, `out` is a model or absent, wrong input leaves no work behind."""
         out, partial = self.place.out, self.place.out.with_name("out.gradmerge-partial")
         if out.exists() and not self.place.prepared:
             check_model(out)

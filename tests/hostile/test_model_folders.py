@@ -1,4 +1,4 @@
-"""Folders whose config or tokenizer says what cannot be: refused before a model is built from them, or when it is run."""
+"""Folders whose config or tokenizer says what cannot be: refused before a model is built of them, or when it runs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from gradmerge.cli.app import app
 from gradmerge.curvature.files import open_curvature
 from gradmerge.curvature.summary import group_of
 from gradmerge.report import curvature_plot
-from gradmerge.report.curvature_plot import Row, draw, legible, spread
+from gradmerge.report.curvature_plot import LayerRow, draw, legible, spread
 
 from ..making import random_curvature, random_state
 
@@ -84,8 +84,8 @@ def test_rows_count_what_is_in_the_file(tmp_path: Path, precision: str, monkeypa
         assert np.abs(np.cumsum(row.counts - want)).max() <= 1 and row.counts.sum() == len(above)
 
 
-def rows(labels: list[str]) -> list[Row]:
-    return [Row(label, np.eye(1, 2080, i, dtype=np.int64)[0], 10, 2, 0.5) for i, label in enumerate(labels)]
+def rows(labels: list[str]) -> list[LayerRow]:
+    return [LayerRow(label, np.eye(1, 2080, i, dtype=np.int64)[0], 10, 2, 0.5) for i, label in enumerate(labels)]
 
 
 @pytest.mark.parametrize("number", [1, 5, 64, 65, 200, 1000])
@@ -146,7 +146,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path) -> None:
     saved(tmp_path / "c")
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        f"sys.argv = ['gradmerge', 'curvature', 'show', {str(tmp_path / 'c')!r}, '--plot', {str(tmp_path / 'p.png')!r}]\n"
+        f"sys.argv = ['gradmerge', *{['curvature', 'show', str(tmp_path / 'c'), '--plot', str(tmp_path / 'p.png')]}]\n"
         "from gradmerge.cli import main\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

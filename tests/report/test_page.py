@@ -88,6 +88,16 @@ def test_names_cannot_become_markup(tmp_path: Path) -> None:
     assert NASTY in nasty.words
 
 
+def test_columns_notes_and_the_names_of_facts_cannot_become_markup() -> None:
+    cell, long = f"{NASTY}\x1b[1m", "x" * 60 + NASTY.replace(" ", "")
+    table = Table(NASTY, NASTY, [NASTY, "n"], [[cell, 1.0], [long, None]], f"**{NASTY}")
+    outline = Outline(html(Page("t", "", [], [Section("s", tables=[table])], "", {NASTY: NASTY})))
+    assert sum(tag in ("script", "img") for tag, _ in outline.tags) == 1
+    assert not any(name.startswith("on") for _, attributes in outline.tags for name in attributes)
+    assert f"{NASTY}\\x1b[1m" in outline.words
+    assert {a["title"] for tag, a in outline.tags if tag == "td" and "title" in a} == {long}
+
+
 def test_paragraphs_know_bold_and_code_and_nothing_else() -> None:
     assert rich("a **b** `c **d**` <i>") == "a <strong>b</strong> <code>c **d**</code> &lt;i&gt;"
     assert rich("2 ** 3 ** 4 `") == "2 ** 3 ** 4 `"

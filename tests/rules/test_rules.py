@@ -299,8 +299,8 @@ def test_removal_follows_its_equation(
 @pytest.mark.parametrize("name", [r.name for r in RULES.values() if r.precision])
 def test_precision_is_positive_and_what_the_merge_divides_by(name: str) -> None:
     case, rule = Case(torch.float64), RULES[name]
-    known = {"base": case.base, "tuned": case.tuned, "weights": case.positive, "prior": case.prior,
-             "curvature": case.curvature, "damping": 0.1}  # fmt: skip
+    known = {"base": case.base, "tuned": case.tuned, "prior": case.prior, "curvature": case.curvature}
+    known |= {"weights": case.positive, "damping": 0.1}
     assert rule.precision is not None
     got = rule.precision(**{n: v for n, v in known.items() if n in rule.inputs})
     total = sum(w * f for w, f in zip(case.positive, case.curvature, strict=True))
@@ -390,8 +390,8 @@ def test_tiny_curvature_does_not_underflow() -> None:
 # Algebra.
 
 few = st.integers(1, 4)
-ELEMENTWISE = ["average", "weighted-average", "task-arithmetic", "fisher-averaging", "fa1", "sparse-finetuning", "ties",
-               "gradient-matching", "removal"]  # fmt: skip
+WITH_CURVATURE = ["fisher-averaging", "fa1", "gradient-matching", "removal"]
+ELEMENTWISE = ["average", "weighted-average", "task-arithmetic", "sparse-finetuning", "ties", *WITH_CURVATURE]
 
 
 def arguments(name: str, models: int, seed: int) -> dict[str, Any]:

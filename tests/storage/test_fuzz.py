@@ -198,8 +198,10 @@ def test_a_mutated_header_of_the_base_is_merged_or_refused_and_nothing_else(plac
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "BOOL", "U64", "C64"])
 def test_a_tensor_of_any_known_type_is_copied_when_it_is_not_merged(place: Path, dtype: str) -> None:
-    header = {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
-              "odd": {"dtype": dtype, "shape": [8 // (8 if dtype in ("U64", "C64") else 1)], "data_offsets": [8, 16]}}  # fmt: skip
+    header = {
+        "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "odd": {"dtype": dtype, "shape": [8 // (8 if dtype in ("U64", "C64") else 1)], "data_offsets": [8, 16]},
+    }
     data = bytes(range(16))
     (place / "m.safetensors").write_bytes(with_length(json.dumps(header).encode(), data))
     gm.merge({"method": "average", "models": [str(place / "m.safetensors")], "include": ["w"]}, place / "out")
@@ -304,9 +306,17 @@ def test_a_mutated_adapter_is_read_or_refused_and_nothing_else(place: Path, monk
     adapter.mkdir()
     monkeypatch.chdir(adapter)
     config = {
-        "peft_type": "LORA", "r": 2, "lora_alpha": 4, "alpha_pattern": {"a": 8}, "rank_pattern": {}, "use_rslora": False,
-        "fan_in_fan_out": False, "base_model_name_or_path": "../base", "modules_to_save": None, "target_modules": ["a"],
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "alpha_pattern": {"a": 8},
+        "rank_pattern": {},
+        "use_rslora": False,
+        "fan_in_fan_out": False,
+        "base_model_name_or_path": "../base",
+        "modules_to_save": None,
+        "target_modules": ["a"],
+    }
     tensors = {
         "base_model.model.a.lora_A.weight": torch.ones(2, 3),
         "base_model.model.a.lora_B.weight": torch.ones(4, 2),
@@ -347,8 +357,21 @@ def test_a_mutated_adapter_is_read_or_refused_and_nothing_else(place: Path, monk
     assert trial.outcomes["worked"] > 20 and trial.outcomes["refused"] > 100, trial.outcomes
 
 
-@pytest.mark.parametrize("text", ["5", "[]", "null", '"x"', "{", "", "{}", '{"architectures": {"a": 1}, "vocab_size": []}', "\x00",
-                                  '{"architectures": 5, "text_config": 3, "tie_word_embeddings": "no"}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "5",
+        "[]",
+        "null",
+        '"x"',
+        "{",
+        "",
+        "{}",
+        '{"architectures": {"a": 1}, "vocab_size": []}',
+        "\x00",
+        '{"architectures": 5, "text_config": 3, "tie_word_embeddings": "no"}',
+    ],
+)
 def test_a_strange_config_is_read_or_refused_and_nothing_else(place: Path, text: str) -> None:
     state = random_state(0, SMALL)
     base = write_model(place / "base", state)

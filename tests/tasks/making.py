@@ -31,13 +31,13 @@ from ..checkpoints.families import randomise
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-_WORDS = (
-    "a an the film plot actor scene music story ending good bad great awful dull bright slow quick loved "
-    "hated liked was is it i they we not very never again what who where paris rome blue red sky house "
-    "cat dog runs sleeps eats . , ? !"
-)
 #: Every word that the tokenizers below know; others become the unknown token.
-WORDS = _WORDS.split()
+KNOWN = (
+    "a an the film plot actor scene music story ending good bad great awful dull bright slow quick loved hated "
+    "liked was is it i they we not very never again what who where paris rome blue red sky house cat dog runs "
+    "sleeps eats . , ? !"
+)
+WORDS = KNOWN.split()
 
 
 def sentences(count: int, seed: int = 0, shortest: int = 3, longest: int = 12) -> list[str]:
@@ -109,7 +109,7 @@ def tiny_bert_checkpoint(folder: Path, labels: int = 2, seed: int = 0, **config:
 
 
 def tiny_gpt2_checkpoint(folder: Path, seed: int = 0, pad: bool = False, **config: Any) -> Path:
-    """A GPT-2; its tokenizer has </s> at hand, puts no special token by itself, and pads only if asked."""
+    """A GPT-2; its tokenizer knows </s>, adds no special token by itself, and has no padding token unless asked."""
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "n_positions": 32,
@@ -162,7 +162,7 @@ def tiny_t5_checkpoint(folder: Path, seed: int = 0, **config: Any) -> Path:
 def tiny_vit_checkpoint(
     folder: Path, labels: int = 3, channels: int = 3, processor: bool = True, seed: int = 0, **config: Any
 ) -> Path:
-    """A ViT for 8 × 8 images; with ``processor``, one that scales to [0, 1], with mean 0.4 and deviation 0.3."""
+    """A ViT for 8 × 8 images; ``processor`` scales them to [0, 1], then normalises by mean 0.4, deviation 0.3."""
     settings: dict[str, Any] = {
         "hidden_size": 16,
         "num_hidden_layers": 2,
@@ -192,8 +192,11 @@ def tiny_vit_checkpoint(
 
 def _made(kind: type[nn.Module], config: Any, seed: int) -> Any:
     """A random model; every parameter is random, also biases and norms. Dropout is off."""
-    rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop")
-    for name in (*rates, "dropout_rate"):
+    of_bert, of_gpt2 = (
+        ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    )
+    for name in (*of_bert, *of_gpt2, "dropout_rate"):
         if hasattr(config, name):
             setattr(config, name, 0.0)
     torch.manual_seed(seed)

@@ -25,16 +25,13 @@ from tests.tasks.making import tiny_vit_checkpoint, write_jsonl
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     place = tmp_path_factory.mktemp("models")
+    names = {"label2id": {"dog": 0, "bird": 1, "cat": 2}, "id2label": {0: "dog", 1: "bird", 2: "cat"}}
     return {
         "rgb": str(tiny_vit_checkpoint(place / "rgb")),
         "grey": str(tiny_vit_checkpoint(place / "grey", channels=1)),
         "plain": str(tiny_vit_checkpoint(place / "plain", processor=False)),
         "plain-grey": str(tiny_vit_checkpoint(place / "plain-grey", processor=False, channels=1)),
-        "named": str(
-            tiny_vit_checkpoint(
-                place / "named", label2id={"dog": 0, "bird": 1, "cat": 2}, id2label={0: "dog", 1: "bird", 2: "cat"}
-            )
-        ),
+        "named": str(tiny_vit_checkpoint(place / "named", **names)),
     }
 
 

@@ -24,13 +24,11 @@ def callbacks() -> dict[str, gm.CurvatureCallback]:
 
 
 def train(out: Path, kind: str, batch: int, callback: bool = True) -> dict[str, torch.Tensor]:
-    """Train on 16 examples for four steps; with `pass` on 11, of which the processes cannot have equally many, for three."""
+    """Train on 16 examples for four steps; with `pass` for three on 11, which processes cannot share equally."""
     model = bert()
     data = sentences(16 if kind in ("adam", "online") else 11)
-    trainer_for(
-        out / kind, model, data, callbacks()[kind] if callback else None,
-        per_device_train_batch_size=batch, num_train_epochs=1, save_strategy="epoch",
-    ).train()  # fmt: skip
+    settings = {"per_device_train_batch_size": batch, "num_train_epochs": 1, "save_strategy": "epoch"}
+    trainer_for(out / kind, model, data, callbacks()[kind] if callback else None, **settings).train()
     return model.state_dict()
 
 

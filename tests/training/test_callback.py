@@ -91,10 +91,8 @@ def test_adam_writes_n_b_times_the_second_moments(tmp_path: Path, optim: str) ->
 def test_adam_is_right_where_accumulated_losses_are_added_up_instead_of_averaged(tmp_path: Path) -> None:
     model, batches = bert().double(), []
     start = copy.deepcopy(model)
-    trainer_for(
-        tmp_path / "out", model, sentences(12), gm.CurvatureCallback(), batches=batches,
-        per_device_train_batch_size=2, gradient_accumulation_steps=2,
-    ).train()  # fmt: skip
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    trainer_for(tmp_path / "out", model, sentences(12), gm.CurvatureCallback(), batches=batches, **sizes).train()
     steps = [rows_of(one) + rows_of(two) for one, two in zip(batches[::2], batches[1::2], strict=True)]
     want = {name: 12 * 4 * v for name, v in second_moments(start, steps).items()}
     slow.assert_same(read(tmp_path / "out"), as_stored(tmp_path / "out" / "checkpoint-6", model, want), 1e-3)
@@ -194,10 +192,8 @@ def measured_steps(
 def test_online_averages_the_squares_of_single_examples_gradients(tmp_path: Path, accumulated: int) -> None:
     model, watch, batches = bert(dropout=0.1), Watch(), []
     start = copy.deepcopy(model)
-    trainer_for(
-        tmp_path / "out", model, sentences(24), online(), watch, batches=batches,
-        gradient_accumulation_steps=accumulated, per_device_train_batch_size=4 // accumulated,
-    ).train()  # fmt: skip
+    sizes = {"per_device_train_batch_size": 4 // accumulated, "gradient_accumulation_steps": accumulated}
+    trainer_for(tmp_path / "out", model, sentences(24), online(), watch, batches=batches, **sizes).train()
     steps = measured_steps(start, watch, batches, accumulated, every=2)
     assert len(steps) == 6
     want = {name: 24 * mean for name, mean in averaged(steps, 0.8).items()}
@@ -324,12 +320,11 @@ def test_training_is_the_same_bit_for_bit_with_and_without_the_callback(
     tmp_path: Path, source: str, bf16: bool
 ) -> None:
     results = []
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
     for callback in (None, callback_of(source)):
         model = bert(dropout=0.2)
-        trainer_for(
-            tmp_path / "out", model, sentences(20), callback,
-            bf16=bf16, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy="no", max_grad_norm=1.0,
-        ).train()  # fmt: skip
+        out = tmp_path / "out"
+        trainer_for(out, model, sentences(20), callback, bf16=bf16, save_strategy="no", **settings).train()
         assert not model._forward_pre_hooks
         results.append((model.state_dict(), torch.rand(4)))
     (one, after), (two, after_two) = results
@@ -379,17 +374,13 @@ def test_frozen_parameters_get_none_and_are_named(
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_output_gets_the_curvature_of_the_best_checkpoint(tmp_path: Path, source: str) -> None:
     model, data = bert().double(), sentences(16)
-    trainer_for(
-        tmp_path / "out", model, data, callback_of(source), eval_dataset=sentences(6, 9),
-        load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, learning_rate=0.3,
-    ).train()  # fmt: skip
+    settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.3}
+    callback, held_back = callback_of(source), sentences(6, 9)
+    trainer_for(tmp_path / "out", model, data, callback, eval_dataset=held_back, **settings).train()
     curvatures = {p.parent.name: read(p.parent) for p in (tmp_path / "out").glob("checkpoint-*/curvature")}
-    best = [
-        name for name in curvatures if all(
-            torch.equal(w, dict(model.named_parameters())[n].detach())
-            for n, w in bert().from_pretrained(tmp_path / "out" / name).named_parameters()
-        )
-    ]  # fmt: skip
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    saved = {name: bert().from_pretrained(tmp_path / "out" / name) for name in curvatures}
+    best = [n for n, other in saved.items() if all(torch.equal(p, weights[k]) for k, p in other.named_parameters())]
     assert best and best != ["checkpoint-8"]
     got = read(tmp_path / "out")
     assert all(torch.equal(got[name], value) for name, value in curvatures[best[0]].items())
@@ -460,7 +451,13 @@ def test_too_few_steps_for_one_measurement_is_an_error_at_the_beginning(tmp_path
     [
         ({"source": "adams"}, "known are adam, online, pass"),
         ({"source": "online", "every": 0}, "every=0"),
+        ({"source": "online", "every": 2.5}, "every=2.5: a whole number"),
+        ({"source": "online", "every": None}, "every=None: a whole number"),
+        ({"source": "pass", "limit": "5"}, "limit='5': a whole number"),
+        ({"seed": "a"}, "seed='a': a whole number"),
+        ({"source": 3}, "source 3: known are adam, online, pass"),
         ({"source": "online", "decay": 1.0}, "decay=1.0"),
+        ({"source": "online", "decay": "0.9"}, "decay=0.9: a number from 0"),
         ({"source": "online", "limit": 5}, "for source='pass'"),
         ({"likelihood": "sampled"}, "Adam's moments are of the data's labels"),
         ({"adapted": True}, "adapter's factors"),

@@ -165,15 +165,16 @@ def test_a_new_head_goes_into_a_group_without_strength() -> None:
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     model = model_of("plain")
     whole = {n: torch.ones_like(p) for n, p in model.named_parameters()}
+    misfit = r"prior: tensors of another shape.*\n  0.bias: \(5,\), where the parameter has \(4,\)"
     for given, message in (
-        (whole | {"0.bias": torch.ones(5)}, r"prior: tensors of another shape.*\n  0.bias: \(5,\), where the parameter has \(4,\)"),
+        (whole | {"0.bias": torch.ones(5)}, misfit),
         (whole | {"0.bias": torch.full((4,), -1.0)}, r"0.bias has values that are negative or not finite"),
         (whole | {"0.bias": torch.full((4,), float("nan"))}, r"0.bias has values that are negative or not finite"),
         (whole | {"0.bias": 3}, r"some values are none:\n  0.bias: int"),
         (tmp_path / "none", r"no such curvature folder or file"),
         ([1], r"prior: None, .* not list"),
         (-1.0, r"prior=-1.0: as a number"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(gm.InputError, match=message):
             gm.PriorAdamW(model, prior=given)
     with pytest.raises(gm.InputError, match=r"4 parameters without names.*Give the model"):
@@ -237,11 +238,20 @@ def test_names_of_files_without_the_model_are_hinted_at(tmp_path: Path) -> None:
         ({"reduction": "none"}, "reduction='none'"),
         ({"keep_dtype": torch.float16}, "keep_dtype=torch.float16"),
         ({"keep_on": "nowhere"}, "keep_on='nowhere'"),
+        ({"strength": "1"}, "strength=1: a number, at least 0"),
+        ({"anchor": 3}, "anchor: None, a mapping from names to tensors or the path of a checkpoint, not int"),
+        ({"prior": torch.ones(2)}, "prior: None, .* or a path, not Tensor"),
     ],
 )
 def test_options_out_of_range_are_refused(options: Any, message: str) -> None:
     with pytest.raises(gm.InputError, match=message):
         gm.PriorAdamW([nn.Parameter(torch.zeros(2))], **options)
+
+
+@pytest.mark.parametrize("params", ["model", 3, None])
+def test_what_is_neither_a_model_nor_parameters_is_refused(params: Any) -> None:
+    with pytest.raises(gm.InputError, match=f"params: a model, its parameters, .* not {type(params).__name__}"):
+        gm.PriorAdamW(params)
 
 
 def test_complex_parameters_are_refused() -> None:

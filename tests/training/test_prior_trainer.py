@@ -106,9 +106,15 @@ def test_a_run_is_adam_with_the_pull_written_out_by_hand(tmp_path: Path, couplin
 
     prior = positive(start)
     found = trained(
-        gm.PriorTrainer, tmp_path, prior=gm.Curvature({n: 5 * v for n, v in prior.items()}, 5), strength=30.0,
-        damping=0.5, coupling=coupling, data_collator=collate, changes={"max_grad_norm": 0.0, "lr_scheduler_type": "constant"},
-    )  # fmt: skip
+        gm.PriorTrainer,
+        tmp_path,
+        prior=gm.Curvature({n: 5 * v for n, v in prior.items()}, 5),
+        strength=30.0,
+        damping=0.5,
+        coupling=coupling,
+        data_collator=collate,
+        changes={"max_grad_norm": 0.0, "lr_scheduler_type": "constant"},
+    )
     model, (b1, b2) = copy.deepcopy(start).train(), (0.8, 0.95)
     first = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     second = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
@@ -267,6 +273,11 @@ def test_the_bases_curvature_is_refused_for_lora_factors_and_their_own_is_taken(
         ({}, {"optim": "adafactor"}, "optim='adafactor'"),
         ({"missing": "zeros"}, {}, "did you mean 'zero'"),
         ({"curvature": "adams"}, {}, "did you mean 'adam'"),
+        ({"curvature": 5}, {}, "curvature: a CurvatureCallback, or its source, not int"),
+        ({"prior": [1]}, {}, "prior: None, .* a mapping from names to tensors or a path, not list"),
+        ({"anchor": 5}, {}, "anchor: None, a mapping from names to tensors or the path of a checkpoint, not int"),
+        ({"strength": "1"}, {}, "strength=1: a number, at least 0"),
+        ({"missing": 0}, {}, "missing 0: known are error, zero"),
     ],
 )
 def test_what_does_not_go_together_is_told(tmp_path: Path, options: Any, changes: Any, message: str) -> None:
@@ -306,7 +317,8 @@ def test_what_the_page_shows_gives_a_model_with_its_curvature(
     start = fresh("bert")
     gm.estimate_curvature(start, batches).save("base/curvature")
     model = copy.deepcopy(start)
-    exec(documented(*words), {"model": model, "arguments": arguments(Path("tuned"), max_steps=10), "data": data, "batches": batches})  # fmt: skip
+    settings = arguments(Path("tuned"), max_steps=10)
+    exec(documented(*words), {"model": model, "arguments": settings, "data": data, "batches": batches})
     stored = load_file("tuned/model.safetensors")
     assert not torch.equal(stored["classifier.weight"], start.classifier.weight)
     start.save_pretrained("base")

@@ -17,7 +17,7 @@ from .output import heavy_imports, print_json, print_table, progress
 from .streams import say
 
 if TYPE_CHECKING:
-    from ..demo import Outcome
+    from ..demo import DemoResult
 
 EXAMPLE = "Examples: gradmerge demo   ·   gradmerge demo -o my-demo --seed 1"
 
@@ -66,7 +66,7 @@ def demo(
         _print_rest(outcome, seconds)
 
 
-def _print_tables(outcome: Outcome) -> None:
+def _print_tables(outcome: DemoResult) -> None:
     from ..demo.settings import REMOVED
     from ..demo.tables import merge_table, removal_table
 
@@ -77,7 +77,7 @@ def _print_tables(outcome: Outcome) -> None:
             say(f"\nTaking {REMOVED} out of the model trained on all:\n")
 
 
-def _print_rest(outcome: Outcome, seconds: float) -> None:
+def _print_rest(outcome: DemoResult, seconds: float) -> None:
     from ..demo.commands import finding, highlights
     from ..demo.tables import flatness
 

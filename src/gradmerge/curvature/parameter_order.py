@@ -34,7 +34,15 @@ def empty_model(folder: Path) -> nn.Module:
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise InputError(f"{path}: does not name the model's class under `architectures`") from error
     refuse_hub_code(config, path)
-    model_class = _model_class(path, architecture)
+    import transformers
+
+    model_class: Any = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
+    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    if not is_model:
+        raise InputError(
+            f"{path}: transformers {transformers.__version__} has no model class {architecture!r}. Code that comes "
+            "with a model is not run; pass the model in Python: gm.import_curvature(folder, model=model)."
+        )
     try:
         with quiet_transformers(), torch.device("meta"):
             model: nn.Module = model_class(model_class.config_class.from_pretrained(folder, local_files_only=True))
@@ -42,22 +50,6 @@ def empty_model(folder: Path) -> nn.Module:
         reason = str(error).strip().partition("\n")[0][:200]
         raise InputError(f"{path}: {architecture} cannot be built from it ({reason})") from error
     return model
-
-
-def _model_class(path: Path, architecture: object) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError(
-            "transformers is not installed, and names the optimizer's parameters: pip install transformers"
-        ) from error
-    found = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
-    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
-        raise InputError(
-            f"{path}: transformers {transformers.__version__} has no model class {architecture!r}. Code that comes with a "
-            "model is not run; pass the model in Python: gm.import_curvature(folder, model=model)."
-        )
-    return found
 
 
 def parameter_names(
@@ -81,9 +73,9 @@ def parameter_names(
         without = {n: s for n, s in trained.items() if n not in decay}
         return [_matched(with_decay, groups[0], " with weight decay"), _matched(without, groups[1], " without")]
     raise InputError(
-        f"the optimizer has {len(groups)} groups of parameters, and does not say what they are called. Known are one group, "
-        "and the Trainer's two. Name them for the optimizer (AdamW([{'params': list(named_parameters), …}, …]) in PyTorch "
-        "2.6 or newer)."
+        f"the optimizer has {len(groups)} groups of parameters, and does not say what they are called. Known are one "
+        "group, and the Trainer's two. Name them for the optimizer (AdamW([{'params': list(named_parameters), …}, …]) "
+        "in PyTorch 2.6 or newer)."
     )
 
 
@@ -105,8 +97,8 @@ def _decay_names(model: nn.Module) -> set[str]:
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[-1][:200]
         raise InputError(
-            f"the Trainer of transformers, which knows the order of an optimizer's parameters, cannot be imported ({reason}). "
-            "It needs accelerate: pip install 'transformers[torch]'"
+            "the Trainer of transformers, which knows the order of an optimizer's parameters, cannot be imported "
+            f"({reason}). It needs accelerate: pip install 'transformers[torch]'"
         ) from error
     # The Trainer's own rule, which changes between versions; it looks at the model only.
     rule: Any = Trainer.get_decay_parameter_names
@@ -123,8 +115,9 @@ def _matched(expected: Mapping[str, Shape], found: Sequence[Shape | None], kind:
     assert last is not None
     if first != [len(names) - 1 - place for place in reversed(last)]:
         raise InputError(
-            f"the optimizer has {len(found)} parameters{kind}, the model of config.json {len(names)}. If some were frozen, "
-            "shapes do not tell which. Say it: --frozen 'bert.embeddings.*' (patterns over the names of model.named_parameters())."
+            f"the optimizer has {len(found)} parameters{kind}, the model of config.json {len(names)}. If some were "
+            "frozen, shapes do not tell which. Say it: --frozen 'bert.embeddings.*' (patterns over the names of "
+            "model.named_parameters())."
         )
     return [names[place] for place in first]
 
@@ -150,6 +143,6 @@ def _differences(expected: Mapping[str, Shape], found: Sequence[Shape | None], k
 
 def _another_model(lines: Sequence[str]) -> str:
     return (
-        "the optimizer's state does not fit the model of config.json. It belongs to another model, or another version of "
-        f"transformers, which orders parameters otherwise, trained it:\n{listed(lines, 5)}"
+        "the optimizer's state does not fit the model of config.json. It belongs to another model, or another version "
+        f"of transformers, which orders parameters otherwise, trained it:\n{listed(lines, 5)}"
     )

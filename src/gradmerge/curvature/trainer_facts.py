@@ -14,11 +14,12 @@ from typing import Any
 from ..errors import InputError
 from ..storage.smallfile import read_bounded
 
-#: More than any training_args.bin is long.
-_LONGEST = 1 << 24
 #: More than any training run has of steps, examples or processes.
 MOST = 10**15
-_LONGEST_STATE = 100_000_000
+#: Bytes: more than training_args.bin and trainer_state.json ever have.
+_LONGEST, _LONGEST_STATE = 1 << 24, 100_000_000
+#: Words of a pickle that are plain numbers.
+_LITERALS = {"BININT", "BININT1", "BININT2", "BINFLOAT"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,6 @@ def read_facts(folder: Path) -> Facts:
     """Facts from `trainer_state.json`, the numbers in `training_args.bin`, and the random states of the processes."""
     state = _state(folder / "trainer_state.json")
     written = _numbers(folder / "training_args.bin", {"gradient_accumulation_steps", "max_grad_norm"})
-    accumulated = written.get("gradient_accumulation_steps")
     # A data set without a length has no epochs: the Trainer then writes the largest integer, and shares of max_steps.
     has_epochs = state.get("num_train_epochs") != sys.maxsize
     log = state.get("log_history")
@@ -66,7 +66,7 @@ def read_facts(folder: Path) -> Facts:
         epochs=_positive(state.get("epoch")) if has_epochs else None,
         batch=_whole(state.get("train_batch_size")),
         processes=_processes(folder),
-        accumulated=_whole(accumulated),
+        accumulated=_whole(written.get("gradient_accumulation_steps")),
         norms=tuple(
             norm
             for entry in (log if isinstance(log, list) else [])
@@ -79,7 +79,7 @@ def read_facts(folder: Path) -> Facts:
 def examples_and_batch(
     folder: Path, facts: Facts, examples: int | None, batch_size: int | None, notes: list[str]
 ) -> tuple[int, int]:
-    """(N, B): the number of examples in the data and in a step. What is given counts, and the checkpoint is compared."""
+    """(N, B): the number of examples in the data and in a step. Given numbers count, compared with the checkpoint."""
     known = facts.batch_size
     if known is not None and batch_size not in (None, known):
         notes.append(f"--batch-size {batch_size}, but the checkpoint tells of {_product(facts)}")
@@ -88,45 +88,42 @@ def examples_and_batch(
     b = batch_size or known
     if b is None:
         raise InputError(
-            f"{folder}: the number of examples in an optimizer step is not known: {_unknown(facts)}. Pass --batch-size: "
-            "batch size per device × devices × gradient accumulation steps."
+            f"{folder}: the number of examples in an optimizer step is not known: {_unknown(facts)}. Pass "
+            "--batch-size: batch size per device × devices × gradient accumulation steps."
         )
     steps = facts.steps_per_epoch
     if examples is None:
         if steps is None:
             raise InputError(
-                f"{folder}: the number of training examples is not known: trainer_state.json is missing, or tells of no "
-                "epochs (a data set without a length). Pass --examples."
+                f"{folder}: the number of training examples is not known: trainer_state.json is missing, or tells of "
+                "no epochs (a data set without a length). Pass --examples."
             )
         about = max(1, round(steps * b))
         notes.append(
-            f"{about} examples: {steps:.6g} steps an epoch × {b} a step. The last step of an epoch may have had fewer; "
-            "--examples says it exactly"
+            f"{about} examples: {steps:.6g} steps per epoch × {b} per step. The last step of an epoch may have had "
+            "fewer; --examples says it exactly"
         )
         return about, b
     if steps is not None and not (steps - 1) * b < examples < (steps + 1) * b:
         notes.append(
-            f"--examples {examples}, but {steps:.6g} steps an epoch × {b} examples a step are {steps * b:.6g} examples"
+            f"--examples {examples}, but {steps:.6g} steps per epoch × {b} per step are {steps * b:.6g} examples"
         )
     return examples, b
 
 
 def _product(facts: Facts) -> str:
-    return (
-        f"{facts.batch} a process × {facts.processes} process{'es' if facts.processes != 1 else ''} × {facts.accumulated} "
-        f"accumulated = {facts.batch_size}"
-    )
+    several = "es" if facts.processes != 1 else ""
+    product = f"{facts.batch} per process × {facts.processes} process{several} × {facts.accumulated} accumulated"
+    return f"{product} = {facts.batch_size}"
 
 
 def _unknown(facts: Facts) -> str:
-    reasons = []
-    if facts.batch is None:
-        reasons.append("trainer_state.json has no train_batch_size")
-    if facts.processes is None:
-        reasons.append("no rng_state.pth tells the number of processes")
-    if facts.accumulated is None:
-        reasons.append("no training_args.bin tells the gradient accumulation steps")
-    return ", ".join(reasons)
+    reasons = (
+        (facts.batch, "trainer_state.json has no train_batch_size"),
+        (facts.processes, "no rng_state.pth tells the number of processes"),
+        (facts.accumulated, "no training_args.bin tells the gradient accumulation steps"),
+    )
+    return ", ".join(reason for value, reason in reasons if value is None)
 
 
 def doubts(facts: Facts) -> list[str]:
@@ -135,14 +132,14 @@ def doubts(facts: Facts) -> list[str]:
     limit = facts.longest
     if limit is not None and (clipped := sum(norm > limit for norm in facts.norms)):
         notes.append(
-            f"gradients were clipped to the norm {limit:g} in {clipped} of {len(facts.norms)} logged steps: the curvature is "
-            "too small, by the square of how much they were shortened"
+            f"gradients were clipped to the norm {limit:g} in {clipped} of {len(facts.norms)} logged steps: the "
+            "curvature is too small, by the square of how much they were shortened"
         )
     if (facts.accumulated or 1) > 1:
         notes.append(
-            f"{facts.accumulated} batches were accumulated a step. Where the Trainer added their mean losses instead of "
-            f"averaging them (BERT in transformers 5 is such a case), the curvature is {facts.accumulated}² times too large: "
-            f"gm.Curvature.load(OUT).scale(1 / {facts.accumulated}**2) puts it right"
+            f"{facts.accumulated} batches were accumulated per step. Where the Trainer added their mean losses instead "
+            f"of averaging them (BERT in transformers 5 is such a case), the curvature is {facts.accumulated}² times "
+            f"too large: gm.Curvature.load(OUT).scale(1 / {facts.accumulated}**2) puts it right"
         )
     return notes
 
@@ -197,6 +194,3 @@ def _numbers(path: Path, names: set[str]) -> dict[str, int | float]:
     except Exception:  # zipfile, what unpacks for it, and pickletools each fail in their own ways
         return {}
     return found
-
-
-_LITERALS = {"BININT", "BININT1", "BININT2", "BINFLOAT"}

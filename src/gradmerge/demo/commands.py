@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from .recipes import MATCHING, NEGATION, REMOVAL
 from .settings import BASE, REMOVED, TASKS, Settings
@@ -13,17 +15,45 @@ from .settings import BASE, REMOVED, TASKS, Settings
 Command = list[str]
 
 
-def data_of(split: str) -> list[str]:
-    """--data of the base and every task."""
-    words = ["--data", f"base=data/{BASE}.npz:{split}"]
-    for task in TASKS:
-        words += ["--data", f"{task}=data/{task}.npz:{split}"]
-    return words
+class EstimateRun(NamedTuple):
+    """Curvature of a model on the training images of a task."""
+
+    out: str
+    model: str
+    data: str
+    options: Mapping[str, Any] = {}
+    """By their names in Python."""
 
 
-def estimate(model: str, data: str, out: str, *more: str) -> Command:
-    words = f"gradmerge curvature estimate models/{model} --data data/{data}.npz:train --batch-size 64".split()
-    return [*words, *more, "-o", out, "--force"]
+CURVATURE = [
+    EstimateRun("curvature/base", "base", BASE),
+    *(EstimateRun(f"curvature/{task}", task, task) for task in TASKS),
+]
+#: What only RegMean and FA1 use.
+EXTRA = [EstimateRun(f"gram/{task}", task, task, {"kind": "gram"}) for task in TASKS]
+EXTRA += [
+    EstimateRun(f"curvature-at-delta/{task}", task, task, {"at_delta": "models/base", "task": "image"})
+    for task in TASKS
+]
+FOR_REMOVAL = [
+    EstimateRun("curvature/joint-rest", "joint", "rest"),
+    EstimateRun(f"curvature/joint-{REMOVED}", f"joint-{REMOVED}", REMOVED),
+]
+
+
+def data_of(split: str) -> dict[str, str]:
+    """The data of the base and every task."""
+    return {"base": f"data/{BASE}.npz:{split}"} | {task: f"data/{task}.npz:{split}" for task in TASKS}
+
+
+def _data(split: str) -> list[str]:
+    return [word for name, source in data_of(split).items() for word in ("--data", f"{name}={source}")]
+
+
+def estimate(asked: EstimateRun) -> Command:
+    words = f"gradmerge curvature estimate models/{asked.model} --data data/{asked.data}.npz:train".split()
+    more = [word for name, value in asked.options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    return [*words, "--batch-size", "64", *more, "-o", asked.out, "--force"]
 
 
 def merge(name: str, out: str) -> Command:
@@ -32,13 +62,13 @@ def merge(name: str, out: str) -> Command:
 
 def preview(settings: Settings) -> Command:
     words = f"gradmerge preview recipes/{MATCHING}.yml --methods gradient-matching,task-arithmetic".split()
-    words += ["--weights", settings.weights, *data_of("valid")]
+    words += ["--weights", settings.weights, *_data("valid")]
     return [*words, "--batch-size", "64", "-o", "preview", "--force"]
 
 
 def diagnose() -> Command:
     words = f"gradmerge diagnose recipes/{MATCHING}.yml --target models/joint".split()
-    return [*words, *data_of("train"), "--batch-size", "64", "-o", "diagnose", "--force"]
+    return [*words, *_data("train"), "--batch-size", "64", "-o", "diagnose", "--force"]
 
 
 def remove(damping: float) -> Command:
@@ -54,23 +84,15 @@ def evaluate(model: str, task: str) -> Command:
 
 def all_commands(merged: Sequence[str], settings: Settings, damping: float) -> dict[str, list[Command]]:
     """What is done → the commands that do it again, in an order in which they can be run."""
-    measured = [estimate("base", BASE, "curvature/base")]
-    measured += [estimate(task, task, f"curvature/{task}") for task in TASKS]
-    grams = [estimate(task, task, f"gram/{task}", "--kind", "gram") for task in TASKS]
-    at_delta = [
-        estimate(task, task, f"curvature-at-delta/{task}", "--at-delta", "models/base", "--task", "image")
-        for task in TASKS
-    ]
     taken_out = [
-        estimate("joint", "rest", "curvature/joint-rest"),
-        estimate(f"joint-{REMOVED}", REMOVED, f"curvature/joint-{REMOVED}"),
+        *map(estimate, FOR_REMOVAL),
         remove(damping),
         merge(NEGATION, f"removed/{NEGATION}"),
         evaluate(f"removed/{REMOVAL}", REMOVED),
     ]
     return {
-        "Measure curvature": measured,
-        "Measure what only RegMean and FA1 use": grams + at_delta,
+        "Measure curvature": [*map(estimate, CURVATURE)],
+        "Measure what only RegMean and FA1 use": [*map(estimate, EXTRA)],
         "Try weights on validation images": [preview(settings)],
         "Merge": [merge(name, f"merged/{name}") for name in merged],
         "Evaluate on test images (other models and tasks in the same way)": [
@@ -88,13 +110,8 @@ def finding() -> str:
 
 def script(commands: dict[str, list[Command]]) -> str:
     """A shell script of all commands."""
-    lines = [
-        "#!/bin/sh",
-        "# Repeats what `gradmerge demo` did with its trained models, step by step; results are replaced by the same, "
-        "up to rounding.",
-        'set -eu\ncd "$(dirname "$0")"',
-        finding(),
-    ]
+    about = "Repeats what `gradmerge demo` did with its trained models, step by step; results are replaced by the same"
+    lines = ["#!/bin/sh", f"# {about}, up to rounding.", 'set -eu\ncd "$(dirname "$0")"', finding()]
     for what, several in commands.items():
         lines += ["", f"# {what}", *(shlex.join(command) for command in several)]
     return "\n".join(lines) + "\n"
@@ -102,9 +119,8 @@ def script(commands: dict[str, list[Command]]) -> str:
 
 def highlights(commands: dict[str, list[Command]]) -> list[Command]:
     """One command of every kind."""
-    found: dict[tuple[str, ...], Command] = {}
-    for several in commands.values():
-        for command in several:
-            if command[1] != "merge" or MATCHING in command[2]:
-                found.setdefault(tuple(command[1:2]), command)
+    found: dict[str, Command] = {}
+    for command in itertools.chain(*commands.values()):
+        if command[1] != "merge" or MATCHING in command[2]:
+            found.setdefault(command[1], command)
     return list(found.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ def load_digits() -> tuple[Array, Array]:
     try:
         from sklearn import datasets  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
-        raise InputError(
-            "the demonstration uses the digits of scikit-learn, which is not installed: pip install 'gradmerge[demo]'"
-        ) from error
+        missing = "the demonstration uses the digits of scikit-learn, which is not installed"
+        raise InputError(f"{missing}: pip install 'gradmerge[demo]'") from error
     digits = datasets.load_digits()
     return np.rint(digits.images * (255 / 16)).astype(np.uint8), digits.target.astype(np.int64)
 
@@ -48,17 +47,8 @@ def blurred(images: Array) -> Array:
     return mean
 
 
-def upright(images: Array) -> Array:
-    """As they are."""
-    return images
-
-
-CHANGES: Mapping[str, Callable[[Array], Array]] = {
-    "upright": upright,
-    "tilted": tilted,
-    "thick": thick,
-    "blurred": blurred,
-}
+CHANGES: Mapping[str, Callable[[Array], Array]]
+CHANGES = {"upright": lambda images: images, "tilted": tilted, "thick": thick, "blurred": blurred}
 
 
 def write_data(folder: Path, images: Array, labels: Array, settings: Settings) -> None:
@@ -77,18 +67,14 @@ def write_data(folder: Path, images: Array, labels: Array, settings: Settings) -
         _write(folder / f"{name}.npz", arrays | {f"y_{split}": labels[rows] for split, rows in parts.items()})
     every = (BASE, *TASKS)
     for name, members in (("rest", [t for t in every if t != REMOVED]), ("all", every)):
-        _write(folder / f"{name}.npz", _joined(folder, members))
+        joined = {}
+        for key in (f"{letter}_{split}" for letter in "xy" for split in SPLITS):
+            joined[key] = np.concatenate([read_array(folder / f"{member}.npz", key) for member in members])
+        _write(folder / f"{name}.npz", joined)
 
 
 def _write(path: Path, arrays: Mapping[str, Any]) -> None:
     np.savez_compressed(path, **arrays)
-
-
-def _joined(folder: Path, members: Sequence[str]) -> dict[str, Array]:
-    joined = {}
-    for key in (f"{letter}_{split}" for letter in "xy" for split in SPLITS):
-        joined[key] = np.concatenate([read_array(folder / f"{name}.npz", key) for name in members])
-    return joined
 
 
 def read_array(path: Path, key: str) -> Array:

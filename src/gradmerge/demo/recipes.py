@@ -1,4 +1,4 @@
-"""The recipes: every rule that applies to a base and three tuned models, and the two removals."""
+"""The recipes: every method that applies to a base and three tuned models, and the two removals."""
 
 from __future__ import annotations
 
@@ -21,22 +21,17 @@ REMOVAL, NEGATION = "removal", "negation"
 
 def _models(measured: str | None = None) -> list[dict[str, str]]:
     """The tuned models, with what was measured of each."""
-    return [
-        {"model": f"../models/{task}"} | ({"curvature": f"../{measured}/{task}"} if measured else {}) for task in TASKS
-    ]
-
-
-def _weighted(weight: float) -> list[dict[str, Any]]:
-    return [model | {"weight": weight} for model in _models()]
+    models = {task: {"model": f"../models/{task}"} for task in TASKS}
+    return [model | ({"curvature": f"../{measured}/{task}"} if measured else {}) for task, model in models.items()]
 
 
 def merges(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Name → recipe, as it stands in `recipes/`; options that are not named are the rules' defaults."""
+    """Name → recipe, as it stands in `recipes/`; options that are not named have their defaults."""
     base = {"model": "../models/base"}
     measured = base | {"curvature": "../curvature/base"}
     return {
         "average": {"method": "average", "base": base, "models": _models()},
-        "task-arithmetic": {"method": "task-arithmetic", "base": base, "models": _weighted(1.0)},
+        "task-arithmetic": task_arithmetic(1.0),
         "sparse-finetuning": {"method": "sparse-finetuning", "base": base, "models": _models()},
         "ties": {"method": "ties", "base": base, "models": _models()},
         "dare": {"method": "dare", "base": base, "models": _models(), "options": {"seed": settings.seed}},
@@ -47,9 +42,10 @@ def merges(settings: Settings) -> dict[str, dict[str, Any]]:
     }
 
 
-def tuned(weight: float) -> dict[str, Any]:
-    """Task arithmetic at the weight that a preview on validation images found best."""
-    return {"method": "task-arithmetic", "base": {"model": "../models/base"}, "models": _weighted(weight)}
+def task_arithmetic(weight: float) -> dict[str, Any]:
+    """The same weight for every task."""
+    models = [model | {"weight": weight} for model in _models()]
+    return {"method": "task-arithmetic", "base": {"model": "../models/base"}, "models": models}
 
 
 def negation() -> dict[str, Any]:

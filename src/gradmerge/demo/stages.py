@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,9 +66,7 @@ class Stages:
 
         return self._run(name, fill, given, after)
 
-    def run_in_place(
-        self, name: str, make: Callable[[], object], *, given: Any = None, after: Sequence[str] = ()
-    ) -> None:
+    def run_in_place(self, name: str, make: Callable[[], object], given: Any, after: Sequence[str]) -> None:
         """A stage whose ``make`` writes the file or folder itself: whole or not at all, in the place of an old one."""
 
         def work(resumes: bool) -> None:
@@ -132,15 +129,15 @@ def run_all(stages: Stages, listed: Sequence[Stage], advance: Advance, say: Call
     """Make the stages of a list in their order; how many were there already."""
     for stage in listed:
         told = _Told(advance, stage.steps)
-        stages.run_in_place(stage.out, partial(stage.make, told.advance), given=stage.facts, after=stage.needs)
-        told.finish()
+        stages.run_in_place(stage.out, partial(stage.make, told.advance), stage.facts, stage.needs)
+        told.advance(stage.steps)
         if stage.told and stage.out in stages.made:
             say(f"{stage.out}: {stages.made[stage.out]:.1f} s")
     return len(listed) - len(stages.made)
 
 
 class _Told:
-    """Progress of one stage, which ends at its number of steps whatever was told on the way."""
+    """Progress of one stage, which never goes beyond its number of steps."""
 
     def __init__(self, advance: Advance, steps: int) -> None:
         self._advance, self._left = advance, steps
@@ -149,9 +146,6 @@ class _Told:
         steps = min(steps, self._left)
         self._left -= steps
         self._advance(steps)
-
-    def finish(self) -> None:
-        self.advance(self._left)
 
 
 @contextlib.contextmanager
@@ -184,14 +178,12 @@ def claimed(folder: Path) -> Iterator[None]:
         raise InputError(f"{folder}: exists already and is no folder of a demonstration; give another one with -o")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+        lock = (folder / LOCK).open("a")
     except OSError as error:
         raise InputError(f"{folder}: cannot be written: {error.strerror}") from error
-    try:
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise InputError(f"{folder}: another demonstration is writing to it; wait for it, or use -o") from error
         yield
-    finally:
-        os.close(lock)

@@ -7,27 +7,28 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .recipes import MATCHING, NEGATION, REMOVAL, TUNED
-from .scoring import Scores
 from .settings import BASE, REMOVED, TASKS
 
 EVERY = (BASE, *TASKS)
 REST = tuple(task for task in EVERY if task != REMOVED)
 
+Scores = Mapping[str, float]
+"""Task → accuracy, the share of test images whose most likely class is right."""
+
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One model in a table."""
 
     name: str
     folder: str
     scores: Scores
-    """Task → accuracy on test images."""
 
     def mean(self, tasks: Sequence[str] = EVERY) -> float:
         return sum(self.scores[task] for task in tasks) / len(tasks)
 
 
-def merge_rows(found: Mapping[str, Scores], merged: Sequence[str], weight: float) -> list[Row]:
+def merge_rows(found: Mapping[str, Scores], merged: Sequence[str], weight: float) -> list[TableRow]:
     """The base, the tuned models, every merge, and the model trained on everything."""
     names = {
         "task-arithmetic": "task-arithmetic, weight 1",
@@ -37,10 +38,10 @@ def merge_rows(found: Mapping[str, Scores], merged: Sequence[str], weight: float
     rows = [("base", "models/base"), *((f"tuned on {task}", f"models/{task}") for task in TASKS)]
     rows += [(names.get(name, name), f"merged/{name}") for name in merged]
     rows += [("trained on all (target)", "models/joint")]
-    return [Row(name, folder, found[folder]) for name, folder in rows]
+    return [TableRow(name, folder, found[folder]) for name, folder in rows]
 
 
-def removal_rows(found: Mapping[str, Scores], damping: float) -> list[Row]:
+def removal_rows(found: Mapping[str, Scores], damping: float) -> list[TableRow]:
     """Before, after, and what it should be."""
     rows = [
         ("before", "models/joint"),
@@ -48,36 +49,35 @@ def removal_rows(found: Mapping[str, Scores], damping: float) -> list[Row]:
         (f"removal, damping {damping:g}", f"removed/{REMOVAL}"),
         ("trained without it (target)", f"models/without-{REMOVED}"),
     ]
-    return [Row(name, folder, found[folder]) for name, folder in rows]
+    return [TableRow(name, folder, found[folder]) for name, folder in rows]
 
 
-def merge_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def merge_table(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
     """Columns and cells; accuracies in per cent."""
-    return ["model", *EVERY, "mean"], [
-        [row.name, *(_percent(row.scores[task]) for task in EVERY), _percent(row.mean())] for row in rows
-    ]
+    return ["model", *EVERY, "mean"], _cells(rows, EVERY, EVERY)
 
 
-def removal_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    return ["model", REMOVED, *REST, "rest, mean"], [
-        [row.name, *(_percent(row.scores[task]) for task in (REMOVED, *REST)), _percent(row.mean(REST))] for row in rows
-    ]
+def removal_table(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
+    """The same, with the removed task first."""
+    return ["model", REMOVED, *REST, "rest, mean"], _cells(rows, (REMOVED, *REST), REST)
+
+
+def _cells(rows: Sequence[TableRow], tasks: Sequence[str], mean_of: Sequence[str]) -> list[list[str]]:
+    return [[row.name, *(_percent(row.scores[task]) for task in tasks), _percent(row.mean(mean_of))] for row in rows]
 
 
 def flatness(results: Mapping[str, Any]) -> list[str]:
-    """How much each method depends on its weight, in a sentence each."""
+    """How much each method depends on its weight, one sentence per method."""
     sentences = []
     for method, best in results["preview"].items():
         low, high = best["within_1_percent"]
         over = f"from {low:g} to {high:g}" if low < high else f"{low:g} alone"
-        sentences.append(
-            f"{method}: best at weight {best['weight']:g} with {_percent(best['mean_accuracy'])}; within 1 % of that "
-            f"at weights {over}."
-        )
+        found = f"best at weight {best['weight']:g} with {_percent(best['mean_accuracy'])}"
+        sentences.append(f"{method}: {found}; within 1 % of that at weights {over}.")
     return sentences
 
 
-def as_json(merges: Sequence[Row], removals: Sequence[Row], **facts: Any) -> dict[str, Any]:
+def as_json(merges: Sequence[TableRow], removals: Sequence[TableRow], **facts: Any) -> dict[str, Any]:
     return {
         **facts,
         "unit": "accuracy: share of test images whose most likely class is right",
@@ -86,9 +86,9 @@ def as_json(merges: Sequence[Row], removals: Sequence[Row], **facts: Any) -> dic
     }
 
 
-def rows_of(values: Sequence[Mapping[str, Any]]) -> list[Row]:
+def rows_of(values: Sequence[Mapping[str, Any]]) -> list[TableRow]:
     """Rows as :func:`as_json` wrote them."""
-    return [Row(value["name"], value["folder"], dict(value["scores"])) for value in values]
+    return [TableRow(value["name"], value["folder"], value["scores"]) for value in values]
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -110,9 +110,9 @@ transformer, was trained on {images["train"]} digits as they are (`{BASE}`), and
 {", ".join(f"`{task}`" for task in TASKS)}. No test image, in whatever form, was trained on.
 
 {markdown(*merge_table(rows_of(results["merging"])))}
-Every rule has its default options, and weight 1 where nothing else is said. The tuned weight of task arithmetic is the
-best of the preview on {images["valid"]} validation images per task; the other rows have seen no labels but those of the
-training images. `slerp` takes two models only, and `weighted-average` with equal weights is `average`. With
+Every method has its default options, and weight 1 where nothing else is said. The tuned weight of task arithmetic is
+the best of the preview on {images["valid"]} validation images per task; the other rows have seen no labels but those of
+the training images. `slerp` takes two models only, and `weighted-average` with equal weights is `average`. With
 `reduction: mean` nothing would change, as every task has the same number of images.
 
 ## How much the weight matters

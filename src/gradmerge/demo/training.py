@@ -1,9 +1,9 @@
-"""A small vision transformer, and a plain loop that trains it."""
+"""A small vision transformer, a plain loop that trains it, and how right it is."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..quiet import quiet_transformers
-from ..tasks.models import load_model
+from ..tasks import evaluate_model, load_model, load_task
 from .digits import read_array
 from .settings import Settings
 
@@ -34,18 +34,10 @@ def new_model(settings: Settings) -> nn.Module:
     """A vision transformer with random weights: patches of 2 × 2 pixels, one channel, ten classes."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    shape: dict[str, Any] = {
-        "image_size": 8,
-        "patch_size": 2,
-        "num_channels": 1,
-        "num_labels": 10,
-        "hidden_size": settings.hidden,
-        "num_hidden_layers": settings.layers,
-        "num_attention_heads": 4,
-        "intermediate_size": 2 * settings.hidden,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
+    images = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
+    width = {"hidden_size": settings.hidden, "intermediate_size": 2 * settings.hidden, "num_attention_heads": 4}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    shape: dict[str, Any] = {**images, **width, **dropout, "num_hidden_layers": settings.layers}
     torch.manual_seed(settings.seed)
     return ViTForImageClassification(ViTConfig(**shape))
 
@@ -63,13 +55,7 @@ def steps_of(examples: int, epochs: int, batch_size: int) -> int:
 
 
 def train(
-    start: Path | None,
-    data: Path,
-    out: Path,
-    settings: Settings,
-    *,
-    stream: int,
-    advance: Callable[[int], None],
+    start: str | None, data: Path, out: Path, settings: Settings, *, stream: int, advance: Callable[[int], None]
 ) -> None:
     """Train a new model, or tune the one in ``start``, with AdamW on all of the data's training images.
 
@@ -78,7 +64,7 @@ def train(
     epochs, rate = (settings.epochs, settings.rate) if start else (settings.base_epochs, settings.base_rate)
     images, labels = _tensors(data)
     with torch.random.fork_rng(devices=[]):
-        model = load_model(str(start), "image", device="cpu")[0] if start else new_model(settings)
+        model = load_model(start, "image", device="cpu")[0] if start else new_model(settings)
         torch.manual_seed(1000 * settings.seed + stream)
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=settings.weight_decay)
@@ -104,3 +90,19 @@ def _tensors(data: Path) -> tuple[Tensor, Tensor]:
     """Training images from −1 to 1, as the image processor makes them, and labels."""
     images = torch.from_numpy(read_array(data, "x_train")).float().div_(255).sub_(0.5).div_(0.5)
     return images[:, None], torch.from_numpy(read_array(data, "y_train"))
+
+
+def accuracies(
+    models: Sequence[str], tasks: Sequence[str], advance: Callable[[int], None]
+) -> dict[str, dict[str, float]]:
+    """Model folder → task → accuracy on `data/TASK.npz:test`, as `gradmerge evaluate` has it; files are read once."""
+    loaded = {task: load_task(models[0], f"data/{task}.npz:test", task="image", device="cpu") for task in tasks}
+    batches = {task: list(one.batches(256)) for task, one in loaded.items()}
+    found: dict[str, dict[str, float]] = {}
+    for folder in models:
+        model, _ = load_model(folder, "image", device="cpu")
+        found[folder] = {
+            task: float(evaluate_model(model, batches[task], loaded[task].output)["accuracy"] or 0) for task in tasks
+        }
+        advance(1)
+    return found

@@ -98,12 +98,10 @@ def _bars(
         drawn = finite(value) and (value > 0 or not chart.log)
         end = across(max(clipped(value or 0.0), across.low)) if drawn else zero
         width = max(abs(end - zero), 1.0) if drawn else 0.0
-        shape = f'<rect x="{px(min(zero, end))}" y="{px(y + 0.5)}" width="{px(width)}" height="{px(thick - 1)}"{_fill(drawing, index)}'
-        shapes.append(drawing.point(shape, Tip(name, group, number(value))))
-        left = end < zero
-        labels.append(
-            text(end - 5 if left else end + 5, y + thick / 2 + 3.6, number(value), "tiny end" if left else "tiny")
-        )
+        shape = f'<rect x="{px(min(zero, end))}" y="{px(y + 0.5)}" width="{px(width)}" height="{px(thick - 1)}"'
+        shapes.append(drawing.point(shape + _fill(drawing, index), Tip(name, group, number(value))))
+        x, side = (end - 5, "tiny end") if end < zero else (end + 5, "tiny")
+        labels.append(text(x, y + thick / 2 + 3.6, number(value), side))
     drawing.series(index, name, "".join(labels), shapes)
 
 
@@ -112,7 +110,7 @@ def _fill(drawing: Drawing, index: int) -> str:
 
 
 def _pattern(drawing: Drawing, index: int) -> str:
-    return (
-        f'<pattern id="{drawing.id(f"h{index}")}" class="{palette.series_class(index)}" width="6" height="6" patternUnits="userSpaceOnUse">'
-        f'<rect width="6" height="6" fill="currentColor"/><path class="hatch" d="{palette.hatch(index)}"/></pattern>'
-    )
+    opening = f'<pattern id="{drawing.id(f"h{index}")}" class="{palette.series_class(index)}"'
+    hatch = f'<path class="hatch" d="{palette.hatch(index)}"/>'
+    square = 'width="6" height="6"'
+    return f'{opening} {square} patternUnits="userSpaceOnUse"><rect {square} fill="currentColor"/>{hatch}</pattern>'

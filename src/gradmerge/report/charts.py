@@ -45,11 +45,8 @@ class LineChart:
         return draw_lines(self, standalone, narrow)
 
     def csv(self) -> str:
-        rows: list[Sequence[object]] = [("kind", "series", self.x_label or "x", self.y_label or "y", "label")]
-        rows += _points(self.series)
-        rows += [("reference", name, None, y, "") for name, y in self.marks]
-        rows += [("best", name, x, y, "") for name, x, y in self.best]
-        return as_csv(rows)
+        marks = [("reference", name, None, y, "") for name, y in self.marks]
+        return _points_csv(self, [*marks, *(("best", name, x, y, "") for name, x, y in self.best)])
 
 
 @dataclass(frozen=True)
@@ -118,10 +115,7 @@ class ScatterChart:
         return draw_scatter(self, standalone, narrow)
 
     def csv(self) -> str:
-        rows: list[Sequence[object]] = [("kind", "series", self.x_label or "x", self.y_label or "y", "label")]
-        rows += _points(self.series)
-        rows += [("front", "", x, y, "") for x, y in self.front]
-        return as_csv(rows)
+        return _points_csv(self, [("front", "", x, y, "") for x, y in self.front])
 
 
 Chart = LineChart | BarChart | HeatMap | ScatterChart
@@ -152,7 +146,9 @@ def _not_a_formula(text: str) -> str:
     return text
 
 
-def _points(series: Sequence[Series]) -> Iterable[Sequence[object]]:
-    for one in series:
+def _points_csv(chart: LineChart | ScatterChart, others: Sequence[Sequence[object]]) -> str:
+    rows: list[Sequence[object]] = [("kind", "series", chart.x_label or "x", chart.y_label or "y", "label")]
+    for one in chart.series:
         labels = [*one.labels, *[""] * (len(one.x) - len(one.labels))]
-        yield from (("point", one.name, x, y, label) for x, y, label in zip(one.x, one.y, labels, strict=True))
+        rows += [("point", one.name, x, y, label) for x, y, label in zip(one.x, one.y, labels, strict=True)]
+    return as_csv([*rows, *others])

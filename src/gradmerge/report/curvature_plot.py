@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from numpy.typing import NDArray
 
 from ..curvature.files import CurvatureFile
 from ..curvature.summary import group_of
-from ..errors import InputError, MachineError
+from ..errors import InputError
 from ..text import count, natural, one_line
+from .files import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ _AS_IT_IS: dict[str, Any] = {"parse_math": False, "usetex": False}
 
 
 @dataclass
-class Row:
+class LayerRow:
     """The spread of the curvature of one or more layers: means over examples of squared gradients."""
 
     label: str
@@ -47,10 +47,6 @@ class Row:
     zeros: int = 0
     total: float = 0.0
     """Sum over entries, mean over examples."""
-
-    @property
-    def share_of_zeros(self) -> float:
-        return self.zeros / max(1, self.entries)
 
     @property
     def mean(self) -> float:
@@ -73,24 +69,30 @@ def check_plot_path(path: Path) -> None:
 
 
 def plot_curvature(file: CurvatureFile, path: Path) -> None:
-    """Draw the spread of a file's curvature by layer; the picture appears whole or not at all, and replaces an older one."""
+    """Draw the spread of a file's curvature by layer, in a picture that appears whole or not at all."""
     check_plot_path(path)
+    import matplotlib as mpl
+
     if file.kind != "diagonal":
-        raise InputError(
-            f"{file.label}: holds {file.kind} matrices. The plot shows diagonal curvature, one number a parameter, only."
-        )
+        shown = "The plot shows diagonal curvature, one number per parameter, only."
+        raise InputError(f"{file.label}: holds {file.kind} matrices. {shown}")
     rows = legible(spread(file))
     facts = f"mean over {file.examples:,} examples · likelihood {one_line(file.likelihood) or 'not stated'} · "
     facts += f"{count(sum(row.entries for row in rows))} entries · stored as {file.precision}"
-    _write(draw(rows, one_line(Path(file.label).name or file.label), facts), path)
+    figure = draw(rows, one_line(Path(file.label).name or file.label), facts)
+    ending = path.suffix.lower()
+    # Without dates and random ids, the same file gives the same picture.
+    metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(ending, {})
+    with whole_file(path) as partial, mpl.rc_context({"svg.hashsalt": "gradmerge"}):
+        figure.savefig(partial, format=ending[1:], dpi=160, metadata=metadata)
 
 
-def spread(file: CurvatureFile) -> list[Row]:
-    """One row a layer, in the natural order of names, read in pieces."""
-    rows: dict[str, Row] = {}
+def spread(file: CurvatureFile) -> list[LayerRow]:
+    """One row per layer, in the natural order of names, read in pieces."""
+    rows: dict[str, LayerRow] = {}
     for name in sorted(file.shapes, key=natural):
         label = group_of(name)
-        row = rows.setdefault(label, Row(label, np.zeros(_BINS, np.int64)))
+        row = rows.setdefault(label, LayerRow(label, np.zeros(_BINS, np.int64)))
         numel = math.prod(file.shapes[name])
         for start in range(0, numel, _CHUNK):
             values = file.read(name, start, min(start + _CHUNK, numel), lambda n: torch.empty(n, dtype=torch.uint8))
@@ -106,9 +108,9 @@ def spread(file: CurvatureFile) -> list[Row]:
     return list(rows.values())
 
 
-def legible(rows: Sequence[Row], most: int = MOST_ROWS) -> list[Row]:
+def legible(rows: Sequence[LayerRow], most: int = MOST_ROWS) -> list[LayerRow]:
     """At most so many rows: numbered neighbours share a row first, any neighbours if that is not enough."""
-    runs: list[list[Row]] = []
+    runs: list[list[LayerRow]] = []
     for row in rows:
         if runs and (stem := _stem(row.label)) and stem == _stem(runs[-1][-1].label):
             runs[-1].append(row)
@@ -129,24 +131,18 @@ def _stem(label: str) -> str:
     return found[1] if found else ""
 
 
-def _joined(rows: Sequence[Row]) -> Row:
+def _joined(rows: Sequence[LayerRow]) -> LayerRow:
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
         return first
     stem = _stem(first.label)
-    label = (
-        f"{first.label}–{last.label.removeprefix(stem)}" if stem and stem == _stem(last.label) else f"{first.label} …"
-    )
-    return Row(
-        label,
-        np.sum([row.counts for row in rows], axis=0),
-        sum(row.entries for row in rows),
-        sum(row.zeros for row in rows),
-        sum(row.total for row in rows),
-    )
+    numbered = stem and stem == _stem(last.label)
+    label = f"{first.label}–{last.label.removeprefix(stem)}" if numbered else f"{first.label} …"
+    entries, zeros, totals = zip(*((row.entries, row.zeros, row.total) for row in rows), strict=True)
+    return LayerRow(label, np.sum([row.counts for row in rows], axis=0), sum(entries), sum(zeros), sum(totals))
 
 
-def draw(rows: Sequence[Row], title: str, facts: str) -> Figure:
+def draw(rows: Sequence[LayerRow], title: str, facts: str) -> Figure:
     """Ridges, the first layer on top, and the share of zeros at the right."""
     from matplotlib.figure import Figure
 
@@ -164,7 +160,7 @@ def draw(rows: Sequence[Row], title: str, facts: str) -> Figure:
     return figure
 
 
-def _draw_ridges(axes: Axes, rows: Sequence[Row], size: float) -> None:
+def _draw_ridges(axes: Axes, rows: Sequence[LayerRow], size: float) -> None:
     from matplotlib import colormaps
     from matplotlib.colors import Normalize
     from matplotlib.ticker import MaxNLocator
@@ -194,30 +190,20 @@ def _draw_ridges(axes: Axes, rows: Sequence[Row], size: float) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
     axes.grid(axis="x", color=_FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
+    unit = "curvature of one parameter: mean over examples of the squared gradient, (loss / parameter)²"
     axes.set_xlabel(
-        "curvature of one parameter: mean over examples of the squared gradient, (loss / parameter)²\n"
-        "each row scaled to its own peak · ● mean over the row's entries",
-        fontsize=8.5,
-        color=_INK,
+        f"{unit}\neach row scaled to its own peak · ● mean over the row's entries", fontsize=8.5, color=_INK
     )
     _plain(axes)
 
 
-def _draw_zeros(axes: Axes, rows: Sequence[Row]) -> None:
-    shares = [100 * row.share_of_zeros for row in rows]
+def _draw_zeros(axes: Axes, rows: Sequence[LayerRow]) -> None:
+    shares = [100 * row.zeros / max(1, row.entries) for row in rows]
     axes.barh(range(len(rows)), shares, height=0.5, color="#c8553d", alpha=0.85)
     for place, share in enumerate(shares):
         text = "0" if share == 0 else "<0.1 %" if share < 0.1 else f"{share:.1f} %" if share < 99.95 else "100 %"
-        inside = share > 55
-        axes.text(
-            share - 3 if inside else share + 3,
-            place,
-            text,
-            ha="right" if inside else "left",
-            va="center",
-            fontsize=7,
-            color="white" if inside else _INK if share else "#9aa5ae",
-        )
+        x, side, colour = (share - 3, "right", "white") if share > 55 else (share + 3, "left", _INK)
+        axes.text(x, place, text, ha=side, va="center", fontsize=7, color=colour if share else "#9aa5ae")
     axes.set_xlim(0, 100)
     axes.set_xticks([0, 100], ["0", "100 %"])
     axes.tick_params(axis="y", left=False, labelleft=False)
@@ -233,7 +219,7 @@ def _plain(axes: Axes) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def _range(rows: Sequence[Row]) -> tuple[float, float]:
+def _range(rows: Sequence[LayerRow]) -> tuple[float, float]:
     """From the 0.5 % quantile of the row that reaches lowest to the largest value."""
     ends = []
     for row in rows:
@@ -256,20 +242,3 @@ def _smooth(counts: NDArray[np.int64], width: float = 0.12) -> NDArray[np.float6
 def _short(label: str, most: int = 36) -> str:
     label = one_line(label)
     return label if len(label) <= most else "…" + label[-(most - 1) :]
-
-
-def _write(figure: Figure, path: Path) -> None:
-    import matplotlib as mpl
-
-    ending = path.suffix.lower()
-    # Without dates and random ids, the same file gives the same picture.
-    metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(ending, {})
-    partial = path.with_name(f".{path.name}.{os.getpid()}.gradmerge-partial")
-    try:
-        with mpl.rc_context({"svg.hashsalt": "gradmerge"}):
-            figure.savefig(partial, format=ending[1:], dpi=160, metadata=metadata)
-        partial.replace(path)
-    except OSError as error:
-        raise MachineError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)

@@ -6,39 +6,26 @@ import re
 from functools import cache
 from importlib.resources import files
 
-#: Colours of series differ in lightness too, and stand out from `paper` by 3:1 or more.
-LIGHT = {
-    "page": "#f5f6f8",
-    "paper": "#ffffff",
-    "ink": "#1b2530",
-    "soft": "#566270",
-    "line": "#e1e5ea",
-    "hole": "#eceff2",
-    "accent": "#0a5fa5",
-    "wash": "#eaf2fa",
-    "c0": "#00579c",
-    "c1": "#d9640a",
-    "c2": "#07936a",
-    "c3": "#8f1f6e",
-    "c4": "#5c4500",
-    "c5": "#71869a",
+#: Name → colour on paper and in the dark. Those of series differ in lightness too, and have a contrast of 3:1 or more
+#: with `paper`.
+_BOTH = {
+    "page": ("#f5f6f8", "#0e1216"),
+    "paper": ("#ffffff", "#161c22"),
+    "ink": ("#1b2530", "#e8edf2"),
+    "soft": ("#566270", "#a0adb9"),
+    "line": ("#e1e5ea", "#2b353f"),
+    "hole": ("#eceff2", "#232c35"),
+    "accent": ("#0a5fa5", "#76b9f5"),
+    "wash": ("#eaf2fa", "#15273a"),
+    "c0": ("#00579c", "#62b0f2"),
+    "c1": ("#d9640a", "#f5825a"),
+    "c2": ("#07936a", "#2fe0a0"),
+    "c3": ("#8f1f6e", "#f65cb6"),
+    "c4": ("#5c4500", "#f4e067"),
+    "c5": ("#71869a", "#c8ccd0"),
 }
-DARK = {
-    "page": "#0e1216",
-    "paper": "#161c22",
-    "ink": "#e8edf2",
-    "soft": "#a0adb9",
-    "line": "#2b353f",
-    "hole": "#232c35",
-    "accent": "#76b9f5",
-    "wash": "#15273a",
-    "c0": "#62b0f2",
-    "c1": "#f5825a",
-    "c2": "#2fe0a0",
-    "c3": "#f65cb6",
-    "c4": "#f4e067",
-    "c5": "#c8ccd0",
-}
+LIGHT = {name: light for name, (light, _) in _BOTH.items()}
+DARK = {name: dark for name, (_, dark) in _BOTH.items()}
 COLOURS = 6
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 #: Around a centre; each closed, so that one fill serves them all.
@@ -88,12 +75,6 @@ def luminance(colour: str) -> float:
     """Relative luminance as WCAG defines it, 0 to 1."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in _rgb(colour))]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    """Contrast ratio as WCAG defines it, 1 to 21."""
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
 
 
 def variables() -> str:

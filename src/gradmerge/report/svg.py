@@ -20,9 +20,14 @@ _EDGE = 16.0
 _NOT_XML = re.compile("[\ufffe\uffff]")
 
 
+def visible(text: str) -> str:
+    """Text in characters that XML can hold and that do nothing but show."""
+    return _NOT_XML.sub("\ufffd", printable(text))
+
+
 def escape(text: str) -> str:
     """Safe in text and in attributes, of HTML and of XML."""
-    return _escape(_NOT_XML.sub("\ufffd", printable(text)), quote=True)
+    return _escape(visible(text), quote=True)
 
 
 def safe_name(slug: str) -> str:

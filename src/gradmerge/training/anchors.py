@@ -22,13 +22,14 @@ from ..errors import InputError
 from ..text import listed
 
 Reduction = Literal["mean", "sum"]
-PriorSource = Curvature | Mapping[str, Tensor] | str | Path
-AnchorSource = Mapping[str, Tensor] | str | Path
+#: What H_0 can be given as, and what θ_base.
+PriorTensors = Curvature | Mapping[str, Tensor] | str | Path
+AnchorTensors = Mapping[str, Tensor] | str | Path
 
 
 @dataclass(frozen=True)
-class Source:
-    """Named tensors that are read one at a time."""
+class NamedTensors:
+    """Tensors that are read by name, one at a time; ``label`` says where from."""
 
     label: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -36,7 +37,7 @@ class Source:
 
 
 @contextlib.contextmanager
-def open_prior(prior: PriorSource, reduction: Reduction) -> Iterator[Source]:
+def open_prior(prior: PriorTensors, reduction: Reduction) -> Iterator[NamedTensors]:
     """Curvature as a sum over examples or as their mean; the tensors of a plain mapping are taken as they are."""
     if isinstance(prior, Mapping):
         number = prior.examples if isinstance(prior, Curvature) and reduction == "mean" else 1
@@ -49,13 +50,14 @@ def open_prior(prior: PriorSource, reduction: Reduction) -> Iterator[Source]:
 
         def read(name: str) -> Tensor:
             shape = torch.Size(file.shapes[name])
-            return file.read(name, 0, shape.numel(), _fresh).div(number).reshape(shape)
+            entries = file.read(name, 0, shape.numel(), lambda size: torch.empty(size, dtype=torch.uint8))
+            return entries.div(number).reshape(shape)
 
-        yield Source(str(prior), file.shapes, read)
+        yield NamedTensors(str(prior), file.shapes, read)
 
 
 @contextlib.contextmanager
-def open_anchor(anchor: AnchorSource) -> Iterator[Source]:
+def open_anchor(anchor: AnchorTensors) -> Iterator[NamedTensors]:
     """A state dict, or a checkpoint: a folder, a `.safetensors` file or a Hub id."""
     if isinstance(anchor, Mapping):
         yield _in_memory("anchor", anchor, 1)
@@ -67,7 +69,7 @@ def open_anchor(anchor: AnchorSource) -> Iterator[Source]:
             shape = torch.Size(shapes[name])
             return checkpoint.read(name, 0, shape.numel(), Buffers()).reshape(shape)
 
-        yield Source(str(anchor), shapes, read)
+        yield NamedTensors(str(anchor), shapes, read)
 
 
 def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -75,23 +77,20 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def find(
-    source: Source, named: Sequence[tuple[str, Tensor]], model: nn.Module | None, *, optional: bool = False
+    source: NamedTensors, named: Sequence[tuple[str, Tensor]], model: nn.Module | None, *, optional: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """The source's tensor of each parameter, in turn; one that is missing is an error, or with ``optional`` left out."""
+    """The tensor of each parameter, in turn. A missing one is an error, or with ``optional`` left out."""
     places = {name: _Place([(name, None)]) for name, _ in named if name in source.shapes}
     if model is not None and len(places) < len(named):
         places = _places(model, source.shapes) | places
     missing = [name for name, _ in named if name not in places]
     if missing and not optional:
-        hint = (
-            ""
-            if model is not None
-            else " If they are the names of files, which may differ from those in memory, give the optimizer the model itself."
-        )
+        of_files = "If they are the names of files, which may differ from those in memory, give the optimizer the model"
+        hint = f" {of_files} itself." if model is None else ""
         raise InputError(
             f"{source.label}: nothing for {len(missing)} of {len(named)} parameters:\n{listed(missing)}\n"
-            f"It has {len(source.shapes)} tensors.{hint} Parameters that the base does not have, such as a new head, go into a "
-            'group of their own with "strength": 0; with PriorTrainer, missing="zero".'
+            f"It has {len(source.shapes)} tensors.{hint} Parameters that the base does not have, such as a new head, "
+            'go into a group of their own with "strength": 0; with PriorTrainer, missing="zero".'
         )
     found = [(name, value) for name, value in named if name in places]
     wrong = [note for name, value in found if (note := places[name].misfit(name, value, source.shapes))]
@@ -102,9 +101,10 @@ def find(
 
 @dataclass
 class _Place:
-    """Where the entries of a parameter are in a source: whole tensors, or which entries of the parameter each holds."""
+    """Where the entries of a parameter are among named tensors."""
 
     parts: list[tuple[str, Tensor | None]]
+    """Tensors by name: None for the parameter as a whole, else which of its entries (−1: none) each entry is."""
 
     def misfit(self, name: str, value: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         for stored, index in self.parts:
@@ -114,34 +114,29 @@ class _Place:
                 return f"{name}{as_}: {tuple(shapes[stored])}, where the parameter has {expected}"
         return None
 
-    def fill(self, like: Tensor, source: Source) -> Tensor:
-        (stored, index), *_ = self.parts
-        if index is None:
-            return source.read(stored)
+    def fill(self, like: Tensor, source: NamedTensors) -> Tensor:
         whole: Tensor | None = None
         for stored, index in self.parts:
-            assert index is not None
-            part, at = source.read(stored).reshape(-1), index.reshape(-1)
-            if whole is None:
-                whole = torch.zeros(like.numel(), dtype=part.dtype, device=part.device)
-            mine = at >= 0
-            whole[at[mine].to(part.device)] = part[mine.to(part.device)]
+            part = source.read(stored)
+            if index is None:
+                return part
+            whole = part.new_zeros(like.numel()) if whole is None else whole
+            mine = index >= 0
+            whole[index[mine].to(part.device)] = part[mine.to(part.device)]
         assert whole is not None
         return whole.reshape(like.shape)
 
 
 def _places(model: nn.Module, known: Iterable[str]) -> dict[str, _Place]:
-    """Of each parameter, under all its names: where it is in a source that goes by names of files, or by another of its names."""
+    """Where each parameter is, under all its own names, if ``known`` are names of files or other names of it."""
     have = set(known)
-    names_of: dict[int, list[str]] = defaultdict(list)
-    parameters: dict[int, Tensor] = {}
+    names_of: dict[Tensor, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of[id(parameter)].append(name)
-        parameters[id(parameter)] = parameter
+        names_of[parameter].append(name)
     result: dict[str, _Place] = {}
-    for key, place in _stored_places(model, names_of, parameters).items():
+    for found, place in _stored_places(model, names_of).items():
         if all(stored in have for stored, _ in place.parts):
-            result |= dict.fromkeys(names_of[key], place)
+            result |= dict.fromkeys(names_of[found], place)
     for names in names_of.values():
         other = next((name for name in names if name in have), None)
         if other is not None:
@@ -149,41 +144,38 @@ def _places(model: nn.Module, known: Iterable[str]) -> dict[str, _Place]:
     return result
 
 
-def _stored_places(
-    model: nn.Module, names_of: Mapping[int, list[str]], parameters: Mapping[int, Tensor]
-) -> dict[int, _Place]:
-    """By parameter: the tensors of a checkpoint that hold it. Found by sending the numbers of entries the way of the weights."""
-    owner = {name: key for key, names in names_of.items() for name in names}
-    empty = {names[0]: torch.empty(parameters[key].shape, device="meta") for key, names in names_of.items()}
-    kept = _untied(model, empty)
+def _stored_places(model: nn.Module, names_of: Mapping[Tensor, list[str]]) -> dict[Tensor, _Place]:
+    """By parameter: the tensors of a checkpoint that hold it.
+
+    Numbers of entries are sent the way that weights go when they are saved; where they arrive, the weights do.
+    """
+    owner = {name: parameter for parameter, names in names_of.items() for name in names}
+    numbers = {names[0]: torch.empty(parameter.shape, device="meta") for parameter, names in names_of.items()}
+    kept = _untied(model, numbers)
     whole = {id(value): owner[name] for name, value in kept.items()}
     stored = _reverted(model, dict(kept))
     result = {whole[id(v)]: _Place([(name, None)]) for name, v in stored.items() if id(v) in whole}
-    moved = [key for key in names_of if key not in result]
-    if not moved:
-        return result
-    # Only tensors that are stored in parts, or fused with others, need a number for every entry.
-    numbers: dict[str, Tensor] = dict(empty)
-    first: dict[int, int] = {}
+    # Only parameters that are stored in parts, or fused with others, need a number for every entry.
+    first: dict[Tensor, int] = {}
     total = 0
-    for key in moved:
-        count = parameters[key].numel()
-        numbers[names_of[key][0]] = torch.arange(total, total + count).reshape(parameters[key].shape)
-        first[key] = total
-        total += count
-    parts: dict[int, list[tuple[str, Tensor | None]]] = defaultdict(list)
+    for parameter, names in names_of.items():
+        if parameter not in result:
+            first[parameter] = total
+            numbers[names[0]] = torch.arange(total, total + parameter.numel()).reshape(parameter.shape)
+            total += parameter.numel()
+    if not first:
+        return result
+    parts: dict[Tensor, list[tuple[str, Tensor | None]]] = defaultdict(list)
     for name, entries in _reverted(model, _untied(model, numbers)).items():
-        if entries.device.type == "meta":
-            continue
-        for key, start in first.items():
+        for parameter, start in first.items() if not entries.is_meta else ():
             at = entries - start
-            inside = (at >= 0) & (at < parameters[key].numel())
+            inside = (at >= 0) & (at < parameter.numel())
             if bool(inside.any()):
-                parts[key].append((name, torch.where(inside, at, -1)))
-    return result | {key: _Place(found) for key, found in parts.items()}
+                parts[parameter].append((name, torch.where(inside, at, -1)))
+    return result | {parameter: _Place(found) for parameter, found in parts.items()}
 
 
-def _in_memory(what: str, tensors: Mapping[str, Tensor], number: int) -> Source:
+def _in_memory(what: str, tensors: Mapping[str, Tensor], number: int) -> NamedTensors:
     odd = [f"{name}: {type(value).__name__}" for name, value in tensors.items() if not isinstance(value, Tensor)]
     if odd:
         raise InputError(f"{what}: a mapping from names to tensors, but some values are none:\n{listed(odd)}")
@@ -192,8 +184,4 @@ def _in_memory(what: str, tensors: Mapping[str, Tensor], number: int) -> Source:
         value = tensors[name].detach()
         return value / number if number != 1 else value
 
-    return Source(what, {name: tuple(value.shape) for name, value in tensors.items()}, read)
-
-
-def _fresh(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return NamedTensors(what, {name: tuple(value.shape) for name, value in tensors.items()}, read)

@@ -18,10 +18,11 @@ from ..errors import InputError
 STATE = "online.safetensors"
 _FORMAT = "gradmerge-online/1"
 _KEY = "gradmerge"
+_ANEW = "Remove it to begin the average anew."
 
 
 class RunningAverage:
-    """E_k = decay·E_{k−1} + (1 − decay)·s_k / n_k of E_0 = 0, where s_k sums over the n_k examples of measured step k."""
+    """E_k = decay·E_{k−1} + (1 − decay)·s_k / n_k, E_0 = 0: s_k sums over the n_k examples of measured step k."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
@@ -32,7 +33,7 @@ class RunningAverage:
         self._average: dict[str, Tensor] = {}
 
     def add(self, sums: Mapping[str, Tensor], examples: int, keep: bool) -> None:
-        """Take a step's sums; a process that does not ``keep`` the average only counts."""
+        """Take the sums of a step; a process that does not ``keep`` the average only counts."""
         self.steps += 1
         self.examples += examples
         if not keep:
@@ -46,7 +47,7 @@ class RunningAverage:
                 self._average[name] = value * ((1 - self.decay) / examples)
 
     def means(self) -> Iterator[tuple[str, Tensor]]:
-        """E_k / (1 − decay^k) by name: weighted means of the steps' means, of weights that add up to 1."""
+        """E_k / (1 − decay^k) by name: means of the steps' means, with weights that add up to 1."""
         weights = -math.expm1(self.steps * math.log(self.decay)) if self.decay > 0 else 1.0
         for name, value in self._average.items():
             yield name, value / weights
@@ -66,22 +67,16 @@ class RunningAverage:
                 average = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
             if facts.get("format") != _FORMAT or facts["step"] != step:
                 raise InputError(
-                    f"{path}: the running average of another step than {step}, or of another format. Remove it to begin the average anew."
+                    f"{path}: the running average of another step than {step}, or of another format. {_ANEW}"
                 )
             steps, examples, decay = int(facts["steps"]), int(facts["examples"]), float(facts["decay"])
         except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise InputError(
-                f"{path}: cannot be read as a running average: {error}. Remove it to begin the average anew."
-            ) from error
+            raise InputError(f"{path}: cannot be read as a running average: {error}. {_ANEW}") from error
         if decay != self.decay:
-            raise InputError(
-                f"{path}: averaged with decay={decay:g}, not {self.decay:g}. Resume with the same decay, or remove the file to "
-                "begin the average anew."
-            )
+            told = f"averaged with decay={decay:g}, not {self.decay:g}. Resume with the same decay"
+            raise InputError(f"{path}: {told}, or remove the file to begin the average anew.")
         if odd := [name for name, value in average.items() if value.shape != shapes.get(name)]:
-            raise InputError(
-                f"{path}: the running average of another model: {odd[0]} is not a parameter of this one, or has another shape. Remove "
-                "it to begin the average anew."
-            )
+            told = f"the running average of another model: {odd[0]} is not a parameter of this one"
+            raise InputError(f"{path}: {told}, or has another shape. {_ANEW}")
         self.steps, self.examples = steps, examples
         self._average = {name: value.to(device) for name, value in average.items()}

@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Pull:
 
 
 def pull(pulls: Sequence[Pull], rate: float | Tensor, *, foreach: bool | None = None, plain: bool = False) -> None:
-    """Move parameters towards their anchors. ``plain`` is for autograd; ``foreach`` False takes less memory on a GPU."""
+    """Move parameters towards their anchors. ``plain`` is for autograd; ``foreach=False`` saves memory of a GPU."""
     together: dict[object, list[Pull]] = defaultdict(list)
     for one in pulls:
         device = one.parameter.device
@@ -76,15 +77,14 @@ def _kind(parameter: Tensor) -> torch.dtype:
 
 
 def _moved(value: Tensor, device: torch.device, kind: torch.dtype) -> Tensor:
-    # In two steps, since a copy that also converts would convert on the CPU, and wait. A copy to the CPU must be waited for.
+    # Moved first: a copy that also converts does that on the CPU, and waits. Only a copy to the CPU has to wait.
     return value.to(device, non_blocking=device.type != "cpu").to(kind)
 
 
 def _pull_one(one: Pull, rate: float | Tensor) -> None:
     parameter, kind = one.parameter, _kind(one.parameter)
     anchor = _moved(one.anchor, parameter.device, kind)
-    if isinstance(rate, Tensor):
-        rate = rate.to(parameter.device, kind)
+    rate = rate.to(parameter.device, kind) if isinstance(rate, Tensor) else rate
     prior = _moved(one.prior, parameter.device, kind) if isinstance(one.prior, Tensor) else one.prior
     share: float | Tensor
     if prior is None:
@@ -109,19 +109,17 @@ def _correction(moments: Moments, device: torch.device) -> float | Tensor:
 
 def _corrections(moments: Sequence[Moments], device: torch.device) -> list[Tensor]:
     wide = torch.float32 if device.type == "mps" else torch.float64
-    # A step that a gradient scaler has skipped leaves 0: then nothing may move, and 0/0 must not either.
+    # If a gradient scaler skipped the first step, the count is still 0. As 1, it keeps NaN out of a pull by rate 0.
     steps = torch.stack([m.step.to(device) for m in moments]).to(wide).clamp(min=1)
     beta = moments[0].beta
-    if isinstance(beta, Tensor):
-        beta = beta.to(device, wide)
+    beta = beta.to(device, wide) if isinstance(beta, Tensor) else beta
     return list((1 - beta**steps).rsqrt().unbind())
 
 
 def _pull_in_cache(one: Pull, rate: float) -> None:
     """On a CPU, in pieces whose temporaries stay in the cache."""
     kind = _kind(one.parameter)
-    same = one.parameter.dtype == one.anchor.dtype
-    if one.moments is None and not isinstance(one.prior, Tensor) and same:
+    if one.moments is None and not isinstance(one.prior, Tensor) and one.parameter.dtype == one.anchor.dtype:
         one.parameter.lerp_(one.anchor, _share(one.prior, rate))
         return
     correction = _correction(one.moments, one.parameter.device) if one.moments else 1.0
@@ -131,7 +129,7 @@ def _pull_in_cache(one: Pull, rate: float) -> None:
     threads = torch.get_num_threads()
     # Two threads lose more by waiting for each other at every piece than they win.
     size = min(GRAIN if threads <= 2 else 2 * GRAIN * threads, parameter.numel())
-    # PyTorch's root uses all threads for far fewer entries than other operations do: it is taken for many pieces at once.
+    # PyTorch's root starts all threads for far fewer entries than other operations: many pieces' are taken at once.
     ahead = size * max(1, ROOTS // max(size, 1))
     roots = torch.empty(min(ahead, parameter.numel()) if squares is not None else 0, dtype=kind)
     room = [torch.empty(size, dtype=kind) for _ in range(4)]
@@ -148,7 +146,11 @@ def _pull_in_cache(one: Pull, rate: float) -> None:
                 upcoming = squares[begin : begin + ahead]
                 torch.sqrt(_converted(upcoming, roots[: len(upcoming)]), out=roots[: len(upcoming)])
             share = roots[begin % ahead :][: end - begin].mul_(correction)
-            _share_in_metric(share, h, rate, one.moments.eps)
+            if isinstance(h, Tensor):
+                share.add_(one.moments.eps).add_(h, alpha=rate)
+                torch.div(h, share, out=share).mul_(rate)
+            else:
+                share.add_(one.moments.eps + rate * h).reciprocal_().mul_(rate * h)
         elif isinstance(h, Tensor):
             torch.add(h, 1 / rate, out=weight)
             torch.div(h, weight, out=weight)
@@ -159,17 +161,7 @@ def _pull_in_cache(one: Pull, rate: float) -> None:
             here.copy_(p)
 
 
-def _share_in_metric(metric: Tensor, prior: Tensor | float, rate: float, eps: float) -> None:
-    """cH / (D + cH) in place of √v̂."""
-    if isinstance(prior, Tensor):
-        metric.add_(eps).add_(prior, alpha=rate)
-        torch.div(prior, metric, out=metric)
-        metric.mul_(rate)
-    else:
-        metric.add_(eps + rate * prior).reciprocal_().mul_(rate * prior)
-
-
-def _share(prior: float | None, rate: float) -> float:
+def _share(prior: float | None, rate: Any) -> Any:
     return rate if prior is None else rate * prior / (1 + rate * prior)
 
 
@@ -196,40 +188,31 @@ def _pull_together(batch: Sequence[Pull], rate: float | Tensor) -> None:
     parameters = [one.parameter for one in batch]
     values = [p.to(kind) for p in parameters]
     anchors = [_moved(one.anchor, device, kind) for one in batch]
+    rate = rate.to(device, kind) if isinstance(rate, Tensor) else rate
     number = batch[0].prior
-    if isinstance(rate, Tensor):
-        rate = rate.to(device, kind)
     if isinstance(number, Tensor):
         priors = [_moved(one.prior, device, kind) for one in batch if isinstance(one.prior, Tensor)]
-        torch._foreach_lerp_(values, anchors, _shares(batch, priors, rate, device, kind))
-    elif batch[0].moments is not None:
-        assert number is not None
+        if batch[0].moments is None:
+            shares = list(torch._foreach_div(priors, torch._foreach_add(priors, 1 / rate)))
+        else:
+            shares, metrics = list(torch._foreach_mul(priors, rate)), _metrics(batch, device, kind)
+            torch._foreach_add_(metrics, shares)
+            torch._foreach_div_(shares, metrics)
+        torch._foreach_lerp_(values, anchors, shares)
+    elif batch[0].moments is not None and number is not None:
         shares = _metrics(batch, device, kind)
         torch._foreach_add_(shares, rate * number)
         torch._foreach_reciprocal_(shares)
         torch._foreach_mul_(shares, rate * number)
         torch._foreach_lerp_(values, anchors, shares)
     elif isinstance(rate, Tensor):
-        share = rate if number is None else rate * number / (1 + rate * number)
         steps = torch._foreach_sub(anchors, values)
-        torch._foreach_mul_(steps, share)
+        torch._foreach_mul_(steps, _share(number, rate))
         torch._foreach_add_(values, steps)
     else:
         torch._foreach_lerp_(values, anchors, _share(number, rate))
     if values[0] is not parameters[0]:
         torch._foreach_copy_(parameters, values)
-
-
-def _shares(
-    batch: Sequence[Pull], priors: list[Tensor], rate: float | Tensor, device: torch.device, kind: torch.dtype
-) -> list[Tensor]:
-    if batch[0].moments is None:
-        return list(torch._foreach_div(priors, list(torch._foreach_add(priors, 1 / rate))))
-    metrics = _metrics(batch, device, kind)
-    shares = list(torch._foreach_mul(priors, rate))
-    torch._foreach_add_(metrics, shares)
-    torch._foreach_div_(shares, metrics)
-    return shares
 
 
 def _metrics(batch: Sequence[Pull], device: torch.device, kind: torch.dtype) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from ..curvature import Curvature
 from ..errors import InputError
 from ..text import listed, nearest
-from .anchors import Reduction, Source, find, open_anchor, open_prior, trainable
+from .anchors import AnchorTensors, NamedTensors, Reduction, find, open_anchor, open_prior, trainable
 from .callback import CurvatureCallback
+from .measured_tensors import AdapterTensors, is_adapter
 from .prior_adamw import PriorAdamW
-from .subject import AdapterTensors
+from .prior_inputs import CURVATURE, Coupling, Prior, check_options
+from .processes import sharding
 
 #: The ``optim`` of TrainingArguments that a prior can be added to.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
@@ -26,45 +26,43 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 class PriorTrainer(Trainer):
     """A Trainer that fine-tunes under a quadratic prior: θ_t = argmin ℓ_t(θ) + ½ strength · ‖θ − anchor‖²_{H_0}.
 
-    ```python
-    trainer = gm.PriorTrainer(
-        model, arguments, train_dataset=data, prior="base/curvature", strength=1.0, curvature="online"
-    )
-    trainer.train()
-    trainer.save_model()  # into arguments.output_dir, where curvature/ lies already
-    ```
+    All else is as in the Trainer: learning rate, betas, epsilon, weight decay and the parameters that are exempt from
+    it come from the TrainingArguments. With ``strength=0`` the weights are those of the Trainer with the same
+    ``optim``, bit for bit. ``optim`` must be `adamw_torch` or `adamw_torch_fused`. `PriorAdamW` says what the prior
+    does to a step. Sharded parameters (FSDP, DeepSpeed, tensor parallelism) are refused.
 
-    All else is as in the Trainer: learning rate, betas, epsilon, weight decay and the parameters that are exempt from it
-    come from the TrainingArguments, and with ``strength=0`` the weights are those of the Trainer with the same ``optim``, bit for
-    bit. ``optim`` must be `adamw_torch` or `adamw_torch_fused`. What the prior does to a step is :class:`PriorAdamW`'s.
+    The anchor is the model as training finds it, and is kept in the optimizer's state: a run that resumes from a
+    checkpoint is pulled to where the first one began, and ends with the same bytes as one that was never stopped. A
+    checkpoint without that state (`save_only_model=True`) is refused, unless ``anchor`` is given.
 
-    The anchor is the model as training finds it, and is kept in the optimizer's state: a run that is resumed from a checkpoint is pulled to where the
-    first one began, and ends with the same bytes as one that was never stopped. A checkpoint without that state
-    (`save_only_model=True`) is refused, unless ``anchor`` is given.
-
-    **Adapters** (PEFT): the trained parameters are the adapter's, and so is the prior. The anchor of a LoRA adapter is where it
-    starts, A as it was drawn and B = 0, and ``prior="identity"`` gives the penalty ½ strength · (‖A − A_start‖² + ‖B‖²), which keeps
-    the change s·BA small without regard to what the base's weights are worth. The base's curvature is about W and is refused here; curvature of an adapter's
-    own tensors (`CurvatureCallback` without ``adapted``) is taken when that adapter is trained further.
-
-    Sharded parameters (FSDP, DeepSpeed, tensor parallelism) are refused.
+    **Adapters** (PEFT): trained parameters and prior are the adapter's. The anchor of a LoRA adapter is where it
+    starts, A as it was drawn and B = 0. ``prior="identity"`` gives the penalty ½ strength · (‖A − A_start‖² + ‖B‖²):
+    it keeps the change s·BA small, whatever the base's weights are worth. The base's curvature is about W, and refused;
+    that of an adapter's own tensors (`CurvatureCallback` without ``adapted``) serves to train this adapter further.
 
     Args:
         model: As in the Trainer; so are ``args`` and all arguments that are not named below.
-        prior: H_0: a curvature folder or file, a :class:`Curvature`, a mapping from names to tensors, `"identity"`, or a number c
-            for c·I. None is AdamW's own decay, around the anchor instead of zero.
+        prior: H_0: a curvature folder or file, a `Curvature`, a mapping from names to tensors, `"identity"`, or
+            a number c for c·I. None is AdamW's own decay, around the anchor instead of zero.
         strength: How much the prior counts.
         anchor: Where it pulls to, if not to the model as it is: a checkpoint, or a mapping from names to tensors.
-        coupling: `decoupled` or `adam`, as in :class:`PriorAdamW`.
-        reduction: `mean` or `sum`: how a curvature file or :class:`Curvature` is read. `mean` fits the Trainer's losses, which
-            are means.
+        coupling: `decoupled` or `adam`, as in `PriorAdamW`.
+        reduction: `mean` or `sum`: how a curvature file or `Curvature` is read. The default fits the Trainer's
+            losses, which are means over examples; a recipe's is `sum`. `PriorAdamW` says how they relate.
         damping: Added to H_0.
-        missing: What a parameter without an entry in the prior means: an `error`, or `zero` for H_0 = 0, as for a new head. With `zero`, one
-            without an entry in ``anchor`` is anchored where it is.
-        keep_on: Device of anchor and H_0, as in :class:`PriorAdamW`.
+        missing: What it means that the prior lacks a parameter: `error`, or `zero` for H_0 = 0, as for a new head. With
+            `zero`, a parameter that ``anchor`` lacks is anchored where it is.
+        keep_on: Device of anchor and H_0, as in `PriorAdamW`.
         keep_dtype: Their type.
-        curvature: Also write the trained model's curvature: a :class:`CurvatureCallback`, or its ``source`` (`adam`, `online`,
-            `pass`).
+        curvature: Also write the trained model's curvature: a `CurvatureCallback`, or its ``source`` (`adam`,
+            `online`, `pass`).
+
+    Example:
+        >>> trainer = gm.PriorTrainer(
+        ...     model, arguments, train_dataset=data, prior="base/curvature", strength=1.0, curvature="online"
+        ... )
+        >>> trainer.train()
+        >>> trainer.save_model()  # into arguments.output_dir, where curvature/ lies already
     """
 
     def __init__(
@@ -72,10 +70,10 @@ class PriorTrainer(Trainer):
         model: Any = None,
         args: TrainingArguments | None = None,
         *usual: Any,
-        prior: Curvature | Mapping[str, Tensor] | str | Path | float | None = "identity",
+        prior: Prior = "identity",
         strength: float = 1.0,
-        anchor: Mapping[str, Tensor] | str | Path | None = None,
-        coupling: Literal["decoupled", "adam"] = "decoupled",
+        anchor: AnchorTensors | None = None,
+        coupling: Coupling = "decoupled",
         reduction: Reduction = "mean",
         damping: float = 0.0,
         missing: Literal["error", "zero"] = "error",
@@ -87,23 +85,23 @@ class PriorTrainer(Trainer):
         if importlib.util.find_spec("accelerate") is None:
             raise InputError("PriorTrainer: the Trainer needs accelerate. Install it: pip install 'gradmerge[train]'")
         if missing not in ("error", "zero"):
-            raise InputError(f"missing {missing!r}: known are error, zero{nearest(missing, ('error', 'zero'))}")
+            raise InputError(f"missing {missing!r}: known are error, zero{nearest(str(missing), ('error', 'zero'))}")
         callback = CurvatureCallback(curvature) if isinstance(curvature, str) else curvature
-        self._prior, self._anchor, self._reduction, self._missing = prior, anchor, reduction, missing
-        self._options: dict[str, Any] = {
-            "strength": strength, "coupling": coupling, "reduction": reduction, "damping": damping,
-            "keep_on": keep_on, "keep_dtype": keep_dtype,
-        }  # fmt: skip
+        if not isinstance(callback, CurvatureCallback | None):
+            raise InputError(f"curvature: a CurvatureCallback, or its source, not {type(callback).__name__}")
+        self._prior, self._anchor, self._missing = prior, anchor, missing
+        self._options: dict[str, Any] = {"strength": strength, "coupling": coupling, "damping": damping}
+        self._options |= {"reduction": reduction, "keep_on": keep_on, "keep_dtype": keep_dtype}
+        self._prior_kind = check_options({"prior": prior, "anchor": anchor, **self._options})
         super().__init__(model, args, *usual, **named)
         if self.optimizer is not None or getattr(self, "optimizer_cls_and_kwargs", None) is not None:
             raise InputError(
-                "PriorTrainer makes the optimizer itself, and was given one. Give the Trainer a gm.PriorAdamW in `optimizers` instead, "
-                "or leave it out."
+                "PriorTrainer makes the optimizer itself, and was given one. Give the Trainer a gm.PriorAdamW in "
+                "`optimizers` instead, or leave it out."
             )
         if self.args.optim not in OPTIMIZERS:
-            raise InputError(
-                f"optim={str(getattr(self.args.optim, 'value', self.args.optim))!r}: the prior goes with {' or '.join(OPTIMIZERS)}"
-            )
+            name = str(getattr(self.args.optim, "value", self.args.optim))
+            raise InputError(f"optim={name!r}: the prior goes with {' or '.join(OPTIMIZERS)}")
         if callback is not None:
             self.add_callback(callback)
 
@@ -111,7 +109,11 @@ class PriorTrainer(Trainer):
         """The Trainer's own AdamW, its groups and settings, with the prior added."""
         if self.optimizer is None:
             model: Any = next((m for m in (*given, *also.values()) if m is not None), self.model)
-            self._check_whole(model)
+            if kind := sharding(self.args, model):
+                raise InputError(
+                    f"PriorTrainer: parameters are spread over processes ({kind}), and the anchor belongs to whole "
+                    "ones, as in data-parallel training (DDP)"
+                )
             stock = super().create_optimizer(*given, **also)
             names = {parameter: name for name, parameter in model.named_parameters()}
             groups = [
@@ -119,89 +121,54 @@ class PriorTrainer(Trainer):
                 for group in stock.param_groups
                 if group["params"]
             ]
-            settings: dict[str, Any] = {
-                key: stock.defaults[key] for key in ("lr", "betas", "eps", "weight_decay", "foreach", "fused")
-            }
-            self.optimizer = PriorAdamW(
-                groups, prior=self._prior_of(model), anchor=self._anchor_of(model), **settings, **self._options
-            )
+            prior: Any = self._prior
+            anchor: Any = self._anchor
+            if self._prior_kind == CURVATURE:
+                with open_prior(prior, self._options["reduction"]) as tensors:
+                    found = self._found(model, tensors)
+                prior = {n: found[n] if n in found else torch.zeros(p.shape) for n, p in trainable(model)}
+            if anchor is not None:
+                with open_anchor(anchor) as tensors:
+                    found = self._found(model, tensors)
+                anchor = {n: found[n] if n in found else p.detach() for n, p in trainable(model)}
+            settings = {key: stock.defaults[key] for key in ("lr", "betas", "eps", "weight_decay", "foreach", "fused")}
+            self.optimizer = PriorAdamW(groups, prior=prior, anchor=anchor, **settings, **self._options)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
 
-    def _check_whole(self, model: nn.Module) -> None:
-        from torch.distributed.tensor import DTensor
-
-        sharded = [
-            word
-            for word, there in (
-                ("FSDP", self.is_fsdp_enabled),
-                ("DeepSpeed", self.is_deepspeed_enabled),
-                ("DTensor", any(isinstance(parameter, DTensor) for parameter in model.parameters())),
-            )
-            if there
-        ]
-        if sharded:
-            raise InputError(
-                f"PriorTrainer: parameters are spread over processes ({', '.join(sharded)}), and the anchor belongs to whole ones, as in "
-                "data-parallel training (DDP)"
-            )
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As the Trainer, which goes on without a word where there is no state: then the anchor would be the checkpoint's weights."""
+        """As the Trainer, which is silent where there is no state: the anchor would be the checkpoint's weights."""
         if checkpoint is not None and self._anchor is None and self._options["strength"] != 0:
             lacking = [name for name in ("optimizer.pt", "scheduler.pt") if not (Path(checkpoint) / name).is_file()]
             if lacking:
                 raise InputError(
-                    f"{checkpoint}: no {' and no '.join(lacking)} (save_only_model=True?), so that where training began is not known. "
-                    "Say it, anchor=…, or resume from a checkpoint that was saved whole."
+                    f"{checkpoint}: no {' and no '.join(lacking)} (save_only_model=True?), so that where training "
+                    "began is not known. Say it, anchor=…, or resume from a checkpoint that was saved whole."
                 )
         super()._load_optimizer_and_scheduler(checkpoint)
 
-    def _prior_of(self, model: nn.Module) -> Any:
-        prior = self._prior
-        if prior is None or prior == "identity" or isinstance(prior, int | float):
-            return prior
-        with open_prior(prior, self._reduction) as source:
-            found = self._found(model, source)
-        return {name: found[name] if name in found else torch.zeros(p.shape) for name, p in trainable(model)}
-
-    def _anchor_of(self, model: nn.Module) -> Any:
-        if self._anchor is None:
-            return None
-        with open_anchor(self._anchor) as source:
-            found = self._found(model, source)
-        return {name: found[name] if name in found else p.detach() for name, p in trainable(model)}
-
-    def _found(self, model: nn.Module, source: Source) -> dict[str, Tensor]:
+    def _found(self, model: nn.Module, tensors: NamedTensors) -> dict[str, Tensor]:
         """By names in memory; some may be missing if they are allowed to."""
-        if _is_adapter(model):
-            return _of_adapter(model, source)
+        if is_adapter(model):
+            return _of_adapter(model, tensors)
         parameters = trainable(model)
-        found = dict(find(source, parameters, model, optional=self._missing == "zero"))
+        found = dict(find(tensors, parameters, model, optional=self._missing == "zero"))
         if not found:
-            raise InputError(
-                f"{source.label}: nothing for any of the {len(parameters)} parameters:\n{listed(n for n, _ in parameters)}"
-            )
+            names = listed(name for name, _ in parameters)
+            raise InputError(f"{tensors.label}: nothing for any of the {len(parameters)} parameters:\n{names}")
         return found
 
 
-def _is_adapter(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def _of_adapter(model: nn.Module, source: Source) -> dict[str, Tensor]:
+def _of_adapter(model: nn.Module, tensors: NamedTensors) -> dict[str, Tensor]:
     """Tensors for the parameters of an adapter, by their names in memory or those of the adapter's file."""
-    subject = AdapterTensors(model)
-    in_file = {id(p): name for name, p in subject.stored(dict(subject.parameters)).items()}
-    places = {
-        name: name if name in source.shapes else in_file.get(id(parameter), name)
-        for name, parameter in trainable(model)
-    }
-    absent = [name for name, place in places.items() if place not in source.shapes]
+    measured = AdapterTensors(model)
+    in_file = {id(p): name for name, p in measured.stored(dict(measured.parameters)).items()}
+    places = {n: n if n in tensors.shapes else in_file.get(id(p), n) for n, p in trainable(model)}
+    absent = [name for name, place in places.items() if place not in tensors.shapes]
     if absent:
         raise InputError(
-            f"{source.label}: nothing for {len(absent)} of {len(places)} parameters of the adapter:\n{listed(absent, 4)}\n"
-            "What is known of the base's weights W says nothing of an adapter's factors A and B. prior='identity' (or a number) keeps "
-            "them near where they start."
+            f"{tensors.label}: nothing for {len(absent)} of {len(places)} parameters of the adapter:\n"
+            f"{listed(absent, 4)}\nWhat is known of the base's weights W says nothing of an adapter's factors A and B. "
+            "prior='identity' (or a number) keeps them near where they start."
         )
-    return {name: source.read(place) for name, place in places.items()}
+    return {name: tensors.read(place) for name, place in places.items()}

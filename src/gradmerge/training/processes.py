@@ -1,12 +1,13 @@
-"""Sums over the processes of a data-parallel run; with one process, nothing to do."""
+"""The processes of a data-parallel run: sums over them, and whether each holds whole parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_distributed() -> bool:
@@ -36,6 +37,20 @@ def numbers_of_all(number: int, device: torch.device) -> list[int]:
 
 
 def share(number: int) -> range:
-    """This process's part of so many rows: one stretch of them, so that the order of all rows is that of the processes."""
+    """This process's part of so many rows: one stretch, in the order of the processes."""
     rank, processes = rank_and_number()
     return range(number * rank // processes, number * (rank + 1) // processes)
+
+
+def sharding(args: Any, model: nn.Module) -> str | None:
+    """What spreads parameters over the processes of a Trainer (FSDP, DEEPSPEED, …), so that none holds them whole."""
+    from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+    from torch.distributed.tensor import DTensor
+
+    # The Trainer's accelerator also knows what `accelerate launch` has set up.
+    state = AcceleratorState()
+    is_fsdp = args.fsdp or getattr(state, "fsdp_plugin", None) is not None
+    kind = "FSDP" if is_fsdp else str(state.distributed_type.value)
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
+        return kind
+    return "DTensor" if any(isinstance(p, DTensor) for p in model.parameters()) else None

@@ -1,4 +1,4 @@
-"""Which tensors of a model are measured, and how the files of its checkpoint name them."""
+"""Which tensors of a model are measured during training, and how the files of its checkpoint name them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..text import listed
 _INSTEAD = "Merge the adapter into its base (merge_and_unload) and measure the result: gradmerge curvature estimate."
 
 
-class Subject(ABC):
-    """A model, the parameters of it that are measured, and their names in files."""
+class MeasuredTensors(ABC):
+    """The parameters of a model whose curvature is measured, and their names in files."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self.model = model
@@ -30,7 +30,7 @@ class Subject(ABC):
         """By the names of ``model.named_parameters()``."""
         if not self.parameters:
             raise InputError("no parameter of the model is trained (requires_grad=False for all): nothing to measure")
-        # Where names cannot be worked out, that is told now and not after training.
+        # Names that cannot be worked out raise here, before training, and not after it.
         self.stored({n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in self.parameters.items()})
 
     @property
@@ -42,26 +42,24 @@ class Subject(ABC):
         """Tensors by the names, and in the shapes, of the files."""
 
     def notes(self) -> list[str]:
-        """What should be known about the result."""
+        """What a user should know about the result."""
         return []
 
     @contextlib.contextmanager
     def chosen(self) -> Iterator[None]:
-        """These parameters ask for a gradient, and no others; as before at the end."""
-        wanted = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+        """Inside, only these parameters ask for a gradient."""
+        wanted = [(p, p.requires_grad) for p in self.model.parameters() if p.is_floating_point()]
         own = {id(parameter) for parameter in self.parameters.values()}
         try:
             for parameter, _ in wanted:
-                if parameter.is_floating_point():
-                    parameter.requires_grad_(id(parameter) in own)
+                parameter.requires_grad_(id(parameter) in own)
             yield
         finally:
             for parameter, requires in wanted:
-                if parameter.is_floating_point():
-                    parameter.requires_grad_(requires)
+                parameter.requires_grad_(requires)
 
 
-class Trained(Subject):
+class TrainedTensors(MeasuredTensors):
     """The parameters of a model that are trained."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,17 +70,17 @@ class Trained(Subject):
 
     def notes(self) -> list[str]:
         whole = stored_shapes(self.model)
-        empty = {n: torch.empty(p.shape, device="meta") for n, p in self.parameters.items()}
-        missing = [name for name in whole if name not in self.stored(empty)]
+        measured = self.stored({n: torch.empty(p.shape, device="meta") for n, p in self.parameters.items()})
+        missing = [name for name in whole if name not in measured]
         if not missing:
             return []
         return [
-            f"{len(missing)} of {len(whole)} parameters are not trained and get no curvature. A recipe that reads it needs "
-            f"`missing: zero`, or `exclude` for them:\n{listed(missing, 4)}"
+            f"{len(missing)} of {len(whole)} parameters are not trained and get no curvature. A recipe that reads it "
+            f"needs `missing: zero`, or `exclude` for them:\n{listed(missing, 4)}"
         ]
 
 
-class AdapterTensors(Subject):
+class AdapterTensors(MeasuredTensors):
     """The trained tensors of a PEFT adapter, by the names of `adapter_model.safetensors`."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -96,30 +94,29 @@ class AdapterTensors(Subject):
 
     def notes(self) -> list[str]:
         notes = [
-            "the curvature is that of the adapter's own tensors. A merge of the weights that the adapter changes needs theirs: "
-            "CurvatureCallback('online' or 'pass', adapted=True), or gradmerge curvature estimate"
+            "the curvature is that of the adapter's own tensors. A merge of the weights that the adapter changes needs "
+            "theirs: CurvatureCallback('online' or 'pass', adapted=True), or gradmerge curvature estimate"
         ]
         if self._elsewhere:
-            notes.append(
-                f"trained, but not saved with the adapter, and without curvature:\n{listed(self._elsewhere, 4)}"
-            )
+            unsaved = listed(self._elsewhere, 4)
+            notes.append(f"trained, but not saved with the adapter, and without curvature:\n{unsaved}")
         return notes
 
 
-class AdaptedWeights(Subject):
+class AdaptedWeights(MeasuredTensors):
     """The full weights of a model under a LoRA adapter, W + s·BA for y = Wx + s·BAx, by the names of the base's files.
 
-    The gradient of the full weight is the gradient of the base's weight in the adapted model: ∂ℓ/∂(W + s·BA) = ∂ℓ/∂W. So the
-    base's weights are measured where the adapter leaves them, and with them all others, those that the adapter replaces whole
-    in their replaced form: what merging the adapter into its base and measuring the result would give.
+    ∂ℓ/∂(W + s·BA) = ∂ℓ/∂W: the full weight has the gradient that the base's weight has in the adapted model. So the
+    base's weights are measured in place, and with them every other weight, as the adapter replaces it where it does.
+    The result is what merging the adapter into its base and measuring that would give.
     """
 
     def __init__(self, model: Any) -> None:
         _check_lora(model)
         base = model.get_base_model()
-        self._empty = skeleton(type(base), base.config) if hasattr(base, "config") else None
-        if self._empty is None:
+        if not hasattr(base, "config"):
             raise InputError(f"adapted=True is for models of transformers with a config, not for {type(base).__name__}")
+        self._empty = skeleton(type(base), base.config)
         if getattr(base, "_weight_conversions", None) is not None:
             # What from_pretrained noted about the files' names; its type is not declared.
             self._empty._weight_conversions = base._weight_conversions
@@ -127,21 +124,24 @@ class AdaptedWeights(Subject):
         super().__init__(model, parameters)
 
     def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        assert self._empty is not None
         return stored_tensors(self._empty, {self._names[name]: value for name, value in tensors.items()})
 
 
-def subject_of(model: nn.Module, adapted: bool) -> Subject:
-    """What of a model is measured."""
-    is_adapter = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-    if adapted and not is_adapter:
+def measured_tensors(model: nn.Module, adapted: bool) -> MeasuredTensors:
+    """What of a model is measured; with ``adapted``, the full weights under its LoRA adapter."""
+    if not adapted:
+        return AdapterTensors(model) if is_adapter(model) else TrainedTensors(model)
+    if not is_adapter(model):
         raise InputError(
-            f"adapted=True is for PEFT models with a LoRA adapter, and this is a {type(model).__name__}. Without it, all "
-            "trained weights of a model are measured."
+            f"adapted=True is for PEFT models with a LoRA adapter, and this is a {type(model).__name__}. Without it, "
+            "all trained weights of a model are measured."
         )
-    if adapted:
-        return AdaptedWeights(model)
-    return AdapterTensors(model) if is_adapter else Trained(model)
+    return AdaptedWeights(model)
+
+
+def is_adapter(model: nn.Module) -> bool:
+    """Whether PEFT has put an adapter on the model."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -153,8 +153,8 @@ def _active_adapter(model: Any) -> str:
     names = [active] if isinstance(active, str) else list(active)
     if len(names) != 1:
         raise InputError(
-            f"several adapters are active ({', '.join(names)}), and curvature belongs to one of them. Activate it alone: "
-            "model.set_adapter(name)."
+            f"several adapters are active ({', '.join(names)}), and curvature belongs to one of them. Activate it "
+            "alone: model.set_adapter(name)."
         )
     return str(names[0])
 
@@ -173,47 +173,39 @@ def _check_lora(model: Any) -> None:
     config = model.peft_config[_active_adapter(model)].to_dict()
     kind = getattr(config.get("peft_type"), "value", config.get("peft_type"))
     if kind != "LORA":
-        raise InputError(
-            f"adapted=True is for LORA adapters, whose weights are W + s·BA; this one is {kind}. {_INSTEAD}"
-        )
+        told = f"adapted=True is for LORA adapters, whose weights are W + s·BA; this one is {kind}"
+        raise InputError(f"{told}. {_INSTEAD}")
     for key, what in UNSUPPORTED.items():
         if config.get(key):
-            raise InputError(
-                f"adapted=True: the adapter uses {what} ({key}), whose weights are not W + s·BA. {_INSTEAD}"
-            )
+            told = f"the adapter uses {what} ({key}), whose weights are not W + s·BA"
+            raise InputError(f"adapted=True: {told}. {_INSTEAD}")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.partition("_niter")[0].lower() in CHANGES_BASE:
-        raise InputError(
-            f"adapted=True: the adapter was initialised with {init}, which changed the base's weights: curvature by the base's "
-            f"names would be of weights that no file holds. {_INSTEAD}"
-        )
+        told = f"the adapter was initialised with {init}, which changed the base's weights"
+        unheld = "curvature by the base's names would be of weights that no file holds"
+        raise InputError(f"adapted=True: {told}: {unheld}. {_INSTEAD}")
 
 
 def _full_names(model: Any, empty: nn.Module) -> tuple[dict[str, str], dict[str, nn.Parameter]]:
     """Name in the adapted model → name in the plain one, and the parameters by the former."""
     adapter = re.escape(_active_adapter(model))
-    names: dict[str, str] = {}
-    parameters: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        if re.search(r"\.(lora_[A-Za-z_]+|original_module)(\.|$)", name):
-            continue
-        names[name] = re.sub(
-            rf"\.(base_layer|modules_to_save\.{adapter})(?=\.)", "", name.removeprefix("base_model.model.")
-        )
-        parameters[name] = parameter
+    added = re.compile(r"\.(lora_[A-Za-z_]+|original_module)(\.|$)")
+    parameters = {name: p for name, p in model.named_parameters() if not added.search(name)}
+    inserted = re.compile(rf"\.(base_layer|modules_to_save\.{adapter})(?=\.)")
+    names = {name: inserted.sub("", name.removeprefix("base_model.model.")) for name in parameters}
     quantised = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
     if quantised:
-        raise InputError(
-            f"adapted=True: weights of the base are quantised and have no gradient:\n{listed(quantised, 4)}\n{_INSTEAD}"
-        )
-    wanted = dict(empty.named_parameters())
+        told = f"weights of the base are quantised and have no gradient:\n{listed(quantised, 4)}"
+        raise InputError(f"adapted=True: {told}\n{_INSTEAD}")
+    plain = set(names.values())
     aliases = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
     odd = [name for name in names.values() if name not in aliases]
-    odd += [name for name in wanted if name not in names.values()] if not odd else []
-    if odd or max(Counter(names.values()).values()) > 1:
+    odd = odd or [name for name, _ in empty.named_parameters() if name not in plain]
+    if odd or len(plain) < len(names):
         raise InputError(
-            f"adapted=True: the adapted model's weights are not those of {type(empty).__name__}, one by one (is another adapter "
-            f"on it, or are weights tied that the adapter unties?):\n{listed(odd, 4)}\n{_INSTEAD}"
+            f"adapted=True: the adapted model's weights are not those of {type(empty).__name__}, one by one (is "
+            "another adapter on it, or are weights tied that the adapter unties?):\n"
+            f"{listed(odd, 4)}\n{_INSTEAD}"
         )
     _check_untied(model)
     return names, parameters
@@ -221,19 +213,12 @@ def _full_names(model: Any, empty: nn.Module) -> tuple[dict[str, str], dict[str,
 
 def _check_untied(model: Any) -> None:
     """A weight that two modules share, and the adapter changes in one of them, is no longer one weight."""
-    users = Counter(
-        id(parameter)
-        for module in model.modules()
-        for parameter in module._parameters.values()
-        if parameter is not None
-    )
+    users = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     tied = [
-        name
+        name.removeprefix("base_model.model.").removesuffix(".base_layer")
         for name, module in model.named_modules()
         if name.endswith(".base_layer") and any(users[id(p)] > 1 for p in module._parameters.values() if p is not None)
     ]
     if tied:
-        raise InputError(
-            "adapted=True: the adapter changes weights that are tied to others, and unties them:\n"
-            f"{listed([name.removeprefix('base_model.model.').removesuffix('.base_layer') for name in tied], 4)}\n{_INSTEAD}"
-        )
+        told = f"the adapter changes weights that are tied to others, and unties them:\n{listed(tied, 4)}"
+        raise InputError(f"adapted=True: {told}\n{_INSTEAD}")

@@ -16,61 +16,53 @@ from ..curvature.collect import Trial
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import estimate_curvature
 from ..errors import InputError
-from .subject import Subject
+from .measured_tensors import MeasuredTensors
 
+Batch = Mapping[str, Any]
 #: What the Trainer gives to a model besides the batch.
 _NOT_INPUTS = ("num_items_in_batch", "return_dict")
 
 
-def sums_of(
-    subject: Subject,
-    batches: Iterable[Mapping[str, Any]],
-    likelihood: str,
-    seed: int,
-    first: int,
-    trial: Trial | None = None,
+def squared_gradients(
+    measured: MeasuredTensors, batches: Iterable[Batch], likelihood: str, seed: int, first: int, trial: Trial
 ) -> dict[str, Tensor]:
-    """Σ_i [∇ℓ_i]² over the examples of some batches, by names in memory.
+    """Σ_i [∇ℓ_i]², the sum over the examples of some batches, by names in memory.
 
-    ``first`` is the place of the first example in the data, which labels that are drawn depend on. Gradients, modes, hooks and
-    the states of random numbers are left as they were. With one ``trial`` for all calls, the layers are tried out once.
+    ``first`` is the place of the first example in the data, on which drawn labels depend. Gradients, modes, hooks and
+    the states of random numbers are left as they were. With one ``trial`` for many calls, layers are tried out once.
     """
     start = None
     if likelihood == "sampled" and first:
-        nothing = {n: torch.zeros((), device=p.device).expand(p.shape) for n, p in subject.parameters.items()}
+        nothing = {n: torch.zeros((), device=p.device).expand(p.shape) for n, p in measured.parameters.items()}
         start = Curvature(nothing, first, likelihood)
-    with random_states_kept(subject.device), _running_statistics(subject.model), subject.chosen():
+    with random_states_kept(measured.device), _running_statistics(measured.model), measured.chosen():
+        again = Again(lambda: map(_checked, batches))
         found = estimate_curvature(
-            subject.model,
-            Again(lambda: map(_checked, batches)),
-            likelihood,
-            seed=seed,
-            device=subject.device,
-            start=start,
-            trial=trial,
+            measured.model, again, likelihood, seed=seed, device=measured.device, start=start, trial=trial
         )
     return found.sum()
 
 
-def _checked(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(batch: Batch) -> Batch:
     inputs = {name: value for name, value in batch.items() if name not in _NOT_INPUTS}
     check_labels(inputs)
     return inputs
 
 
-def check_labels(inputs: Mapping[str, Any]) -> None:
+def check_labels(inputs: Batch) -> None:
     """Raise if a batch has no labels for the model's own loss."""
     if not isinstance(inputs.get("labels"), Tensor):
         raise InputError(
-            f"CurvatureCallback: the model is given {', '.join(inputs)} and no 'labels', so that the loss of an example is not "
-            "known. Name the column of labels `labels`; label smoothing and compute_loss_func keep the labels from the model, "
-            "and their loss is another one than the log-likelihood that curvature is of (source='adam' takes it as it is)."
+            f"CurvatureCallback: the model is given {', '.join(inputs)} and no 'labels', so that the loss of an "
+            "example is not known. Name the column of labels `labels`; label smoothing and compute_loss_func keep the "
+            "labels from the model, and their loss is another one than the log-likelihood that curvature is of "
+            "(source='adam' takes it as it is)."
         )
 
 
 @contextlib.contextmanager
 def random_states_kept(device: torch.device) -> Iterator[None]:
-    """Random numbers afterwards are those that would have come without what is done inside."""
+    """Whatever is drawn inside, the random numbers that come afterwards are the same."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type
@@ -84,19 +76,27 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _running_statistics(model: nn.Module) -> Iterator[None]:
-    """Batch normalisation by its running statistics: by the batch's, no example would have a gradient of its own."""
-    trained = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
-    for module in trained:
-        module.training = False
+    """Batch normalisation uses its running statistics: with the batch's, no example has a gradient of its own."""
+    with modes_kept(model):
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.training = False
+        yield
+
+
+@contextlib.contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Modules are in training or evaluation mode afterwards as they were before."""
+    modes = [(module, module.training) for module in model.modules()]
     try:
         yield
     finally:
-        for module in trained:
-            module.training = True
+        for module, training in modes:
+            module.training = training
 
 
 class BatchWatch:
-    """Remembers what a model in training mode is called with, while it is told to."""
+    """Remembers what a model in training mode is called with, while ``listening`` is set."""
 
     def __init__(self, model: nn.Module) -> None:
         self.batches: list[dict[str, Any]] = []
@@ -108,7 +108,7 @@ class BatchWatch:
             self.batches.append(dict(kwargs))
 
     def taken(self) -> list[dict[str, Any]]:
-        """The batches since the last call; and no more of them until it listens again."""
+        """The batches since the last call. It stops listening."""
         batches, self.batches, self.listening = self.batches, [], False
         return batches
 
