@@ -1,7 +1,7 @@
 """Curvature a second time: one example without padding, one backward pass, square, add. Nothing here is of gradmerge.
 
-An example is a mapping of tensors without an axis of examples; its labels are under "labels". Examples of modules that take
-their arguments by place have them under "0", "1", …
+An example is a mapping of tensors without an axis of examples; its labels are under "labels". Examples of modules that
+take their arguments by place have them under "0", "1", …
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _log_bernoulli(z: Tensor, y: float) -> Tensor:
 def every_label(logits: Tensor, output: str) -> list[tuple[float, Tensor]]:
     """(probability, labels) of everything that the model could answer.
 
-    A Gaussian of variance ½ has the same first and second moments as the two points ±√½, and squared gradients need no more.
+    A Gaussian of variance ½ has the first and second moments of the two points ±√½; squared gradients need no more.
     """
     logits = logits.detach()
     if output == "classes":

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature import outputs
+from gradmerge.curvature import losses
 from gradmerge.curvature.estimate import estimate_curvature
 
 from . import slow
@@ -95,7 +95,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
         return recorded
 
-    for kind in (outputs.Classes, outputs.Labels, outputs.Squared, outputs.Tokens):
+    for kind in (losses.ClassLoss, losses.LabelsLoss, losses.SquaredLoss, losses.TokenLoss):
         monkeypatch.setattr(kind, "draw", recording(kind.draw))
     return found
 
@@ -434,10 +434,17 @@ def calls_for_a_batch(model: nn.Module, batch: Any, likelihood: str) -> tuple[gm
 @pytest.mark.parametrize(
     ("name", "likelihood"),
     [
-        ("bert", "empirical"), ("bert", "exact"), ("gpt2", "empirical"), ("gpt2, classes", "exact"), ("vit", "empirical"),
-        ("llama, tied", "empirical"), ("t5", "empirical"), ("bart", "empirical"), ("mixtral", "empirical"),
+        ("bert", "empirical"),
+        ("bert", "exact"),
+        ("gpt2", "empirical"),
+        ("gpt2, classes", "exact"),
+        ("vit", "empirical"),
+        ("llama, tied", "empirical"),
+        ("t5", "empirical"),
+        ("bart", "empirical"),
+        ("mixtral", "empirical"),
     ],
-)  # fmt: skip
+)
 def test_gradient_checkpointing_gives_the_same_and_computes_layers_again(
     name: str, likelihood: str, reentrant: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,7 +17,7 @@ from gradmerge.curvature.gram import estimate_gram
 
 from . import slow
 from .families import FAMILIES, batch_of, batches_of
-from .test_collect import ByKeyword, Folded, tokens_of
+from .test_accumulate import ByKeyword, Folded, tokens_of
 
 MODELS = ["bert", "bert, masked", "albert", "gpt2", "llama", "llama, tied", "t5", "t5, untied and gated", "bart", "vit"]
 
@@ -64,8 +64,10 @@ def test_the_two_sides_of_a_model_may_be_of_one_length() -> None:
     """Which mask a layer has is not told by lengths."""
     model = FAMILIES["t5"].model()
     examples = FAMILIES["t5"].examples()
-    equal = [{"input_ids": e["input_ids"][:n], "labels": e["labels"][:m]} for e, n, m in
-             zip(examples, (4, 2, 3, 1, 4), (2, 2, 4, 4, 1), strict=True)]  # fmt: skip
+    equal = [
+        {"input_ids": e["input_ids"][:n], "labels": e["labels"][:m]}
+        for e, n, m in zip(examples, (4, 2, 3, 1, 4), (2, 2, 4, 4, 1), strict=True)
+    ]
     batch = batch_of(equal)
     assert batch["input_ids"].shape == batch["labels"].shape
     got = estimate_gram(model, [batch])
@@ -150,4 +152,12 @@ def test_values_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     got = estimate_gram(model, [(torch.full((2, 3), torch.inf), torch.zeros(2))])
     with pytest.raises(gm.InputError, match="not finite"):
         got.save(tmp_path / "g")
+    assert not (tmp_path / "g").exists()
+
+
+def test_gram_matrices_are_stored_as_float32_only(tmp_path: Path) -> None:
+    got = estimate_gram(nn.Linear(3, 2), [(torch.ones(2, 3), torch.zeros(2))])
+    assert repr(got) == "Gram(1 matrices, 2 examples)"
+    with pytest.raises(gm.InputError, match="float32 only"):
+        got.save(tmp_path / "g", precision="log8")
     assert not (tmp_path / "g").exists()

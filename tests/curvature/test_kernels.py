@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gradmerge.curvature import kernels
 from gradmerge.curvature.kernels import (
-    Direct,
-    Outer,
-    Rows,
+    DirectGradient,
+    OuterGradient,
+    RowGradient,
     Term,
     add_many_direct,
     add_outer,
@@ -37,22 +37,22 @@ def numbers(generator: torch.Generator, *shape: int) -> Tensor:
 
 def make(kind: str, examples: int, tokens: int, out: int, width: int, generator: torch.Generator) -> Term:
     if kind == "direct":
-        return Direct(numbers(generator, examples, out, width))
+        return DirectGradient(numbers(generator, examples, out, width))
     if kind == "outer":
-        return Outer(numbers(generator, examples, tokens, out), numbers(generator, examples, tokens, width))
+        return OuterGradient(numbers(generator, examples, tokens, out), numbers(generator, examples, tokens, width))
     # Few different rows, so that some come twice.
     ids = torch.randint(0, out, (examples, tokens), generator=generator)
-    return Rows(ids, numbers(generator, examples, tokens, width))
+    return RowGradient(ids, numbers(generator, examples, tokens, width))
 
 
 def dense(term: Term, example: int, out: int, width: int) -> Tensor:
     """The gradient of one example, one token at a time."""
-    if isinstance(term, Direct):
+    if isinstance(term, DirectGradient):
         return term.gradient[example].clone().view(out, width)
     gradient = torch.zeros(out, width, dtype=torch.float64)
     for token in range(term.y.shape[1]):
         y = term.y[example, token]
-        if isinstance(term, Outer):
+        if isinstance(term, OuterGradient):
             for row in range(out):
                 gradient[row] += y[row] * term.x[example, token]
         else:
@@ -104,7 +104,7 @@ def test_a_linear_layers_squares_do_not_depend_on_how_many_entries_are_held(
     total = torch.zeros(out, width, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "HELD_CPU", held)
-        add_outer(total, Outer(y, x))
+        add_outer(total, OuterGradient(y, x))
     assert torch.allclose(total, outer_squares(y, x), atol=1e-12)
 
 
@@ -114,7 +114,7 @@ def test_narrow_numbers_are_multiplied_and_summed_in_float32(dtype: torch.dtype,
     generator = torch.Generator().manual_seed(0)
     y, x = (numbers(generator, 3, tokens, width).to(dtype) for width in (4, 5))
     total = torch.zeros(4, 5)
-    add_squares(total, [Outer(y, x)])
+    add_squares(total, [OuterGradient(y, x)])
     assert torch.allclose(total.double(), outer_squares(y, x), rtol=1e-5)
 
 
@@ -122,10 +122,10 @@ def test_a_weight_may_have_more_axes_than_two() -> None:
     generator = torch.Generator().manual_seed(0)
     y, x = numbers(generator, 3, 6, 4), numbers(generator, 3, 6, 10)
     total = torch.zeros(4, 5, 2, dtype=torch.float64)
-    add_squares(total, [Outer(y, x)])
+    add_squares(total, [OuterGradient(y, x)])
     assert torch.allclose(total.view(4, 10), outer_squares(y, x))
     direct = numbers(generator, 3, 4, 5, 2)
-    add_squares(total.zero_(), [Outer(y, x), Direct(direct)])
+    add_squares(total.zero_(), [OuterGradient(y, x), DirectGradient(direct)])
     want = sum((y[i].T @ x[i]).view(4, 5, 2).add(direct[i]) ** 2 for i in range(3))
     assert torch.allclose(total, want)
 
@@ -136,7 +136,7 @@ def test_small_parameters_are_added_together_as_one_by_one(
     sizes: list[tuple[int, int]], examples: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    terms = [[Direct(numbers(generator, examples, size)) for _ in range(uses)] for size, uses in sizes]
+    terms = [[DirectGradient(numbers(generator, examples, size)) for _ in range(uses)] for size, uses in sizes]
     totals = [torch.rand(size, generator=generator, dtype=torch.float64) for size, _ in sizes]
     want = [
         total + sum(sum(term.gradient[i] for term in some) ** 2 for i in range(examples))
@@ -154,7 +154,7 @@ def test_different_rows_are_told_once_in_order_and_nothing_is_left_over_but_zero
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, rows, (examples, tokens), generator=generator)
     got = unique_rows(ids)
-    merged = merge_rows([Rows(ids, torch.ones(examples, tokens, 2))], torch.float64)
+    merged = merge_rows([RowGradient(ids, torch.ones(examples, tokens, 2))], torch.float64)
     assert torch.equal(merged.ids, got)
     for example in range(examples):
         different = sorted(set(ids[example].tolist()))
@@ -173,9 +173,9 @@ def test_a_tied_heads_squares_are_its_own_and_those_of_the_rows_it_shares(
     head = make("outer", examples, places, vocabulary, width, generator)
     table = [make("rows", examples, tokens, vocabulary, width, generator) for _ in range(2)]
     total = torch.zeros(vocabulary, width, dtype=torch.float64)
-    assert isinstance(head, Outer)
+    assert isinstance(head, OuterGradient)
     add_outer(total, head)
-    uses = [term for term in table if isinstance(term, Rows)]
+    uses = [term for term in table if isinstance(term, RowGradient)]
     rows = unique_rows(torch.cat([term.ids for term in uses], 1))
     a, s = outer_at_rows(head, rows, total.dtype), merge_rows(uses, total.dtype).y
     add_rows(total, rows, s * (2 * a + s))

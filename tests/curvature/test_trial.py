@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import gradmerge as gm
-from gradmerge.curvature.collect import Trial
 from gradmerge.curvature.estimate import estimate_curvature
+from gradmerge.curvature.trial import Trial
 
 from . import slow
 from .families import EXACT, FAMILIES, batch_of, batches_of
 from .slow import assert_same
-from .test_collect import UNKNOWN, Body, tokens_of
+from .test_accumulate import UNKNOWN, Body, tokens_of
 
 
 @pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 3, 2)])

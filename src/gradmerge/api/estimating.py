@@ -20,7 +20,7 @@ from ..curvature.estimate import LIKELIHOODS
 from ..curvature.estimate import estimate_curvature as estimate_in_memory
 from ..curvature.files import PRECISIONS
 from ..curvature.gram import Gram, estimate_gram
-from ..curvature.outputs import Tokens
+from ..curvature.losses import TokenLoss
 from ..curvature.stored_names import for_files
 from ..engine.progress import NoProgress, Progress
 from ..errors import GradmergeError, InputError, MachineError
@@ -120,7 +120,7 @@ def estimate_to_disk(
         saved = _Saved(staging, save_every)
         files = state_of(models) + state_of(data, deep=True)
         loaded = load_task(model, source, **options)
-        if likelihood == "exact" and kind == "diagonal" and isinstance(loaded.output, Tokens):
+        if likelihood == "exact" and kind == "diagonal" and isinstance(loaded.output, TokenLoss):
             next(loaded.output.factors(torch.empty(0)))  # explains why it cannot be done
         notes = _subtract(loaded, at_delta, options) if at_delta is not None else []
         result: Curvature | Gram
@@ -149,10 +149,7 @@ def estimate_to_disk(
         # The name of a folder without the path to it, as files are published.
         result.model = Path(model).resolve().name if Path(model).exists() else model
         saved.clear_rest()
-        if isinstance(result, Curvature):
-            result.write(staging.folder, precision, shard_size)
-        else:
-            result.write(staging.folder, shard_size)
+        result.write(staging.folder, precision, shard_size)
         saved.remove()
     return Estimate(
         out=Path(out),

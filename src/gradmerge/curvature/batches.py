@@ -1,12 +1,15 @@
-"""Batches: mappings of keyword arguments with `labels`, or sequences that end with the labels."""
+"""Batches: mappings of keyword arguments with `labels`, or sequences that end with them. Also memory that runs out."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..errors import MachineError
 
 
 class Again:
@@ -19,32 +22,48 @@ class Again:
         return iter(self._make())
 
 
+def values_of(batch: Any) -> Iterable[Any]:
+    return batch.values() if isinstance(batch, Mapping) else batch
+
+
 def examples_in(batch: Any) -> int:
-    values = batch.values() if isinstance(batch, Mapping) else batch
     labels = batch.get("labels") if isinstance(batch, Mapping) else batch[-1]
     if not isinstance(labels, Tensor):
-        labels = next(value for value in values if isinstance(value, Tensor))
+        labels = next(value for value in values_of(batch) if isinstance(value, Tensor))
     return len(labels)
+
+
+def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with every tensor changed."""
+    if isinstance(batch, Mapping):
+        return {name: change(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    return tuple(change(value) if isinstance(value, Tensor) else value for value in batch)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
     """A batch on a device."""
-
-    def move(value: Any) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-    if isinstance(batch, Mapping):
-        return {name: move(value) for name, value in batch.items()}
-    return tuple(move(value) for value in batch)
+    return _each(batch, lambda value: value.to(device, non_blocking=True))
 
 
 def batch_rows(batch: Any, rows: slice) -> Any:
     """Some examples of a batch; what has no axis of examples stays as it is."""
     examples = examples_in(batch)
+    return _each(batch, lambda value: value[rows] if value.dim() and len(value) == examples else value)
 
-    def cut(value: Any) -> Any:
-        return value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == examples else value
 
-    if isinstance(batch, Mapping):
-        return {name: cut(value) for name, value in batch.items()}
-    return tuple(cut(value) for value in batch)
+def is_out_of_memory(error: BaseException) -> bool:
+    says = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in says or "out of memory" in says
+
+
+@contextlib.contextmanager
+def enough_memory(examples: str) -> Iterator[None]:
+    """Memory that runs out is the machine's failure: there is no smaller batch than these examples."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MachineError(
+            f"out of memory with {examples}. Use shorter examples (--max-length), --dtype bfloat16, or a larger device."
+        ) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -13,16 +15,49 @@ from ..storage.bytesof import bytes_of
 from ..storage.staging import Staging, require_space
 from ..storage.tensorwriter import TensorWriter
 from . import log8
-from .files import FORMAT, PRECISIONS, STEM, metadata, open_curvature
-from .summary import Group, summarize
+from .files import PRECISIONS, STEM, metadata, open_curvature
+from .summary import GroupSummary, summarize
+
+SHARD_SIZE = 5_000_000_000
 
 
-class Curvature(Mapping[str, Tensor]):
+class NamedSums(Mapping[str, Tensor]):
+    """What `Curvature` and `Gram` have in common: names → sums over the examples of one data set, of one model."""
+
+    def __init__(self, sums: Mapping[str, Tensor], examples: int, model: str = "") -> None:
+        if examples != int(examples) or examples < 1:
+            raise ValueError(f"curvature is measured on a whole number of examples, at least 1, not on {examples}")
+        self._sums = dict(sums)
+        self.examples = int(examples)
+        self.model = model
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._sums[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def save(
+        self, path: str | Path, *, precision: str = "float32", shard_size: int = SHARD_SIZE, force: bool = False
+    ) -> None:
+        """Write a curvature folder, whole or not at all. ``precision``: float32, bfloat16, log8; Gram: float32 only."""
+        with Staging(Path(path), "curvature", force=force) as staging:
+            self.write(staging.folder, precision, shard_size)
+
+    @abstractmethod
+    def write(self, folder: Path, precision: str = "float32", shard_size: int = SHARD_SIZE) -> None:
+        """Write the files into a folder that is there."""
+
+
+class Curvature(NamedSums):
     """The diagonal curvature of one model on one data set.
 
     A mapping from parameter names to the **sum** over examples of squared per-example gradients, with the number of
-    examples and the likelihood that the gradients were taken of. Names are those of the model in memory; ``stored`` turns
-    them into those of its files, where the two differ, when the curvature is saved.
+    examples and the likelihood that the gradients were taken of. Names are those of the model in memory; ``stored``
+    turns them into those of its files, where the two differ, when the curvature is saved.
     """
 
     def __init__(
@@ -33,22 +68,9 @@ class Curvature(Mapping[str, Tensor]):
         model: str = "",
         stored: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
     ) -> None:
-        if examples != int(examples) or examples < 1:
-            raise ValueError(f"curvature is measured on a whole number of examples, at least 1, not on {examples}")
-        self._sums = dict(sums)
-        self.examples = int(examples)
+        super().__init__(sums, examples, model)
         self.likelihood = likelihood
-        self.model = model
         self._stored = stored
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._sums[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sums)
-
-    def __len__(self) -> int:
-        return len(self._sums)
 
     def __repr__(self) -> str:
         return f"Curvature({len(self)} tensors, {self.examples} examples, {self.likelihood})"
@@ -78,39 +100,19 @@ class Curvature(Mapping[str, Tensor]):
         sums = {name: value * factor for name, value in self._sums.items()}
         return Curvature(sums, self.examples, self.likelihood, self.model, self._stored)
 
-    def summary(self) -> list[Group]:
+    def summary(self) -> list[GroupSummary]:
         """Sum, share of zeros and maximum of each layer's entries, as sums over examples."""
         return summarize(self._sums.items())
 
-    def save(
-        self,
-        path: str | Path,
-        *,
-        precision: str = "float32",
-        shard_size: int = 5_000_000_000,
-        force: bool = False,
-    ) -> None:
-        """Write a curvature folder, whole or not at all; ``precision`` is ``float32``, ``bfloat16`` or ``log8``."""
-        with Staging(Path(path), "curvature", force=force) as staging:
-            self.write(staging.folder, precision, shard_size)
-
-    def write(self, folder: Path, precision: str = "float32", shard_size: int = 5_000_000_000) -> None:
-        """Write the files into a folder that is there."""
+    def write(self, folder: Path, precision: str = "float32", shard_size: int = SHARD_SIZE) -> None:
+        """Write the files into a folder that is there; ``precision`` is ``float32``, ``bfloat16`` or ``log8``."""
         if precision not in PRECISIONS:
             raise InputError(f"precision {precision!r}: known are {', '.join(PRECISIONS)}")
         sums = self._stored(self._sums) if self._stored is not None else self._sums
-        parts: dict[str, Callable[[], Tensor]] = {}
-        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, value in sums.items():
             if not bool(torch.isfinite(value).all()) or bool((value < 0).any()):
                 raise InputError(f"curvature of {name} has values that are negative or not finite; it is not saved")
-            tensors[name] = (PRECISIONS[precision], tuple(value.shape))
-            parts[name] = lambda v=value: _stored(v, precision)  # type: ignore[misc]
-            if precision == "log8":
-                tensors[name + log8.SUFFIX] = ("F32", (2,))
-                parts[name + log8.SUFFIX] = lambda v=value: log8.encode(v.detach().cpu())[1]  # type: ignore[misc]
-        header = metadata(self.examples, self.likelihood, self.model, precision)
-        write_tensors(folder, tensors, parts, header, shard_size)
+        write_sums(folder, sums, metadata(self.examples, self.likelihood, self.model, precision), shard_size)
 
     @classmethod
     def load(cls, path: str | Path) -> Curvature:
@@ -118,21 +120,21 @@ class Curvature(Mapping[str, Tensor]):
         with open_curvature(str(path)) as file:
             if file.kind != "diagonal":
                 raise InputError(f"{path}: holds {file.kind} matrices, not a diagonal")
-            sums = {
-                name: file.read(name, 0, shape_numel(shape), _fresh).clone().reshape(shape)
-                for name, shape in file.shapes.items()
-            }
+            sums = {name: file.read_whole(name) for name in file.shapes}
             return cls(sums, file.examples, file.likelihood, file.metadata.get("model", ""))
 
 
-def write_tensors(
-    folder: Path,
-    tensors: dict[str, tuple[str, tuple[int, ...]]],
-    parts: Mapping[str, Callable[[], Tensor]],
-    header: Mapping[str, str],
-    shard_size: int,
-) -> None:
-    """Write curvature files; ``parts`` makes the tensors one by one."""
+def write_sums(folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, str], shard_size: int) -> None:
+    """Write curvature files, in the precision that the header says. Tensors are encoded one at a time."""
+    precision = header["precision"]
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    parts: dict[str, Callable[[], Tensor]] = {}
+    for name, value in sums.items():
+        tensors[name] = (PRECISIONS[precision], tuple(value.shape))
+        parts[name] = functools.partial(_encoded, value, precision)
+        if precision == "log8":
+            tensors[name + log8.SUFFIX] = ("F32", (2,))
+            parts[name + log8.SUFFIX] = lambda v=value: log8.encode(v.detach().cpu())[1]  # type: ignore[misc]
     writer = TensorWriter(folder, STEM, tensors, shard_size, header)
     require_space(folder, writer.nbytes)
     try:
@@ -145,19 +147,8 @@ def write_tensors(
         raise
 
 
-def _stored(value: Tensor, precision: str) -> Tensor:
+def _encoded(value: Tensor, precision: str) -> Tensor:
     value = value.detach().cpu()
     if precision == "log8":
         return log8.encode(value)[0]
     return value.to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
-
-
-def shape_numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
-
-
-def _fresh(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
-
-
-__all__ = ["FORMAT", "Curvature"]

@@ -1,4 +1,4 @@
-"""Measuring curvature: a pass over data that adds up squared gradients of single examples."""
+"""Estimating curvature: a pass over data that adds up squared gradients of single examples."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError
 from ..text import listed, nearest
+from .accumulate import Accumulator
 from .batches import examples_in, moved
-from .collect import Collector, Distrusted, Trial
 from .curvature import Curvature
-from .outputs import OUTPUTS, Output, Tokens, check_classes, labels_of, logits_of, output_of
+from .kernels import sum_type
+from .losses import LOSSES, ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_of
 from .stored_names import for_files
-from .taps import sum_type
+from .sums import Distrusted
+from .trial import Trial
 
 LIKELIHOODS = ("empirical", "sampled", "exact")
 _log = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ def estimate_curvature(
     batches: Iterable[Any],
     likelihood: str = "empirical",
     *,
-    output: str | Output | None = None,
+    output: str | ExampleLoss | None = None,
     seed: int = 0,
     device: str | torch.device | None = None,
     start: Curvature | None = None,
@@ -41,85 +43,84 @@ def estimate_curvature(
 ) -> Curvature:
     """The diagonal curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the square of every single example's gradient.
 
-    ℓ_i is the negative log-likelihood of example i (see :mod:`gradmerge.curvature.outputs`): of a sequence it is the sum over
-    its tokens, never their mean. Neither batch size nor padding changes the result.
+    ℓ_i is the negative log-likelihood of example i (see :mod:`gradmerge.curvature.losses`): of a sequence it is the
+    sum over its tokens, never their mean. Neither batch size nor padding changes the result. How the sums come about
+    is told in :mod:`gradmerge.curvature.accumulate`.
 
     Args:
-        model: A model of transformers with a head, or any module. Its mode, gradients and hooks are left as they were found;
-            parameters with ``requires_grad=False`` are not measured.
-        batches: Mappings of keyword arguments with ``labels``, as transformers takes them, or tuples that end with the labels.
-            Something that can be gone through again (a list, a DataLoader) lets the measurement begin anew where a quick way turns out
-            to be wrong for some of them; with an iterator that is an error.
-        likelihood: ``empirical`` takes the data's labels, ``sampled`` draws them from the model, ``exact`` takes the expectation
-            over the model's classes.
-        output: What the model's output means: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``. By default
-            it is read off the model and its labels.
+        model: A model of transformers with a head, or any module. Its mode, gradients and hooks are left as they were
+            found; parameters with ``requires_grad=False`` are left out.
+        batches: Mappings of keyword arguments with ``labels``, as transformers takes them, or tuples that end with the
+            labels. Batches that can be gone through again (a list, a DataLoader) let the estimate begin anew where a
+            quick formula turns out to be wrong for some of them; with an iterator that is an error.
+        likelihood: ``empirical`` takes the data's labels, ``sampled`` draws them from the model, ``exact`` takes the
+            expectation over the model's classes.
+        output: What the model's output means: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``. By
+            default it is read off the model and its labels.
         seed: Of the labels that are drawn. They depend on the seed and the example's place in the data alone.
         device: Where batches are moved to; by default where the model is.
         start: The curvature of the examples before the first of ``batches``, to go on from.
         each_batch: Called after every batch with a function that gives the curvature so far.
-        trial: For one model that is measured many times: `gradmerge.curvature.collect.Trial()`, the same one in every call.
-            The first tries out on two examples how gradients of single examples are to be had; the others check that now and then.
+        trial: For many estimates of one model: `gradmerge.curvature.trial.Trial()`, the same one in every call. Only
+            the first tries out on two examples which formula fits each layer; the others check that now and then.
+
+    Returns:
+        The **sums** over examples, per parameter, with the number of examples.
+
+    Example:
+        >>> curvature = gm.estimate_curvature(model, [(inputs, labels)])
+        >>> curvature.save("tuned/curvature")
     """
     if likelihood not in LIKELIHOODS:
-        raise InputError(
-            f"likelihood {likelihood!r}: known are {', '.join(LIKELIHOODS)}{nearest(likelihood, LIKELIHOODS)}"
-        )
-    if isinstance(output, str) and output not in OUTPUTS:
-        raise InputError(f"output {output!r}: known are {', '.join(OUTPUTS)}{nearest(output, OUTPUTS)}")
+        known = f"{', '.join(LIKELIHOODS)}{nearest(likelihood, LIKELIHOODS)}"
+        raise InputError(f"likelihood {likelihood!r}: known are {known}")
+    if isinstance(output, str) and output not in LOSSES:
+        raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
     if not parameters:
         raise InputError("the model has no parameter with requires_grad=True: there is nothing to measure")
     totals = {name: torch.zeros_like(p, dtype=sum_type(p), requires_grad=False) for name, p in parameters.items()}
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
-    measured = _Measured(model, likelihood, OUTPUTS[output] if isinstance(output, str) else output, seed)
-    examples = begun = start.examples if start is not None else 0
-
+    objective = _Objective(model, likelihood, LOSSES[output] if isinstance(output, str) else output, seed)
+    begun = start.examples if start is not None else 0
     if start is not None:
-        _check_start(start, totals, likelihood)
+        shapes, wanted = ({name: value.shape for name, value in sums.items()} for sums in (start, totals))
+        if start.likelihood != likelihood or shapes != wanted:
+            raise InputError("the curvature to go on from was measured on another model, or with another likelihood")
 
     def so_far(copy: bool = True) -> Curvature:
-        measured.check_losses()
+        objective.check_losses()
         sums = {name: total.clone() if copy else total for name, total in totals.items()}
         if start is not None:
             for name, total in sums.items():
                 total += start[name].to(total)
-        return Curvature(sums, examples, likelihood, _name_of(model), for_files(model))
+        name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+        return Curvature(sums, examples, likelihood, name, for_files(model))
 
     trial = trial if trial is not None else Trial()
-    tried = trial.examples > 0
-    by_parameter = {p: totals[n] for n, p in parameters.items()}
-
-    def measure(slow: Collection[nn.Parameter]) -> None:
-        nonlocal examples
-        with (
-            _prepared(model),
-            Collector(model, by_parameter, measured.objectives, measured.logits, trial, slow) as collector,
-        ):
-            for batch in batches:
-                batch = moved(batch, place)
-                if not len(labels_of(batch)):
-                    continue
-                collector.add(batch, examples)
-                examples += examples_in(batch)
-                _name_slow(collector, parameters, trial.told)
-                if each_batch is not None:
-                    each_batch(so_far)
-
-    slow: set[nn.Parameter] = set()
+    tried, slow = trial.examples > 0, set[nn.Parameter]()
+    sums, passes = {p: totals[name] for name, p in parameters.items()}, objective.passes
     while True:
+        examples = begun
         try:
-            measure(slow)
+            with _prepared(model), Accumulator(model, sums, passes, objective.logits, trial, slow) as accumulator:
+                for batch in batches:
+                    batch = moved(batch, place)
+                    if not len(labels_of(batch)):
+                        continue
+                    accumulator.add(batch, examples)
+                    examples += examples_in(batch)
+                    _name_slow(accumulator.slow, parameters, trial.told)
+                    if each_batch is not None:
+                        each_batch(so_far)
             break
         except Distrusted as error:
             names = [name for name, parameter in parameters.items() if parameter in error.parameters]
             _check_repeatable(batches, start, names, examples)
             if tried:
-                _log.warning(
-                    "earlier measurements with this trial may be wrong for these parameters:\n%s", listed(names)
-                )
+                warning = "earlier measurements with this trial may be wrong for these parameters:\n%s"
+                _log.warning(warning, listed(names))
             slow |= error.parameters
-            examples = begun
             for total in totals.values():
                 total.zero_()
     if examples == begun:
@@ -128,60 +129,55 @@ def estimate_curvature(
 
 
 def _check_repeatable(batches: Iterable[Any], start: Curvature | None, names: Collection[str], examples: int) -> None:
-    """What was measured is no good: say so, and raise unless it can be measured again."""
+    """What was added up is no good: say so, and raise unless one can begin again."""
     found = (
-        f"the quick way that fitted the first examples does not fit those from {examples} on (counted from 0), and may not have "
-        f"fitted some before:\n{listed(names)}"
+        f"the quick way that fitted the first examples does not fit those from {examples} on (counted from 0), "
+        f"and may not have fitted some before:\n{listed(names)}"
     )
     if isinstance(batches, Iterator):
         raise InputError(
-            f"{found}\nThe batches can be gone through only once. Give a list or a DataLoader, and these parameters are measured from the "
-            "beginning, one example at a time."
+            f"{found}\nThe batches can be gone through only once. Give a list or a DataLoader, and these parameters "
+            "are measured from the beginning, one example at a time."
         )
     if start is not None and any(bool(value.any()) for value in start.values()):
-        raise InputError(
-            f"{found}\nThe sums to go on from have them too: measure from the beginning, without --resume."
-        )
+        again = "The sums to go on from have them too: measure from the beginning, without --resume."
+        raise InputError(f"{found}\n{again}")
     _log.warning("%s\nAll is measured again from the beginning, these one example at a time.", found)
 
 
-def _check_start(start: Curvature, totals: Mapping[str, Tensor], likelihood: str) -> None:
-    if start.likelihood != likelihood or {n: t.shape for n, t in start.items()} != {
-        n: t.shape for n, t in totals.items()
-    }:
-        raise InputError("the curvature to go on from was measured on another model, or with another likelihood")
-
-
-class _Measured:
+class _Objective:
     """What is differentiated: the losses of a batch, under a likelihood."""
 
-    def __init__(self, model: nn.Module, likelihood: str, output: Output | None, seed: int) -> None:
+    def __init__(self, model: nn.Module, likelihood: str, loss: ExampleLoss | None, seed: int) -> None:
         self._model = model
         self._likelihood = likelihood
-        self._output = output
+        self._loss = loss
         self._key = int.from_bytes(hashlib.sha256(f"gradmerge labels {seed}".encode()).digest()[:16], "little")
         self._losses: tuple[int, Tensor] | None = None
 
     def logits(self, batch: Any) -> Tensor:
         return logits_of(self._model, batch)
 
-    def objectives(self, batch: Any, first: int) -> list[Callable[[], Tensor]]:
+    def passes(self, batch: Any, first: int) -> list[Callable[[], Tensor]]:
+        """Run the model, and give for each backward pass a function of what is differentiated, summed over examples."""
         self.check_losses()
         labels = labels_of(batch)
-        output = self._output or output_of(self._model, labels)
+        loss = self._loss or loss_of(self._model, labels)
         try:
-            if isinstance(output, Tokens) and isinstance(batch, Mapping):
-                _check_vocabulary(self._model, labels)  # labels may be the decoder's inputs
+            config = getattr(self._model, "config", None)
+            words = getattr(config, "vocab_size", None) if getattr(config, "is_encoder_decoder", False) else None
+            if isinstance(loss, TokenLoss) and isinstance(batch, Mapping) and isinstance(words, int):
+                check_classes(labels, words, masked=True)  # labels may be the decoder's inputs
             logits = self.logits(batch)
-            output.check(logits.shape, labels)
+            loss.check(logits.shape, labels)
         except InputError as error:
             raise InputError(f"in the batch that begins with example {first}: {error}") from None
         if self._likelihood == "exact":
             self._losses = first, logits.detach().flatten(1).sum(1)
-            return [lambda s=s: (logits * s).sum() for s in output.factors(logits)]  # type: ignore[misc]
+            return [lambda s=s: (logits * s).sum() for s in loss.factors(logits)]  # type: ignore[misc]
         if self._likelihood == "sampled":
-            labels = output.draw(logits.detach(), labels, lambda row, n: self._uniform(first + row, n))
-        losses = output.losses(logits, labels)
+            labels = loss.draw(logits.detach(), labels, lambda row, n: self._uniform(first + row, n))
+        losses = loss.losses(logits, labels)
         self._losses = first, losses.detach()
         return [losses.sum]
 
@@ -206,57 +202,42 @@ class _Measured:
             )
 
 
-def _check_vocabulary(model: nn.Module, labels: Tensor) -> None:
-    words = getattr(getattr(model, "config", None), "vocab_size", None)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and isinstance(words, int):
-        check_classes(labels, words, masked=True)
-
-
 @contextlib.contextmanager
 def _prepared(model: nn.Module) -> Iterator[None]:
     """The model without dropout, with no parameter asking for a gradient; everything as before at the end."""
     _check_batch_norm(model)
-    modes = [(module, module.training) for module in model.modules()]
-    wanted = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    inplace = [module for module in model.modules() if getattr(module, "inplace", False) is True]
     with contextlib.ExitStack() as stack, torch.enable_grad():
-        try:
-            model.eval()
-            for module, training in modes:
-                if training and getattr(module, "gradient_checkpointing", False):
-                    _keep_checkpointing(module, stack)
-            for module in inplace:
+        modes = [(module, module.training) for module in model.modules()]
+        for module, training in modes:
+            stack.callback(setattr, module, "training", training)
+        model.eval()
+        for module, training in modes:
+            if training and getattr(module, "gradient_checkpointing", False):
+                _keep_checkpointing(module, stack)
+            if getattr(module, "inplace", False) is True:
+                stack.callback(setattr, module, "inplace", True)
                 module.inplace = False  # type: ignore[assignment]
-            for parameter, _ in wanted:
-                parameter.requires_grad_(False)
-            yield
-        finally:
-            for parameter, requires in wanted:
-                parameter.requires_grad_(requires)
-            for module in inplace:
-                module.inplace = True  # type: ignore[assignment]
-            for module, training in modes:
-                module.training = training
+        for parameter in model.parameters():
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameter.requires_grad_(False)
+        yield
 
 
 def _keep_checkpointing(module: nn.Module, stack: contextlib.ExitStack) -> None:
-    """Transformers recomputes activations in training mode only. The layer looks trained from outside; inside, dropout stays off.
+    """Let a layer of transformers recompute its activations, which it does in training mode only, with dropout off.
 
-    The reentrant kind of checkpoint does not give gradients of single parameters, as the slow way needs them.
+    Seen from outside the layer is in training mode, and inside not. The reentrant kind of checkpoint does not give
+    gradients of single parameters, as the slow way needs them.
     """
     if hasattr(module, "_gradient_checkpointing_func"):
         stack.callback(setattr, module, "_gradient_checkpointing_func", module._gradient_checkpointing_func)
-        module._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
+        function: Any = functools.partial(checkpoint, use_reentrant=False)
+        module._gradient_checkpointing_func = function
     module.training = True
-
-    def inside(*_: Any) -> None:
-        module.training = False
-
-    def outside(*_: Any) -> None:
-        module.training = True
-
-    stack.callback(module.register_forward_pre_hook(inside).remove)
-    stack.callback(module.register_forward_hook(outside, always_call=True).remove)
+    inside = module.register_forward_pre_hook(lambda *_: setattr(module, "training", False))
+    outside = module.register_forward_hook(lambda *_: setattr(module, "training", True), always_call=True)
+    stack.callback(inside.remove)
+    stack.callback(outside.remove)
 
 
 def _check_batch_norm(model: nn.Module) -> None:
@@ -272,17 +253,11 @@ def _check_batch_norm(model: nn.Module) -> None:
         )
 
 
-def _name_slow(collector: Collector, parameters: Mapping[str, nn.Parameter], told: set[str]) -> None:
-    found = collector.slow
-    slow = {name for name, parameter in parameters.items() if parameter in found} if found else set()
-    if slow - told:
+def _name_slow(slow: set[nn.Parameter], parameters: Mapping[str, nn.Parameter], told: set[str]) -> None:
+    names = {name for name, parameter in parameters.items() if parameter in slow} if slow else set()
+    if names - told:
         _log.warning(
             "measured the slow way, one example at a time, because no fast way gives the exact gradient:\n%s",
-            listed(sorted(slow - told)),
+            listed(sorted(names - told)),
         )
-    told |= slow
-
-
-def _name_of(model: nn.Module) -> str:
-    config = getattr(model, "config", None)
-    return str(getattr(config, "_name_or_path", "") or type(model).__name__)
+    told |= names

@@ -47,16 +47,14 @@ class CurvatureFile:
         self._tables: dict[str, Tensor] = {}
 
     def _is_scale(self, name: str) -> bool:
-        return (
-            self.precision == "log8" and name.endswith(log8.SUFFIX) and name.removesuffix(log8.SUFFIX) in self._places
-        )
+        stem = name.removesuffix(log8.SUFFIX)
+        return self.precision == "log8" and stem != name and stem in self._places
 
     def _check_format(self) -> None:
         found = self.metadata.get("format")
         if found != FORMAT:
-            shown = repr(found if found is None else found[:40])
-            raise InputError(f"{self.label}: not a curvature file: its header says format {shown}, not {FORMAT!r}. "
-                             "Is it a model?")  # fmt: skip
+            says = f"its header says format {found if found is None else found[:40]!r}, not {FORMAT!r}. Is it a model?"
+            raise InputError(f"{self.label}: not a curvature file: {says}")
         kind = self.metadata.get("kind", "diagonal")
         if kind not in KINDS:
             raise InputError(f"{self.label}: curvature of an unknown kind, {kind[:40]!r}; known are {', '.join(KINDS)}")
@@ -71,14 +69,10 @@ class CurvatureFile:
 
     def _check_types(self) -> None:
         if self.precision not in PRECISIONS:
-            raise InputError(
-                f"{self.label}: unknown precision {self.precision[:40]!r}; known are {', '.join(PRECISIONS)}"
-            )
-        wrong = [
-            f"{n}: {self._places[n][1].dtype}"
-            for n in self.shapes
-            if self._places[n][1].dtype != PRECISIONS[self.precision]
-        ]
+            known = ", ".join(PRECISIONS)
+            raise InputError(f"{self.label}: unknown precision {self.precision[:40]!r}; known are {known}")
+        types = {name: self._places[name][1].dtype for name in self.shapes}
+        wrong = [f"{name}: {dtype}" for name, dtype in types.items() if dtype != PRECISIONS[self.precision]]
         if wrong:
             raise InputError(
                 f"{self.label}: tensors that are not {self.precision}, as the header says:\n{listed(wrong)}"
@@ -111,6 +105,11 @@ class CurvatureFile:
             return log8.decode(values, self._table(name))
         return values.float()
 
+    def read_whole(self, name: str) -> Tensor:
+        """One sum, in memory of its own."""
+        shape = torch.Size(self.shapes[name])
+        return self.read(name, 0, shape.numel(), lambda n: torch.empty(n, dtype=torch.uint8)).clone().reshape(shape)
+
     def _table(self, name: str) -> Tensor:
         if name not in self._tables:
             file, entry = self._places[name + log8.SUFFIX]
@@ -118,9 +117,8 @@ class CurvatureFile:
             file.read_into(bytes_of(ends), entry.start)
             low, high = ends.tolist()
             if not (0 <= low <= high < float("inf")) or (high > 0 and low == 0):
-                raise InputError(
-                    f"{self.label}: {name + log8.SUFFIX} holds {low:g} and {high:g}, not 0 < smallest ≤ largest"
-                )
+                scale = name + log8.SUFFIX
+                raise InputError(f"{self.label}: {scale} holds {low:g} and {high:g}, not 0 < smallest ≤ largest")
             self._tables[name] = log8.table(ends)
         return self._tables[name]
 
@@ -173,11 +171,5 @@ def default_curvature(folder: Path | None) -> Path | None:
 
 def metadata(examples: int, likelihood: str, model: str, precision: str = "float32", **more: str) -> Mapping[str, str]:
     """The header of a curvature file."""
-    return {
-        "format": FORMAT,
-        "examples": str(examples),
-        "likelihood": likelihood,
-        "model": model,
-        "precision": precision,
-        **more,
-    }
+    facts = {"format": FORMAT, "examples": str(examples), "likelihood": likelihood, "model": model}
+    return {**facts, "precision": precision, **more}

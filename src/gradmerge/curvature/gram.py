@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +12,39 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..storage.staging import Staging
 from .batches import examples_in, moved
-from .curvature import write_tensors
+from .curvature import SHARD_SIZE, NamedSums, write_sums
 from .files import metadata
-from .layers import is_conv1d
-from .outputs import MASKED, logits_of
+from .formulas import is_conv1d
+from .losses import MASKED, logits_of
 from .stored_names import stored_sources
 
 
-class Gram(Mapping[str, Tensor]):
-    """XᵀX of the inputs of every linear layer of one model on one data set, by the name of the layer's weight."""
+class Gram(NamedSums):
+    """XᵀX of the inputs of every linear layer of one model on one data set, by the name of the layer's weight.
+
+    A mapping from names to **sums** over all inputs of all examples.
+    """
 
     def __init__(
-        self, matrices: Mapping[str, Tensor], examples: int, transposed: Iterable[str] = (), model: str = ""
+        self, sums: Mapping[str, Tensor], examples: int, transposed: Iterable[str] = (), model: str = ""
     ) -> None:
-        self._matrices = dict(matrices)
-        self.examples = examples
+        super().__init__(sums, examples, model)
         self.transposed = frozenset(transposed)
         """Weights whose first axis is the input's, as of GPT-2's Conv1D."""
-        self.model = model
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._matrices[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._matrices)
-
-    def __len__(self) -> int:
-        return len(self._matrices)
 
     def __repr__(self) -> str:
         return f"Gram({len(self)} matrices, {self.examples} examples)"
 
-    def save(self, path: str | Path, *, shard_size: int = 5_000_000_000, force: bool = False) -> None:
-        """Write a curvature folder of kind ``gram``, in float32, whole or not at all."""
-        with Staging(Path(path), "curvature", force=force) as staging:
-            self.write(staging.folder, shard_size)
-
-    def write(self, folder: Path, shard_size: int = 5_000_000_000) -> None:
-        """Write the files into a folder that is there."""
-        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        parts: dict[str, Callable[[], Tensor]] = {}
+    def write(self, folder: Path, precision: str = "float32", shard_size: int = SHARD_SIZE) -> None:
+        """Write the files into a folder that is there; ``precision`` is ``float32``, the only one of Gram matrices."""
+        if precision != "float32":
+            raise InputError(f"precision {precision!r}: Gram matrices are stored as float32 only")
         for name, value in self.items():
             if not bool(torch.isfinite(value).all()):
                 raise InputError(f"the Gram matrix of {name} has values that are not finite; it is not saved")
-            tensors[name] = ("F32", tuple(value.shape))
-            parts[name] = lambda v=value: v.detach().cpu().float()  # type: ignore[misc]
         more = {"kind": "gram", "fan_in_fan_out": json.dumps(sorted(self.transposed))}
-        write_tensors(folder, tensors, parts, metadata(self.examples, "", self.model, **more), shard_size)
+        write_sums(folder, self, metadata(self.examples, "", self.model, **more), shard_size)
 
 
 def estimate_gram(
@@ -73,7 +57,18 @@ def estimate_gram(
     """XᵀX of the inputs of every linear layer, over the tokens of all examples that are not padding.
 
     A head tied to an embedding is left out: RegMean averages embeddings. Names are those of the model's files.
-    ``each_batch`` is called with the number of examples of each batch.
+
+    Args:
+        model: A model of transformers, or any module with linear layers.
+        batches: As of :func:`gradmerge.estimate_curvature`; labels are not used.
+        device: Where batches are moved to; by default where the model is.
+        each_batch: Called after every batch with its number of examples.
+
+    Returns:
+        The matrices, as **sums** over all inputs.
+
+    Example:
+        >>> gm.estimate_gram(model, [(inputs, labels)]).save("tuned/gram")
     """
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     layers = {
@@ -86,11 +81,10 @@ def estimate_gram(
     matrices: dict[str, Tensor] = {}
     masks: dict[str, Tensor | None] = {}
     place = torch.device(device) if device is not None else next(model.parameters()).device
-    modes = [(module, module.training) for module in model.modules()]
     examples = 0
     with contextlib.ExitStack() as stack, torch.no_grad():
-        for module, mode in modes:
-            stack.callback(setattr, module, "training", mode)
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
         model.eval()
         for name, layer in layers.items():
             hook = _adder(name, matrices, masks)
@@ -106,14 +100,12 @@ def estimate_gram(
                 each_batch(examples_in(batch))
     if not examples:
         raise InputError("there are no examples to measure Gram matrices on")
-    names: dict[str, list[str]] = {source: [] for source in layers}
-    for stored, source in stored_sources(model).items():
-        if source in names:
-            names[source].append(stored)
-    found = {stored: matrices[source] for source, every in names.items() for stored in every if source in matrices}
-    turned = [stored for source, every in names.items() for stored in every if is_conv1d(layers[source])]
-    config = getattr(model, "config", None)
-    return Gram(found, examples, turned, str(getattr(config, "_name_or_path", "")))
+    order = {source: number for number, source in enumerate(layers)}
+    named = [(stored, source) for stored, source in stored_sources(model).items() if source in layers]
+    named.sort(key=lambda pair: order[pair[1]])
+    found = {stored: matrices[source] for stored, source in named if source in matrices}
+    turned = [stored for stored, source in named if is_conv1d(layers[source])]
+    return Gram(found, examples, turned, str(getattr(getattr(model, "config", None), "_name_or_path", "")))
 
 
 def _adder(name: str, matrices: dict[str, Tensor], masks: Mapping[str, Tensor | None]) -> Callable[..., None]:
@@ -135,7 +127,7 @@ def _adder(name: str, matrices: dict[str, Tensor], masks: Mapping[str, Tensor | 
 
 
 def _sees_decoder(name: str) -> bool:
-    """Whether a layer of an encoder-decoder model takes the decoder's tokens: all of it but keys and values of cross-attention."""
+    """Whether a layer takes the decoder's tokens: in a decoder all do but keys and values of cross-attention."""
     crossing = any(word in name for word in ("EncDecAttention", "encoder_attn", "crossattention"))
     keys = name.removesuffix(".weight").rpartition(".")[2] in ("k", "v", "k_proj", "v_proj", "key", "value")
     return ("decoder." in name or name.startswith("lm_head")) and not (crossing and keys)

@@ -1,7 +1,7 @@
-"""Sums over examples of squared gradients, formed from what a layer saw and the gradient of its output.
+"""Terms of single examples' gradients, and functions that add their squares to a sum.
 
-Every function adds Σ_i g_i² to a float32 (or float64) sum, where g_i is example i's gradient of one parameter. Axis 0 is
-examples and axis 1 tokens throughout.
+Every function adds Σ_i g_i² to a float32 (or float64) sum, where g_i is example i's gradient of one parameter. In a
+term, x is what went into a layer and y the gradient of its output; axis 0 is examples and axis 1 tokens throughout.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ HELD_CUDA = 1 << 26
 
 
 @dataclass(frozen=True)
-class Direct:
+class DirectGradient:
     """g_i itself, for every example: (examples, *shape)."""
 
     gradient: Tensor
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterGradient:
     """g_i = Σ_t y_it x_itᵀ, as of a linear layer: y (examples, tokens, out), x (examples, tokens, in)."""
 
     y: Tensor
@@ -34,52 +34,55 @@ class Outer:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowGradient:
     """g_i has y_it added to row ids_it, as of an embedding: ids (examples, tokens), y (examples, tokens, width)."""
 
     ids: Tensor
     y: Tensor
 
 
-Term = Direct | Outer | Rows
+Term = DirectGradient | OuterGradient | RowGradient
+
+
+def sum_type(value: Tensor) -> torch.dtype:
+    """The type that squares of such numbers are added up in."""
+    return torch.float64 if value.dtype == torch.float64 else torch.float32
 
 
 def add_squares(total: Tensor, terms: Sequence[Term]) -> None:
     """total += Σ_i (Σ_terms g_i)²: several uses of one parameter add up before they are squared."""
-    if len(terms) == 1 and isinstance(terms[0], Outer):
-        add_outer(total, terms[0])
-    elif all(isinstance(term, Direct) for term in terms):
-        add_direct(total, [term for term in terms if isinstance(term, Direct)])
-    elif all(isinstance(term, Outer) for term in terms):
-        outer = [term for term in terms if isinstance(term, Outer)]
-        add_outer(total, Outer(torch.cat([t.y for t in outer], 1), torch.cat([t.x for t in outer], 1)))
-    elif all(isinstance(term, Rows) for term in terms):
-        summed = merge_rows([term for term in terms if isinstance(term, Rows)], total.dtype)
+    direct = [term for term in terms if isinstance(term, DirectGradient)]
+    outer = [term for term in terms if isinstance(term, OuterGradient)]
+    rows = [term for term in terms if isinstance(term, RowGradient)]
+    if len(outer) == len(terms):
+        one = outer[0]
+        if len(outer) > 1:
+            one = OuterGradient(torch.cat([t.y for t in outer], 1), torch.cat([t.x for t in outer], 1))
+        add_outer(total, one)
+    elif len(direct) == len(terms):
+        total += _sum_of(direct, total.dtype).square().sum(0).view_as(total)
+    elif len(rows) == len(terms):
+        summed = merge_rows(rows, total.dtype)
         add_rows(total, summed.ids, summed.y.square_())
     else:
         _add_mixed(total, terms)
 
 
-def add_direct(total: Tensor, terms: Sequence[Direct]) -> None:
-    gradient = _sum_of(terms, total.dtype)
-    total += gradient.square().sum(0).view_as(total)
-
-
-def add_many_direct(totals: Sequence[Tensor], terms: Sequence[Sequence[Direct]]) -> None:
-    """The same for many small parameters at once: on a GPU, starting a kernel takes longer than its work."""
+def add_many_direct(totals: Sequence[Tensor], terms: Sequence[Sequence[DirectGradient]]) -> None:
+    """totals += Σ_i (Σ_terms g_i)² of many small parameters: on a GPU, starting a kernel takes longer than its work."""
     together = torch.cat([_sum_of(some, totals[0].dtype).flatten(1) for some in terms], 1)
     sums = together.square_().sum(0).split([total.numel() for total in totals])
     torch._foreach_add_(list(totals), [part.view_as(total) for part, total in zip(sums, totals, strict=True)])
 
 
-def _sum_of(terms: Sequence[Direct], dtype: torch.dtype) -> Tensor:
+def _sum_of(terms: Sequence[DirectGradient], dtype: torch.dtype) -> Tensor:
     gradient = terms[0].gradient.to(dtype)
     for term in terms[1:]:
         gradient = gradient + term.gradient.to(dtype)
     return gradient
 
 
-def add_outer(total: Tensor, term: Outer) -> None:
+def add_outer(total: Tensor, term: OuterGradient) -> None:
     """total (out, in) += Σ_i (Σ_t y_it x_itᵀ)², without holding more than a few examples' gradients."""
     y, x = term.y, term.x
     total = total.view(len(total), -1)
@@ -106,14 +109,14 @@ def add_outer(total: Tensor, term: Outer) -> None:
                 part.addcmul_(one, one)
 
 
-def merge_rows(terms: Sequence[Rows], dtype: torch.dtype) -> Rows:
+def merge_rows(terms: Sequence[RowGradient], dtype: torch.dtype) -> RowGradient:
     """One gradient for each different row of an example; places that are left over have gradient 0 and row 0."""
     ids, y = torch.cat([t.ids for t in terms], 1), torch.cat([t.y for t in terms], 1)
     ordered, order = ids.sort(1)
     places = _places(ordered)
     y = y.gather(1, order[..., None].expand_as(y)).flatten(0, 1).to(dtype)
     summed = torch.zeros_like(y).index_add_(0, places, y)
-    return Rows(_at_places(ordered, places), summed.view(*ids.shape, -1))
+    return RowGradient(_at_places(ordered, places), summed.view(*ids.shape, -1))
 
 
 def unique_rows(ids: Tensor) -> Tensor:
@@ -137,7 +140,7 @@ def add_rows(total: Tensor, ids: Tensor, values: Tensor) -> None:
     total.index_add_(0, ids.flatten(), values.flatten(0, 1).to(total.dtype))
 
 
-def outer_at_rows(term: Outer, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def outer_at_rows(term: OuterGradient, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows ids_it of example i's Σ_t y_it x_itᵀ: (examples, rows, in)."""
     index = ids[:, None, :].expand(-1, term.y.shape[1], -1)
     return torch.bmm(term.y.gather(2, index).transpose(1, 2), term.x.to(term.y.dtype)).to(dtype)
@@ -145,16 +148,16 @@ def outer_at_rows(term: Outer, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _add_mixed(total: Tensor, terms: Sequence[Term]) -> None:
     """Any mixture, by holding the gradient of a few examples."""
-    examples = len(_first(terms[0]))
+    examples = len(terms[0].gradient if isinstance(terms[0], DirectGradient) else terms[0].y)
     some = max(1, (HELD_CUDA if total.is_cuda else HELD_CPU) // total.numel())
     squares = torch.zeros_like(total)  # all or nothing is added, also where memory runs out half-way
     for first in range(0, examples, some):
         part = slice(first, min(first + some, examples))
         gradient = total.new_zeros(part.stop - part.start, *total.shape)
         for term in terms:
-            if isinstance(term, Direct):
+            if isinstance(term, DirectGradient):
                 gradient += term.gradient[part].to(total.dtype).view_as(gradient)
-            elif isinstance(term, Outer):
+            elif isinstance(term, OuterGradient):
                 y, x = term.y[part].to(total.dtype), term.x[part].to(total.dtype)
                 gradient += torch.bmm(y.transpose(1, 2), x).view_as(gradient)
             else:
@@ -165,10 +168,10 @@ def _add_mixed(total: Tensor, terms: Sequence[Term]) -> None:
     total += squares
 
 
-def _first(term: Term) -> Tensor:
-    if isinstance(term, Direct):
-        return term.gradient
-    return term.y
+def _fused(y: Tensor, x: Tensor, total: Tensor) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    """The fused kernel, where it applies: 16-bit numbers on a GPU with Triton."""
+    suits = y.is_cuda and y.dtype == x.dtype and y.dtype in (torch.bfloat16, torch.float16)
+    return _triton_kernel() if suits and total.dtype == torch.float32 and total.is_contiguous() else None
 
 
 @functools.cache
@@ -178,12 +181,3 @@ def _triton_kernel() -> Callable[[Tensor, Tensor, Tensor], None] | None:
     except ImportError:
         return None
     return add_outer_fused
-
-
-def _fused(y: Tensor, x: Tensor, total: Tensor) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-    """The fused kernel, where it applies: 16-bit numbers on a GPU with Triton."""
-    if not (y.is_cuda and y.dtype == x.dtype and y.dtype in (torch.bfloat16, torch.float16)):
-        return None
-    if total.dtype != torch.float32 or not total.is_contiguous():
-        return None
-    return _triton_kernel()

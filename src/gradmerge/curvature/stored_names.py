@@ -28,11 +28,7 @@ def stored_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     checkpoint stores together with one that is missing here is an error.
     """
     known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
-    wrong = [
-        f"{name}: {tuple(value.shape)}, where the model has {tuple(known[name]) if name in known else 'nothing'}"
-        for name, value in tensors.items()
-        if value.shape != known.get(name)
-    ]
+    wrong = _other_shapes(tensors, known, ", where the model has", "nothing")
     if wrong:
         raise InputError(f"{type(model).__name__}: tensors that are not this model's:\n{listed(wrong)}")
     kept = _untied(model, tensors)
@@ -40,8 +36,8 @@ def stored_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     _check_whole(model, stored)
     if _fingerprint(kept) != _fingerprint(stored):
         raise InputError(
-            f"{type(model).__name__}: its weights are not only renamed and rearranged when they are saved, but computed "
-            "anew. Curvature cannot follow them."
+            f"{type(model).__name__}: its weights are not only renamed and rearranged when they are saved, but "
+            "computed anew. Curvature cannot follow them."
         )
     return stored
 
@@ -65,13 +61,9 @@ def _untied(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
             if tensors[other] is not tensors[given[0]] and not torch.equal(tensors[other], tensors[given[0]]):
                 raise InputError(f"{given[0]} and {other} are one parameter of the model, but differ in what was given")
         if given:
-            kept[_kept_name(names, tied)] = tensors[given[0]]
+            free = [name for name in names if not any(re.search(pattern, name) for pattern in tied)]
+            kept[free[0] if free else max(names)] = tensors[given[0]]
     return kept
-
-
-def _kept_name(names: list[str], tied: list[str]) -> str:
-    free = [name for name in names if not any(re.search(pattern, name) for pattern in tied)]
-    return free[0] if free else max(names)
 
 
 def _tied_patterns(model: nn.Module) -> list[str]:
@@ -88,40 +80,37 @@ def _is_pretrained(model: nn.Module) -> bool:
     return any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__)
 
 
-def _reverted(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What ``save_pretrained`` does to a state dict; nothing before transformers 5, which had one kind of names only."""
+def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What ``save_pretrained`` does to a state dict; nothing before transformers 5, which had one kind of names."""
     if not _is_pretrained(model) or not tensors:
         return tensors
     try:
-        from transformers import core_model_loading as loading
+        from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         return tensors
-    revert: Any = getattr(loading, "revert_weight_conversion", None)
-    if revert is None:
-        return tensors
     try:
-        result: dict[str, Tensor] = revert(model, tensors)
+        result: dict[str, Tensor] = revert_weight_conversion(model, tensors)
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{type(model).__name__}: the names of its checkpoint cannot be worked out ({error}). A checkpoint may store "
-            "several parameters in one tensor; then all of them need curvature."
+            f"{type(model).__name__}: the names of its checkpoint cannot be worked out ({error}). A checkpoint may "
+            "store several parameters in one tensor; then all of them need curvature."
         ) from error
     return result
 
 
 def _check_whole(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """A tensor that is fused on disk, of parts of which some are missing, comes out too small."""
-    shapes = stored_shapes(model)
-    wrong = [
-        f"{name}: {tuple(value.shape)} instead of {tuple(shapes[name]) if name in shapes else 'no such tensor'}"
-        for name, value in stored.items()
-        if value.shape != shapes.get(name)
-    ]
+    """A tensor that is fused on disk comes out too small where some of its parts are missing."""
+    wrong = _other_shapes(stored, stored_shapes(model), " instead of", "no such tensor")
     if wrong:
         raise InputError(
-            f"{type(model).__name__}: a checkpoint stores several of its parameters in one tensor, and only some of them "
-            f"have curvature:\n{listed(wrong)}"
+            f"{type(model).__name__}: a checkpoint stores several of its parameters in one tensor, and only some of "
+            f"them have curvature:\n{listed(wrong)}"
         )
+
+
+def _other_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], wanted: str, no: str) -> list[str]:
+    odd = {name: tuple(value.shape) for name, value in tensors.items() if value.shape != shapes.get(name)}
+    return [f"{name}: {shape}{wanted} {tuple(shapes[name]) if name in shapes else no}" for name, shape in odd.items()]
 
 
 def _fingerprint(tensors: Mapping[str, Tensor]) -> tuple[int, int]:

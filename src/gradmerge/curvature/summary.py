@@ -17,13 +17,12 @@ _CHUNK = 1 << 20
 
 
 @dataclass
-class Group:
-    """Curvature of the parameters of one layer, as sums over examples."""
+class GroupSummary:
+    """Curvature of the parameters of one layer, as sums over examples; ``total`` is the sum over its entries."""
 
     name: str
     entries: int = 0
     total: float = 0.0
-    """Sum over the entries."""
     zeros: int = 0
     largest: float = 0.0
 
@@ -32,10 +31,8 @@ class Group:
         return self.total / max(1, self.entries)
 
     def as_dict(self) -> dict[str, float | int | str]:
-        return asdict(self) | {
-            "mean_per_entry": self.per_entry,
-            "share_of_zeros": self.zeros / max(1, self.entries),
-        }
+        zeros = self.zeros / max(1, self.entries)
+        return asdict(self) | {"mean_per_entry": self.per_entry, "share_of_zeros": zeros}
 
 
 def group_of(name: str) -> str:
@@ -47,11 +44,11 @@ def group_of(name: str) -> str:
     return ".".join(parts[:-1][:2]) or name
 
 
-def summarize(tensors: Iterable[tuple[str, Tensor]]) -> list[Group]:
+def summarize(tensors: Iterable[tuple[str, Tensor]]) -> list[GroupSummary]:
     """Groups in the order of the layers. A tensor may come in several pieces."""
-    groups: dict[str, Group] = {}
+    groups: dict[str, GroupSummary] = {}
     for name, values in tensors:
-        group = groups.setdefault(group_of(name), Group(group_of(name)))
+        group = groups.setdefault(group_of(name), GroupSummary(group_of(name)))
         group.total += float(values.double().sum())
         group.zeros += int((values == 0).sum())
         group.largest = max(group.largest, float(values.max()) if values.numel() else 0.0)

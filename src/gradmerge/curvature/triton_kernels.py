@@ -1,7 +1,7 @@
 """The sum of squared gradients of a linear layer in one kernel: no example's gradient is written to memory.
 
-A program holds one (out, in) tile in registers, goes through the examples, multiplies over their tokens, squares, and adds up.
-That takes as many multiplications as the weight gradient of a training step, and reads the same numbers.
+A program holds one (out, in) tile in registers, goes through the examples, multiplies over their tokens, squares, and
+adds up. That takes as many multiplications as the weight gradient of a training step, and reads the same numbers.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -168,7 +168,7 @@ def _launch(examples: int, tokens: int, width: int, inputs: int, device: int) ->
 
 
 def _parts(examples: int, tokens: int, entries: int, tiles: int, processors: int) -> int:
-    """Into how many parts the examples are split, each with a sum of its own: idle processors against additions to come."""
+    """Into how many parts the examples are split, each with its own sum: idle processors against more additions."""
     multiply = 2 * examples * tokens * entries / 7e14
     move, start = entries * 8 / 3e12, 5e-5
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.model import Buffers, Checkpoint
 from ..curvature.batches import moved
-from ..curvature.outputs import labels_of, logits_of
+from ..curvature.losses import labels_of, logits_of
 from ..curvature.stored_names import stored_tensors
 from ..engine.candidates import Block, Candidate, Measured, look_at
 from ..engine.plan import Plan, torch_type

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..curvature.outputs import MASKED, OUTPUTS, Output
+from ..curvature.losses import LOSSES, MASKED, ExampleLoss
 from ..errors import InputError
 from ..text import first_line, size
 from .columns import Fields
@@ -24,7 +24,7 @@ SECONDS, MEMORY = 20.0, 4_000_000_000
 class LanguageExamples:
     """Texts, prompts with completions, or conversations. Padding is on the right and never counts."""
 
-    output: Output = OUTPUTS["next-token"]
+    output: ExampleLoss = LOSSES["next-token"]
 
     def __init__(self, rows: Rows, fields: Fields, model: nn.Module, tokenizer: Any, max_length: int | None) -> None:
         self.rows, self.fields = rows, fields

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..curvature.outputs import Output, output_of
+from ..curvature.losses import ExampleLoss, loss_of
 from .columns import Fields
 from .labels import read_labels
 from .rows import Rows
@@ -25,7 +25,7 @@ class TextExamples:
         self.rows, self.fields = rows, fields
         self.tokens = Tokens(rows, tokenizer, model, max_length)
         self.labels = read_labels(rows, fields, config)
-        self.output: Output = output_of(model, self.labels)
+        self.output: ExampleLoss = loss_of(model, self.labels)
         self.left = config.model_type in _PADDED_LEFT
         if config.get_text_config().pad_token_id is None:
             # Decoders read their answer off the last token that is not padding, and must know which that is.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..curvature.batches import moved
-from ..curvature.outputs import Output, labels_of, logits_of
+from ..curvature.losses import ExampleLoss, labels_of, logits_of
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import first_line
 from .loading import LoadedTask
@@ -26,7 +26,7 @@ def evaluate(loaded: LoadedTask, batch_size: int | None = None, advance: Advance
 
 
 def evaluate_model(
-    model: nn.Module, batches: Iterable[Any], output: Output, advance: Advance | None = None
+    model: nn.Module, batches: Iterable[Any], output: ExampleLoss, advance: Advance | None = None
 ) -> dict[str, Number]:
     """The metrics of a model on batches: keyword arguments with "labels", or sequences that end with the labels.
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..curvature.outputs import Output, output_of
+from ..curvature.losses import ExampleLoss, loss_of
 from ..errors import InputError
 from ..text import count
 from .columns import Fields
@@ -38,7 +38,7 @@ class ImageExamples:
         self.size = _size_of(config)
         self.dtype = next(model.parameters()).dtype
         self.labels = read_labels(rows, fields, config)
-        self.output: Output = output_of(model, self.labels)
+        self.output: ExampleLoss = loss_of(model, self.labels)
         self._notes: list[str] = []
         self.prepared = self._prepared()
         """The data is the model's input already: floating-point numbers beyond [0, 1]."""

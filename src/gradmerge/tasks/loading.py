@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypedDict, Unpack, get_args, get_origin, get_t
 import torch
 from torch import Tensor, nn
 
-from ..curvature.outputs import Output
+from ..curvature.losses import ExampleLoss
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..text import nearest
@@ -84,7 +84,7 @@ class Examples(Protocol):
     """Rows of a data set as a model takes them."""
 
     @property
-    def output(self) -> Output: ...
+    def output(self) -> ExampleLoss: ...
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Some rows as keyword arguments of the model, with "labels"; padded to the longest of them."""
@@ -101,7 +101,7 @@ class LoadedTask:
 
     model: nn.Module
     task: str
-    output: Output
+    output: ExampleLoss
     examples: int
     """Number of rows."""
     device: torch.device

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from ..curvature.outputs import MASKED, Classes, Labels, Output, Squared, Tokens
+from ..curvature.losses import MASKED, ClassLoss, ExampleLoss, LabelsLoss, SquaredLoss, TokenLoss
 from ..errors import InputError
 
 Number = int | float | None
@@ -145,14 +145,14 @@ class TokenMetrics(Metrics):
         }
 
 
-def metrics_for(output: Output) -> Metrics:
+def metrics_for(output: ExampleLoss) -> Metrics:
     """The metrics that go with a kind of output."""
-    if isinstance(output, Tokens):
+    if isinstance(output, TokenLoss):
         return TokenMetrics(output.shift)
-    kinds: Mapping[type[Output], Callable[[], Metrics]] = {
-        Classes: ClassMetrics,
-        Labels: LabelMetrics,
-        Squared: SquaredMetrics,
+    kinds: Mapping[type[ExampleLoss], Callable[[], Metrics]] = {
+        ClassLoss: ClassMetrics,
+        LabelsLoss: LabelMetrics,
+        SquaredLoss: SquaredMetrics,
     }
     return kinds[type(output)]()
 

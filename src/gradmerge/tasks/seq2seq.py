@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..curvature.outputs import OUTPUTS, Output
+from ..curvature.losses import LOSSES, ExampleLoss
 from .columns import Fields
 from .rows import Rows
 from .tokens import Tokens, padded, padded_labels
@@ -16,7 +16,7 @@ from .tokens import Tokens, padded, padded_labels
 class PairExamples:
     """Sources and targets. Both are cut to the same length."""
 
-    output: Output = OUTPUTS["tokens"]
+    output: ExampleLoss = LOSSES["tokens"]
 
     def __init__(self, rows: Rows, fields: Fields, model: nn.Module, tokenizer: Any, max_length: int | None) -> None:
         self.rows, self.fields = rows, fields

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..curvature.outputs import MASKED
+from ..curvature.losses import MASKED
 from ..errors import InputError
 from ..text import first_line
 from .rows import Rows

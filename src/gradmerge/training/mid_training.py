@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..curvature.batches import Again
-from ..curvature.collect import Trial
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import estimate_curvature
+from ..curvature.trial import Trial
 from ..errors import InputError
 from .measured_tensors import MeasuredTensors
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from ..curvature.collect import Trial
 from ..curvature.curvature import Curvature
 from ..curvature.files import STEM
+from ..curvature.kernels import sum_type
 from ..curvature.optimizer_state import decay_note, second_moment, token_note
-from ..curvature.taps import sum_type
+from ..curvature.trial import Trial
 from ..errors import GradmergeError, InputError
 from . import processes
 from .measured_tensors import MeasuredTensors

@@ -1,4 +1,4 @@
-"""Quick ways that fit the first examples and not the later ones: noticed, and measured right all the same."""
+"""Formulas that fit the first examples and not the later ones: noticed, and measured right all the same."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature import checks
+from gradmerge.curvature import trial as trials
 from gradmerge.curvature.batches import Again
-from gradmerge.curvature.checks import Checks
-from gradmerge.curvature.collect import Trial
 from gradmerge.curvature.estimate import estimate_curvature
+from gradmerge.curvature.trial import Trial
 
 from . import slow
 from .families import EXACT, FAMILIES, batch_of
 from .slow import Example, assert_same
-from .test_collect import WIDTH, Body
+from .test_accumulate import WIDTH, Body
 
 LONG = 4
 
@@ -150,9 +149,9 @@ def test_a_use_outside_the_module_leaves_the_models_gradients_alone() -> None:
 
 def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first shape is checked as it comes, and then batches number 8, 32, …"""
-    monkeypatch.setattr(checks, "SHAPES", 1)
-    monkeypatch.setattr(checks, "BATCHES", 1000)
-    monkeypatch.setattr(checks, "FIRST", 8)
+    monkeypatch.setattr(trials, "SHAPES", 1)
+    monkeypatch.setattr(trials, "BATCHES", 1000)
+    monkeypatch.setattr(trials, "FIRST", 8)
 
 
 @pytest.mark.parametrize("kind", [Inside, TimeMajor])
@@ -215,7 +214,7 @@ def test_a_check_that_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.M
 
     def one_by_one() -> Iterator[Any]:
         yield batches[0]
-        monkeypatch.setattr("gradmerge.curvature.collect.Collector._by_autograd", full)
+        monkeypatch.setattr("gradmerge.curvature.trial.FormulaChooser._by_autograd", full)
         yield batches[1]
 
     assert_same(estimate_curvature(model, one_by_one()), want, EXACT)
@@ -225,7 +224,7 @@ def test_a_check_that_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.M
 @pytest.mark.parametrize(("batches", "most"), [(100, 7), (300, 9), (1000, 24)])
 def test_checks_are_few_however_many_shapes_there_are(batches: int, most: int) -> None:
     for shapes in (1, 5, 10_000):
-        seen, count = Checks(), 0
+        seen, count = Trial(), 0
         for number in range(batches):
             shape = number % shapes
             if seen.due(shape):

@@ -1,11 +1,11 @@
-"""What a model's output says about labels: the loss of an example, labels drawn from the model, and expectations over them.
+"""The loss of an example, by what a model's output means; labels drawn from the model, and expectations over them.
 
 The loss ℓ of an example is its negative log-likelihood, up to a constant:
 
-- :class:`Classes`: −log softmax(z)_y, one label of C.
-- :class:`Labels`: Σ_k −log of a Bernoulli with logit z_k, the labels being independent.
-- :class:`Squared`: Σ_k (z_k − y_k)², the likelihood of a Gaussian with variance ½.
-- :class:`Tokens`: Σ_t −log softmax(z_t)_{y_t} over the tokens that are not masked.
+- :class:`ClassLoss`: −log softmax(z)_y, one label of C.
+- :class:`LabelsLoss`: Σ_k −log of a Bernoulli with logit z_k, the labels being independent.
+- :class:`SquaredLoss`: Σ_k (z_k − y_k)², the likelihood of a Gaussian with variance ½.
+- :class:`TokenLoss`: Σ_t −log softmax(z_t)_{y_t} over the tokens that are not masked.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Uniform = Callable[[int, int], Tensor]
 """(row of the batch, n) → n numbers in [0, 1) that belong to that example."""
 
 
-class Output(ABC):
-    """How logits and labels of a batch give each example's loss."""
+class ExampleLoss(ABC):
+    """What a model's output means: how logits and labels of a batch give each example's loss."""
 
     name: str
 
     @abstractmethod
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """ℓ_i, one number an example."""
+        """ℓ_i, one number per example."""
 
     @abstractmethod
     def draw(self, logits: Tensor, labels: Tensor, uniform: Uniform) -> Tensor:
@@ -43,14 +43,14 @@ class Output(ABC):
 
     @abstractmethod
     def factors(self, logits: Tensor) -> Iterator[Tensor]:
-        """Vectors s_k(i) on the logits with E_y[∇_z ℓ ∇_z ℓᵀ] = Σ_k s_k s_kᵀ: one backward pass each gives the exact Fisher."""
+        """Vectors s_k(i) on the logits z with Σ_k s_k s_kᵀ = E_y[∇_z ℓ ∇_z ℓᵀ]: a backward pass each for ``exact``."""
 
     @abstractmethod
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
         """Raise with the row and the reason if the labels do not fit the logits."""
 
 
-class Classes(Output):
+class ClassLoss(ExampleLoss):
     """One label of C."""
 
     name = "classes"
@@ -77,13 +77,11 @@ class Classes(Output):
 
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
         if len(logits_shape) != 2 or labels.shape != logits_shape[:1]:
-            raise InputError(
-                f"labels of shape {list(labels.shape)} do not fit logits of shape {list(logits_shape)}: one class an example is needed"
-            )
+            raise _misfit(labels, logits_shape, "one class an example")
         check_classes(labels, logits_shape[-1], masked=False)
 
 
-class Labels(Output):
+class LabelsLoss(ExampleLoss):
     """Several independent yes-or-no labels."""
 
     name = "labels"
@@ -102,16 +100,14 @@ class Labels(Output):
 
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
         if labels.shape != logits_shape or len(logits_shape) != 2:
-            raise InputError(
-                f"labels of shape {list(labels.shape)} do not fit logits of shape {list(logits_shape)}: a 0 or 1 for each label is needed"
-            )
+            raise _misfit(labels, logits_shape, "a 0 or 1 for each label")
         wrong = ((labels != 0) & (labels != 1)).any(-1)
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             raise InputError(f"row {row}: labels of a multi-label model are 0 or 1, not {labels[row].tolist()}")
 
 
-class Squared(Output):
+class SquaredLoss(ExampleLoss):
     """Numbers, with the squared error as loss."""
 
     name = "squared"
@@ -132,14 +128,12 @@ class Squared(Output):
 
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
         if labels.numel() != math.prod(logits_shape) or len(labels) != logits_shape[0]:
-            raise InputError(
-                f"labels of shape {list(labels.shape)} do not fit outputs of shape {list(logits_shape)}: one number for each output is needed"
-            )
+            raise _misfit(labels, logits_shape, "one number for each output", of="outputs")
         if not bool(labels.double().isfinite().all()):
             raise InputError("a label is NaN or infinite")
 
 
-class Tokens(Output):
+class TokenLoss(ExampleLoss):
     """A label for every token, ``MASKED`` where none counts; with ``shift`` the label of the next token."""
 
     def __init__(self, shift: bool) -> None:
@@ -159,12 +153,9 @@ class Tokens(Output):
         counts = (wanted != MASKED).sum(-1).tolist()
         # The n-th number of an example belongs to its n-th token that counts, wherever padding has put it.
         numbers = torch.cat([uniform(row, count) for row, count in enumerate(counts)]).to(logits.device)
-        drawn = wanted.clone()
-        places = wanted != MASKED
+        drawn, places = wanted.clone(), wanted != MASKED
         drawn[places] = _draw(aligned[places], numbers)
-        if not self.shift:
-            return drawn
-        return torch.cat([labels[:, :1], drawn], 1)
+        return torch.cat([labels[:, :1], drawn], 1) if self.shift else drawn
 
     def factors(self, logits: Tensor) -> Iterator[Tensor]:
         raise InputError(
@@ -174,39 +165,34 @@ class Tokens(Output):
 
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
         if len(logits_shape) != 3 or labels.shape != logits_shape[:2]:
-            raise InputError(
-                f"labels of shape {list(labels.shape)} do not fit logits of shape {list(logits_shape)}: a label for each token is needed"
-            )
+            raise _misfit(labels, logits_shape, "a label for each token")
         check_classes(labels, logits_shape[-1], masked=True)
 
 
-OUTPUTS: Mapping[str, Output] = {o.name: o for o in (Classes(), Labels(), Squared(), Tokens(True), Tokens(False))}
+LOSSES: Mapping[str, ExampleLoss] = {
+    loss.name: loss for loss in (ClassLoss(), LabelsLoss(), SquaredLoss(), TokenLoss(True), TokenLoss(False))
+}
 
 
-def output_of(model: nn.Module, labels: Tensor) -> Output:
-    """The output that a model of transformers is trained with by its own loss; for other modules, what the labels look like."""
+def loss_of(model: nn.Module, labels: Tensor) -> ExampleLoss:
+    """The loss that a model of transformers trains itself with; for other modules, what the labels look like."""
     inner = unwrapped(model)
-    name = type(inner).__name__
-    config = getattr(inner, "config", None)
-    if config is None:
-        return _by_labels(labels)
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return OUTPUTS["next-token"]
-    if name.endswith(("ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification", "ForSeq2SeqLM")):
-        return OUTPUTS["tokens"]
-    problem = getattr(config, "problem_type", None)
-    known = {
-        "regression": "squared",
-        "single_label_classification": "classes",
-        "multi_label_classification": "labels",
-    }
-    if problem in known:
-        return OUTPUTS[known[problem]]
-    if "Classification" in name:
-        if getattr(config, "num_labels", 2) == 1:
-            return OUTPUTS["squared"]
-        return OUTPUTS["labels" if labels.is_floating_point() or labels.dim() == 2 else "classes"]
-    return _by_labels(labels)
+    name, config = type(inner).__name__, getattr(inner, "config", None)
+    numbers, rows = labels.is_floating_point(), labels.dim() > 1
+    known = {"regression": "squared", "single_label_classification": "classes", "multi_label_classification": "labels"}
+    found = "squared" if numbers else "tokens" if rows else "classes"
+    if config is not None:
+        if name.endswith(("ForCausalLM", "LMHeadModel")):
+            found = "next-token"
+        elif name.endswith(("ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification", "ForSeq2SeqLM")):
+            found = "tokens"
+        elif getattr(config, "problem_type", None) in known:
+            found = known[config.problem_type]
+        elif "Classification" in name and getattr(config, "num_labels", 2) == 1:
+            found = "squared"
+        elif "Classification" in name:
+            found = "labels" if numbers or labels.dim() == 2 else "classes"
+    return LOSSES[found]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -215,17 +201,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return inner() if callable(inner) else model
 
 
-def _by_labels(labels: Tensor) -> Output:
-    if labels.is_floating_point():
-        return OUTPUTS["squared"]
-    return OUTPUTS["classes" if labels.dim() == 1 else "tokens"]
-
-
 def logits_of(model: nn.Module, batch: Any) -> Tensor:
-    """The model's output for a batch without its labels.
-
-    A batch is a mapping of keyword arguments, as transformers takes them, or a sequence whose last element is the labels.
-    """
+    """The model's output for a batch (see :mod:`gradmerge.curvature.batches`) without its labels."""
     if isinstance(batch, Mapping):
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         inner = unwrapped(model)
@@ -246,12 +223,9 @@ def logits_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 def labels_of(batch: Any) -> Tensor:
-    if isinstance(batch, Mapping):
-        if "labels" not in batch:
-            raise InputError("a batch has no 'labels'")
-        labels = batch["labels"]
-    else:
-        labels = batch[-1]
+    if isinstance(batch, Mapping) and "labels" not in batch:
+        raise InputError("a batch has no 'labels'")
+    labels = batch["labels"] if isinstance(batch, Mapping) else batch[-1]
     if not isinstance(labels, Tensor) or labels.dim() == 0:
         raise InputError("the labels of a batch are a tensor with one row an example")
     return labels
@@ -275,10 +249,15 @@ def _draw(logits: Tensor, numbers: Tensor, rows: int = 4096) -> Tensor:
     for part, number in zip(logits.detach().split(rows), numbers.split(rows), strict=True):
         cumulated = _wide(part).softmax(-1).cumsum(-1)
         whole = cumulated[:, -1:]
-        # Rounded to 1, a number would lie behind all classes, and the last be drawn, be it impossible.
+        # A number that rounds to 1 would draw the last class, even one of probability 0.
         target = torch.minimum(number.to(whole.dtype)[:, None] * whole, whole.nextafter(torch.zeros_like(whole)))
         drawn.append(torch.searchsorted(cumulated, target, right=True).clamp_(max=part.shape[-1] - 1)[:, 0])
     return torch.cat(drawn) if drawn else numbers.long()
+
+
+def _misfit(labels: Tensor, shape: torch.Size, needed: str, of: str = "logits") -> InputError:
+    shapes = f"labels of shape {list(labels.shape)} do not fit {of} of shape {list(shape)}"
+    return InputError(f"{shapes}: {needed} is needed")
 
 
 def check_classes(labels: Tensor, classes: int, masked: bool) -> None:
@@ -289,7 +268,5 @@ def check_classes(labels: Tensor, classes: int, masked: bool) -> None:
         wrong &= labels != MASKED
     if bool(wrong.any()):
         place = wrong.nonzero()[0].tolist()
-        value = int(labels[tuple(place)])
-        raise InputError(
-            f"row {place[0]}: label {value} is not one of the model's {classes} classes (0 to {classes - 1})"
-        )
+        found = f"row {place[0]}: label {int(labels[tuple(place)])}"
+        raise InputError(f"{found} is not one of the model's {classes} classes (0 to {classes - 1})")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradmerge as gm
 from gradmerge.curvature.estimate import estimate_curvature
-from gradmerge.curvature.outputs import MASKED, OUTPUTS, logits_of, output_of
+from gradmerge.curvature.losses import LOSSES, MASKED, logits_of, loss_of
 
 from . import slow
 
@@ -127,24 +127,24 @@ def given(*numbers: float) -> Any:
 def test_a_class_is_drawn_where_its_probability_lies() -> None:
     logits = torch.tensor([[0.2, 0.3, 0.5]]).log()
     for number, want in ((0.0, 0), (0.19, 0), (0.21, 1), (0.49, 1), (0.51, 2), (0.9999999, 2)):
-        assert OUTPUTS["classes"].draw(logits, torch.tensor([0]), given(number)).tolist() == [want]
+        assert LOSSES["classes"].draw(logits, torch.tensor([0]), given(number)).tolist() == [want]
 
 
 def test_what_cannot_be_is_never_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf]])
     for number in (0.0, 0.5, 1 - 2**-53):
-        assert OUTPUTS["classes"].draw(logits, torch.tensor([0]), given(number)).tolist() == [1]
+        assert LOSSES["classes"].draw(logits, torch.tensor([0]), given(number)).tolist() == [1]
 
 
 def test_several_labels_are_drawn_each_for_itself() -> None:
     logits = torch.tensor([[0.0, 0.0, 100.0, -100.0]])
-    got = OUTPUTS["labels"].draw(logits, torch.zeros(1, 4, dtype=torch.long), given(0.4, 0.6, 0.5, 0.5))
+    got = LOSSES["labels"].draw(logits, torch.zeros(1, 4, dtype=torch.long), given(0.4, 0.6, 0.5, 0.5))
     assert got.tolist() == [[1, 0, 1, 0]]
 
 
 def test_a_number_is_drawn_from_the_gaussian_around_the_output() -> None:
     logits = torch.tensor([[3.0, -1.0, 0.0]])
-    got = OUTPUTS["squared"].draw(logits, torch.zeros(1, 3), given(0.5, 0.8413447460685429, 0.022750131948179195))
+    got = LOSSES["squared"].draw(logits, torch.zeros(1, 3), given(0.5, 0.8413447460685429, 0.022750131948179195))
     want = torch.tensor([[3.0, -1 + math.sqrt(0.5), -2 * math.sqrt(0.5)]], dtype=torch.float64)
     assert torch.allclose(got.double(), want)
 
@@ -158,35 +158,41 @@ def test_only_tokens_that_count_are_drawn_and_a_first_token_never_counts() -> No
         asked.append((row, count))
         return torch.full((count,), 0.5, dtype=torch.float64)
 
-    assert OUTPUTS["next-token"].draw(logits, labels, uniform).tolist() == [[2, 0, MASKED, 0], [MASKED, MASKED, 0, 0]]
+    assert LOSSES["next-token"].draw(logits, labels, uniform).tolist() == [[2, 0, MASKED, 0], [MASKED, MASKED, 0, 0]]
     assert asked == [(0, 2), (1, 2)]
-    assert OUTPUTS["tokens"].draw(logits, labels, uniform).tolist() == [[0, 0, MASKED, 0], [MASKED, MASKED, 0, 0]]
+    assert LOSSES["tokens"].draw(logits, labels, uniform).tolist() == [[0, 0, MASKED, 0], [MASKED, MASKED, 0, 0]]
     assert asked[2:] == [(0, 3), (1, 2)]
     spread = torch.randn(2, 4, 3)
     changed = labels.clone()
     changed[0, 0] = 1
-    losses = OUTPUTS["next-token"].losses
+    losses = LOSSES["next-token"].losses
     assert torch.equal(losses(spread, labels), losses(spread, changed))
 
 
 def test_an_example_whose_tokens_are_all_masked_has_loss_zero() -> None:
     labels = torch.tensor([[1, 2], [MASKED, MASKED]])
     for name in ("tokens", "next-token"):
-        assert OUTPUTS[name].losses(torch.randn(2, 2, 3), labels)[1] == 0
-        OUTPUTS[name].draw(torch.randn(2, 2, 3), labels, lambda row, count: torch.rand(count))
+        assert LOSSES[name].losses(torch.randn(2, 2, 3), labels)[1] == 0
+        LOSSES[name].draw(torch.randn(2, 2, 3), labels, lambda row, count: torch.rand(count))
 
 
 @pytest.mark.parametrize(
     "logits",
     [
-        [[0.3, -0.7, 1.1, 0.0]], [[0.0, 0.0]], [[5.0]], [[1000.0, 0.0, -1000.0]], [[-1000.0, 0.0, 1000.0]],
-        [[0.0, 800.0, 800.0]], [[-math.inf, 0.0, 0.0]], [[30.0, 0.0, -30.0]],
+        [[0.3, -0.7, 1.1, 0.0]],
+        [[0.0, 0.0]],
+        [[5.0]],
+        [[1000.0, 0.0, -1000.0]],
+        [[-1000.0, 0.0, 1000.0]],
+        [[0.0, 800.0, 800.0]],
+        [[-math.inf, 0.0, 0.0]],
+        [[30.0, 0.0, -30.0]],
     ],
-)  # fmt: skip
+)
 def test_factors_of_classes_are_a_root_of_their_covariance(logits: list[list[float]]) -> None:
     z = torch.tensor(logits, dtype=torch.float64)
     p = z.softmax(-1)[0]
-    factors = list(OUTPUTS["classes"].factors(z))
+    factors = list(LOSSES["classes"].factors(z))
     assert len(factors) == len(p) - 1
     total = sum((torch.outer(s[0], s[0]) for s in factors), torch.zeros(len(p), len(p), dtype=torch.float64))
     assert torch.allclose(total, torch.diag(p) - torch.outer(p, p), atol=1e-15)
@@ -199,7 +205,7 @@ def test_losses_of_half_precision_are_summed_in_float32() -> None:
         ("labels", torch.ones(2, 3)),
         ("squared", torch.ones(2, 3)),
     ):
-        assert OUTPUTS[name].losses(logits, labels).dtype == torch.float32
+        assert LOSSES[name].losses(logits, labels).dtype == torch.float32
 
 
 _BERT = t.BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
@@ -233,7 +239,7 @@ def _bert(**changes: Any) -> t.BertConfig:
 def test_what_a_model_answers_is_read_off_it(kind: Any, config: Any, labels: Tensor, want: str) -> None:
     with torch.device("meta"):
         model = kind(config)
-    assert output_of(model, labels).name == want
+    assert loss_of(model, labels).name == want
 
 
 @pytest.mark.parametrize(
@@ -241,7 +247,7 @@ def test_what_a_model_answers_is_read_off_it(kind: Any, config: Any, labels: Ten
     [(torch.zeros(2), "squared"), (torch.zeros(2).long(), "classes"), (torch.zeros(2, 3).long(), "tokens")],
 )
 def test_what_any_other_module_answers_is_read_off_the_labels(labels: Tensor, want: str) -> None:
-    assert output_of(nn.Linear(2, 2), labels).name == want
+    assert loss_of(nn.Linear(2, 2), labels).name == want
 
 
 @pytest.mark.parametrize(
@@ -271,7 +277,7 @@ def test_a_model_without_a_head_gives_no_logits() -> None:
 def test_labels_depend_on_the_seed_and_the_example_only() -> None:
     """The numbers of an example are a stretch of one stream, whatever else is drawn."""
     model, x = regression()
-    classes: Any = type(OUTPUTS["classes"])
+    classes: Any = type(LOSSES["classes"])
 
     class Spy(classes):  # type: ignore[misc]
         """Takes the labels of the data, and keeps the numbers that it might have drawn with."""

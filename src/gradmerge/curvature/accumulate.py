@@ -1,0 +1,230 @@
+"""What happens to a batch: Σ_i g_i² of every parameter, from one forward and one backward pass over all its examples.
+
+Example i's gradient of a linear layer's weight is g_i = Σ_t y_it x_itᵀ, where x_it went into the layer at token t,
+and y_it is the gradient of the loss with respect to what came out. One backward pass over a batch holds the x and y
+of all examples; autograd would only add up all g_i before anyone can square them. So hooks on the layers take x and
+y, and instead of the weight's gradient, Σ_i (Σ_t y_it x_itᵀ)² is formed. For one batch:
+
+1. :func:`~gradmerge.curvature.estimate.estimate_curvature` calls :meth:`Accumulator.add`.
+2. On the first batch, and on those that are due for a check, the layers' formulas are tried out
+   (:mod:`gradmerge.curvature.trial`). The hooks of those that fit are put on the layers.
+3. The model runs. Each layer's hooks note x and tap the output (:mod:`gradmerge.curvature.hooks`).
+4. The backward pass hands y to the layer's formula (:mod:`gradmerge.curvature.formulas`), which makes a term of the
+   gradient from x and y and hands it to :meth:`Accumulator.take`.
+5. A parameter's only term is squared and added to its :class:`~gradmerge.curvature.sums.ParameterSum` at once, by
+   :mod:`gradmerge.curvature.kernels`. Small terms, and several of one parameter, wait for the end of the pass.
+6. Parameters that no formula fits follow by plain autograd, one example at a time: the slow way.
+
+If memory runs out, the batch is done in halves, without what was already added. If a formula turns out not to fit this
+batch before anything is added for it, its parameters go the slow way from here on. If sums may be wrong by then,
+:class:`~gradmerge.curvature.sums.Distrusted` is raised, and all is estimated again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batches import batch_rows, enough_memory, examples_in, is_out_of_memory
+from .hooks import Recorder, Unsuited
+from .kernels import DirectGradient, OuterGradient, Term, add_many_direct, add_outer, add_squares
+from .sums import Distrusted, ParameterSum, differentiable, for_each_example
+from .trial import FormulaChooser, Trial
+
+Objectives = Callable[[Any, int], list[Callable[[], Tensor]]]
+"""(batch, index of its first example) → a function per backward pass, which gives Σ_i of something of example i."""
+
+#: Entries of examples' gradients up to which a parameter waits for others, to be added together with them.
+_SMALL = 1 << 20
+
+
+class _Strayed(Exception):
+    """Parameters are used elsewhere than in their modules."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.modules = list(modules)
+
+
+@dataclass
+class _Progress:
+    """How far a batch is: whole backward passes, and in the next one the sums that have their squares already."""
+
+    passes: int = 0
+    added: set[ParameterSum] = field(default_factory=set)
+    heads: set[ParameterSum] = field(default_factory=set)
+    """Tied tables that have the squares of their head, but not the rest."""
+
+    def __or__(self, later: _Progress) -> _Progress:
+        if later.passes > self.passes:
+            return later
+        return _Progress(self.passes, self.added | later.added, self.heads | later.heads)
+
+
+class Accumulator(Recorder):
+    """Adds Σ_i g_i² of a model's parameters to their totals, batch by batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        totals: Mapping[nn.Parameter, Tensor],
+        objectives: Objectives,
+        outputs: Callable[[Any], Tensor],
+        trial: Trial,
+        slow: Iterable[nn.Parameter] = (),
+    ) -> None:
+        super().__init__(model, {parameter: ParameterSum(parameter, total) for parameter, total in totals.items()})
+        self._objectives = objectives
+        self._chooser = FormulaChooser(model, self.sums, outputs, trial, slow, self.hooks)
+        self._before, self._now = _Progress(), _Progress()
+        self._watched: list[ParameterSum] = []
+        self._looked = True
+
+    def __enter__(self) -> Accumulator:
+        self.attach(self._chooser.chosen)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.hooks.close()
+        self._chooser.close(failed=kind is not None)
+
+    @property
+    def slow(self) -> set[nn.Parameter]:
+        """Parameters that no formula fits."""
+        return {parameter for parameter, one in self.sums.items() if one.slow}
+
+    def add(self, batch: Any, first: int) -> None:
+        """Add the squares of every example of a batch, whose first is number ``first`` of the data."""
+        if self._chooser.try_out(batch):
+            self.attach(self._chooser.chosen)
+        with enough_memory("a single example"):
+            self._add(batch, first, _Progress())
+
+    def _add(self, batch: Any, first: int, before: _Progress) -> None:
+        """What of a batch is not done before; in halves if memory runs out."""
+        try:
+            if self._chooser.some_fast:
+                self._add_at_once(batch, first, before)
+        except (Unsuited, _Strayed) as error:  # what a module sees is not as it was for the batches before
+            self._chooser.give_up(error.modules)
+            self.attach(self._chooser.chosen)
+            self._add(batch, first, before)
+            return
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or examples_in(batch) == 1:
+                raise
+        else:
+            if slow := [one for one in self.sums.values() if one.slow and one not in before.added]:
+                self._add_slowly(slow, batch, first)
+            return
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        done, half = before | self._now, examples_in(batch) // 2
+        self._add(batch_rows(batch, slice(0, half)), first, done)
+        self._add(batch_rows(batch, slice(half, None)), first + half, done)
+
+    def _add_at_once(self, batch: Any, first: int, before: _Progress) -> None:
+        """The forward pass and every backward pass over the batch; the hooks call :meth:`take`."""
+        self._before, self._now = before, _Progress(before.passes)
+        with self.recording(batch), self._watching():
+            objectives = self._objectives(batch, first)
+            for number in range(before.passes, len(objectives)):
+                objective = objectives[number]()
+                self._looked = False
+                if objective.requires_grad:  # or else no parameter that has a formula is used
+                    objective.backward(retain_graph=number + 1 < len(objectives))
+                if not self._looked:  # no module has given anything
+                    self._drop_strays(one for one in self._watched if one.parameter.grad is not None)
+                self._finish()
+                self._before, self._now = _Progress(number + 1), _Progress(number + 1)
+
+    def take(self, one: ParameterSum, term: Term) -> None:
+        if one.slow or one in self._before.added:
+            return
+        if not self._looked:  # the first term of a backward pass: nothing of it is added yet
+            self._looked = True
+            self._drop_strays(w for w in self._watched if torch._C._will_engine_execute_node(w.end))
+        if not one.kinds:
+            raise Unsuited("the parameter was not used in the trial")
+        if len(one.kinds) == 1 and not _is_small(term):
+            if one in self._now.added:
+                raise Distrusted([one.parameter])
+            add_squares(one.total, [term])
+            self._now.added.add(one)
+        elif isinstance(term, OuterGradient) and one.is_tied_table:
+            if one not in self._before.heads:
+                add_outer(one.total, term)
+            self._now.heads.add(one)
+            one.keep_head(term)
+        else:
+            one.terms.append(term)
+
+    def _finish(self) -> None:
+        """Add the squares of what has waited for the end of a backward pass."""
+        if self.unfit:
+            self._leave_to_slow()
+        waiting = [one for one in self.sums.values() if one.terms]
+        small: dict[Any, list[ParameterSum]] = {}
+        for one in waiting:
+            if all(_is_small(term) for term in one.terms):
+                small.setdefault((one.total.dtype, one.total.device), []).append(one)
+        for group in small.values():
+            add_many_direct([one.total for one in group], [one.terms for one in group])  # type: ignore[misc]
+            self._now.added.update(group)
+        for one in waiting:
+            if one not in self._now.added:
+                one.add_terms()
+                self._now.added.add(one)
+        for one in self.sums.values():
+            one.forget()
+
+    def _leave_to_slow(self) -> None:
+        """Modules that saw something else than in the batches before: what they gave is dropped."""
+        self._chooser.give_up({formula.module for formula in self.unfit})
+        unfit = {one for formula in self.unfit for one in formula.sums.values()}
+        if unfit & (self._now.added | self._now.heads):
+            raise Distrusted(one.parameter for one in unfit)
+        for one in unfit:
+            one.forget()
+        self.unfit.clear()
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Let autograd see parameters that have a formula: what gradient reaches one is of a use outside its module."""
+        self._watched = [one for one in self.sums.values() if not one.slow]
+        parameters = [one.parameter for one in self._watched]
+        kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        for parameter, _ in kept:
+            parameter.grad = None
+        try:
+            with differentiable(parameters):
+                for one in self._watched:
+                    one.end  # noqa: B018
+                yield
+        finally:
+            self._looked = True
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad = None
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+
+    def _drop_strays(self, strays: Iterable[ParameterSum]) -> None:
+        if found := set(strays):
+            raise _Strayed(self._chooser.modules_of(found))
+
+    def _add_slowly(self, sums: list[ParameterSum], batch: Any, first: int) -> None:
+        def add(one: ParameterSum, gradient: Tensor) -> None:
+            wide = gradient.to(one.total.dtype)
+            one.total.addcmul_(wide, wide)
+
+        for_each_example(batch, lambda example, row: self._objectives(example, first + row), sums, add)
+
+
+def _is_small(term: Term) -> bool:
+    return isinstance(term, DirectGradient) and term.gradient.numel() <= _SMALL

@@ -1,0 +1,243 @@
+"""How a layer hands over what it saw and the gradient of its output, in one forward and backward pass over a batch.
+
+The hooks of a :class:`LayerFormula` follow a layer through a batch. Before the layer runs, its parameters are hidden
+from autograd, which would form their gradient summed over examples. Behind it, the output gets a *tap*, an identity
+that is handed y, the gradient of the output, in the backward pass. The tap gives y and x, the layer's input, to the
+formula's ``use``, which makes a term of them (:mod:`gradmerge.curvature.kernels`) and hands that to its recorder's
+``take``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batches import examples_in, values_of
+from .kernels import DirectGradient, Term, sum_type
+from .sums import ParameterSum, Sums
+
+
+class Unsuited(Exception):
+    """What a layer sees does not have the shape that its formula needs."""
+
+    modules: Iterable[nn.Module]
+
+
+class Recorder:
+    """What the formulas of a model share while a batch runs, and where each hands over its terms: ``take``.
+
+    The trial and the :class:`~gradmerge.curvature.accumulate.Accumulator` do different things with the same terms.
+    Another kind of sum over (x, y) is one more ``take``.
+    """
+
+    def __init__(self, model: nn.Module, sums: Sums, hooks: contextlib.ExitStack | None = None) -> None:
+        self.sums = sums
+        self.hooks = hooks or contextlib.ExitStack()
+        """Of the formulas at work. Recorders of one model share them: who attaches formulas removes the others'."""
+        self.examples = 0
+        self.tokens: set[int] = set()
+        """How many tokens, or places, an example has, wherever an axis of examples was seen in this forward pass."""
+        self.rows: dict[Any, set[int]] = {}
+        """How many rows went into layers of each shape in this forward pass, where there is no axis of tokens."""
+        self.changed: LayerFormula | None = None
+        """The last formula that gave its module something else than the parameter, or other ids."""
+        self.failed: list[LayerFormula] = []
+        """Formulas whose module has raised an error."""
+        self.unfit: list[LayerFormula] = []
+        """Formulas that could not use what they saw in the backward pass, which goes on without them."""
+        trained = (module for module in model.modules() if module.training)
+        self.recomputes = any(getattr(module, "gradient_checkpointing", False) is True for module in trained)
+        self.anchor = torch.zeros((), device=next(iter(sums)).device, requires_grad=True)
+        self._active = False
+
+    def take(self, one: ParameterSum, term: Term) -> None:
+        """A term of the gradients of this batch's examples, for one parameter."""
+        raise NotImplementedError
+
+    def attach(self, formulas: Iterable[Callable[[Recorder], LayerFormula]]) -> None:
+        """Put the hooks of these formulas on their modules, in the place of those before."""
+        self.hooks.close()
+        for make in formulas:
+            for remove in make(self).attach():
+                self.hooks.callback(remove)
+
+    @property
+    def listening(self) -> bool:
+        """Whether the forward pass that runs now is one to take gradients of."""
+        return self._active and torch.is_grad_enabled()
+
+    @contextlib.contextmanager
+    def recording(self, batch: Any) -> Iterator[None]:
+        """Inside, what the model does is this batch."""
+        self._active = True
+        self.examples = examples_in(batch)
+        self.tokens = _tokens_in(batch)
+        self.rows.clear()
+        self.changed = None
+        self.failed.clear()
+        self.unfit.clear()
+        try:
+            yield
+        finally:
+            self._active = False
+            for one in self.sums.values():
+                one.forget()
+                one.ids.clear()
+
+
+def _tokens_in(batch: Any) -> set[int]:
+    """How many numbers, or vectors, the tensors of a batch have per example."""
+    examples, tensors = examples_in(batch), [value for value in values_of(batch) if isinstance(value, Tensor)]
+    shapes = [tensor.shape for tensor in tensors if tensor.dim() and len(tensor) == examples]
+    return {math.prod(shape[1:]) for shape in shapes} | {math.prod(shape[1:-1]) for shape in shapes}
+
+
+class LayerFormula:
+    """The gradients of a module's own parameters per example, from what it saw and the gradient of its output."""
+
+    def __init__(self, recorder: Recorder, module: nn.Module) -> None:
+        self.recorder = recorder
+        self.module = module
+        own = [(name, recorder.sums.get(p)) for name, p in module._parameters.items() if p is not None]
+        self.sums = {name: one for name, one in own if one is not None and not one.slow}
+
+    def use(self, gradient: Tensor, *seen: Tensor) -> None:
+        """Make terms of the gradient of the output and of what the module saw, and hand them to the recorder."""
+        raise NotImplementedError
+
+    def attach(self) -> Iterator[Callable[[], Any]]:
+        """Put the hooks in place, and give what removes them."""
+        yield self.module.register_forward_pre_hook(self._before, with_kwargs=True).remove
+        yield self.module.register_forward_hook(self._behind, always_call=True).remove
+        yield self._restore
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Hide the parameters from autograd while the module runs: a gradient that reaches them is of another use.
+
+        An attribute of the object is found before a parameter of the same name.
+        """
+        if self.recorder.listening:
+            for name, one in self.sums.items():
+                module.__dict__[name] = one.parameter.detach()
+
+    def _restore(self) -> None:
+        for name in self.module._parameters:
+            self.module.__dict__.pop(name, None)
+
+    def _behind(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        self._restore()
+        if output is None or not self.recorder.listening:  # None where the module's forward has raised
+            return output
+        with self._answerable():
+            if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
+                raise Unsuited("the module does not take a tensor and give one")
+        self._see(inputs[0])
+        return self._tap(output, self.use, inputs[0])
+
+    def _see(self, value: Tensor) -> None:
+        """Note how many rows and tokens there are, for `_per_example` to know whole examples by."""
+        if value.dim() == 2:
+            self.recorder.rows.setdefault(self._shapes(), set()).add(value.shape[0])
+        if value.dim() > 1 and value.shape[0] == self.recorder.examples:
+            self.recorder.tokens.add(math.prod(value.shape[1:-1]))
+
+    def _shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(p.shape for p in self.module._parameters.values() if p is not None)
+
+    def _tap(self, output: Tensor, use: Callable[..., None], *seen: Tensor) -> Tensor:
+        """The output unchanged; ``use(y, *seen)`` is called with its gradient y in the backward pass."""
+
+        def guarded(*values: Tensor) -> None:
+            try:
+                use(*values)
+            except Unsuited:
+                self.recorder.unfit.append(self)
+
+        seen = tuple(value.detach() for value in seen)
+        if output.requires_grad and not self.recorder.recomputes:
+            versions = [value._version for value in seen]
+
+            def hook(y: Tensor) -> None:
+                if [value._version for value in seen] != versions:
+                    raise RuntimeError("a layer's input was changed in place before the backward pass")
+                guarded(y, *seen)
+
+            output.register_hook(hook)
+            return output
+        # The anchor makes the output part of the graph although no parameter asks for a gradient. What is saved through
+        # autograd is computed again where activations are.
+        return _Tap.apply(output, self.recorder.anchor, guarded, *seen)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _per_example(self, value: Tensor, keep: int) -> Tensor:
+        """``value`` as (examples, everything between, *the last ``keep`` axes).
+
+        Rows may be the tokens of all examples in one axis; they are unfolded if each example has all of its tokens
+        there. Rows that the model has picked, as for an expert, belong to no example in particular. They can be as
+        many as there are examples by chance, so the rows of other layers of the same shape must be whole examples
+        too.
+        """
+        examples, rows = self.recorder.examples, value.shape[0]
+        if rows == examples and value.dim() == keep + 2:
+            return value
+        if value.dim() <= keep or rows % examples:
+            raise Unsuited(f"an input of shape {list(value.shape)} has no axis of {examples} examples")
+        unfolded = value.reshape(examples, -1, *value.shape[value.dim() - keep :])
+        counts = set() if rows == examples else {examples * unfolded.shape[1]}
+        if value.dim() == 2:
+            counts |= self.recorder.rows.get(self._shapes(), set())
+        if examples > 1 and not all(map(self._are_whole, counts)):
+            raise Unsuited(f"an input of shape {list(value.shape)} is not known to hold {examples} examples one by one")
+        return unfolded
+
+    def _are_whole(self, rows: int) -> bool:
+        """Whether so many can be one row, or all tokens, of every example."""
+        examples = self.recorder.examples
+        return rows == examples or (rows % examples == 0 and rows // examples in self.recorder.tokens)
+
+    def _take_bias(self, y: Tensor) -> None:
+        """``y`` is (examples, tokens, width)."""
+        if bias := self.sums.get("bias"):
+            self.recorder.take(bias, DirectGradient(y.sum(1, dtype=sum_type(y))))
+
+    @contextlib.contextmanager
+    def _answerable(self) -> Iterator[None]:
+        """What is unsuited inside is so for this module."""
+        try:
+            yield
+        except Unsuited as error:
+            error.modules = [self.module]
+            self.recorder.failed.append(self)
+            raise
+
+
+class InsideFormula(LayerFormula):
+    """A formula whose tap lies inside its module, at the place where a parameter is used."""
+
+    def _behind(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        self._restore()
+        if output is None:  # the module's forward has raised
+            self.recorder.failed.append(self)
+        return output
+
+
+class _Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, use: Callable[..., None], *seen: Tensor) -> Tensor:
+        ctx.use = use
+        ctx.save_for_backward(*seen)
+        if 0 in output.stride():
+            return output.view_as(output)
+        # As if changed in place: a view could not be changed in place by what follows, as `hidden += residual` does.
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, y: Tensor) -> tuple[Any, ...]:
+        seen = ctx.saved_tensors
+        ctx.use(y, *seen)
+        return (y, None, None, *(None for _ in seen))

@@ -1,0 +1,123 @@
+"""The sum of one parameter, what the backward pass at hand has given for it, and gradients by plain autograd."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import kernels
+from .batches import batch_rows, examples_in
+from .kernels import OuterGradient, RowGradient, Term
+
+
+class Distrusted(Exception):
+    """A formula was used on batches, or on a part of this one, that it may have been wrong for."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self.parameters = set(parameters)
+
+
+class ParameterSum:
+    """Σ_i g_i² of one parameter, over the examples so far."""
+
+    def __init__(self, parameter: nn.Parameter, total: Tensor) -> None:
+        self.parameter = parameter
+        self.total = total
+        self.slow = False
+        """No formula fits: autograd takes the gradients, one example at a time."""
+        self.kinds: list[type] = []
+        """The terms that one backward pass gives, as seen in the trial."""
+        self.terms: list[Term] = []
+        """Terms of this backward pass that wait: all uses of a parameter add up before they are squared."""
+        self.ids: list[Tensor] = []
+        """Rows of a table that this batch's examples use, told in the forward pass."""
+        self._head: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_tied_table(self) -> bool:
+        """A table of rows that is a linear layer's matrix as well."""
+        return self.kinds.count(OuterGradient) == 1 and self.kinds.count(RowGradient) == len(self.kinds) - 1 > 0
+
+    def keep_head(self, term: OuterGradient) -> None:
+        """Keep what the embedding of a tied table will need of its head, whose own squares have been added.
+
+        With A the gradient of the head and S that of the embedding, (A + S)² = A² + S (2A + S). S has few rows, and
+        only those of A are kept: all of A is as large as the logits.
+        """
+        if self._head is not None:
+            raise Distrusted([self.parameter])
+        rows = kernels.unique_rows(torch.cat(self.ids, 1))
+        self._head = rows, kernels.outer_at_rows(term, rows, self.total.dtype)
+
+    def add_terms(self) -> None:
+        """Add the squares of all that this backward pass has given."""
+        if self._head is None:
+            kernels.add_squares(self.total, self.terms)
+            return
+        if len(self.terms) != len(self.kinds) - 1:
+            raise Distrusted([self.parameter])
+        rows, head = self._head
+        table = kernels.merge_rows([term for term in self.terms if isinstance(term, RowGradient)], self.total.dtype).y
+        # Where activations are computed again, rows are asked for twice: the same rows, with more places left over.
+        count = min(rows.shape[1], table.shape[1])
+        rows, head, table = rows[:, :count], head[:, :count], table[:, :count]
+        kernels.add_rows(self.total, rows, table * (2 * head + table))
+
+    def forget(self) -> None:
+        """Drop what the backward pass has given."""
+        if self.terms:
+            self.terms = []
+        self._head = None
+
+    @functools.cached_property
+    def end(self) -> Any:
+        """The node where autograd leaves the parameter's gradient; the parameter must require one when it is asked."""
+        return torch.autograd.graph.get_gradient_edge(self.parameter).node
+
+
+Sums = Mapping[nn.Parameter, ParameterSum]
+
+
+def for_each_example(
+    batch: Any,
+    objectives: Callable[[Any, int], Sequence[Callable[[], Tensor]]],
+    sums: Iterable[ParameterSum],
+    use: Callable[[ParameterSum, Tensor], None],
+) -> None:
+    """By plain autograd: ``use`` is called with the gradient of each example, backward pass and parameter that is used.
+
+    That is right for every model, and takes a forward and backward pass per example.
+    ``objectives(example, row)`` gives a function for each backward pass over one example, which is a batch of its own.
+    """
+    sums = list(sums)
+    parameters = [one.parameter for one in sums]
+    with differentiable(parameters):
+        for row in range(examples_in(batch)):
+            passes = objectives(batch_rows(batch, slice(row, row + 1)), row)
+            for number, objective in enumerate(passes):
+                value, again = objective(), number + 1 < len(passes)
+                if not value.requires_grad:
+                    continue
+                found = torch.autograd.grad(value, parameters, retain_graph=again, allow_unused=True)
+                for one, gradient in zip(sums, found, strict=True):
+                    if gradient is not None:  # an embedding may give only the rows it used
+                        use(one, gradient if gradient.layout == torch.strided else gradient.to_dense())
+
+
+@contextlib.contextmanager
+def differentiable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Parameters require a gradient inside, and none afterwards."""
+    parameters = list(parameters)
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)

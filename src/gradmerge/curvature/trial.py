@@ -1,0 +1,260 @@
+"""The trial: which formula fits a layer is not guessed, but held against autograd on a few examples.
+
+On the first two examples, the squares of every formula's terms are compared with those of single examples' gradients.
+A formula that differs, or fails, is replaced by the next; a parameter that none fits goes *the slow way*, by
+autograd, one example at a time, and is named.
+
+What fitted two examples need not fit all: a weight may be used elsewhere too when a text is long, or axes may be
+mixed up in a manner that does not show while one of them is 1. So the comparison is repeated: for the first few
+shapes of batches, for later ones as far as that costs next to nothing, and whatever the shape, for a batch now and
+then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batches import batch_rows, enough_memory, examples_in, is_out_of_memory, values_of
+from .formulas import RepeatedFormula, formulas_for
+from .hooks import LayerFormula, Recorder
+from .kernels import Term, add_squares
+from .sums import Distrusted, ParameterSum, Sums, for_each_example
+
+#: So many shapes are checked as they come.
+SHAPES = 4
+#: Later ones are, as long as there is no more than one check in so many batches.
+BATCHES = 256
+#: Whatever its shape, a batch is checked when its number is this one, four times it, sixteen times, …
+FIRST = 16
+
+#: How much a formula may differ from autograd, relative to the mean of a parameter's squares: by rounding, but no more.
+_ROUNDING = {torch.float64: 1e-4, torch.float32: 2e-2}
+_ROUNDING_16_BIT = 0.5
+
+
+@dataclass
+class Trial:
+    """What was found out about a model's layers, for further estimates of the same model to begin with.
+
+    An estimate fills it. It stays empty, so that the next one tries the layers out again, after an error, where a
+    parameter's gradient was 0 in the trial, which proves nothing, and where a later batch did not fit a chosen formula.
+    """
+
+    examples: int = 0
+    """How many the layers were tried out on."""
+    formulas: dict[nn.Module, list[Callable[[Recorder], LayerFormula]]] = field(default_factory=dict)
+    """Of each module the formula that it goes by, and those not tried yet."""
+    kinds: dict[nn.Parameter, list[type]] = field(default_factory=dict)
+    slow: set[nn.Parameter] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
+    """Names of slow parameters that the user knows of. They stay."""
+    shapes: set[Hashable] = field(default_factory=set)
+    """Shapes of batches that the formulas were right for."""
+    batches: int = 0
+    again: int = field(default_factory=lambda: FIRST)
+    """The number of the next batch that is checked whatever its shape."""
+    checks: int = 0
+    skipped: bool = False
+    """A batch was added although its shape had not been checked."""
+
+    def due(self, shape: Hashable) -> bool:
+        """Whether the next batch, which has this shape, is to be checked before it is added."""
+        self.batches += 1
+        if self.batches == self.again:
+            self.again *= 4
+            return True
+        return shape not in self.shapes and (len(self.shapes) < SHAPES or self.checks * BATCHES < self.batches)
+
+    def passed(self, shape: Hashable) -> None:
+        self.shapes.add(shape)
+        self.checks += 1
+
+    def forget(self) -> None:
+        vars(self).update(vars(Trial(told=self.told)))
+
+
+class FormulaChooser(Recorder):
+    """Tries formulas out, on the first batch and again on some later ones, and knows which module goes by which."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sums: Sums,
+        outputs: Callable[[Any], Tensor],
+        trial: Trial,
+        slow: Iterable[nn.Parameter],
+        hooks: contextlib.ExitStack,
+    ) -> None:
+        super().__init__(model, sums, hooks)
+        self._outputs, self._trial, self._forced = outputs, trial, set(slow)
+        self._settled = True
+        owners = {child: module for module in model.modules() for child in module.children()}
+        formulas = {m: formulas_for(m, owners.get(m)) for m in model.modules() if self.own(m)}
+        if trial.examples and trial.kinds.keys() == sums.keys() and trial.formulas.keys() == formulas.keys():
+            for parameter, one in sums.items():
+                one.kinds, one.slow = trial.kinds[parameter], parameter in trial.slow
+        else:
+            trial.forget()
+            trial.formulas = formulas
+
+    @property
+    def chosen(self) -> list[Callable[[Recorder], LayerFormula]]:
+        return [formulas[0] for formulas in self._trial.formulas.values() if formulas]
+
+    def own(self, module: nn.Module) -> set[ParameterSum]:
+        return {self.sums[p] for p in module._parameters.values() if p is not None and p in self.sums}
+
+    def modules_of(self, sums: set[ParameterSum]) -> list[nn.Module]:
+        return [module for module in self._trial.formulas if sums & self.own(module)]
+
+    @property
+    def some_fast(self) -> bool:
+        return any(not one.slow for one in self.sums.values())
+
+    def try_out(self, batch: Any) -> bool:
+        """Choose formulas on the first two examples, and check them on the first and the last of some later batches.
+
+        True if either was done: the hooks are then those of the trial.
+        """
+        shape, trial, examples = _shape_of(batch), self._trial, examples_in(batch)
+        first, due = trial.examples < min(examples, 2), trial.due(shape)
+        if first:
+            with enough_memory("two examples, which the layers are tried out on"):
+                self._choose(batch_rows(batch, slice(0, 2)))
+            trial.passed(shape)
+        elif due := due and self.some_fast:
+            try:
+                wrong = self._check(batch_rows(batch, slice(None, None, max(1, examples - 1))))
+                if wrong and (shape in trial.shapes or trial.skipped):
+                    raise Distrusted(one.parameter for module in wrong for one in self.own(module))
+                trial.passed(shape)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):  # or else the batch itself may fit, in halves
+                    raise
+        trial.skipped |= shape not in trial.shapes
+        return first or due
+
+    def _choose(self, batch: Any) -> None:
+        expected = self._by_autograd(batch)
+        formulas = self._trial.formulas
+        self.give_up(module for module in formulas if not formulas[module])
+        for parameter in self._forced:
+            self.sums[parameter].slow = True
+        while self.some_fast and (wrong := self._try(batch, expected)):
+            for module in wrong:
+                formulas[module] = formulas[module][1:]
+            self.give_up(module for module in wrong if not formulas[module])
+        self._settled = all(any(bool(g.any()) for g in gradients) for gradients in expected.values() if gradients)
+        self._trial.examples = examples_in(batch)
+
+    def _check(self, batch: Any) -> set[nn.Module]:
+        """The modules whose chosen formula does not fit these examples. They are given up."""
+        kinds = {one: one.kinds for one in self.sums.values()}
+        wrong: set[nn.Module] = set()
+        try:
+            expected = self._by_autograd(batch)
+            while self.some_fast and (more := self._try(batch, expected)):
+                wrong |= more
+                self.give_up(more)
+        finally:
+            for one, before in kinds.items():
+                one.kinds = max(before, one.kinds, key=len)
+        return wrong
+
+    def _by_autograd(self, batch: Any) -> dict[ParameterSum, list[Tensor]]:
+        """Each example's gradient of the trial's objective, per parameter; none where it is not used."""
+        found: dict[ParameterSum, list[Tensor]] = {one: [] for one in self.sums.values() if not one.slow}
+
+        def objectives(example: Any, row: int) -> list[Callable[[], Tensor]]:
+            return [lambda: _mixed(self._outputs(example), row)]
+
+        for_each_example(batch, objectives, found, lambda one, gradient: found[one].append(gradient))
+        return found
+
+    def _try(self, batch: Any, expected: Mapping[ParameterSum, list[Tensor]]) -> set[nn.Module]:
+        """The modules whose formula fails or gives something else than expected."""
+        for one in self.sums.values():
+            one.kinds = []
+        self.attach(self.chosen)
+        try:
+            with self.recording(batch):
+                objective = _mixed(self._outputs(batch))
+                if objective.requires_grad:
+                    objective.backward()
+                if self.unfit:
+                    return set().union(*(self._alike(formula.module) for formula in self.unfit))
+                return self._differing(expected)
+        except Exception as error:
+            # The model runs without formulas: one of them is to blame.
+            formula = self.failed[0] if self.failed else self.changed
+            if formula is None or is_out_of_memory(error):
+                raise
+            return self._alike(formula.module)
+
+    def take(self, one: ParameterSum, term: Term) -> None:
+        if not one.slow:
+            one.kinds.append(type(term))
+            one.terms.append(term)
+
+    def _differing(self, expected: Mapping[ParameterSum, list[Tensor]]) -> set[nn.Module]:
+        means = {one: float(sum(g.float().square().mean() for g in gradients)) for one, gradients in expected.items()}
+        largest = max(means.values(), default=0.0)
+        wrong: set[ParameterSum] = set()
+        for one, gradients in expected.items():
+            if one.slow:
+                continue
+            difference = torch.zeros_like(one.total)
+            if one.terms:
+                add_squares(difference, one.terms)
+            for gradient in gradients:
+                wide = gradient.to(difference.dtype)
+                difference.addcmul_(wide, wide, value=-1)
+            # A gradient that is 0 but for rounding is held against the largest.
+            dtype = one.parameter.dtype
+            noise = (4 * torch.finfo(dtype).eps) ** 2 * largest
+            if not float(difference.abs().mean()) <= _ROUNDING.get(dtype, _ROUNDING_16_BIT) * means[one] + noise:
+                wrong.add(one)
+        return {module for module in self.modules_of(wrong) if self._trial.formulas[module]}
+
+    def _alike(self, module: nn.Module) -> set[nn.Module]:
+        """The module, and those that are surely no better: of the same class, where that decides about the formula."""
+        formulas = self._trial.formulas
+        if not isinstance(formulas[module][0](self), RepeatedFormula):
+            return {module}
+        left = len(formulas[module])
+        return {m for m, others in formulas.items() if type(m) is type(module) and len(others) == left}
+
+    def give_up(self, modules: Iterable[nn.Module]) -> None:
+        """The parameters of these go the slow way from here on, and the next estimate tries the layers out again."""
+        self._settled = False
+        for module in modules:
+            for one in self.own(module):
+                one.slow = True
+
+    def close(self, failed: bool) -> None:
+        """Keep what was found out, unless it is in doubt."""
+        self._trial.kinds = {parameter: one.kinds for parameter, one in self.sums.items()}
+        self._trial.slow = {parameter for parameter, one in self.sums.items() if one.slow}
+        if failed or not self._settled:
+            self._trial.forget()
+
+
+def _mixed(outputs: Tensor, row: int = 0) -> Tensor:
+    """Outputs weighted by numbers without a pattern, so that no gradient is 0 by chance; they begin at ``row``."""
+    count = outputs[0].numel()
+    places = torch.arange(row * count, row * count + outputs.numel(), device=outputs.device, dtype=torch.float64)
+    weights = torch.sin(places * places % 1000.0 + 0.7 * places)
+    return (outputs * weights.view_as(outputs).to(outputs.dtype)).sum()
+
+
+def _shape_of(batch: Any) -> Hashable:
+    """The shapes of a batch's tensors, where all numbers of examples are alike but 1."""
+    examples = examples_in(batch)
+    shapes = [tuple(value.shape) for value in values_of(batch) if isinstance(value, Tensor)]
+    return examples > 1, *(shape[1:] if shape[:1] == (examples,) else ("all", *shape) for shape in shapes)
