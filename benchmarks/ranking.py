@@ -65,9 +65,9 @@ def measure_merges(args: argparse.Namespace, names: list[str]) -> list[dict[str,
     plan = open_to_look(recipe)
     try:
         prediction = predict(plan, tasks, candidates)
-        given = {"limit": args.limit, "max_length": 256, "device": args.device}
+        given = {"limit": args.limit, "batch_size": 64, "max_length": 256, "device": args.device}
         loaded = {name: load_task(str(args.work / name), rows_of(args, name, "test"), **given) for name in tasks}
-        data = {name: TaskData(name, task, 64) for name, task in loaded.items()}
+        data = {name: TaskData(name, task) for name, task in loaded.items()}
         rows = []
         for candidate in candidates:
             (state,) = materialise(plan, [candidate])

@@ -111,7 +111,7 @@ tokenizer.save_pretrained(out / "base")
 
 # The curvature of the base, disk to disk this time. The loss of a paragraph is the sum over its tokens.
 
-gm.measure_curvature(
+gm.estimate_curvature(
     str(out / "base"), str(out / "data" / "base-train.jsonl"), out / "base" / "curvature", batch_size=32, max_length=96
 )
 

@@ -9,18 +9,18 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .api import MergeResult, evaluate, merge, merge_state_dicts
     from .api.diagnosing import write_diagnosis
-    from .api.estimating import measure_curvature
+    from .api.estimating import Estimate, estimate_curvature
     from .api.previewing import preview, suggest_weights
     from .api.sampling import sample_posterior
     from .checkpoints import open_checkpoint
     from .curvature import Curvature
-    from .curvature.estimate import estimate_curvature
     from .curvature.gram import Gram, estimate_gram
     from .curvature.optimizers import import_curvature
     from .errors import GradmergeError, InputError, MachineError
     from .recipe import Recipe, load_recipe
     from .rules import RULES, gradient_matching_full, removal_full
     from .tasks.data_sources import read_rows
+    from .tasks.loading import Loading
     from .training.callback import CurvatureCallback
     from .training.prior_adamw import PriorAdamW
     from .training.prior_trainer import PriorTrainer
@@ -33,11 +33,11 @@ _WHERE = {
     "evaluate": "api",
     "open_checkpoint": "checkpoints",
     "Curvature": "curvature",
-    "estimate_curvature": "curvature.estimate",
+    "Estimate": "api.estimating",
+    "estimate_curvature": "api.estimating",
     "Gram": "curvature.gram",
     "estimate_gram": "curvature.gram",
     "import_curvature": "curvature.optimizers",
-    "measure_curvature": "api.estimating",
     "preview": "api.previewing",
     "suggest_weights": "api.previewing",
     "sample_posterior": "api.sampling",
@@ -50,6 +50,7 @@ _WHERE = {
     "RULES": "rules",
     "gradient_matching_full": "rules",
     "removal_full": "rules",
+    "Loading": "tasks.loading",
     "read_rows": "tasks.data_sources",
     "CurvatureCallback": "training.callback",
     "PriorAdamW": "training.prior_adamw",
@@ -60,9 +61,11 @@ __all__ = [
     "RULES",
     "Curvature",
     "CurvatureCallback",
+    "Estimate",
     "GradmergeError",
     "Gram",
     "InputError",
+    "Loading",
     "MachineError",
     "MergeResult",
     "PriorAdamW",
@@ -75,7 +78,6 @@ __all__ = [
     "gradient_matching_full",
     "import_curvature",
     "load_recipe",
-    "measure_curvature",
     "merge",
     "merge_state_dicts",
     "open_checkpoint",

@@ -23,6 +23,7 @@ from pydantic import (
 
 from .errors import InputError
 from .rules import RULES, Rule
+from .rules.spec import Option
 from .text import nearest
 
 MAX_BYTES = 1_000_000
@@ -32,9 +33,8 @@ LONGEST_NUMBER = 10_000
 
 
 def _parse_size(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    else:
+    size = value
+    if isinstance(value, bool) or not isinstance(value, int):
         match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
         if not match or match[1].count(".") > 1 or match[1] == ".":
             raise ValueError("not a size such as 5GB, 500MB or 2GiB")
@@ -42,10 +42,10 @@ def _parse_size(value: Any) -> int:
         size = int(min(float(match[1]), 1e100) * unit ** " KMGT".index(match[2].upper() or " "))
     if size < 1:
         raise ValueError("a size must be above 0")
-    return size
+    return int(size)
 
 
-#: Weights, damping and options are 0 or lie within these: their products with any curvature and any model then fit float64.
+#: Bounds of weights, damping and options other than 0: their products with any curvature and model then fit float64.
 SMALLEST, LARGEST = 1e-30, 1e30
 
 
@@ -55,14 +55,14 @@ def _check_weight(value: float) -> float:
     return value
 
 
-def _check_size(value: float) -> float:
+def _check_number(value: float) -> float:
     if not abs(value) <= LARGEST:
         raise ValueError(f"should be a finite number, at most {LARGEST:g} in size")
     return value
 
 
 Weight = Annotated[float, AfterValidator(_check_weight)]
-Number = Annotated[float, AfterValidator(_check_size)]
+Number = Annotated[float, AfterValidator(_check_number)]
 Size = Annotated[int, BeforeValidator(_parse_size)]
 
 
@@ -89,36 +89,33 @@ Reference = Annotated[str, BeforeValidator(_as_text)]
 CurvatureSource = Reference | Identity
 
 
-class Base(_Section):
-    """The model that every fine-tune started from."""
-
+class _Source(_Section):
     model: Reference = Field(
         description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder."
     )
     curvature: CurvatureSource | None = Field(
-        None,
-        description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`.",
+        None, description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`."
     )
+
+
+class Base(_Source):
+    """The model that every fine-tune started from."""
+
     weight: Weight | None = Field(None, description="The base's own weight; only for `weighted-average`.")
     penalty: CurvatureSource | None = Field(
         None,
-        description="Only for `removal`: the matrix of the penalty that the models were tuned under, if it is not the base's curvature.",
+        description="Only for `removal`: the matrix of the penalty that the models were tuned under, if it is not the "
+        "base's curvature.",
     )
 
 
-class Model(_Section):
+class Model(_Source):
     """One fine-tuned model."""
 
-    model: Reference = Field(
-        description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder."
-    )
-    curvature: CurvatureSource | None = Field(
-        None,
-        description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`.",
-    )
     weight: Weight = Field(
         1.0,
-        description="How much the model counts (α_t, w_t): 0, or a number from 1e-30 to 1e30 in size. For `removal`, the strength.",
+        description="How much the model counts (α_t, w_t): 0, or a number from 1e-30 to 1e30 in size. For `removal`, "
+        "the strength.",
     )
 
 
@@ -140,25 +137,23 @@ class Recipe(_Section):
 
     method: str = Field(description="The rule; `gradmerge methods` lists them.")
     base: Annotated[Base, BeforeValidator(_from_path)] | None = Field(
-        None, description="The base model: a mapping, or only its path. Rules that do not use a base can do without; the first model then gives "
-        "config, tokenizer, types and excluded tensors."
-    )  # fmt: skip
+        None,
+        description="The base model: a mapping, or only its path. Rules that do not use a base can do without; the "
+        "first model then gives config, tokenizer, types and excluded tensors.",
+    )
     models: list[Annotated[Model, BeforeValidator(_from_path)]] = Field(
         min_length=1, description="The tuned models: mappings, or only their paths."
     )
     reduction: Literal["sum", "mean"] = Field(
-        "sum",
-        description="How curvature files are read: the sum over examples, or the sum divided by their number.",
+        "sum", description="How curvature files are read: the sum over examples, or the sum divided by their number."
     )
     damping: Annotated[Number, Field(ge=0)] = Field(
-        1e-10,
-        description="δ, added to the prior (in Fisher averaging and RegMean, to the curvature of every model).",
+        1e-10, description="δ, added to the prior (in Fisher averaging and RegMean, to the curvature of every model)."
     )
     include: list[str] = Field(["*"], min_length=1, description="Glob patterns over tensor names: what is merged.")
     exclude: list[str] = Field([], description="Glob patterns over tensor names: what comes from the base unchanged.")
     missing: Literal["error", "zero"] = Field(
-        "error",
-        description="What to do about a parameter that a curvature file lacks: stop, or take it as 0.",
+        "error", description="What to do about a parameter that a curvature file lacks: stop, or take it as 0."
     )
     options: dict[str, Any] = Field({}, description="The rule's own options; `gradmerge methods NAME` explains them.")
     output: Output = Field(default_factory=Output, description="What is written.")
@@ -213,25 +208,23 @@ def make_recipe(value: Any, *, folder: Path | None = None, where: str = "recipe"
         raise InputError(f"{where}: a recipe is a mapping with method, base and models, not {type(value).__name__}")
     method = value.get("method")
     if method is not None and (not isinstance(method, str) or method not in RULES):
-        raise InputError(f"{where}: method: there is no rule {str(method)[:60]!r}{nearest(str(method), RULES)}\n"
-                         f"  Known are {', '.join(RULES)}.")  # fmt: skip
+        known = f"{nearest(str(method), RULES)}\n  Known are {', '.join(RULES)}."
+        raise InputError(f"{where}: method: there is no rule {str(method)[:60]!r}{known}")
     try:
         recipe = Recipe.model_validate(dict(value))
+        _check_fit(recipe)
     except ValidationError as error:
         raise InputError(_explain(error, where, Recipe)) from None
-    recipe._folder = folder or Path()
-    try:
-        _check_fit(recipe)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
+    recipe._folder = folder or Path()
     return recipe
 
 
 def _check_fit(recipe: Recipe) -> None:
-    """Weights and penalties that the rule does not use are errors; curvature that it does not use is noted by the plan."""
+    """Weights and penalties that the rule does not use are errors; the plan has a note on curvature of that kind."""
     rule = recipe.rule
-    options = recipe.resolved_options
-    needs = rule.needs(options)
+    needs = rule.needs(recipe.resolved_options)
     if recipe.base is None and "base" in needs - rule.optional:
         raise InputError(f"{rule.name} needs a base")
     if recipe.base and recipe.base.weight is not None and "base_weight" not in needs:
@@ -239,43 +232,33 @@ def _check_fit(recipe: Recipe) -> None:
     if recipe.base and recipe.base.penalty is not None and "penalty" not in needs:
         raise InputError(f"base.penalty: {rule.name} does not use it; only removal does")
     if "weights" not in needs and any(weight != 1 for weight in recipe.weights):
-        raise InputError(
-            f"models: {rule.name} has no weights{'; weighted-average has' if rule.name == 'average' else ''}"
-        )
+        instead = "; weighted-average has" if rule.name == "average" else ""
+        raise InputError(f"models: {rule.name} has no weights{instead}")
     if rule.only_one_model and len(recipe.models) != 1:
         raise InputError(f"models: {rule.name} takes the base and one model, not {len(recipe.models)}")
     if recipe.output.curvature and rule.precision is None:
-        with_one = ", ".join(r.name for r in RULES.values() if r.precision)
-        raise InputError(
-            f"output.curvature: a {rule.name} merge has no curvature of its own; rules that have: {with_one}"
-        )
+        have = ", ".join(r.name for r in RULES.values() if r.precision)
+        raise InputError(f"output.curvature: a {rule.name} merge has no curvature of its own; rules that have: {have}")
 
 
 def check_options(rule: Rule, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a rule, checked, with defaults filled in."""
+    model = _options_model(rule.name, rule.options)
     try:
-        return _options_model(rule).model_validate(dict(options)).model_dump()
+        return model.model_validate(dict(options)).model_dump()
     except ValidationError as error:
-        raise InputError(_explain(error, "options", _options_model(rule), rule.name)) from None
+        raise InputError(_explain(error, "options", model, rule.name)) from None
 
 
 @cache
-def _options_model_of(name: str) -> type[BaseModel]:
-    return _build_options_model(RULES[name])
-
-
-def _options_model(rule: Rule) -> type[BaseModel]:
-    return _options_model_of(rule.name) if RULES.get(rule.name) is rule else _build_options_model(rule)
-
-
-def _build_options_model(rule: Rule) -> type[BaseModel]:
+def _options_model(name: str, options: tuple[Option, ...]) -> type[BaseModel]:
     fields: dict[str, Any] = {}
-    for option in rule.options:
+    for option in options:
         default = ... if option.required else option.default
         limits: dict[str, Any] = {"ge": option.help.ge, "gt": option.help.gt, "le": option.help.le}
         kind = Number if option.type is float else option.type
         fields[option.name] = (kind, Field(default, description=option.help.text, **limits))
-    return create_model(f"Options of {rule.name}", __base__=_Section, **fields)
+    return create_model(f"Options of {name}", __base__=_Section, **fields)
 
 
 def _explain(error: ValidationError, where: str, model: type[BaseModel], rule: str = "") -> str:
@@ -317,12 +300,7 @@ def _place(loc: tuple[int | str, ...]) -> str:
 
 
 def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    sections: dict[str, type[BaseModel]] = {
-        "base": Base,
-        "models": Model,
-        "output": Output,
-        "Identity": Identity,
-    }
+    sections: dict[str, type[BaseModel]] = {"base": Base, "models": Model, "output": Output, "Identity": Identity}
     for part in loc:
         model = sections.get(str(part), model)
     return list(model.model_fields)
@@ -345,13 +323,10 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(
                 None, None, f"a number of {len(text)} characters; {LONGEST_NUMBER} is the limit", node.start_mark
             )
-        if (
-            ":" in text
-        ):  # 1:30, which YAML 1.1 and nobody else takes for 60 · 1 + 30, and needs very long for if it goes on
+        if ":" in text:  # only YAML 1.1 takes 1:30 for 60 · 1 + 30, and it is slow at that
             return text
-        number: int | float = (
-            self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
-        )
+        construct = self.construct_yaml_int if node.tag.endswith(":int") else self.construct_yaml_float
+        number: int | float = construct(node)
         return number
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -359,9 +334,8 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
             if key is not None and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} occurs twice", key_node.start_mark
-                )
+                problem = f"the key {key!r} occurs twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -374,15 +348,12 @@ def parse_yaml(raw: bytes | str, where: str) -> Any:
     """YAML from an untrusted source: no tags that run code, no duplicate keys, no aliases that blow up."""
     try:
         loader = _Loader(raw)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                raise InputError(f"{where}: is empty")
-            if _expanded_size(node, {}, set()) > MAX_NODES:
-                raise InputError(f"{where}: its aliases stand for more than {MAX_NODES} values; that is no recipe")
-            return loader.construct_document(node)
-        finally:
-            loader.dispose()
+        node = loader.get_single_node()
+        if node is None:
+            raise InputError(f"{where}: is empty")
+        if _expanded_size(node, {}, set()) > MAX_NODES:
+            raise InputError(f"{where}: its aliases stand for more than {MAX_NODES} values; that is no recipe")
+        return loader.construct_document(node)
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -400,11 +371,8 @@ def _expanded_size(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> i
         raise ValueError("an alias refers to itself")
     if id(node) not in sizes:
         above.add(id(node))
-        children: list[yaml.Node] = []
-        if isinstance(node, yaml.SequenceNode):
-            children = node.value
-        elif isinstance(node, yaml.MappingNode):
-            children = [child for pair in node.value for child in pair]
+        below = node.value if isinstance(node, yaml.CollectionNode) else []
+        children = [c for pair in below for c in pair] if isinstance(node, yaml.MappingNode) else below
         sizes[id(node)] = 1 + sum(_expanded_size(child, sizes, above) for child in children)
         above.discard(id(node))
     return sizes[id(node)]

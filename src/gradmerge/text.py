@@ -44,6 +44,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of a library says, not too long for a message of ours."""
+    return (str(error).strip().partition("\n")[0] or type(error).__name__)[:300].rstrip(". ")
+
+
 def natural(name: str) -> list[tuple[int, int, str]]:
     """A sort key for dotted names that puts layer 2 before layer 10."""
     return [(0, int(part), "") if part.isdecimal() and len(part) < 19 else (1, 0, part) for part in name.split(".")]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.api.estimating import Measurement, measure_curvature
+from gradmerge.api.estimating import Estimate, estimate_curvature
 from gradmerge.tasks import load_task
 
 from ..curvature import slow
@@ -72,8 +72,8 @@ DATA = {"bert": "labels.jsonl", "gpt2": "labels.jsonl", "t5": "pairs.jsonl", "vi
 OUTPUT = {"bert": "classes", "gpt2": "next-token", "t5": "tokens", "vit": "classes"}
 
 
-def measure(place: Path, name: str, out: Path, **options: Any) -> Measurement:
-    return measure_curvature(
+def measure(place: Path, name: str, out: Path, **options: Any) -> Estimate:
+    return estimate_curvature(
         str(place / name), str(place / DATA.get(name, "labels.jsonl")), out, device="cpu", **options
     )
 
@@ -182,7 +182,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_numbers(place: Path, tmp_pa
     code = f"""
 import os, signal, torch
 torch.set_num_threads(1)
-from gradmerge.api.estimating import measure_curvature
+from gradmerge.api.estimating import estimate_curvature
 class Clock:
     left = 3
     def begin(self, *_): pass
@@ -190,7 +190,7 @@ class Clock:
         self.left -= 1
         if not self.left:
             os.kill(os.getpid(), signal.SIGKILL)
-measure_curvature({str(place / "bert")!r}, {str(place / "labels.jsonl")!r}, {str(tmp_path / "c")!r}, device="cpu",
+estimate_curvature({str(place / "bert")!r}, {str(place / "labels.jsonl")!r}, {str(tmp_path / "c")!r}, device="cpu",
                   batch_size=2, save_every=0, progress=Clock())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -238,7 +238,7 @@ def test_another_model_or_data_does_not_go_on_with_what_was_measured(place: Path
     with pytest.raises(gm.InputError, match="without --resume"):
         measure(place, "other", tmp_path / "c", resume=True)
     with pytest.raises(gm.InputError, match="without --resume"):
-        measure_curvature(str(place / "bert"), str(place / "more.jsonl"), tmp_path / "c", device="cpu", resume=True)
+        estimate_curvature(str(place / "bert"), str(place / "more.jsonl"), tmp_path / "c", device="cpu", resume=True)
     assert measure(place, "bert", tmp_path / "c", resume=True).resumed_from == 4
 
 
@@ -310,7 +310,7 @@ def test_a_loss_that_is_no_number_is_told_although_what_is_measured_is_saved(pla
     weights["classifier.weight"][0, 0] = torch.nan
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(gm.InputError, match=r"example 0 \(counted from 0\): the loss is nan"):
-        measure_curvature(
+        estimate_curvature(
             str(model), str(place / "labels.jsonl"), tmp_path / "c", device="cpu", batch_size=2, save_every=0
         )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bert"]

@@ -58,9 +58,11 @@ def test_every_module_is_merged_and_copied(tmp_path: Path, first: str, shard_siz
     models = write_three(tmp_path, first=first)
     (models[1] / "3_Normalize").rmdir()  # which git does not keep
     recipe = {
-        "method": "task-arithmetic", "base": str(models[0]), "models": [{"model": str(m), "weight": 0.3} for m in models[1:]],
+        "method": "task-arithmetic",
+        "base": str(models[0]),
+        "models": [{"model": str(m), "weight": 0.3} for m in models[1:]],
         "output": {"shard_size": shard_size},
-    }  # fmt: skip
+    }
     gm.merge(recipe, tmp_path / "out")
     out = tmp_path / "out"
     for module, shapes in ((first, TRANSFORMER), ("2_Dense", DENSE)):
@@ -80,8 +82,14 @@ def test_every_module_is_merged_and_copied(tmp_path: Path, first: str, shard_siz
             torch.testing.assert_close(
                 got[name].double(), base + 0.3 * (a - base) + 0.3 * (b - base), atol=1e-6, rtol=0
             )
-    for name in ("modules.json", "config_sentence_transformers.json", f"{first}/sentence_bert_config.json".lstrip("/"),
-                 f"{first}/config.json".lstrip("/"), "1_Pooling/config.json", "2_Dense/config.json"):  # fmt: skip
+    for name in (
+        "modules.json",
+        "config_sentence_transformers.json",
+        f"{first}/sentence_bert_config.json".lstrip("/"),
+        f"{first}/config.json".lstrip("/"),
+        "1_Pooling/config.json",
+        "2_Dense/config.json",
+    ):
         assert (out / name).read_bytes() == (models[0] / name).read_bytes()
     assert not (out / "2_Dense" / "secret.key").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import zipfile
 from collections import Counter
@@ -13,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradmerge.checkpoints import open_checkpoint
+from gradmerge.checkpoints import open_checkpoint, pickles
 from gradmerge.checkpoints.model import Buffers
-from gradmerge.errors import InputError
+from gradmerge.errors import InputError, MachineError
 from gradmerge.storage import smallfile
 
 T = torch.arange(6.0).reshape(2, 3)
@@ -133,3 +134,63 @@ def test_a_damaged_pickle_is_read_or_refused_and_nothing_else(tmp_path: Path, wh
         except InputError:
             outcomes["refused"] += 1
     assert outcomes["refused"] > 100, outcomes
+
+
+def test_a_map_that_is_made_anew_while_it_is_read_gives_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickles, "REMAPPED_AFTER", 16)
+    state = {"a": torch.arange(40.0), "b": torch.tensor(3.0), "c": torch.arange(9).bfloat16(), "d": torch.arange(8.0)}
+    state["tied"] = state["a"]
+    path = saved(tmp_path / "m.bin", state)
+    with open_checkpoint(path, allow_pickle=True) as checkpoint:
+        for name, value in state.items():
+            blocks = [
+                checkpoint.read(name, i, min(i + 3, value.numel()), Buffers()) for i in range(0, value.numel(), 3)
+            ]
+            assert torch.equal(torch.cat(blocks).reshape(value.shape), value), name
+
+
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+def test_a_mapped_file_that_is_gone_is_read_as_it_was(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickles, "REMAPPED_AFTER", 4)
+    path = saved(tmp_path / "m.bin", {"a": T})
+    with open_checkpoint(path, allow_pickle=True) as checkpoint:
+        if how == "replaced":
+            Path(saved(tmp_path / "other.bin", {"a": T + 1})).rename(path)
+        else:
+            Path(path).unlink()
+        for _ in range(2):
+            assert torch.equal(checkpoint.read("a", 0, 6, Buffers()), T.flatten())
+
+
+def test_a_mapped_file_that_was_cut_short_meanwhile_ends_in_a_message(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m.bin", {"a": torch.zeros(100_000)})
+    with open_checkpoint(path, allow_pickle=True) as checkpoint:
+        os.truncate(path, 1000)
+        with pytest.raises(MachineError, match="it was longer when the merge began"):
+            checkpoint.read("a", 90_000, 100_000, Buffers())
+
+
+def test_a_tensor_that_claims_another_size_than_its_data_is_refused(tmp_path: Path) -> None:
+    """Read from a map, it would end in the next one."""
+    saved(tmp_path / "m.bin", {"a": torch.zeros(8), "b": torch.ones(8), "c": torch.ones(16)})
+    inside = members(tmp_path / "m.bin")
+    with zipfile.ZipFile(tmp_path / "claims.bin", "w") as archive:
+        for name, raw in inside.items():
+            eight = b"K\x08"
+            archive.writestr(name, raw.replace(eight, b"K\x09") if name.endswith("data.pkl") else raw)
+    with pytest.raises(InputError, match="does not have the size of its data"):
+        open_checkpoint(str(tmp_path / "claims.bin"), allow_pickle=True)
+
+
+def test_a_file_whose_name_is_not_utf8_is_read_without_a_map(tmp_path: Path) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.bin")
+    try:
+        torch.save({"a": T}, Path(tmp_path / "m.bin"))
+        (tmp_path / "m.bin").rename(path)
+    except OSError:
+        pytest.skip("the file system takes no such names")
+    assert torch.equal(read_all(path)["a"], T)

@@ -13,15 +13,17 @@ import gradmerge as gm
 from ..making import near, random_state, write_model
 
 NEEDED = {
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "qwen.tiktoken", "tekken.json",
-    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.jinja",
-    "chat_template.json", "LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md", "source.spm",
-}  # fmt: skip
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("tokenizer.model", "qwen.tiktoken", "tekken.json", "preprocessor_config.json", "processor_config.json"),
+    *("video_preprocessor_config.json", "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt"),
+    *("NOTICE", "USE_POLICY.md", "source.spm"),
+}
 UNWANTED = {
-    "api_key.txt", "secrets.env", "train.jsonl", "train.log", "events.out.tfevents.1", "state.pkl", "modeling_custom.py", "LICENSE.py",
-    "notes.txt", "data.csv", "id_rsa", "wandb-metadata.json", "credentials.json", "run.sh",
-}  # fmt: skip
+    *("api_key.txt", "secrets.env", "train.jsonl", "train.log", "events.out.tfevents.1", "state.pkl", "run.sh"),
+    *("modeling_custom.py", "LICENSE.py", "notes.txt", "data.csv", "id_rsa", "wandb-metadata.json"),
+    "credentials.json",
+}
 SILENT = {".env", "README.md", "pytorch_model.bin", "optimizer.pt", "trainer_state.json", "all_results.json"}
 MADE = {"README.md", "gradmerge.json", "model.safetensors", "config.json"}
 

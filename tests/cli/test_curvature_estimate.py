@@ -17,6 +17,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import gradmerge as gm
+from gradmerge.api import estimating
 from gradmerge.cli.app import app
 from gradmerge.cli.output import PlainProgress
 
@@ -341,8 +342,8 @@ def test_resume_goes_on_and_refuses_what_is_different(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["-d", place / "labels.jsonl", "--batch-size", 2, "-o", tmp_path / "c"]
-    defaults = gm.measure_curvature.__kwdefaults__ | {"save_every": 0.0}
-    monkeypatch.setattr("gradmerge.api.estimating.measure_curvature.__kwdefaults__", defaults)
+    defaults = estimating.estimate_to_disk.__kwdefaults__ | {"save_every": 0.0}
+    monkeypatch.setattr("gradmerge.api.estimating.estimate_to_disk.__kwdefaults__", defaults)
     with monkeypatch.context() as patch:
         calls = 0
 

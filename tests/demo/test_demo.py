@@ -17,7 +17,7 @@ from transformers import ViTForImageClassification
 from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
-from gradmerge.demo import Outcome, run_demo
+from gradmerge.demo import DemoResult, run_demo
 from gradmerge.demo.commands import highlights
 from gradmerge.demo.tables import EVERY
 from gradmerge.demo.training import train
@@ -47,7 +47,7 @@ def left_in(folder: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
     """A run that was interrupted while a model was trained, and went on."""
     folder = tmp_path_factory.mktemp("demo") / "demo"
     with pytest.raises(KeyboardInterrupt):
@@ -60,11 +60,11 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return outcome
 
 
-def test_nothing_half_written_is_left(outcome: Outcome) -> None:
+def test_nothing_half_written_is_left(outcome: DemoResult) -> None:
     assert not list(outcome.folder.rglob("*gradmerge-partial*")) + list(outcome.folder.rglob("*gradmerge-replaced*"))
 
 
-def test_a_second_run_changes_nothing(outcome: Outcome) -> None:
+def test_a_second_run_changes_nothing(outcome: DemoResult) -> None:
     times = {path: path.stat().st_mtime_ns for path in outcome.folder.rglob("*") if path.is_file()}
     again = run_demo(outcome.folder, settings=tiny())
     assert again.kept == again.stages == outcome.stages
@@ -72,7 +72,7 @@ def test_a_second_run_changes_nothing(outcome: Outcome) -> None:
     assert {path: path.stat().st_mtime_ns for path in outcome.folder.rglob("*") if path.is_file()} == times
 
 
-def test_every_rule_for_several_models_is_in_the_table(outcome: Outcome) -> None:
+def test_every_rule_for_several_models_is_in_the_table(outcome: DemoResult) -> None:
     recipes = {path.stem: yaml.safe_load(path.read_text()) for path in (outcome.folder / "recipes").iterdir()}
     assert {recipe["method"] for recipe in recipes.values()} == set(RULES) - {"slerp", "weighted-average"}
     merged = {row.folder for row in outcome.merging if row.folder.startswith("merged/")}
@@ -86,7 +86,7 @@ def test_every_rule_for_several_models_is_in_the_table(outcome: Outcome) -> None
     assert all(model["weight"] == 1 for model in recipes["task-arithmetic"]["models"])
 
 
-def test_accuracies_are_those_of_the_models_on_test_images(outcome: Outcome) -> None:
+def test_accuracies_are_those_of_the_models_on_test_images(outcome: DemoResult) -> None:
     for row in (outcome.merging[0], outcome.merging[-2], outcome.removal[2]):
         model = ViTForImageClassification.from_pretrained(outcome.folder / row.folder).double().eval()
         for task in EVERY:
@@ -96,7 +96,7 @@ def test_accuracies_are_those_of_the_models_on_test_images(outcome: Outcome) -> 
             assert row.scores[task] == pytest.approx(right.mean(), abs=1.5 / len(right)), (row.folder, task)
 
 
-def test_the_tuned_weight_is_the_best_of_the_preview_on_validation_images(outcome: Outcome) -> None:
+def test_the_tuned_weight_is_the_best_of_the_preview_on_validation_images(outcome: DemoResult) -> None:
     found = json.loads((outcome.folder / "preview" / "preview.json").read_text())
     rows = [row for row in found["settings"] if row["method"] == "task-arithmetic"]
     assert len(rows) == 3 and all(row["metrics"][task]["examples"] == 40 for row in rows for task in row["metrics"])
@@ -112,7 +112,7 @@ def test_the_tuned_weight_is_the_best_of_the_preview_on_validation_images(outcom
     assert shown["within_1_percent"] == [min(close), max(close)]
 
 
-def test_results_and_reports_are_written(outcome: Outcome) -> None:
+def test_results_and_reports_are_written(outcome: DemoResult) -> None:
     text = (outcome.folder / "results.md").read_text()
     for row in outcome.merging + outcome.removal:
         assert f"| {row.name} |" in text
@@ -120,7 +120,7 @@ def test_results_and_reports_are_written(outcome: Outcome) -> None:
         assert (outcome.folder / report / "report.html").stat().st_size > 10_000
 
 
-def test_training_with_the_same_seed_gives_the_same_weights(outcome: Outcome, tmp_path: Path) -> None:
+def test_training_with_the_same_seed_gives_the_same_weights(outcome: DemoResult, tmp_path: Path) -> None:
     for name, seed in (("same", 0), ("other", 1)):
         data = outcome.folder / "data" / "upright.npz"
         (tmp_path / name).mkdir()
@@ -131,7 +131,7 @@ def test_training_with_the_same_seed_gives_the_same_weights(outcome: Outcome, tm
     assert (tmp_path / "other/model.safetensors").read_bytes() != want
 
 
-def test_every_command_is_one_that_the_command_line_understands(outcome: Outcome) -> None:
+def test_every_command_is_one_that_the_command_line_understands(outcome: DemoResult) -> None:
     group = typer.main.get_command(app)
     script = (outcome.folder / "commands.sh").read_text()
     for command in (c for several in outcome.commands.values() for c in several):
@@ -143,7 +143,7 @@ def test_every_command_is_one_that_the_command_line_understands(outcome: Outcome
 
 
 def test_commands_of_every_kind_succeed_as_printed_and_give_the_same_models(
-    outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+    outcome: DemoResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(outcome.folder)
     paths = ["curvature/base/curvature.safetensors", "merged/gradient-matching/model.safetensors"]
@@ -161,7 +161,7 @@ def test_commands_of_every_kind_succeed_as_printed_and_give_the_same_models(
     assert Path("removed/removal/model.safetensors").read_bytes() == removed
 
 
-def test_a_shell_that_does_not_know_gradmerge_runs_them(outcome: Outcome) -> None:
+def test_a_shell_that_does_not_know_gradmerge_runs_them(outcome: DemoResult) -> None:
     lines = (outcome.folder / "commands.sh").read_text().splitlines()
     wanted = [line for line in lines if line.startswith("gradmerge merge recipes/ties.yml")]
     wanted += [line for line in lines if line.startswith("gradmerge evaluate")][:1]

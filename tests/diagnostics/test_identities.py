@@ -1,4 +1,4 @@
-"""The equations of the paper on linear and logistic regression, where every model, gradient and Hessian is known; in float64."""
+"""The equations of the paper on linear and logistic regression, where all gradients and Hessians are known; float64."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_gradient_matching_gives_the_jointly_trained_model_for_quadratics() -> N
 
 
 def test_gradient_matching_errs_in_second_order_where_task_arithmetic_errs_in_first() -> None:
-    """Ten times the penalty moves models a tenth as far: the errors shrink a hundredfold (by Δ) and a thousandfold (by Δ²)."""
+    """Ten times the penalty moves models a tenth as far: errors shrink 100-fold (by Δ) and 1000-fold (by Δ²)."""
     errors = []
     for stiffness in (100.0, 1000.0):
         case = make_case("logistic", stiffness=stiffness)
@@ -339,8 +339,12 @@ def test_predictions_from_files_in_float32_are_those_from_memory(tmp_path: Path)
     for number, (state, sums) in enumerate(zip(states, curvature, strict=True)):
         write_model(tmp_path / str(number), state)
         gm.Curvature({n: v.float() for n, v in sums.items()}, 1).save(tmp_path / str(number) / "curvature")
-    recipe = {"method": "gradient-matching", "base": str(tmp_path / "0"), "damping": 0.1,
-              "models": [{"model": str(tmp_path / str(i + 1)), "weight": w} for i, w in enumerate(WEIGHTS)]}  # fmt: skip
+    recipe = {
+        "method": "gradient-matching",
+        "base": str(tmp_path / "0"),
+        "damping": 0.1,
+        "models": [{"model": str(tmp_path / str(i + 1)), "weight": w} for i, w in enumerate(WEIGHTS)],
+    }
     candidates = [Candidate(m, m) for m in METHODS]
     plan = open_to_look(make_recipe(recipe))
     from_files = predict(plan, ["a", "b", "c"], candidates)

@@ -26,8 +26,12 @@ from .making import State, memory_plan
 WEIGHTS = [0.7, 1.3]
 DAMPING = 0.05
 TASKS = ["a", "b"]
-GROUPS = {"embed": ["embed.weight"], "layers.0": ["layers.0.linear.weight", "layers.0.linear.bias"],
-          "layers.1": ["layers.1.linear.weight", "layers.1.norm.weight"], "classifier": ["classifier.weight"]}  # fmt: skip
+GROUPS = {
+    "embed": ["embed.weight"],
+    "layers.0": ["layers.0.linear.weight", "layers.0.linear.bias"],
+    "layers.1": ["layers.1.linear.weight", "layers.1.norm.weight"],
+    "classifier": ["classifier.weight"],
+}
 
 CANDIDATES = [
     Candidate("average", "average"),
@@ -80,8 +84,12 @@ def slow_cost(merged: State, at: State, curvature: State, names: Sequence[str]) 
     """½ Σ H (θ̂ − θ_t)² and √Σ (H (θ̂ − θ_t))²."""
     excess, mismatch = [], []
     for name in names:
-        triples = zip(merged[name].reshape(-1).tolist(), at[name].reshape(-1).tolist(),
-                      curvature[name].reshape(-1).tolist(), strict=True)  # fmt: skip
+        triples = zip(
+            merged[name].reshape(-1).tolist(),
+            at[name].reshape(-1).tolist(),
+            curvature[name].reshape(-1).tolist(),
+            strict=True,
+        )
         for theta, place, h in triples:
             excess.append(0.5 * h * (theta - place) ** 2)
             mismatch.append((h * (theta - place)) ** 2)

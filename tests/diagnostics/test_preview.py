@@ -1,4 +1,4 @@
-"""Previews over weights: the grid, predictions against a loop, measurements against a merge on disk, and what is called best."""
+"""Previews over weights: the grid, predictions against a loop, data against a merge on disk, and what is best."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.diagnostics import looking
+from gradmerge.diagnostics import evaluator, predictor
 from gradmerge.diagnostics.grid import Setting, check_methods, grid, parse_range, parse_weights, recipe_with, sample
-from gradmerge.diagnostics.preview import Row, score_all
+from gradmerge.diagnostics.preview import Outcome, score_all
 from gradmerge.diagnostics.scores import headline
 from gradmerge.recipe import make_recipe
 from gradmerge.report.preview_page import pareto_front, verdict
@@ -99,9 +99,12 @@ def test_too_large_a_grid_is_refused_and_random_points_are_offered() -> None:
 
 def test_another_rule_of_a_recipe_drops_what_only_its_own_understands() -> None:
     raw = {
-        "method": "ties", "base": "x/base", "models": ["x/a", {"model": "x/b", "weight": 0.5}], "options": {"density": 0.3},
+        "method": "ties",
+        "base": "x/base",
+        "models": ["x/a", {"model": "x/b", "weight": 0.5}],
+        "options": {"density": 0.3},
         "exclude": ["head.*"],
-    }  # fmt: skip
+    }
     recipe = make_recipe(raw)
     assert recipe_with(recipe, "ties", [0.2, 0.4]).options == {"density": 0.3}
     changed = recipe_with(recipe, "average", ())
@@ -134,7 +137,7 @@ class Place:
                 for name, weight in (("a", 1.0), ("b", 0.5))
             ],
             "damping": 0.01,
-        } | keys  # fmt: skip
+        } | keys
 
     def merged(self, method: str, weights: Sequence[float]) -> State:
         base, tuned = self.states[0], self.states[1:]
@@ -189,7 +192,7 @@ def test_predictions_do_not_depend_on_threads_or_on_how_many_are_looked_at_toget
     one = gm.preview(recipe, weights="a=0:1:0.5", methods=methods, threads=1)
     more = gm.preview(recipe, weights="a=0:1:0.5", methods=methods, threads=3)
     assert [row.values for row in one.rows] == [row.values for row in more.rows]
-    monkeypatch.setattr(looking, "PASS", 4)
+    monkeypatch.setattr(predictor, "PASS", 4)
     apart = gm.preview(recipe, weights="a=0:1:0.5", methods=methods, threads=2)
     assert [row.values for row in apart.rows] == [pytest.approx(row.values, rel=1e-9) for row in one.rows]
 
@@ -253,7 +256,7 @@ def test_a_removal_has_no_best_setting_and_uses_its_penalty(tmp_path: Path) -> N
 def test_measured_settings_are_those_of_a_merge_on_disk(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looking, "MEMORY", 1)  # one merge at a time
+    monkeypatch.setattr(evaluator, "MEMORY", 1)  # one merge at a time
     data = {name: str(texts / f"{name}.jsonl") for name in ("a", "b")} | {"base": str(texts / "a.jsonl")}
     found = gm.preview(
         texts / "recipe.yml",
@@ -298,11 +301,11 @@ def test_measured_images_in_half_precision_are_those_of_a_merge_on_disk(tmp_path
         assert row.metrics["b"] == pytest.approx({name: want[name] for name in row.metrics["b"]}, abs=1e-6)
 
 
-def rows_of(*metrics: dict[str, dict[str, float]]) -> list[Row]:
+def rows_of(*metrics: dict[str, dict[str, float]]) -> list[Outcome]:
     rows = []
     for number, by_task in enumerate(metrics):
         values: dict[str, float | None] = {task: found[headline(found)] for task, found in by_task.items()}
-        rows.append(Row(Setting("task-arithmetic", (float(number),)), values, by_task))
+        rows.append(Outcome(Setting("task-arithmetic", (float(number),)), values, by_task))
     return rows
 
 

@@ -16,7 +16,7 @@ SIZE = 12
 
 
 class Regression:
-    """Linear regressions with XᵀX diagonal: a model is one weight vector, and the diagonal curvature is the whole Hessian."""
+    """Linear regressions with XᵀX diagonal: a model is one vector, and the diagonal curvature is the whole Hessian."""
 
     def __init__(self, path: Path, counts: tuple[int, ...] = (60, 30, 90), seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -56,7 +56,7 @@ class Regression:
         return base + (weights @ ((prior + hs) * deltas)) / (prior + weights @ hs)
 
     def losses(self, merged: Tensor) -> Tensor:
-        """Rows of models → (tasks, then the base): mean excess over examples of ½(xᵀθ − y)², which is exactly quadratic."""
+        """Rows of models → (tasks, then the base): mean excess over examples of ½(xᵀθ − y)², exactly quadratic."""
         columns = []
         for i in [*range(1, len(self.best)), 0]:
             x, y = self.data[i]
@@ -112,11 +112,11 @@ def test_the_same_seed_gives_the_same_weights_whatever_the_threads(tmp_path: Pat
 
 
 def test_every_round_is_one_pass_over_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradmerge.diagnostics import looking
+    from gradmerge.diagnostics import predictor
 
     passes = []
-    predict = looking.predict  # type: ignore[attr-defined]
-    monkeypatch.setattr(looking, "predict", lambda *a, **k: passes.append(len(a[2])) or predict(*a, **k))  # type: ignore[func-returns-value]
+    predict = predictor.predict  # type: ignore[attr-defined]
+    monkeypatch.setattr(predictor, "predict", lambda *a, **k: passes.append(len(a[2])) or predict(*a, **k))  # type: ignore[func-returns-value]
     found = gm.suggest_weights(Regression(tmp_path).recipe)
     assert len(passes) == 4 and sum(passes) == len(found.evaluated.rows)
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gradmerge as gm
-from gradmerge.api.estimating import measure_curvature
+from gradmerge.api.estimating import estimate_curvature
 from gradmerge.curvature.files import open_curvature
 from gradmerge.curvature.summary import pieces, summarize
 from gradmerge.engine.journal import NAME as JOURNAL
@@ -320,7 +320,7 @@ class SoFar(Kind):
         from .data import models_kept
 
         with models_kept():
-            measure_curvature("bert", "data.jsonl", self.place.out, batch_size=2, device="cpu", **settings)
+            estimate_curvature("bert", "data.jsonl", self.place.out, batch_size=2, device="cpu", **settings)
 
     def run(self, rng: random.Random | None) -> None:
         left = dict(self.left)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 import gradmerge as gm
-from gradmerge.api.estimating import measure_curvature
+from gradmerge.api.estimating import estimate_curvature
 from gradmerge.errors import GradmergeError
 from tests.making import near, random_curvature, random_state, write_model
 
@@ -141,7 +141,7 @@ class Estimate(Scenario):
 
     def run(self, *, old: bool = False, force: bool = False, resume: bool = False) -> None:
         options = {"limit": 8 if old else None, "batch_size": 4, "device": "cpu", "save_every": 0.05}
-        measure_curvature("bert", "data.jsonl", self.out, force=force, resume=resume, **options)
+        estimate_curvature("bert", "data.jsonl", self.out, force=force, resume=resume, **options)
 
     def content(self) -> Content:
         return {**gm.Curvature.load(self.out), "examples": gm.Curvature.load(self.out).examples}

@@ -6,17 +6,18 @@ import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from .._version import __version__
 from ..diagnostics.diagnosis import Diagnosis, diagnose
 from ..engine.card import to_yaml
-from ..engine.progress import NoProgress, Progress
+from ..engine.progress import Progress
 from ..engine.reads import model_paths, recipe_paths
 from ..recipe import Recipe
 from ..report.diagnosis_page import costliest, diagnosis_page, rank, reference_of, relative
 from ..report.page import write_report
 from ..storage.staging import Staging
+from ..tasks import Loading, complete
 from ..text import to_json
 from .merging import as_recipe, default_threads
 from .reads import data_paths
@@ -29,34 +30,32 @@ def write_diagnosis(
     merged: str | None = None,
     target: str | None = None,
     data: Mapping[str, str] | None = None,
-    loading: Mapping[str, Any] | None = None,
-    batch_size: int = 8,
     threads: int | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
     force: bool = False,
     progress: Progress | None = None,
     command: str = "",
+    **loading: Unpack[Loading],
 ) -> Diagnosis:
-    """Diagnose a recipe's merge and write `report.html`, its figures and tables, and `diagnosis.json` into a new folder.
+    """Diagnose a recipe's merge; write `report.html`, its figures and tables, and `diagnosis.json` into a new folder.
 
     The options are those of `gradmerge diagnose`; ``command`` is what the report says to repeat it with.
+    How models and data are loaded: :class:`gradmerge.Loading`.
     """
+    options = complete(loading, write_diagnosis)
     recipe = as_recipe(recipe)
-    progress = progress or NoProgress()
-    with report_folder(recipe, out, data or {}, force, merged, target, (loading or {}).get("tokenizer")) as staging:
+    with report_folder(recipe, out, data or {}, force, merged, target, options["tokenizer"]) as staging:
         found = diagnose(
             recipe,
             merged=merged,
             target=target,
             data=data,
-            loading=loading,
-            batch_size=batch_size,
             threads=threads or default_threads(),
             allow_pickle=allow_pickle,
             allow_config=allow_config,
-            begin=progress.begin,
-            advance=progress.advance,
+            progress=progress,
+            **options,
         )
         text = recipe_text(recipe)
         page = diagnosis_page(found, provenance(recipe, data or {}), text, [command] if command else [])

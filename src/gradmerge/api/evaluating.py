@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Unpack
+
+from .. import tasks
+from ..tasks import Loading
 
 
-def evaluate(
-    model: str,
-    source: str,
-    *,
-    task: str = "auto",
-    columns: Mapping[str, str] | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    max_length: int | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    attn: str | None = None,
-    tokenizer: str | None = None,
-) -> dict[str, Any]:
-    """The metrics of a model (folder, Hub id or adapter folder) on data: accuracy and F1, errors, or perplexity.
+def evaluate(model: str | Path, source: str | Path, **loading: Unpack[Loading]) -> dict[str, Any]:
+    """The metrics of a model on data: accuracy and F1, errors of a regression, or loss and perplexity.
 
-    ``source`` and the options are those of `gradmerge evaluate`. What each number is, its unit and whether it is a
-    mean, says ``gradmerge.tasks.MEANINGS``.
+    Args:
+        model: A folder, a Hub id (`org/name@revision`) or a PEFT adapter folder.
+        source: A file or folder of data, or `org/name:split` of the Hub, as in `gradmerge evaluate --data`.
+        loading: How both are loaded; see :class:`gradmerge.Loading`.
+
+    Returns:
+        The task and its numbers by name. ``gradmerge.tasks.MEANINGS`` says what each is: its unit, and whether a mean.
 
     >>> evaluate("./yelp", "reviews.jsonl", columns={"text": "review", "label": "stars"})  # doctest: +SKIP
     {'task': 'classify', 'accuracy': 0.971, …}
     """
-    from .. import tasks
-
-    loaded = tasks.load_task(
-        model,
-        source,
-        task=task,
-        columns=columns,
-        limit=limit,
-        max_length=max_length,
-        device=device,
-        dtype=dtype,
-        attn=attn,
-        tokenizer=tokenizer,
-    )
-    return tasks.evaluate(loaded, batch_size)
+    return tasks.evaluate(tasks.load_task(model, source, **tasks.complete(loading, evaluate)))

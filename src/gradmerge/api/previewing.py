@@ -6,13 +6,14 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
+from ..diagnostics.evaluator import Evaluator
 from ..diagnostics.grid import Weights, check_methods, grid, parse_weights, recipe_with, sample
-from ..diagnostics.looking import Measurer, Predictor
 from ..diagnostics.predict import task_names
-from ..diagnostics.preview import Looker, Preview, Row, compare
-from ..diagnostics.suggest import OBJECTIVES, Suggestion, search_ranges, suggest
+from ..diagnostics.predictor import Predictor
+from ..diagnostics.preview import Looker, Outcome, Preview, compare
+from ..diagnostics.suggest import Suggestion, check_objective, search_ranges, suggest
 from ..engine.card import recipe_as_written, to_yaml
 from ..engine.progress import NoProgress, Progress
 from ..engine.to_folder import MergeResult
@@ -22,22 +23,10 @@ from ..report.page import write_report
 from ..report.preview_page import preview_page, settings_table
 from ..storage.staging import Staging
 from ..storage.tensorfile import local_path
+from ..tasks import Loading, complete
 from ..text import to_json
 from .diagnosing import provenance, recipe_text, report_folder
 from .merging import as_recipe, default_threads, merge
-
-
-class Loading(TypedDict, total=False):
-    """How data and model are read; the options of `gradmerge evaluate`."""
-
-    task: str
-    columns: Mapping[str, str] | None
-    limit: int | None
-    max_length: int | None
-    device: str
-    dtype: str
-    attn: str | None
-    tokenizer: str | None
 
 
 def preview(
@@ -50,7 +39,6 @@ def preview(
     samples: int | None = None,
     seed: int = 0,
     objective: str = "worst",
-    batch_size: int = 8,
     threads: int | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
@@ -59,33 +47,25 @@ def preview(
     command: str = "",
     **loading: Unpack[Loading],
 ) -> Preview:
-    """Look at a recipe's merge under many weights and rules, without writing any model.
+    """Look at a recipe's merge under many weights and methods, without writing any model.
 
-    ``weights`` is `0:1:0.1` (both ends, one weight for all tasks), `["yelp=0:1:0.25", "sst2=0.5"]`, or task → range; with ``samples``
-    so many random points of the ranges are taken. With ``data`` (task, or `base`, → source) every merge is formed in memory and
-    evaluated, and the best has the best average metric; without, losses are predicted from curvature, and the best has the smallest
-    predicted loss of its worst task (``objective`` "worst") or of all ("sum"). With ``out`` a report is written to that new folder.
+    ``weights`` is `0:1:0.1` (both ends, one weight for all tasks), `["yelp=0:1:0.25", "sst2=0.5"]`, or task → range;
+    with ``samples`` so many random points of the ranges are taken. With ``data`` (task, or `base`, → source) each merge
+    is formed in memory and evaluated, and the best has the best average metric. Without, losses are predicted from
+    curvature, and the best has the smallest loss of its worst task (``objective`` "worst") or of all ("sum"). With
+    ``out`` a report is written to that new folder. How models and data are loaded: :class:`gradmerge.Loading`.
     """
+    options = complete(loading, preview)
     recipe = as_recipe(recipe)
     tasks = task_names(recipe)
     chosen = check_methods(methods, recipe)
     ranges = parse_weights(weights, tasks, recipe)
-    if objective not in OBJECTIVES:
-        raise InputError(f"--objective {objective}: known are {', '.join(OBJECTIVES)}")
+    check_objective(objective)
     settings = grid(chosen, ranges) if samples is None else sample(chosen, ranges, samples, seed)
     progress = progress or NoProgress()
-    allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config}
-    with _folder(recipe, out, data or {}, force, loading) as staging:
-        with _looker(recipe, chosen, data, loading, batch_size, threads, allowed) as looker:
-            found = compare(
-                recipe,
-                looker,
-                settings,
-                ranges.axis,
-                objective=objective,
-                begin=lambda merges: progress.begin("previewing", merges),
-                advance=progress.advance,
-            )
+    with _folder(recipe, out, data or {}, force, options) as staging:
+        with _looker(recipe, chosen, data, options, threads, allow_pickle, allow_config) as looker:
+            found = compare(recipe, looker, settings, ranges.axis, objective=objective, progress=progress)
         if staging is not None:
             _write(staging, found, None, data or {}, command)
     return found
@@ -102,7 +82,6 @@ def suggest_weights(
     seed: int = 0,
     weights: Weights | None = None,
     methods: Sequence[str] | str | None = None,
-    batch_size: int = 8,
     threads: int | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
@@ -113,32 +92,23 @@ def suggest_weights(
 ) -> Suggestion:
     """Search the weights with which the worst task (``objective`` "worst") or the sum over tasks ("sum") loses least.
 
-    Every task has a weight of its own in [0, 1.5], or in the ranges of ``weights``; with ``shared`` all have the same. Without data what
-    is lost is predicted from curvature, on the base's data too. With a few labelled rows of each task it is measured, as a share:
-    (loss − loss of the tuned model) / (loss of the base − loss of the tuned model), mean losses per example. The same ``seed`` gives the
-    same weights.
+    Every task has a weight of its own in [0, 1.5], or in the ranges of ``weights``; with ``shared`` all have the same.
+    Without data what is lost is predicted from curvature, on the base's data too. With a few labelled rows of each task
+    it is measured, as a share: (loss − loss of the tuned model) / (loss of the base − loss of the tuned model), mean
+    losses per example. The same ``seed`` gives the same weights.
     """
+    options = complete(loading, suggest_weights)
     recipe = as_recipe(recipe)
     tasks = task_names(recipe)
     chosen = check_methods(methods, recipe)
     given = parse_weights(weights, tasks, recipe) if weights is not None else None
     ranges = search_ranges(given, tasks, recipe, shared)
-    counted = _Counted(progress or NoProgress())
-    allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config}
-    with _folder(recipe, out, data or {}, force, loading) as staging:
-        with _looker(recipe, chosen, data, loading, batch_size, threads, allowed) as looker:
+    progress = progress or NoProgress()
+    with _folder(recipe, out, data or {}, force, options) as staging:
+        with _looker(recipe, chosen, data, options, threads, allow_pickle, allow_config) as looker:
             found = suggest(
-                recipe,
-                looker,
-                chosen,
-                ranges,
-                objective=objective,
-                samples=samples,
-                seed=seed,
-                begin=counted.begin,
-                advance=counted.advance,
+                recipe, looker, chosen, ranges, objective=objective, samples=samples, seed=seed, progress=progress
             )
-        counted.finish()
         if staging is not None:
             _write(staging, found.evaluated, found, data or {}, command)
     return found
@@ -153,30 +123,9 @@ def best_recipe(found: Preview) -> Recipe:
     """The recipe with the rule and weights of the best setting."""
     best = found.best()
     if best is None:
-        raise InputError(
-            "no setting is the best one, so that none can be merged; a removal's strength is yours to choose"
-        )
+        none = "no setting is the best one, so that none can be merged"
+        raise InputError(f"{none}; a removal's strength is yours to choose")
     return recipe_with(found.recipe, best.setting.method, best.setting.weights)
-
-
-class _Counted:
-    """Progress whose total is an estimate: some points of a search turn out to be known already."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._left = 0
-
-    def begin(self, merges: int) -> None:
-        self._left = merges
-        self._progress.begin("searching", merges)
-
-    def advance(self, merges: int) -> None:
-        self._left -= merges
-        self._progress.advance(merges)
-
-    def finish(self) -> None:
-        if self._left > 0:
-            self._progress.advance(self._left)
 
 
 @contextlib.contextmanager
@@ -184,18 +133,16 @@ def _looker(
     recipe: Recipe,
     methods: Sequence[str],
     data: Mapping[str, str] | None,
-    loading: Mapping[str, Any],
-    batch_size: int,
+    loading: Loading,
     threads: int | None,
-    allowed: Mapping[str, Any],
+    allow_pickle: bool,
+    allow_config: Sequence[str],
 ) -> Iterator[Looker]:
-    wrong = sorted(set(loading) - set(Loading.__annotations__))
-    if wrong:
-        raise TypeError(f"unexpected argument {wrong[0]!r}")
+    allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config}
     threads = threads or default_threads()
     looker: Looker
     if data:
-        looker = Measurer(recipe, methods, data, loading, batch_size=batch_size, threads=threads, **allowed)
+        looker = Evaluator(recipe, methods, data, loading, threads=threads, **allowed)
     else:
         looker = Predictor(recipe, methods, threads=threads, **allowed)
     try:
@@ -210,11 +157,7 @@ def _folder(
     """A folder for the report, if one is wanted."""
     if out is None:
         return contextlib.nullcontext()
-    return report_folder(recipe, out, data, force, loading.get("tokenizer"))
-
-
-def _parts(recipe: Recipe) -> list[Base | Model]:
-    return [*([recipe.base] if recipe.base is not None else []), *recipe.models]
+    return report_folder(recipe, out, data, force, loading["tokenizer"])
 
 
 def _write(
@@ -245,7 +188,8 @@ def _moved(recipe: Recipe, folder: Path) -> dict[str, Any]:
         return relative if relative.startswith(".") else f"./{relative}"
 
     copy = recipe.model_copy(deep=True)
-    for part in _parts(copy):
+    parts: list[Base | Model] = [*([copy.base] if copy.base is not None else []), *copy.models]
+    for part in parts:
         part.model = moved(part.model)
         if part.curvature is not None and not isinstance(part.curvature, Identity):
             part.curvature = moved(part.curvature)
@@ -282,7 +226,7 @@ def as_json(found: Preview, suggestion: Suggestion | None = None) -> dict[str, A
     return result
 
 
-def _row(found: Preview, row: Row) -> dict[str, Any]:
+def _row(found: Preview, row: Outcome) -> dict[str, Any]:
     shown: dict[str, Any] = {"method": row.setting.method, "weights": found.weights(row), "rank": row.rank}
     if found.measured:
         return {**shown, "score": row.score, "metrics": row.metrics}

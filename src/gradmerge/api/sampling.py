@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
-from ..checkpoints.compare import same_values, tied_to
 from ..checkpoints.model import TORCH_TYPES, Buffers, Checkpoint
 from ..checkpoints.opening import open_checkpoint
 from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..checkpoints.ties import same_values, tied_to
 from ..curvature.files import CurvatureFile, default_curvature, open_curvature
 from ..engine.inputs import CurvatureInput
 from ..engine.plan import BLOCK

@@ -1,4 +1,4 @@
-"""Reading any checkpoint tensor by tensor, comparing checkpoints, and writing one safely."""
+"""Reading any checkpoint tensor by tensor, and comparing checkpoints."""
 
 from ..storage.tensorfile import TensorInfo
 from .compare import Comparison, compare

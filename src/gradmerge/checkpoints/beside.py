@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,40 +22,32 @@ def notes_on_files(first: Checkpoint, other: Checkpoint) -> Iterator[str]:
         return
     ours, theirs = first.folder, other.folder
     if _other_rows(ours / "tokenizer.json", theirs / "tokenizer.json"):
-        yield (
-            f"{other.label}: its tokenizer maps words to other rows than that of {first.label}; "
-            "unless you know why, the merged embeddings will be garbage"
-        )
+        found = f"{other.label}: its tokenizer maps words to other rows than that of {first.label}"
+        yield f"{found}; unless you know why, the merged embeddings will be garbage"
     here, there = _chat_template(ours), _chat_template(theirs)
     if here != there and None not in (here, there):
         what = "its chat template is not that of" if here and there else "it has a chat template, unlike"
         pair = (other, first) if there else (first, other)
-        yield f"{pair[0].label}: {what} {pair[1].label}; the result has that of {first.label}" + (
-            "" if here else ": none"
-        )
+        none = "" if here else ": none"
+        yield f"{pair[0].label}: {what} {pair[1].label}; the result has that of {first.label}{none}"
     keys = _other_defaults(ours / "generation_config.json", theirs / "generation_config.json")
     if keys:
-        yield (
-            f"{other.label}: its defaults for generation differ from those of {first.label}, which the result has: "
-            + ", ".join(keys[:6])
-            + (" …" if len(keys) > 6 else "")
-        )
+        some = ", ".join(keys[:6]) + (" …" if len(keys) > 6 else "")
+        differ = f"{other.label}: its defaults for generation differ from those of {first.label}"
+        yield f"{differ}, which the result has: {some}"
 
 
 def _other_rows(ours: Path, theirs: Path) -> bool:
     """Whether both bring a tokenizer and the same token is not the same row: the result would be garbage."""
-    if not (ours.is_file() and theirs.is_file()) or _sha256(ours) == _sha256(theirs):
+    if not (ours.is_file() and theirs.is_file()):
         return False
-    return _vocabulary(ours) != _vocabulary(theirs)
+    here, there = (read_bounded(path, MAX_TOKENIZER) for path in (ours, theirs))
+    return here != there and _vocabulary(here) != _vocabulary(there)
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(read_bounded(path, MAX_TOKENIZER)).hexdigest()
-
-
-def _vocabulary(path: Path) -> object:
+def _vocabulary(tokenizer: bytes) -> object:
     try:
-        return json.loads(read_bounded(path, MAX_TOKENIZER))["model"]["vocab"]
+        return json.loads(tokenizer)["model"]["vocab"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -79,9 +70,8 @@ def _other_defaults(ours: Path, theirs: Path) -> list[str]:
     if here is None or there is None:
         return []
     keys = sorted((here.keys() | there.keys()) - PROVENANCE)
-    return [
-        f"{key} {shown(here.get(key))} and {shown(there.get(key))}" for key in keys if here.get(key) != there.get(key)
-    ]
+    keys = [key for key in keys if here.get(key) != there.get(key)]
+    return [f"{key} {shown(here.get(key))} and {shown(there.get(key))}" for key in keys]
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -16,40 +16,20 @@ from ..text import listed, nearest
 from .beside import notes_on_files
 from .configs import allows, differences, labels, shown
 from .kinship import kinship, kinship_note
-from .model import Buffers, Checkpoint
+from .model import Checkpoint
 from .quantised import quantisation
-
-#: Heads that models leave out of a checkpoint when they are the same tensor as an embedding, and those embeddings.
-TIED = {
-    "lm_head.weight": (
-        "model.embed_tokens.weight", "transformer.wte.weight", "shared.weight", "model.decoder.embed_tokens.weight",
-        "model.shared.weight", "transformer.word_embeddings.weight", "model.language_model.embed_tokens.weight",
-        "language_model.model.embed_tokens.weight", "wte.weight",
-    ),
-    "embed_out.weight": ("gpt_neox.embed_in.weight",),
-    "encoder.embed_tokens.weight": ("shared.weight",),
-    "decoder.embed_tokens.weight": ("shared.weight",),
-    "model.encoder.embed_tokens.weight": ("model.shared.weight",),
-    "model.decoder.embed_tokens.weight": ("model.shared.weight",),
-    "cls.predictions.decoder.weight": ("bert.embeddings.word_embeddings.weight",),
-    "cls.predictions.decoder.bias": ("cls.predictions.bias",),
-    "lm_head.decoder.weight": ("roberta.embeddings.word_embeddings.weight",),
-    "lm_head.decoder.bias": ("lm_head.bias",),
-    "vocab_projector.weight": ("distilbert.embeddings.word_embeddings.weight",),
-}  # fmt: skip
-
-#: Tensors that encoder and decoder share, whether or not the head is one with them.
-STACKS = ("encoder.", "decoder.", "model.encoder.", "model.decoder.")
-HEADS = [name for name in TIED if name.endswith(".weight") and not name.startswith(STACKS)]
+from .ties import equal, other_ties, same_values, tied_to
 
 #: Constants that older versions of transformers saved with the weights and newer ones do not: by name alone, and those
 #: that share their name with a bias and are told by their four dimensions.
-BUFFERS = ["*position_ids", "*.rotary_emb.inv_freq", "*.attn.masked_bias", "*.attention.masked_bias", "*.num_batches_tracked",
-           "*relative_position_index", "*token_type_ids"]  # fmt: skip
-MASKS = ["*.attn.bias", "*.attention.bias"]
-
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight",
-              "lm_head.weight", "embed_out.weight", "decoder.weight", "decoder.bias", "lm_head.bias")  # fmt: skip
+BUFFERS = re.compile(
+    r".*(position_ids|relative_position_index|token_type_ids)|.*\.(rotary_emb\.inv_freq|num_batches_tracked)|"
+    r".*\.(attn|attention)\.masked_bias"
+)
+MASKS = (".attn.bias", ".attention.bias")
+EMBEDDINGS = re.compile(
+    r".*((embed_tokens|wte|word_embeddings|shared|embed_in|lm_head|embed_out|decoder)\.weight|(decoder|lm_head)\.bias)"
+)
 
 
 @dataclass
@@ -59,7 +39,7 @@ class Comparison:
     merged: list[str] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
     aliases: list[dict[str, str]] = field(default_factory=list)
-    """One a checkpoint: tensor → the tied tensor that stands for it there."""
+    """One per checkpoint: tensor → the tied tensor that stands for it there."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -70,20 +50,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def is_buffer(name: str, info: TensorInfo) -> bool:
     """Whether a tensor is one of the constants that some checkpoints hold beside the weights."""
-    return matches(name, BUFFERS) or (len(info.shape) == 4 and matches(name, MASKS))
-
-
-def select(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The names to merge, and notes on patterns without effect; an include pattern that fits nothing is an error."""
-    for pattern in include:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise InputError(f"include: {pattern!r} matches no tensor{nearest(pattern, names)}")
-    notes = [
-        f"exclude: {pattern!r} matches no tensor of the base"
-        for pattern in exclude
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names)
-    ]
-    return [n for n in names if matches(n, include) and not matches(n, exclude)], notes
+    return BUFFERS.fullmatch(name) is not None or (len(info.shape) == 4 and name.endswith(MASKS))
 
 
 def compare(
@@ -101,22 +68,27 @@ def compare(
     """
     allow_config = [allow_config] if isinstance(allow_config, str) else allow_config
     result = Comparison()
-    selected, result.notes = select(list(first.tensors), include, exclude)
-    wanted = {n for n in selected if first.tensors[n].is_float and not is_buffer(n, first.tensors[n])}
-    result.merged = [n for n in first.tensors if n in wanted]
-    result.copied = [n for n in first.tensors if n not in wanted]
 
     def chosen(name: str) -> bool:
         return matches(name, include) and not matches(name, exclude)
 
+    selected = [name for name in first.tensors if chosen(name)]
+    for pattern in include:
+        if not any(matches(name, [pattern]) for name in first.tensors):
+            raise InputError(f"include: {pattern!r} matches no tensor{nearest(pattern, first.tensors)}")
+    idle = [pattern for pattern in exclude if not any(matches(name, [pattern]) for name in first.tensors)]
+    result.notes = [f"exclude: {pattern!r} matches no tensor of the base" for pattern in idle]
+    wanted = {n for n in selected if first.tensors[n].is_float and not is_buffer(n, first.tensors[n])}
+    result.merged = [n for n in first.tensors if n in wanted]
+    result.copied = [n for n in first.tensors if n not in wanted]
     quantised = {id(c): found.problem(c.label) for c in (first, *others) if (found := quantisation(c, chosen))}
     result.problems += quantised.values()
     odd = [n for n in selected if first.tensors[n].dtype.startswith(("F8", "C64"))]
     if odd and id(first) not in quantised:
         more = f" (and {len(odd) - 1} more are of such types)" if len(odd) > 1 else ""
         result.problems.append(
-            f"{first.label}: {odd[0]} has the type {first.tensors[odd[0]].dtype}{more}; only float64, float32, float16 and "
-            "bfloat16 can be merged. Exclude it, or convert the model."
+            f"{first.label}: {odd[0]} has the type {first.tensors[odd[0]].dtype}{more}; only float64, float32, float16 "
+            "and bfloat16 can be merged. Exclude it, or convert the model."
         )
     used: set[str] = set()
     for other in others:
@@ -128,10 +100,14 @@ def compare(
         result.aliases.append(aliases)
         used |= _compare_configs(first, other, result, chosen, allow_config)
         result.notes += notes_on_files(first, other)
-    result.notes += [
-        f"--allow-config {key}: the configs do not differ in it" for key in allow_config if key not in used
-    ]
-    _note_running_statistics(result)
+    idle = [key for key in allow_config if key not in used]
+    result.notes += [f"--allow-config {key}: the configs do not differ in it" for key in idle]
+    averaged = [name for name in result.merged if name.endswith(("running_mean", "running_var"))]
+    if averaged:
+        result.notes.append(
+            f"{_count(averaged)} of batch-norm statistics ({some(averaged, 2)}) are merged like weights and need not "
+            "fit the merged model: estimate them again on data, or exclude '*running_mean' and '*running_var'"
+        )
     if not result.merged and not result.problems:
         result.problems.append("nothing is left to merge: no float tensor is included and not excluded")
     return result
@@ -140,52 +116,48 @@ def compare(
 def _compare_one(
     first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool]
 ) -> dict[str, str]:
+    """Names, shapes and types; returns the tied tensors that stand for those which the other leaves out."""
     aliases: dict[str, str] = {}
     missing: list[str] = []
     shapes: list[str] = []
     vocabulary: list[str] = []
     types: list[str] = []
     for name in result.merged:
-        here = first.tensors[name]
-        there = other.tensors.get(name)
-        if there is None:
-            tied = tied_to(name, other)
-            if tied is None:
-                missing.append(name)
-                continue
-            aliases[name] = tied
-            there = other.tensors[tied]
+        stored = name if name in other.tensors else tied_to(name, other)
+        if stored is None:
+            missing.append(name)
+            continue
+        if stored != name:
+            aliases[name] = stored
+        here, there = first.tensors[name], other.tensors[stored]
         if there.shape != here.shape:
+            is_vocabulary = EMBEDDINGS.fullmatch(name) and there.shape[1:] == here.shape[1:]
             line = f"{name}: {list(here.shape)} in {first.label}, {list(there.shape)} in {other.label}"
-            is_vocabulary = name.endswith(EMBEDDINGS) and there.shape[1:] == here.shape[1:]
             (vocabulary if is_vocabulary else shapes).append(line)
         elif not there.is_float:
             types.append(f"{name}: {here} in {first.label}, {there} in {other.label}")
     extra = [n for n in other.tensors if n not in first.tensors and chosen(n) and not is_buffer(n, other.tensors[n])]
     extra = [n for n in extra if not _is_copy_of_tied(n, first, other, result)]
 
-    if vocabulary:
-        result.problems.append(
-            f"{other.label}: another vocabulary than {first.label}; rows of the embeddings would not mean the same tokens\n"
-            f"{listed(vocabulary)}\n  Resize one of them, or exclude these tensors."
-        )
-    if missing:
-        result.problems.append(
-            f"{other.label}: {_count(missing)} of {first.label} missing{_prefix_hint(first, other)}\n{listed(missing)}"
-        )
-    if extra:
-        hint = "" if missing else "\n  If they are heads that should stay out of the merge, exclude them."
-        result.problems.append(
-            f"{other.label}: {_count(extra)} that {first.label} does not have\n{listed(extra)}{hint}"
-        )
-    if shapes:
-        result.problems.append(f"{other.label}: other shapes than {first.label}\n{listed(shapes)}")
-    if types:
-        result.problems.append(f"{other.label}: weights that are no floating-point numbers\n{listed(types)}")
+    def refuse(names: Sequence[str], what: str, advice: str = "") -> None:
+        if names:
+            result.problems.append(f"{other.label}: {what}\n{listed(names)}{advice}")
+
+    what = f"another vocabulary than {first.label}; rows of the embeddings would not mean the same tokens"
+    refuse(vocabulary, what, "\n  Resize one of them, or exclude these tensors.")
+    refuse(missing, f"{_count(missing)} of {first.label} missing{_prefix_hint(first, other) if missing else ''}")
+    hint = "" if missing else "\n  If they are heads that should stay out of the merge, exclude them."
+    refuse(extra, f"{_count(extra)} that {first.label} does not have", hint)
+    refuse(shapes, f"other shapes than {first.label}")
+    refuse(types, "weights that are no floating-point numbers")
     if aliases:
         pairs = ", ".join(f"{name} = {tied}" for name, tied in aliases.items())
         result.notes.append(f"{other.label}: tied weights are stored once: {pairs}")
-    _note_types(first, other, result)
+    ours, theirs = (
+        ", ".join(sorted({c.tensors[n].dtype for n in result.merged if n in c.tensors})) for c in (first, other)
+    )
+    if ours != theirs:
+        result.notes.append(f"{other.label} is stored as {theirs}, {first.label} as {ours}")
     return aliases
 
 
@@ -201,7 +173,7 @@ def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, 
             noted.append(f"{name} (which it does not have)")
         elif there.is_float or there.shape != here.shape:
             refused.append(f"{name}: {here} in {first.label}, {there} in {other.label}")
-        elif _equal_integers(first, other, name):
+        elif equal((first, name), (other, name), lambda block: block.to(torch.int64)):
             continue
         elif len(here.shape) > 1:
             refused.append(f"{name}: {here}, with other values")
@@ -213,18 +185,7 @@ def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, 
             f"  Convert the model, or exclude these tensors to keep those of {first.label}."
         )
     if noted:
-        result.notes.append(f"{other.label}: integers that differ are taken from {first.label}: {_some(noted)}")
-
-
-def _equal_integers(one: Checkpoint, two: Checkpoint, name: str, block: int = 1 << 18) -> bool:
-    buffers = Buffers()
-    numel = one.tensors[name].numel
-    for start in range(0, numel, block):
-        stop = min(start + block, numel)
-        here = one.read(name, start, stop, buffers, "left").to(torch.int64)
-        if not torch.equal(here, two.read(name, start, stop, buffers, "right").to(torch.int64)):
-            return False
-    return True
+        result.notes.append(f"{other.label}: integers that differ are taken from {first.label}: {some(noted)}")
 
 
 def _compare_configs(
@@ -239,7 +200,7 @@ def _compare_configs(
         }
     except RecursionError:
         raise InputError(f"{other.label}: its config.json, or that of {first.label}, is nested too deeply") from None
-    lines |= dict(_other_ties(first, other, chosen))
+    lines |= dict(other_ties(first, other, chosen))
     lines |= dict(_other_labels(first, other, result))
     allowing = {key: by for key in lines if (by := allows(allowed, key))}
     refused = [line for key, line in lines.items() if key not in allowing]
@@ -254,43 +215,15 @@ def _compare_configs(
             f"{other.label}: merged with another config, as --allow-config says; the result has that of {first.label}. "
             + "; ".join(lines[key] for key in allowing)
         )
-    kinds = [checkpoint.config.get("problem_type") for checkpoint in (first, other)]
-    if all(kinds) and kinds[0] != kinds[1]:
-        result.notes.append(
-            f"{other.label}: its problem_type is {shown(kinds[1])}, that of {first.label} {shown(kinds[0])}"
-        )
+    ours, theirs = (checkpoint.config.get("problem_type") for checkpoint in (first, other))
+    if ours and theirs and ours != theirs:
+        result.notes.append(f"{other.label}: its problem_type is {shown(theirs)}, that of {first.label} {shown(ours)}")
     if unknown:
         result.notes.append(
-            f"{other.label}: its config or that of {first.label} leaves out {_some(unknown)}; "
+            f"{other.label}: its config or that of {first.label} leaves out {some(unknown)}; "
             "whether they agree is not known"
         )
     return set(allowing.values())
-
-
-def _other_ties(first: Checkpoint, other: Checkpoint, chosen: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
-    """Heads that are the embedding in one model and a tensor of their own, or none, in the other."""
-    for head in (name for name in HEADS if first.config and other.config and chosen(name)):
-        pair = first, other
-        stored = [head in checkpoint.tensors for checkpoint in pair]
-        untied = [_says_untied(checkpoint) for checkpoint in pair]
-        sources = [next((s for s in TIED[head] if s in checkpoint.tensors), None) for checkpoint in pair]
-        if None in sources or stored == [False, True] or (stored[0] == stored[1] and untied[0] == untied[1]):
-            continue
-        if stored == [False, False]:
-            which = first if untied[0] else other
-            if which.config.get("architectures") and has_head(which):
-                yield "tie_word_embeddings", f"tie_word_embeddings: false in {which.label}, which stores no {head}"
-            continue
-        tied = [
-            not there or same_values(checkpoint, head, source or "")
-            for there, checkpoint, source in zip(stored, pair, sources, strict=True)
-        ]
-        if tied[0] != tied[1]:
-            one, two = pair if tied[0] else pair[::-1]
-            yield (
-                "tie_word_embeddings",
-                f"tie_word_embeddings: {head} is the embedding in {one.label}, and a tensor of its own in {two.label}",
-            )
 
 
 def _other_labels(first: Checkpoint, other: Checkpoint, result: Comparison) -> Iterator[tuple[str, str]]:
@@ -301,11 +234,11 @@ def _other_labels(first: Checkpoint, other: Checkpoint, result: Comparison) -> I
         return
     moved = [f"{n!r} is {ours[n]} and {theirs[n]}" for n in ours if n in theirs and ours[n] != theirs[n]]
     if moved:
-        yield "id2label", f"id2label: classes in another order in {first.label} and {other.label}: {_some(moved)}"
+        yield "id2label", f"id2label: classes in another order in {first.label} and {other.label}: {some(moved)}"
     else:
         result.notes.append(
-            f"{other.label}: its classes have other names (id2label) than those of {first.label}, which the result has; "
-            f"exclude {heads[0]} if they are other classes"
+            f"{other.label}: its classes have other names (id2label) than those of {first.label}, which the result "
+            f"has; exclude {heads[0]} if they are other classes"
         )
 
 
@@ -322,16 +255,8 @@ def _note_ancestry(
     result.notes += [text] if text else []
 
 
-def _note_running_statistics(result: Comparison) -> None:
-    averaged = [name for name in result.merged if name.endswith(("running_mean", "running_var"))]
-    if averaged:
-        result.notes.append(
-            f"{_count(averaged)} of batch-norm statistics ({_some(averaged, 2)}) are merged like weights and need not "
-            "fit the merged model: estimate them again on data, or exclude '*running_mean' and '*running_var'"
-        )
-
-
-def _some(items: Sequence[str], limit: int = 4) -> str:
+def some(items: Sequence[str], limit: int = 4) -> str:
+    """The first of some items, in one line, and how many more there are."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more
 
@@ -340,44 +265,12 @@ def _count(names: Sequence[str]) -> str:
     return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
 
 
-def tied_to(name: str, checkpoint: Checkpoint) -> str | None:
-    """The tensor that stands for a head which a checkpoint leaves out, or None if it is not tied there."""
-    if _says_untied(checkpoint) and not name.startswith(STACKS):
-        return None
-    return next((source for source in TIED.get(name, ()) if source in checkpoint.tensors), None)
-
-
-def _says_untied(checkpoint: Checkpoint) -> bool:
-    text = checkpoint.config.get("text_config")
-    inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None
-    return checkpoint.config.get("tie_word_embeddings", inner) is False
-
-
-def has_head(checkpoint: Checkpoint) -> bool:
-    """Whether the architecture that a checkpoint was saved from, where it says so, gives tokens out."""
-    stated = checkpoint.config.get("architectures")
-    return not isinstance(stated, list) or any(re.search("LM|Generation|PreTraining", str(name)) for name in stated)
-
-
 def _is_copy_of_tied(name: str, first: Checkpoint, other: Checkpoint, result: Comparison) -> bool:
     """Whether an extra tensor is only the stored copy of a tied one, as the first checkpoint has it."""
     source = tied_to(name, first)
     if source is None or source not in other.tensors or not same_values(other, name, source):
         return False
     result.notes.append(f"{other.label}: {name} is a copy of {source}, which {first.label} stores once; left out")
-    return True
-
-
-def same_values(checkpoint: Checkpoint, one: str, two: str, block: int = 1 << 18) -> bool:
-    a, b = checkpoint.tensors[one], checkpoint.tensors[two]
-    if a != b:
-        return False
-    buffers = Buffers()
-    for start in range(0, a.numel, block):
-        stop = min(start + block, a.numel)
-        left = checkpoint.read(one, start, stop, buffers, "left").view(torch.uint8)
-        if not torch.equal(left, checkpoint.read(two, start, stop, buffers, "right").view(torch.uint8)):
-            return False
     return True
 
 
@@ -393,13 +286,3 @@ def _prefix_hint(first: Checkpoint, other: Checkpoint) -> str:
             if count > len(shorter.tensors) // 2:
                 return f" (the names of {longer.label} begin with {prefix!r}; save both from the same model class)"
     return ""
-
-
-def _note_types(first: Checkpoint, other: Checkpoint, result: Comparison) -> None:
-    def types(checkpoint: Checkpoint) -> set[str]:
-        return {checkpoint.tensors[n].dtype for n in result.merged if n in checkpoint.tensors}
-
-    if types(first) != types(other):
-        result.notes.append(
-            f"{other.label} is stored as {', '.join(sorted(types(other)))}, {first.label} as {', '.join(sorted(types(first)))}"
-        )

@@ -6,51 +6,44 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..quiet import quiet_transformers
+
 #: Keys that change what a model computes from the same weights. Others (dropout, token ids, caches, initial values) do
 #: not, or change names and shapes, which are compared as such.
 FUNCTION = re.compile(
-    "|".join(
-        (
-            "model_type|is_decoder|is_encoder_decoder|add_cross_attention",
-            # heads
-            r".*heads?|n_head_kv|.*head_dim|d_kv|d_head|kv_channels|attention_head_size|multi_query.*",
-            "new_decoder_architecture",
-            # norms and where they stand
-            r".*eps|.*epsilon|do_layer_norm_before|normalize_before|.*_post_layernorm|use_parallel_residual",
-            "parallel_attn",
-            # activations
-            r"(.*_)?act|(.*_)?activation|(.*_)?act_fn|(.*_)?activation_f(unctio)?n|afn|feed_forward_proj|is_gated_act",
-            # positions; rope has a reading of its own
-            r"position_embedding_type|.*rotary_pct|rotary_dim|rotary_emb_base|rope_local_base_freq|rope_interleave.*",
-            r"(local|global)_rope_theta|alibi|use_alibi|relative_attention.*|max_relative_positions|no_rope_layer.*",
-            "position_biased_input|pos_att_type",
-            # which positions are attended to
-            r"layer_types|sliding_window.*|max_window_layers|attention_window|local_attention|window_size",
-            "attention_chunk_size|global_attn_every_n_layers|attention_types|attention_layers",
-            # factors
-            r".*_multipliers?|.*softcap(ping)?|query_pre_attn_scalar|logit_scale|logits_scaling|scale_attn_.*",
-            "scale_embeddings?|scale_emb|scale_depth|dim_model_base|attention_scale|routed_scaling_factor",
-            # experts
-            "num_experts_per_tok(en)?|num_selected_experts|moe_top_?k|norm_topk_prob|n_group|topk_group|topk_method",
-            "scoring_func",
-            # images and sound
-            "image_size|patch_size|num_channels|tubelet_size|temporal_patch_size|spatial_merge_size|conv_stride",
-            r"vision_feature_.*",
-            # pooling
-            "classifier_pooling|pool(er|ing)_?(type|mode)|use_mean_pooling|summary_type",
-        )
-    )
+    r"""
+    model_type|is_decoder|is_encoder_decoder|add_cross_attention
+    # heads
+    |.*heads?|n_head_kv|.*head_dim|d_kv|d_head|kv_channels|attention_head_size|multi_query.*|new_decoder_architecture
+    # norms and where they stand
+    |.*eps|.*epsilon|do_layer_norm_before|normalize_before|.*_post_layernorm|use_parallel_residual|parallel_attn
+    # activations
+    |(.*_)?act|(.*_)?activation|(.*_)?act_fn|(.*_)?activation_f(unctio)?n|afn|feed_forward_proj|is_gated_act
+    # positions; rope has a reading of its own
+    |position_embedding_type|.*rotary_pct|rotary_dim|rotary_emb_base|rope_local_base_freq|rope_interleave.*
+    |(local|global)_rope_theta|alibi|use_alibi|relative_attention.*|max_relative_positions|no_rope_layer.*
+    |position_biased_input|pos_att_type
+    # which positions are attended to
+    |layer_types|sliding_window.*|max_window_layers|attention_window|local_attention|window_size
+    |attention_chunk_size|global_attn_every_n_layers|attention_types|attention_layers
+    # factors
+    |.*_multipliers?|.*softcap(ping)?|query_pre_attn_scalar|logit_scale|logits_scaling|scale_attn_.*
+    |scale_embeddings?|scale_emb|scale_depth|dim_model_base|attention_scale|routed_scaling_factor
+    # experts
+    |num_experts_per_tok(en)?|num_selected_experts|moe_top_?k|norm_topk_prob|n_group|topk_group|topk_method|scoring_func
+    # images and sound
+    |image_size|patch_size|num_channels|tubelet_size|temporal_patch_size|spatial_merge_size|conv_stride
+    |vision_feature_.*
+    # pooling
+    |classifier_pooling|pool(er|ing)_?(type|mode)|use_mean_pooling|summary_type
+    """,
+    re.VERBOSE,
 )
 NOT_THESE = {"pruned_heads"}
 #: Keys whose default follows from the number of heads.
 FOLLOWS = {"head_dim", "num_key_value_heads"}
 #: What a key that is left out stands for in every model that has it.
-ABSENT = {
-    "position_embedding_type": "absolute",
-    "partial_rotary_factor": 1.0,
-    "rope_type": "default",
-    "logit_scale": 1.0,
-}
+ABSENT = {"position_embedding_type": "absolute", "partial_rotary_factor": 1.0, "rope_type": "default"}
 #: Words for the same activation, up to rounding.
 ACTIVATIONS = {"swish": "silu", "gelu_python": "gelu", "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
 #: Kinds of rope that depend on how many positions the config allows.
@@ -101,7 +94,7 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, 
 
 def _in_effect(key: str, value: Any) -> Any:
     last = key.rpartition(".")[2]
-    absent = ABSENT.get(last, 1.0 if last.endswith("_multiplier") else value)
+    absent = ABSENT.get(last, 1.0 if last.endswith(("_multiplier", "logit_scale")) else value)
     return absent if value is None or value is MISSING else value
 
 
@@ -138,27 +131,20 @@ def _rope(section: Mapping[str, Any]) -> dict[str, Any]:
     stated = [section.get(key) for key in ("rope_scaling", "rope_parameters")]
     given = {key: value for part in stated if isinstance(part, dict) for key, value in part.items()}
     by_layer = {kind: value for kind, value in given.items() if isinstance(value, dict)}
-    if by_layer:
-        return {
-            f"{kind}.{key}": value for kind, part in by_layer.items() for key, value in _one_rope(part, section).items()
-        }
-    return _one_rope(given, section)
+    ropes = {f"{kind}.": _one_rope(part, section) for kind, part in by_layer.items()} or {"": _one_rope(given, section)}
+    return {place + key: value for place, rope in ropes.items() for key, value in rope.items()}
 
 
 def _one_rope(given: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(given.get("rope_type", given.get("type", "default")))
-    found = {
-        key: part[key] for part in (section, given) for key in ("rope_theta", "partial_rotary_factor") if key in part
-    }
+    plain = ("rope_theta", "partial_rotary_factor")
+    found = {key: part[key] for part in (section, given) for key in plain if key in part}
+    scaling = {key: value for key, value in given.items() if key not in (*plain, "type")} | {"rope_type": kind}
     if kind in ("default", "mrope"):
-        kept = {"mrope_section"} & given.keys()
-        return found | {f"rope_scaling.{key}": given[key] for key in kept}
+        scaling = {key: value for key, value in scaling.items() if key == "mrope_section"}
     if kind in BY_LENGTH and "max_position_embeddings" in section:
         found["max_position_embeddings"] = section["max_position_embeddings"]
-    named = {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
-    return (
-        found | {"rope_scaling.rope_type": kind} | {f"rope_scaling.{k}": v for k, v in given.items() if k not in named}
-    )
+    return found | {f"rope_scaling.{key}": value for key, value in scaling.items()}
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -167,18 +153,14 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(model_type, str) or not _of_modest_depth(config):
         return None
     from transformers import CONFIG_MAPPING
-    from transformers.utils import logging
 
     if model_type not in CONFIG_MAPPING:
         return None
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(40)  # errors only
     try:
-        full = CONFIG_MAPPING[model_type].from_dict(_of_the_function(config)).to_dict()
+        with quiet_transformers():
+            full = CONFIG_MAPPING[model_type].from_dict(_of_the_function(config)).to_dict()
     except Exception:  # whatever a class makes of values that it does not expect
         return None
-    finally:
-        logging.set_verbosity(verbosity)
     return full if isinstance(full, dict) else None
 
 

@@ -18,10 +18,10 @@ from ..storage.links import require_within
 from ..storage.smallfile import read_json
 from ..storage.tensorfile import PositionalFile
 from ..text import listed
-from .compare import HEADS, TIED, has_head, same_values, tied_to
 from .model import Buffers, Checkpoint
 from .patterns import Patterns
 from .quantised import refuse_quantised
+from .ties import TIED, has_head, in_layer, is_head, same_values, tied_to, ties_of_class
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16
@@ -45,6 +45,7 @@ UNSUPPORTED = {
 HEADLESS = {"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"}
 #: Initialisations that also change the base's weights, which the adapter file does not show.
 CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
+ADVICE = "Merge it into its base with PEFT (merge_and_unload) first."
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,18 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise InputError(f"{folder}: a PEFT adapter of type {kind}; only LORA adapters can be merged from disk. "
-                         "Merge it into its base with PEFT (merge_and_unload) first.")  # fmt: skip
+        raise InputError(
+            f"{folder}: a PEFT adapter of type {kind}; only LORA adapters can be merged from disk. {ADVICE}"
+        )
     for key, what in UNSUPPORTED.items():
         if config.get(key):
-            raise InputError(f"{folder}: the adapter uses {what} ({key}), which is not base + scale·BA. "
-                             "Merge it into its base with PEFT (merge_and_unload) first.")  # fmt: skip
+            raise InputError(f"{folder}: the adapter uses {what} ({key}), which is not base + scale·BA. {ADVICE}")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.partition("_niter")[0].lower() in CHANGES_BASE:
-        raise InputError(f"{folder}: the adapter was initialised with {init}, which changed the base's weights. "
-                         "Convert it to a plain LoRA adapter with PEFT first.")  # fmt: skip
+        raise InputError(
+            f"{folder}: the adapter was initialised with {init}, which changed the base's weights. Convert it to a "
+            "plain LoRA adapter with PEFT first."
+        )
     return config
 
 
@@ -92,14 +95,13 @@ class AdapterCheckpoint(Checkpoint):
         folder: Path,
         config: Mapping[str, Any],
         files: list[PositionalFile],
-        memory: Mapping[str, Tensor],
         base: Checkpoint,
         owns_base: bool,
         hub_id: str | None = None,
     ) -> None:
         super().__init__(label, folder=folder, config=base.config, hub_id=hub_id, modules=base.modules)
         refuse_quantised(base, adapter=label)
-        self.adapter = Checkpoint(label, files=files, memory=memory)
+        self.adapter = Checkpoint(label, files=files)
         self.base = base
         self._owns_base = owns_base
         # A cache of its own: one around the method would keep every adapter alive.
@@ -137,8 +139,7 @@ class AdapterCheckpoint(Checkpoint):
                 name = re.sub(r"\.(modules_to_save(\.default)?|base_layer)(?=\.)", "", path)
                 only(replaced, self._find(name) or name, key)
         if unknown:
-            raise InputError(f"{self.folder}: the adapter holds tensors that are not LoRA's A and B:\n{listed(unknown)}\n"
-                             "Merge it into its base with PEFT (merge_and_unload) first.")  # fmt: skip
+            raise self._refused(f"the adapter holds tensors that are not LoRA's A and B:\n{listed(unknown)}\n{ADVICE}")
         factors: dict[str, Factors] = {}
         used = {"A": {name: key for name, key in replaced.items() if ".base_layer." not in key}, "B": {}}
         lost: list[str] = []
@@ -149,31 +150,34 @@ class AdapterCheckpoint(Checkpoint):
                 continue
             for letter, key in pair.items():
                 only(used[letter], target, key)
-            embedding = "lora_embedding_" in pair["A"]
             shapes = [self.adapter.tensors[key].shape for key in pair.values()]
             if any(len(shape) < 2 or 0 in shape for shape in shapes):
-                raise InputError(f"{self.folder}: LoRA's factors of {module} are no matrices: "
-                                 f"{' and '.join(str(list(shape)) for shape in shapes)}. Save the adapter again.")  # fmt: skip
+                found = " and ".join(str(list(shape)) for shape in shapes)
+                raise self._refused(f"LoRA's factors of {module} are no matrices: {found}. Save the adapter again.")
             rank = self.adapter.tensors[pair["A"]].shape[0]
-            alpha = self._alpha(config, module)
-            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-            transposed = embedding or bool(config.get("fan_in_fan_out"))
+            scale = self._alpha(config, module) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            transposed = "lora_embedding_" in pair["A"] or bool(config.get("fan_in_fan_out"))
             factors[target] = Factors(pair["A"], pair["B"], scale, self._orientation(target, pair, transposed))
         if twice:
-            raise InputError(
-                f"{self.folder}: two tensors of the adapter are for one tensor of {self.base.label}, of which one would be "
-                "lost:\n"
+            raise self._refused(
+                f"two tensors of the adapter are for one tensor of {self.base.label}, of which one would be lost:\n"
                 f"{listed(twice)}\nSave the adapter again from the model that was trained."
             )
-        tied = [module for module in lost if tied_to(f"{module}.weight", self.base)]
-        if tied:
-            raise InputError(f"{self.folder}: the adapter changes {tied[0]}.weight, which {self.base.label} shares with "
-                             f"{tied_to(f'{tied[0]}.weight', self.base)}: the result would no longer be one tensor. "
-                             "Untie the embeddings of the base first.")  # fmt: skip
+        for name in (f"{module}.weight" for module in lost):
+            if tied := tied_to(name, self.base):
+                raise self._refused(
+                    f"the adapter changes {name}, which {self.base.label} shares with {tied}: the result would no "
+                    "longer be one tensor. Untie the embeddings of the base first."
+                )
         if lost:
-            raise InputError(f"{self.folder}: the adapter changes modules that {self.base.label} does not have:\n"
-                             f"{listed(lost)}\nWas it trained on another base?")  # fmt: skip
+            raise self._refused(
+                f"the adapter changes modules that {self.base.label} does not have:\n{listed(lost)}\n"
+                "Was it trained on another base?"
+            )
         return factors, replaced
+
+    def _refused(self, why: str) -> InputError:
+        return InputError(f"{self.folder}: {why}")
 
     def _check_ties(self) -> None:
         """Refuse to change one of two tensors that the base stores as one.
@@ -182,32 +186,36 @@ class AdapterCheckpoint(Checkpoint):
         config of the base, would have them both changed, or neither.
         """
         changed = self._replaced.keys() | self._factors.keys()
-        for name in TIED:
+        ties = {name: {name, *sources} for name, sources in TIED.items()}
+        if any(not in_layer(name) and name not in set().union(*ties.values()) for name in changed):
+            for name, tied in ties_of_class(self.base).items():
+                ties.setdefault(name, {name}).add(tied)
+        for name in (name for name, either in ties.items() if either & changed):
             source = tied_to(name, self.base)
-            if source is None or not {name, source} & changed or (name in HEADS and not has_head(self.base)):
+            if source is None or not {name, source} & changed or (is_head(name) and not has_head(self.base)):
                 continue
             if name in self.base.tensors and not same_values(self.base, name, source):
                 continue
             if {name, source} <= self._replaced.keys() - self._factors.keys() and same_values(self, name, source):
                 continue
             which, rest = (source, name) if source in changed else (name, source)
-            raise InputError(
-                f"{self.folder}: the adapter changes {which}, which {self.base.label} shares with {rest}, and PEFT changes "
-                "it alone: the result would no longer be one tensor. Give a base whose embeddings are untied "
+            raise self._refused(
+                f"the adapter changes {which}, which {self.base.label} shares with {rest}, and PEFT changes it alone: "
+                "the result would no longer be one tensor. Give a base whose embeddings are untied "
                 "(tie_word_embeddings false, both tensors stored), or train with ensure_weight_tying."
             )
 
     def _alpha(self, config: Mapping[str, Any], module: str) -> float:
+        """That of the first pattern that matches the end of a module's path, as in PEFT, or else of all modules."""
+        keys = "adapter_config.json: lora_alpha or alpha_pattern"
         try:
-            alpha = _by_pattern(self._patterns, config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+            patterns = (config.get("alpha_pattern") or {}).items()
+            found = (value for pattern, value in patterns if self._patterns.fits(rf"(.*\.)?({pattern})", module))
+            alpha = float(next(found, config.get("lora_alpha", 8)))
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise InputError(
-                f"{self.folder}: adapter_config.json: lora_alpha or alpha_pattern cannot be read: {error}"
-            ) from error
+            raise self._refused(f"{keys} cannot be read: {error}") from error
         if not math.isfinite(alpha):
-            raise InputError(
-                f"{self.folder}: adapter_config.json: lora_alpha or alpha_pattern gives {alpha}, no number"
-            )
+            raise self._refused(f"{keys} gives {alpha}, no number")
         return alpha
 
     def _find(self, name: str) -> str | None:
@@ -220,7 +228,7 @@ class AdapterCheckpoint(Checkpoint):
         return longer[0] if len(longer) == 1 else None
 
     def _orientation(self, target: str, pair: Mapping[str, str], stated: bool) -> bool:
-        """Whether the target stores (in, out): what its shape says, or its neighbours or the config where it is square."""
+        """Whether the target stores (in, out), by its shape or, where that is square, its neighbours or the config."""
         a, b = self.adapter.tensors[pair["A"]].shape, self.adapter.tensors[pair["B"]].shape
         shape = self.base.tensors[target].shape
         if len(shape) != 2:
@@ -255,18 +263,19 @@ class AdapterCheckpoint(Checkpoint):
         fits = math.prod(b.shape[1:]) == rank and len(shape) >= 2
         rows, columns = (inputs, outputs) if factors.transposed else (outputs, inputs)
         if not fits or (shape[0], math.prod(shape[1:])) != (rows, columns):
-            raise InputError(f"{self.folder}: LoRA's A {list(a.shape)} and B {list(b.shape)} do not fit {name} "
-                             f"{list(shape)} of {self.base.label}. Was it trained on another base?")  # fmt: skip
+            raise self._refused(
+                f"LoRA's A {list(a.shape)} and B {list(b.shape)} do not fit {name} {list(shape)} of {self.base.label}. "
+                "Was it trained on another base?"
+            )
         for info in (a, b, self.tensors[name]):
             if not info.is_float:
-                raise InputError(f"{self.folder}: {name} or its LoRA factors have the type {info.dtype}; "
-                                 "quantised weights cannot be merged")  # fmt: skip
+                what = f"{name} or its LoRA factors have the type {info.dtype}"
+                raise self._refused(f"{what}; quantised weights cannot be merged")
 
     def _form_product(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(left, right) with left @ right = scale · BA in the layout of the target."""
         factors = self._factors[name]
-        a, b = (self._whole(key).to(dtype) for key in (factors.a, factors.b))
-        a, b = a.flatten(1), b.flatten(1)
+        a, b = (self._whole(key).to(dtype).flatten(1) for key in (factors.a, factors.b))
         if factors.transposed:
             return (a.T * factors.scale).contiguous(), b.T.contiguous()
         return (b * factors.scale).contiguous(), a.contiguous()
@@ -276,10 +285,8 @@ class AdapterCheckpoint(Checkpoint):
         return self.adapter.read(key, 0, info.numel, Buffers()).reshape(info.shape)
 
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
-        if name in self._replaced:
-            block = self.adapter.read(self._replaced[name], start, stop, buffers, slot)
-        else:
-            block = self.base.read(name, start, stop, buffers, slot)
+        holder, stored = self._stored(name)
+        block = holder.read(stored, start, stop, buffers, slot)
         if name not in self._factors or stop <= start:
             return block
         dtype = torch.float64 if block.dtype == torch.float64 else torch.float32
@@ -295,10 +302,11 @@ class AdapterCheckpoint(Checkpoint):
         return result
 
     def will_need(self, name: str) -> None:
-        if name in self._replaced:
-            self.adapter.will_need(self._replaced[name])
-        else:
-            self.base.will_need(name)
+        holder, stored = self._stored(name)
+        holder.will_need(stored)
+
+    def _stored(self, name: str) -> tuple[Checkpoint, str]:
+        return (self.adapter, self._replaced[name]) if name in self._replaced else (self.base, name)
 
     def files(self) -> list[Path]:
         return [*self.adapter.files(), *(self.base.files() if self._owns_base else [])]
@@ -307,11 +315,3 @@ class AdapterCheckpoint(Checkpoint):
         self.adapter.close()
         if self._owns_base:
             self.base.close()
-
-
-def _by_pattern(patterns: Patterns, stated: Any, module: str, default: Any) -> float:
-    """The value of the first pattern that matches the end of a module's path, as PEFT reads its patterns."""
-    for pattern, value in (stated or {}).items():
-        if patterns.fits(rf"(.*\.)?({pattern})", module):
-            return float(value)
-    return float(default)

@@ -62,7 +62,9 @@ class Checkpoint:
         """Folders of sentence-transformers' further modules; names of their tensors begin with FOLDER/."""
         self.notes: list[str] = []
         self._files = list(files or [])
-        self._memory = dict(memory or {})
+        self._memory: dict[str, Tensor] = dict(memory or {})
+        for file in self._files:
+            self._memory |= file.memory
         self._places = {name: (file, entry) for file in self._files for name, entry in file.entries.items()}
         self.tensors: dict[str, TensorInfo] = {
             name: TensorInfo(entry.dtype, entry.shape) for name, (_, entry) in self._places.items()

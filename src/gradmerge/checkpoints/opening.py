@@ -5,31 +5,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from ..errors import InputError
 from ..storage.links import require_within
 from ..storage.smallfile import MAX_CONFIG, read_bounded, read_json
-from ..storage.tensorfile import (
-    PositionalFile,
-    TensorFile,
-    close_files,
-    is_plain_name,
-    local_path,
-    open_files,
-    read_index,
-)
+from ..storage.tensorfile import PositionalFile, TensorFile, is_plain_name, local_path, open_files, read_index
 from ..text import listed
 from .lora import AdapterCheckpoint, is_adapter, read_adapter_config
 from .model import Checkpoint
 from .pickles import SUFFIXES, PickleFile
 
 #: What of a Hub repository is fetched: weights that can be merged, and the small files that go with them.
-HUB_FILES = ["model*.safetensors", "adapter_model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken",
-             "LICENSE*", "NOTICE*", "[0-9]*_*/model*.safetensors", "curvature/curvature*"]  # fmt: skip
+HUB_FILES = (
+    "model*.safetensors adapter_model*.safetensors [0-9]*_*/model*.safetensors curvature/curvature* "
+    "*.json *.txt *.model *.jinja *.tiktoken LICENSE* NOTICE*"
+)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
@@ -62,7 +55,7 @@ def fetch_from_hub(reference: str, *, allow_pickle: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     repo, _, revision = reference.partition("@")
-    patterns = [*HUB_FILES, *(["*.bin", "*.bin.index.json"] if allow_pickle else [])]
+    patterns = HUB_FILES.split() + (["*.bin", "*.bin.index.json"] if allow_pickle else [])
     try:
         return Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))
     except (HfHubHTTPError, OSError, ValueError) as error:
@@ -77,8 +70,7 @@ def _open_file(label: str, path: Path, allow_pickle: bool) -> Checkpoint:
         return Checkpoint(label, files=[TensorFile(path)])
     if path.suffix in SUFFIXES:
         _require_pickle_allowed(path, allow_pickle)
-        file = PickleFile(path)
-        return Checkpoint(label, files=[file], memory=file.memory)
+        return Checkpoint(label, files=[PickleFile(path)])
     raise InputError(
         f"{path}: a checkpoint file ends in .safetensors (or, with --allow-pickle, {', '.join(sorted(SUFFIXES))})"
     )
@@ -86,8 +78,10 @@ def _open_file(label: str, path: Path, allow_pickle: bool) -> Checkpoint:
 
 def _require_pickle_allowed(path: Path, allow_pickle: bool) -> None:
     if not allow_pickle:
-        raise InputError(f"{path}: this is a pickle, a format that can run code when it is opened. Pass --allow-pickle to read it "
-                         "(only its tensors are read), or convert it to safetensors.")  # fmt: skip
+        raise InputError(
+            f"{path}: this is a pickle, a format that can run code when it is opened. Pass --allow-pickle to read it "
+            "(only its tensors are read), or convert it to safetensors."
+        )
 
 
 def _open_folder(
@@ -95,11 +89,15 @@ def _open_folder(
 ) -> Checkpoint:
     if is_adapter(folder):
         return _open_adapter(label, folder, adapter_base, allow_pickle, hub_id)
-    config = _read_config(folder)
+    config_path = folder / "config.json"
+    config = {}
+    if config_path.is_file():
+        require_within(config_path, folder)
+        config = read_json(config_path)
     modules = _modules(folder)
-    files, memory = _weights_of_modules(folder, modules or [""], allow_pickle)
+    files = _weights_of_modules(folder, modules or [""], allow_pickle)
     inner = tuple(module for module in modules if module)
-    return Checkpoint(label, files=files, memory=memory, folder=folder, config=config, hub_id=hub_id, modules=inner)
+    return Checkpoint(label, files=files, folder=folder, config=config, hub_id=hub_id, modules=inner)
 
 
 def _modules(folder: Path) -> list[str]:
@@ -124,33 +122,23 @@ def _modules(folder: Path) -> list[str]:
     return list(dict.fromkeys(places))
 
 
-def _weights_of_modules(
-    folder: Path, modules: Sequence[str], allow_pickle: bool
-) -> tuple[list[PositionalFile], dict[str, Tensor]]:
+def _weights_of_modules(folder: Path, modules: Sequence[str], allow_pickle: bool) -> list[PositionalFile]:
     """The weights of every module; those of a folder get its name before theirs. Modules such as pooling have none."""
     files: list[PositionalFile] = []
-    memory: dict[str, Tensor] = {}
-    try:
+    with ExitStack() as opened:
         for module in modules:
-            if module and not _has_weights(folder / module):
+            kinds = SUFFIXES | {".safetensors"}
+            if module and not any(path.suffix in kinds for path in (folder / module).iterdir()):
                 continue
-            found, loaded = _weight_files(folder / module, "model", "pytorch_model", allow_pickle)
-            prefix = f"{module}/" if module else ""
-            for file in found:
-                file.entries = {prefix + name: entry for name, entry in file.entries.items()}
-            files += found
-            memory |= {prefix + name: tensor for name, tensor in loaded.items()}
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
-    if not files and not memory:
+            for file in _weight_files(folder / module, "model", allow_pickle, opened):
+                if module:
+                    file.entries = {f"{module}/{name}": entry for name, entry in file.entries.items()}
+                    file.memory = {f"{module}/{name}": tensor for name, tensor in file.memory.items()}
+                files.append(file)
+        opened.pop_all()
+    if not files:
         raise InputError(_no_weights(folder, "model"))
-    return files, memory
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(path.suffix in SUFFIXES | {".safetensors"} for path in folder.iterdir())
+    return files
 
 
 def _open_adapter(
@@ -163,16 +151,12 @@ def _open_adapter(
         base = _open_stated_base(folder, stated, allow_pickle)
     elif isinstance(stated, str):
         base = _trained_on(stated, base)
-    files: list[PositionalFile] = []
-    try:
-        files, memory = _weight_files(folder, "adapter_model", "adapter_model", allow_pickle)
-        adapter = AdapterCheckpoint(label, folder, config, files, memory, base, owns_base, hub_id)
-    except BaseException:
-        for file in files:
-            file.close()
+    with ExitStack() as opened:
         if owns_base:
-            base.close()
-        raise
+            opened.callback(base.close)
+        files = _weight_files(folder, "adapter_model", allow_pickle, opened)
+        adapter = AdapterCheckpoint(label, folder, config, files, base, owns_base, hub_id)
+        opened.pop_all()
     if not owns_base and isinstance(stated, str) and Path(stated).name not in _names_of(base):
         adapter.notes.append(
             f"{label}: the adapter says that it was trained on {stated!r}; it is applied to {base.label}"
@@ -204,22 +188,23 @@ def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool) -> Checkpoi
         )
     start = folder if not local_path(stated, None).exists() and local_path(stated, folder).exists() else None
     if is_adapter(local_path(stated, start)):
-        raise InputError(
-            f"{folder}: the adapter names another adapter as its base, {stated}. Merge that one into its base first."
-        )
+        named = f"{folder}: the adapter names another adapter as its base, {stated}"
+        raise InputError(f"{named}. Merge that one into its base first.")
     try:
         return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle)
     except InputError as error:
         raise InputError(f"{folder}: the adapter's base cannot be opened. {error}") from error
 
 
-def _weight_files(
-    folder: Path, stem: str, pickle_stem: str, allow_pickle: bool
-) -> tuple[list[PositionalFile], dict[str, Tensor]]:
-    safe = open_files(folder, stem)
-    if safe is not None:
-        return list(safe), {}
-    index, single = folder / f"{pickle_stem}.bin.index.json", folder / f"{pickle_stem}.bin"
+def _weight_files(folder: Path, stem: str, allow_pickle: bool, opened: ExitStack) -> list[PositionalFile]:
+    """The files of a folder's weights; ``opened`` closes them if what is done with them fails."""
+    files: list[PositionalFile] = [*(open_files(folder, stem) or [])]
+    for file in files:
+        opened.callback(file.close)
+    if files:
+        return files
+    single = folder / ("pytorch_model.bin" if stem == "model" else f"{stem}.bin")
+    index = single.with_name(f"{single.name}.index.json")
     if index.is_file():
         paths = [folder / name for name in read_index(index)]
     elif single.is_file():
@@ -228,14 +213,10 @@ def _weight_files(
     else:
         raise InputError(_no_weights(folder, stem))
     _require_pickle_allowed(paths[0], allow_pickle)
-    pickles: list[PickleFile] = []
-    try:
-        for path in paths:
-            pickles.append(PickleFile(path))
-    except BaseException:
-        close_files(pickles)
-        raise
-    return list(pickles), {name: tensor for file in pickles for name, tensor in file.memory.items()}
+    for path in paths:
+        files.append(PickleFile(path))
+        opened.callback(files[-1].close)
+    return files
 
 
 def _no_weights(folder: Path, stem: str) -> str:
@@ -244,11 +225,3 @@ def _no_weights(folder: Path, stem: str) -> str:
     if others:
         message += f". To merge one of these, give its path:\n{listed(others)}"
     return message
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        return {}
-    require_within(path, folder)
-    return read_json(path)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import regex  # type: ignore[import-untyped]
-
 from ..errors import InputError
 
 #: Seconds for all patterns of a config together; they take milliseconds unless they were made not to end.
@@ -15,7 +13,7 @@ LONGEST_PATTERN = 10_000
 
 
 class Patterns:
-    """Matches names against the patterns of one file. The standard library's ``re`` cannot be stopped, ``regex`` can."""
+    """Matches names against the patterns of one file, with ``regex``: Python's own ``re`` cannot be stopped."""
 
     def __init__(self, where: object) -> None:
         self._where = where
@@ -33,8 +31,8 @@ class Patterns:
             return self._compiled[pattern].fullmatch(name, timeout=self._left) is not None
         except TimeoutError:
             raise InputError(
-                f"{self._where}: its regular expressions take longer than {SECONDS:g} seconds to match, the last of them "
-                f"{self._shown(pattern)}. Put names in their place."
+                f"{self._where}: its regular expressions take longer than {SECONDS:g} seconds to match, the last of "
+                f"them {_shown(pattern)}. Put names in their place."
             ) from None
         finally:
             taken = time.perf_counter() - began
@@ -42,15 +40,18 @@ class Patterns:
                 self._left -= taken
 
     def _compile(self, pattern: str) -> Any:
-        if len(pattern) > LONGEST_PATTERN:
+        import regex  # type: ignore[import-untyped]
+
+        length = len(pattern)
+        if length > LONGEST_PATTERN:
             raise InputError(
-                f"{self._where}: a regular expression of {len(pattern)} characters; {LONGEST_PATTERN} is the limit"
+                f"{self._where}: a regular expression of {length} characters; {LONGEST_PATTERN} is the limit"
             )
         try:
             return regex.compile(pattern)
         except (regex.error, RecursionError, OverflowError, ValueError) as error:
-            raise InputError(f"{self._where}: {self._shown(pattern)} is no regular expression: {error}") from error
+            raise InputError(f"{self._where}: {_shown(pattern)} is no regular expression: {error}") from error
 
-    @staticmethod
-    def _shown(pattern: str) -> str:
-        return repr(pattern if len(pattern) <= 80 else pattern[:79] + "…")
+
+def _shown(pattern: str) -> str:
+    return repr(pattern if len(pattern) <= 80 else pattern[:79] + "…")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import struct
+import bisect
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,102 +11,112 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, MachineError
 from ..storage.smallfile import require_unpackable
 from ..storage.tensorfile import Entry, PositionalFile, is_text
 from .model import STORED_TYPES
 
 SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
+#: Bytes read from a map before it is made anew: until then all pages that were read count as memory of this process.
+REMAPPED_AFTER = 1 << 27
 
 
 class PickleFile(PositionalFile):
-    """A zipped ``torch.save`` file: names and places of its tensors, read by position like a safetensors file."""
+    """A ``torch.save`` file, mapped and not loaded; positions count through its mapped tensors, one after the other."""
 
     def __init__(self, path: Path) -> None:
-        self.memory: dict[str, Tensor] = {}
-        """Tensors that do not lie in the file as one contiguous run, loaded at once."""
-        try:
-            self.entries = self._placed(path)
-        except (InputError, MemoryError):
-            raise
-        except Exception as error:  # torch has one for every way in which a tensor may be strange
-            raise _unreadable(path, error) from error
         super().__init__(path)
+        self.entries: dict[str, Entry] = {}
+        self._opened = os.fstat(self._fd)
+        try:
+            sizes = _stored_sizes(path)
+            tensors = _load(path, mapped=bool(sizes))
+            for name, tensor in tensors.items():
+                _check(path, name, tensor, sizes)
+            self._place(tensors, mapped=bool(sizes))
+        except Exception as error:
+            self.close()
+            if isinstance(error, InputError | MemoryError):
+                raise
+            # torch has an error for every way in which a tensor may be strange
+            raise _unreadable(path, error) from error
 
-    def _placed(self, path: Path) -> dict[str, Entry]:
-        zipped = zipfile.is_zipfile(path)
-        if zipped:
-            _check_archive(path)
-        tensors = _load(path, fake=zipped)
-        records = _stored_records(path) if zipped else {}
-        entries: dict[str, Entry] = {}
-        scattered = []
-        for name, tensor in tensors.items():
-            if tensor.dtype not in STORED_TYPES:
-                raise InputError(f"{path}: tensor {name!r} has the type {tensor.dtype}, which cannot be merged")
-            if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
-                raise InputError(f"{path}: tensor {name!r} is sparse, nested, or has no data; it cannot be merged")
-            place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-            # The place is computed, not looked up: it is wrong in an archive that was packed again by another program.
-            if place not in records or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-                scattered.append(name)
-                continue
-            offset = tensor.storage_offset() * tensor.element_size()
-            entry = Entry(STORED_TYPES[tensor.dtype], tuple(tensor.shape), place + offset)
-            if offset + entry.nbytes > records[place]:
-                raise InputError(f"{path}: tensor {name!r} is longer than its data; the file is damaged")
-            entries[name] = entry
-        if scattered:
-            # A tensor may repeat one number any number of times.
-            require_unpackable(path, sum(tensors[name].numel() * tensors[name].element_size() for name in scattered))
-            whole = _load(path, fake=False) if zipped else tensors
-            self.memory = {name: whole[name].resolve_conj().resolve_neg().contiguous() for name in scattered}
-        return entries
+    def _place(self, tensors: dict[str, Tensor], mapped: bool) -> None:
+        self._names = [
+            n for n, t in tensors.items() if mapped and t.is_contiguous() and not t.is_conj() and not t.is_neg()
+        ]
+        scattered = tensors.keys() - set(self._names)
+        # A tensor may repeat one number any number of times.
+        require_unpackable(self.path, sum(tensors[name].numel() * tensors[name].element_size() for name in scattered))
+        self.memory = {n: t.resolve_conj().resolve_neg().contiguous() for n, t in tensors.items() if n in scattered}
+        end = 0
+        for name in self._names:
+            self.entries[name] = Entry(STORED_TYPES[tensors[name].dtype], tuple(tensors[name].shape), end)
+            end += self.entries[name].nbytes
+        self._starts = [entry.start for entry in self.entries.values()]
+        self._map(tensors)
+
+    def _map(self, tensors: dict[str, Tensor]) -> None:
+        self._mapped = [tensors[name].detach().reshape(-1).view(torch.uint8) for name in self._names]
+        self._left = REMAPPED_AFTER
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        size = os.fstat(self._fd).st_size
+        if size < self._opened.st_size:  # reading behind the end of a mapped file would end the process
+            raise MachineError(f"{self.path}: ends at byte {size}; it was longer when the merge began")
+        self._left -= len(buffer)
+        if self._left < 0 and self._is_as_opened():
+            self._map(_load(self.path, mapped=True))
+        place = bisect.bisect_right(self._starts, offset) - 1
+        begin = offset - self._starts[place]
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(self._mapped[place][begin : begin + len(buffer)])
+
+    def _is_as_opened(self) -> bool:
+        """Whether the path still leads to the file that was opened; another one is not mapped in its place."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return False
+        return os.path.samestat(now, self._opened) and now.st_mtime_ns == self._opened.st_mtime_ns
+
+    def will_need(self, offset: int, nbytes: int) -> None:
+        """The operating system reads ahead in maps by itself."""
+
+    def close(self) -> None:
+        super().close()
+        self._mapped = []
 
 
-def _check_archive(path: Path) -> None:
+def _check(path: Path, name: str, tensor: Tensor, sizes: set[int]) -> None:
+    """Refuse a tensor that cannot be merged, or whose storage has none of the ``sizes`` that the file holds."""
+    if tensor.dtype not in STORED_TYPES:
+        raise InputError(f"{path}: tensor {name!r} has the type {tensor.dtype}, which cannot be merged")
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
+        raise InputError(f"{path}: tensor {name!r} is sparse, nested, or has no data; it cannot be merged")
+    if sizes and tensor.numel() and tensor.untyped_storage().nbytes() not in sizes:
+        raise InputError(f"{path}: tensor {name!r} does not have the size of its data; the file is damaged")
+
+
+def _stored_sizes(path: Path) -> set[int]:
+    """The sizes of an archive's records; none where it is no archive or packs them, and cannot be mapped for that."""
+    if not zipfile.is_zipfile(path):
+        return set()
     try:
         with zipfile.ZipFile(path) as archive:
-            total = sum(info.file_size for info in archive.infolist())
+            records = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise _unreadable(path, error) from error
-    require_unpackable(path, total)
+    require_unpackable(path, sum(record.file_size for record in records))
+    stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+    return {record.file_size for record in records} if stored and is_text(str(path)) else set()
 
 
-def _stored_records(path: Path) -> dict[int, int]:
-    """Offset → size of the archive's records that are not compressed."""
-    records: dict[int, int] = {}
-    end = path.stat().st_size
+def _load(path: Path, *, mapped: bool) -> dict[str, Tensor]:
+    """The state dict of a file."""
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            for info in archive.infolist():
-                file.seek(info.header_offset + 26)
-                name_length, extra_length = struct.unpack("<HH", file.read(4))
-                if info.compress_type == zipfile.ZIP_STORED:
-                    start = info.header_offset + 30 + name_length + extra_length
-                    records[start] = min(info.file_size, end - start)
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error):
-        return {}
-    return records
-
-
-def _load(path: Path, *, fake: bool) -> dict[str, Tensor]:
-    """The state dict of a file; with ``fake``, shapes and places without the data."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL + 1)  # it prints a traceback of what becomes one sentence here
-    try:
-        if fake:
-            with FakeTensorMode():
-                loaded = torch.load(path, weights_only=True)
-        else:
-            loaded = torch.load(path, weights_only=True, map_location="cpu")
+        loaded = torch.load(path, weights_only=True, mmap=mapped, map_location="cpu")
     except Exception as error:
         raise _unreadable(path, error) from error
-    finally:
-        log.setLevel(level)
     return _state_dict(path, loaded)
 
 
@@ -119,10 +129,8 @@ def _unreadable(path: Path, error: Exception) -> InputError:
 
 
 def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
-    for candidate in (
-        loaded,
-        *(loaded.get(key) for key in ("state_dict", "model") if isinstance(loaded, dict)),
-    ):
+    inner = [loaded.get(key) for key in ("state_dict", "model")] if isinstance(loaded, dict) else []
+    for candidate in (loaded, *inner):
         if isinstance(candidate, dict) and candidate and all(isinstance(v, Tensor) for v in candidate.values()):
             names = {str(key): value for key, value in candidate.items() if isinstance(key, str | int)}
             if len(names) != len(candidate):

@@ -67,13 +67,12 @@ def quantisation(checkpoint: Checkpoint, chosen: Callable[[str], bool] = lambda 
 
     ``chosen`` says which tensors matter: a checkpoint whose codes are all left out of the merge counts as plain.
     """
-    methods: dict[str, str] = dict(_codes(checkpoint.tensors))
+    methods = dict(_codes(checkpoint.tensors))
     tensors = [name for name in methods if chosen(name)]
     if methods and not tensors:
         return None
-    for method, where in _stated(checkpoint):
-        return Quantisation(method, where, tensors)
-    return Quantisation(methods[tensors[0]], "", tensors) if tensors else None
+    stated = next(_stated(checkpoint), (methods[tensors[0]], "") if tensors else None)
+    return Quantisation(*stated, tensors) if stated else None
 
 
 def refuse_quantised(base: Checkpoint, adapter: str) -> None:
@@ -81,8 +80,8 @@ def refuse_quantised(base: Checkpoint, adapter: str) -> None:
     found = quantisation(base)
     if found is not None:
         raise InputError(
-            f"{adapter}: its base {found.problem(base.label)} Then give that one as the base; an adapter that was trained "
-            "on a quantised model fits the model that this was made from."
+            f"{adapter}: its base {found.problem(base.label)} Then give that one as the base; an adapter that was "
+            "trained on a quantised model fits the model that this was made from."
         )
 
 
@@ -105,8 +104,9 @@ def _in_use(stated: Mapping[str, Any]) -> bool:
 
 
 def _method(stated: Mapping[str, Any], default: str) -> str:
-    inner = stated.get("quantization") if isinstance(stated.get("quantization"), dict) else {}
-    named = stated.get("quant_method") or stated.get("quant_algo") or (inner or {}).get("quant_algo")
+    inner = stated.get("quantization")
+    of_inner = inner.get("quant_algo") if isinstance(inner, dict) else None
+    named = stated.get("quant_method") or stated.get("quant_algo") or of_inner
     if not isinstance(named, str):
         named = "bitsandbytes" if "load_in_4bit" in stated or "load_in_8bit" in stated else default
     bits = 4 if stated.get("load_in_4bit") else 8 if stated.get("load_in_8bit") else None

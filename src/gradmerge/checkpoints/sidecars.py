@@ -11,28 +11,28 @@ from pathlib import Path
 
 from ..storage.links import lies_within
 from ..storage.smallfile import read_json
+from .compare import some
 from .lora import AdapterCheckpoint
 from .model import Checkpoint
 
 MAX_BYTES = 100_000_000
-#: What a model needs beside its weights, by name. Folders of models also hold keys, data, logs and code: those stay where they are.
+#: Names that a model needs beside its weights. Its folder may also hold keys, data, logs and code, which stay there.
 NEEDED = (
-    "config.json", "generation_config.json", "*tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tekken.json",
-    "*vocab*.json", "*vocab*.txt", "vocab.bpe", "merges.txt", "bpe.codes", "dict.txt", "normalizer.json", "*.spm", "*.tiktoken",
-    "spiece.model", "spm.model", "*tokenizer*.model", "sentencepiece*.model", "*preprocessor_config.json", "processor_config.json",
-    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
-    "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*",
-    "modules.json", "config_sentence_transformers.json", "sentence_*_config.json",
-)  # fmt: skip
+    "config.json generation_config.json *tokenizer*.json special_tokens_map.json added_tokens.json tekken.json "
+    "*vocab*.json *vocab*.txt vocab.bpe merges.txt bpe.codes dict.txt normalizer.json *.spm *.tiktoken spiece.model "
+    "spm.model *tokenizer*.model sentencepiece*.model *preprocessor_config.json processor_config.json "
+    "chat_template.json chat_template.jinja additional_chat_templates/*.jinja "
+    "LICENSE* LICENCE* COPYING* NOTICE* USE_POLICY* "
+    "modules.json config_sentence_transformers.json sentence_*_config.json"
+)
 #: Of a module of sentence-transformers in a folder of its own.
-NEEDED_OF_MODULES = (*NEEDED, "*_config.json")
+NEEDED_OF_MODULES = f"{NEEDED} *_config.json"
 #: Left out without a word: weights in any format, what is written anew, and what belongs to a training run.
 EXPECTED = (
-    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.npz", "*.lock",
-    "*.index.json", ".*", "README.md", "gradmerge.json", "adapter_config.json", "trainer_state.json", "*_results.json",
-    "curvature", "additional_chat_templates",
-)  # fmt: skip
-NEVER = ("*.py", "*.pkl", "*.pickle", "*.sh")
+    "*.safetensors *.bin *.pt *.pth *.ckpt *.h5 *.msgpack *.onnx *.gguf *.ot *.npz *.lock *.index.json .* README.md "
+    "gradmerge.json adapter_config.json trainer_state.json *_results.json curvature additional_chat_templates"
+)
+NEVER = "*.py *.pkl *.pickle *.sh"
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,8 @@ class Sidecars:
 
     def note(self, label: str) -> list[str]:
         """Says what stays behind."""
-        if not self.left_out:
-            return []
-        shown = ", ".join(self.left_out[:8]) + (f" and {len(self.left_out) - 8} more" if len(self.left_out) > 8 else "")
-        return [f"{label}: only what a model needs is copied to the result; not copied: {shown}"]
+        left = some(self.left_out, 8)
+        return [f"{label}: only what a model needs is copied to the result; not copied: {left}"] if left else []
 
 
 def sidecars(checkpoint: Checkpoint) -> Sidecars:
@@ -63,36 +61,33 @@ def sidecars(checkpoint: Checkpoint) -> Sidecars:
         return Sidecars({}, [])
     copied: dict[str, Path] = {}
     left_out: list[str] = []
-    for name, path, needed in _candidates(folder, checkpoint.modules):
-        if _is_needed(name, needed) and _can_be_copied(path, folder):
+    for module, path in _candidates(folder, checkpoint.modules):
+        name = path.relative_to(folder).as_posix()
+        needed = _fits(path.relative_to(folder / module).as_posix(), NEEDED_OF_MODULES if module else NEEDED)
+        # A regular file of this model, also behind a link, and not too large to be a side file.
+        can_be_copied = path.is_file() and lies_within(path, folder) and path.stat().st_size <= MAX_BYTES
+        if needed and can_be_copied and not _fits(name.lower(), NEVER):
             copied[name] = path
-        elif not any(fnmatchcase(name, pattern) for pattern in EXPECTED):
+        elif not _fits(name, EXPECTED):
             left_out.append(name + ("/" if path.is_dir() else ""))
     return Sidecars(copied, left_out)
 
 
-def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
-    """Everything in the folder, and in those of its folders that belong to the model, with the names that are needed there."""
+def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
+    """Everything in the folder and in those of its folders that belong to the model, with the module it belongs to."""
+    templates = folder / "additional_chat_templates"
     for path in sorted(folder.iterdir()):
         if path.name not in modules:
-            yield path.name, path, NEEDED
-    templates = folder / "additional_chat_templates"
+            yield "", path
     for path in sorted(templates.iterdir()) if templates.is_dir() and lies_within(templates, folder) else ():
-        yield f"{templates.name}/{path.name}", path, NEEDED
+        yield "", path
     for module in modules:
         for path in sorted((folder / module).iterdir()):
-            yield f"{module}/{path.name}", path, tuple(f"{module}/{pattern}" for pattern in NEEDED_OF_MODULES)
+            yield module, path
 
 
-def _is_needed(name: str, needed: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in needed) and not any(
-        fnmatchcase(name.lower(), pattern) for pattern in NEVER
-    )
-
-
-def _can_be_copied(path: Path, folder: Path) -> bool:
-    """Whether it is a regular file of this model, also behind a link, and not too large to be a side file."""
-    return path.is_file() and lies_within(path, folder) and path.stat().st_size <= MAX_BYTES
+def _fits(name: str, patterns: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns.split())
 
 
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:

@@ -9,7 +9,8 @@ import typer
 
 from ..text import count, one_line
 from . import estimate, importing
-from .output import Debug, Json, Quiet, guarded, print_json, print_table
+from .options import Printing, command
+from .output import print_json, print_table
 from .streams import say
 
 app = typer.Typer(
@@ -30,72 +31,57 @@ app.command("import", epilog=importing.EXAMPLE)(importing.import_)
 
 
 @app.command("show", epilog="Example: gradmerge curvature show ./yelp-curvature")
+@command
 def show(
+    *,
     path: Annotated[
-        str,
-        typer.Argument(metavar="PATH", help="Curvature folder or file, or a model folder that holds one."),
+        str, typer.Argument(metavar="PATH", help="Curvature folder or file, or a model folder that holds one.")
     ],
     plot: Annotated[
         Path | None,
         typer.Option(
-            "--plot",
-            metavar="FILE",
-            help="Also draw how the values of each layer are spread: .png, .svg or .pdf. Replaces FILE.",
-            show_default=False,
+            metavar="FILE", help="Also draw how the values of each layer are spread: .png, .svg or .pdf. Replaces FILE."
         ),
     ] = None,
-    json_: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    printing: Printing,
 ) -> None:
     """Show what a curvature file holds: sum, mean, share of zeros and maximum of each group of parameters."""
-    with guarded(debug, json_):
-        from ..curvature.files import open_curvature
-        from ..curvature.summary import pieces, summarize
+    from ..curvature.files import open_curvature
+    from ..curvature.summary import pieces, summarize
 
+    if plot:
+        from ..report.curvature_plot import check_plot_path, plot_curvature
+
+        check_plot_path(plot)
+    with open_curvature(path) as file:
         if plot:
-            from ..report.curvature_plot import check_plot_path, plot_curvature
-
-            check_plot_path(plot)
-        with open_curvature(path) as file:
-            if plot:
-                plot_curvature(file, plot)
-            groups = summarize(pieces(file))
-            facts: dict[str, Any] = {
-                "path": path,
-                "examples": file.examples,
-                "likelihood": file.likelihood,
-                "model": file.metadata.get("model", ""),
-                "kind": file.kind,
-                "precision": file.precision,
-                "parameters": sum(g.entries for g in groups),
-                "groups": [g.as_dict() for g in groups],
-                **({"plot": str(plot)} if plot else {}),
-            }
-        if json_:
-            print_json(facts)
-            return
-        say(
-            f"{one_line(path)}: {_what(file)}, sum over {file.examples} examples, "
-            f"measured on {one_line(facts['model']) or 'a model that is not named'}, stored as {file.precision}"
-        )
-        rows = [
-            [
-                g.name,
-                count(g.entries),
-                f"{g.total:.4g}",
-                f"{g.per_entry:.3g}",
-                f"{100 * g.zeros / max(1, g.entries):.1f} %",
-                f"{g.largest:.3g}",
-            ]
-            for g in groups
-        ]
-        print_table(["group", "entries", "sum", "mean per entry", "zeros", "max"], rows, right=(1, 2, 3, 4, 5))
-        if not quiet:
-            say("Sums over examples; divide by the number of examples for `reduction: mean`.")
-
-
-def _what(file: Any) -> str:
+            plot_curvature(file, plot)
+        groups = summarize(pieces(file))
+        facts: dict[str, Any] = {
+            "path": path,
+            "examples": file.examples,
+            "likelihood": file.likelihood,
+            "model": file.metadata.get("model", ""),
+            "kind": file.kind,
+            "precision": file.precision,
+            "parameters": sum(g.entries for g in groups),
+            "groups": [g.as_dict() for g in groups],
+            **({"plot": str(plot)} if plot else {}),
+        }
+    if printing.json:
+        print_json(facts)
+        return
+    what = f"{file.kind} curvature, likelihood {one_line(file.likelihood) or 'not stated'}"
     if file.kind == "gram":
-        return "Gram matrices XᵀX of linear layers' inputs"
-    return f"{file.kind} curvature, likelihood {one_line(file.likelihood) or 'not stated'}"
+        what = "Gram matrices XᵀX of linear layers' inputs"
+    say(
+        f"{one_line(path)}: {what}, sum over {file.examples} examples, "
+        f"measured on {one_line(facts['model']) or 'a model that is not named'}, stored as {file.precision}"
+    )
+    rows = []
+    for g in groups:
+        zeros = f"{100 * g.zeros / max(1, g.entries):.1f} %"
+        rows.append([g.name, count(g.entries), f"{g.total:.4g}", f"{g.per_entry:.3g}", zeros, f"{g.largest:.3g}"])
+    print_table(["group", "entries", "sum", "mean per entry", "zeros", "max"], rows, right=(1, 2, 3, 4, 5))
+    if not printing.quiet:
+        say("Sums over examples; divide by the number of examples for `reduction: mean`.")

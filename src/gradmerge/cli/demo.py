@@ -11,78 +11,73 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .output import Debug, Json, Quiet, guarded, heavy_imports, print_json, print_table, progress
+from ..errors import MachineError
+from .options import Printing, command
+from .output import heavy_imports, print_json, print_table, progress
 from .streams import say
 
 if TYPE_CHECKING:
-    from ..demo import Outcome
+    from ..demo import DemoResult
 
 EXAMPLE = "Examples: gradmerge demo   ·   gradmerge demo -o my-demo --seed 1"
 
 
+@command
 def demo(
+    *,
     out: Annotated[
         Path,
         typer.Option("--out", "-o", metavar="DIR", help="Folder for everything: new, or of an earlier demonstration."),
     ] = Path("demo"),
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Of the split, the weights and the batches.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the split, the weights and the batches.")] = 0,
     force: Annotated[
         bool, typer.Option("--force", help="Make everything again; by default what is done is kept.")
     ] = False,
-    json_: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    printing: Printing,
 ) -> None:
-    """Show the whole job on small models: train, measure curvature, merge by every rule, remove a task, compare.
+    """Show the whole job on small models: train, measure curvature, merge by every method, remove a task, compare.
 
-    On the handwritten digits of scikit-learn (pip install 'gradmerge[demo]'), in a minute or two. Models, data, recipes, reports
-    and the commands that repeat each step stay in the folder. A run that was stopped goes on where it was.
+    On the handwritten digits of scikit-learn (pip install 'gradmerge[demo]'), in a minute or two. Models, data,
+    recipes, reports and the commands that repeat each step stay in the folder. A run that was stopped goes on where it
+    was.
     """
-    with guarded(debug, json_):
-        with heavy_imports():
-            from ..demo import Settings, run_demo
-            from ..errors import MachineError
+    with heavy_imports():
+        from ..demo import Settings, run_demo
 
-        begun = time.perf_counter()
-        silent = quiet or json_
-        try:
-            with progress(silent, "steps") as shown:
-                # On sys.stderr as it is then: the bar of a terminal puts these lines above itself.
-                outcome = run_demo(
-                    out, settings=Settings(seed=seed), force=force, progress=shown,
-                    say=lambda text: None if silent else say(text, err=True, needed=False),
-                )  # fmt: skip
-        except KeyboardInterrupt:
-            raise MachineError("interrupted. The same command goes on where it was.") from None
-        seconds = time.perf_counter() - begun
-        if json_:
-            print_json(
-                {
-                    **outcome.results, "folder": str(out), "stages": outcome.stages, "kept": outcome.kept,
-                    "seconds": round(seconds, 1),
-                    "commands": {what: list(map(shlex.join, several)) for what, several in outcome.commands.items()},
-                }
-            )  # fmt: skip
-            return
-        _print_tables(outcome)
-        if not quiet:
-            _print_rest(outcome, seconds)
+    begun = time.perf_counter()
+
+    def tell(text: str) -> None:
+        if not printing.silent:  # on sys.stderr as it is then: the bar of a terminal puts these lines above itself
+            say(text, err=True, needed=False)
+
+    try:
+        with progress(printing.silent, "steps") as shown:
+            outcome = run_demo(out, settings=Settings(seed=seed), force=force, progress=shown, say=tell)
+    except KeyboardInterrupt:
+        raise MachineError("interrupted. The same command goes on where it was.") from None
+    seconds = time.perf_counter() - begun
+    if printing.json:
+        commands = {what: list(map(shlex.join, several)) for what, several in outcome.commands.items()}
+        facts = {"folder": str(out), "stages": outcome.stages, "kept": outcome.kept, "seconds": round(seconds, 1)}
+        print_json({**outcome.results, **facts, "commands": commands})
+        return
+    _print_tables(outcome)
+    if not printing.quiet:
+        _print_rest(outcome, seconds)
 
 
-def _print_tables(outcome: Outcome) -> None:
+def _print_tables(outcome: DemoResult) -> None:
     from ..demo.settings import REMOVED
     from ..demo.tables import merge_table, removal_table
 
-    say(f"Accuracy on {outcome.results['images']['test']} test images a task, per cent:\n")
+    say(f"Accuracy on {outcome.results['images']['test']} test images per task, per cent:\n")
     for columns, rows in (merge_table(outcome.merging), removal_table(outcome.removal)):
         print_table(columns, rows, right=range(1, len(columns)))
         if columns[-1] == "mean":
             say(f"\nTaking {REMOVED} out of the model trained on all:\n")
 
 
-def _print_rest(outcome: Outcome, seconds: float) -> None:
+def _print_rest(outcome: DemoResult, seconds: float) -> None:
     from ..demo.commands import finding, highlights
     from ..demo.tables import flatness
 
@@ -96,5 +91,4 @@ def _print_rest(outcome: Outcome, seconds: float) -> None:
     if shutil.which("gradmerge") is None:
         say(finding())
     say(f"cd {shlex.quote(os.fspath(folder))}")
-    for command in highlights(outcome.commands):
-        say(shlex.join(command))
+    say("\n".join(map(shlex.join, highlights(outcome.commands))))

@@ -2,97 +2,93 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..errors import InputError
 from ..text import count
-from .options import Precision
-from .output import Debug, Json, Quiet, guarded, heavy_imports, note, print_json
+from .options import CurvatureOut, Force, Precision, Printing, command
+from .output import heavy_imports, note, print_json
 from .streams import say
 
 EXAMPLE = "Example: gradmerge curvature import ./yelp/checkpoint-500 -o ./yelp-curvature"
 
 
+@command
 def import_(
+    *,
     checkpoint: Annotated[
         str,
         typer.Argument(
             metavar="TRAINER_CHECKPOINT",
-            help="Checkpoint folder of the Hugging Face Trainer: optimizer.pt (read with weights_only) and config.json.",
+            help="Checkpoint folder of the Hugging Face Trainer: "
+            "optimizer.pt (read with weights_only) and config.json.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")],
+    out: CurvatureOut,
     examples: Annotated[
-        int | None,
-        typer.Option("--examples", metavar="N", help="Training examples; by default what the checkpoint tells."),
+        int | None, typer.Option(metavar="N", help="Training examples; by default what the checkpoint tells.")
     ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "--batch-size",
             metavar="B",
-            help="Examples in an optimizer step, over all devices and accumulated batches; by default what the checkpoint tells.",
+            help="Examples in an optimizer step, over all devices and accumulated batches; "
+            "by default what the checkpoint tells.",
         ),
     ] = None,
     frozen: Annotated[
         list[str] | None,
         typer.Option(
-            "--frozen",
             metavar="PATTERN",
             help="Parameters that were not trained, as 'bert.embeddings.*'; where shapes do not tell. Repeatable.",
         ),
     ] = None,
     precision: Precision = "float32",
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or it is empty.")] = False,
-    json_: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    force: Force = False,
+    printing: Printing,
 ) -> None:
     """Take the curvature that Adam(W) or IVON left behind in a training checkpoint.
 
-    With Adam it is N·B·v̂, the sum over N examples, from the second moments v̂ of steps of B examples each. It takes the loss
-    for a mean over the batch, and the mean gradient for small; `curvature estimate` needs neither, but a pass over the data.
+    With Adam it is N·B·v̂, the sum over N examples, from the second moments v̂ of steps of B examples each. It takes
+    the loss for a mean over the batch, and the mean gradient for small; `curvature estimate` needs neither, but a pass
+    over the data.
     """
-    with guarded(debug, json_):
-        from ..errors import InputError
+    with heavy_imports():
+        from ..curvature.files import PRECISIONS
+        from ..curvature.optimizers import read_optimizer
+        from ..engine.reads import model_paths
+        from ..storage.staging import Staging
 
-        with heavy_imports():
-            from ..curvature.files import PRECISIONS
-            from ..curvature.optimizers import read_optimizer
-            from ..engine.reads import model_paths
-            from ..storage.staging import Staging
-
-        if precision not in PRECISIONS:
-            raise InputError(f"--precision {precision}: known are {', '.join(PRECISIONS)}")
-        read = model_paths(checkpoint)
-        with Staging(out, "curvature", force=force, reads=read, inside=read) as staging:
-            result = read_optimizer(checkpoint, examples, batch_size, frozen=frozen or ())
-            curvature = result.curvature
-            curvature.write(staging.folder, precision)
-        parameters = sum(value.numel() for value in curvature.values())
-        if json_:
-            print_json(
-                {
-                    "path": str(out),
-                    "checkpoint": checkpoint,
-                    "likelihood": curvature.likelihood,
-                    "examples": curvature.examples,
-                    "batch_size": result.batch_size,
-                    "precision": precision,
-                    "tensors": len(curvature),
-                    "parameters": parameters,
-                    "missing": result.missing,
-                    "notes": result.notes,
-                }
-            )
-            return
-        for text in result.notes:
-            note(text, quiet)
-        if not quiet:
-            steps = f" in steps of {result.batch_size}" if result.batch_size else ""
-            say(
-                f"{out}: {curvature.likelihood} curvature of {len(curvature)} tensors, {count(parameters)} entries, sum over "
-                f"{curvature.examples} examples{steps}, stored as {precision}"
-            )
+    if precision not in PRECISIONS:
+        raise InputError(f"--precision {precision}: known are {', '.join(PRECISIONS)}")
+    read = model_paths(checkpoint)
+    with Staging(out, "curvature", force=force, reads=read, inside=read) as staging:
+        result = read_optimizer(checkpoint, examples, batch_size, frozen=frozen or ())
+        curvature = result.curvature
+        curvature.write(staging.folder, precision)
+    parameters = sum(value.numel() for value in curvature.values())
+    if printing.json:
+        facts = {
+            "path": str(out),
+            "checkpoint": checkpoint,
+            "likelihood": curvature.likelihood,
+            "examples": curvature.examples,
+            "batch_size": result.batch_size,
+            "precision": precision,
+            "tensors": len(curvature),
+            "parameters": parameters,
+            "missing": result.missing,
+            "notes": result.notes,
+        }
+        print_json(facts)
+        return
+    for text in result.notes:
+        note(text, printing.quiet)
+    if not printing.quiet:
+        steps = f" in steps of {result.batch_size}" if result.batch_size else ""
+        say(
+            f"{out}: {curvature.likelihood} curvature of {len(curvature)} tensors, {count(parameters)} entries, "
+            f"sum over {curvature.examples} examples{steps}, stored as {precision}"
+        )

@@ -6,51 +6,47 @@ from typing import Annotated, Any
 
 import typer
 
-from .output import Debug, Json, Quiet, guarded, print_json, print_table
+from ..errors import InputError
+from ..text import nearest
+from .options import Printing, command
+from .output import print_json, print_table
 from .streams import say
 
 EXAMPLE = "Examples: gradmerge methods   ·   gradmerge methods ties"
 
 
+@command
 def methods(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Explain this rule.", show_default=False)] = None,
-    json_: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    *,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Explain this method.")] = None,
+    printing: Printing,
 ) -> None:
-    """List the merge rules, each as a row (α, H_0, H_t) of one equation; or explain one, with its options."""
-    with guarded(debug, json_):
-        from ..errors import InputError
-        from ..rules import RULES
-        from ..text import nearest
+    """List the merge methods, each as a row (α, H_0, H_t) of one equation; or explain one, with its options."""
+    from ..rules import RULES
 
-        if name is None:
-            if json_:
-                print_json([_facts(rule) for rule in RULES.values()])
-            else:
-                print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.row] for r in RULES.values()])
-                if not quiet:
-                    say("\nEach is a row of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
-                    say("gradmerge methods NAME explains one, with its options.")
-            return
-        if name not in RULES:
-            raise InputError(f"there is no rule {name!r}{nearest(name, RULES)}\n  Known are {', '.join(RULES)}.")
-        rule = RULES[name]
-        if json_:
-            print_json(_facts(rule))
-            return
-        say(f"{rule.name}\n")
-        say(rule.explanation)
-        say(f"\nrow:        α_t = {rule.row[0]};  H_0 = {rule.row[1]};  H_t = {rule.row[2]}")
-        say(f"reference:  {rule.reference}")
-        say(f"needs:      {rule.needs_in_words}")
-        if rule.options:
-            say("\noptions:")
-            rows = [
-                [f"  {o.name}", o.kind, "required" if o.required else _shown(o.default), o.help.text]
-                for o in rule.options
-            ]
-            print_table(["  name", "value", "default", "meaning"], rows)
+    if name is not None and name not in RULES:
+        raise InputError(f"there is no method {name!r}{nearest(name, RULES)}\n  Known are {', '.join(RULES)}.")
+    if printing.json:
+        print_json([_facts(rule) for rule in RULES.values()] if name is None else _facts(RULES[name]))
+        return
+    if name is None:
+        print_table(["method", "α_t", "H_0", "H_t"], [[r.name, *r.row] for r in RULES.values()])
+        if not printing.quiet:
+            say("\nEach is a row of  θ̂ = θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) (θ_t − θ_0),  H̄ = H_0 + Σ α_t H_t.")
+            say("gradmerge methods NAME explains one, with its options.")
+        return
+    rule = RULES[name]
+    say(f"{rule.name}\n")
+    say(rule.explanation)
+    say(f"\nrow:        α_t = {rule.row[0]};  H_0 = {rule.row[1]};  H_t = {rule.row[2]}")
+    say(f"reference:  {rule.reference}")
+    say(f"needs:      {rule.needs_in_words}")
+    if rule.options:
+        say("\noptions:")
+        rows = [
+            [f"  {o.name}", o.kind, "required" if o.required else _shown(o.default), o.help.text] for o in rule.options
+        ]
+        print_table(["  name", "value", "default", "meaning"], rows)
 
 
 def _shown(value: Any) -> str:
@@ -67,12 +63,7 @@ def _facts(rule: Any) -> dict[str, Any]:
         "reference": rule.reference,
         "inputs": list(rule.inputs),
         "options": [
-            {
-                "name": o.name,
-                "value": o.kind,
-                "default": None if o.required else o.default,
-                "help": o.help.text,
-            }
+            {"name": o.name, "value": o.kind, "default": None if o.required else o.default, "help": o.help.text}
             for o in rule.options
         ],
     }

@@ -6,11 +6,15 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from .output import AllowConfig, AllowPickle, Debug, Json, Quiet, guarded
+
+if TYPE_CHECKING:
+    from ..tasks import Loading
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Model folder, Hub id (org/name@revision) or PEFT adapter folder.")
@@ -21,53 +25,12 @@ Data = Annotated[
         "--data",
         "-d",
         metavar="SRC",
-        help="A .jsonl, .csv or .parquet file; .txt, each line an example of causal-lm, empty lines skipped; each also .gz; a "
-        "folder of images by class; an .npz with x and y (or x_test and y_test: FILE.npz:test); or org/name:split of the Hub.",
+        help="A .jsonl, .csv or .parquet file; .txt, each line an example of causal-lm, empty lines skipped; "
+        "each also .gz; a folder of images by class; an .npz with x and y (or x_test and y_test: FILE.npz:test); "
+        "or org/name:split of the Hub.",
     ),
 ]
-Task = Annotated[
-    str,
-    typer.Option(
-        "--task", metavar="T", help="classify, causal-lm, seq2seq, image, or auto: what the model is made for."
-    ),
-]
-Columns = Annotated[
-    str | None,
-    typer.Option(
-        "--columns",
-        metavar="KEY=COLUMN,...",
-        help="Which column is what, where names are not the usual ones. Keys: text, text2, label, labels, prompt, completion, "
-        "messages, source, target, image. Several columns are joined by +.",
-    ),
-]
-Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Read at most N examples.")]
-BatchSize = Annotated[
-    int,
-    typer.Option("--batch-size", metavar="N", min=1, help="Examples at once; the result does not depend on it."),
-]
-MaxLength = Annotated[
-    int | None,
-    typer.Option(
-        "--max-length", metavar="N", help="Cut texts after N tokens; by default what the model allows, at most 1024."
-    ),
-]
-Device = Annotated[
-    str, typer.Option("--device", metavar="D", help="cpu, cuda, cuda:1, …; auto is a GPU if there is one.")
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        "--dtype", metavar="TYPE", help="float32, bfloat16, float16, float64, or auto: as the model is stored."
-    ),
-]
-Attn = Annotated[
-    str | None,
-    typer.Option("--attn", metavar="NAME", help="How attention is computed: eager, sdpa, flash_attention_2, …"),
-]
-Tokenizer = Annotated[
-    str | None,
-    typer.Option("--tokenizer", metavar="T", help="Folder or Hub id of the tokenizer, if it is not MODEL's."),
-]
+CurvatureOut = Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")]
 Precision = Annotated[
     str, typer.Option("--precision", metavar="P", help="How to store it: float32, bfloat16 or log8 (one byte).")
 ]
@@ -89,12 +52,54 @@ class Printing:
 
 
 @dataclass(frozen=True)
+class LoadingOptions:
+    """The options of `gradmerge.Loading`, with the same defaults."""
+
+    task: Annotated[
+        str, typer.Option(metavar="T", help="classify, causal-lm, seq2seq, image, or auto: what the model is made for.")
+    ] = "auto"
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=COLUMN,...",
+            help="Which column is what, where names are not the usual ones. Keys: text, text2, label, labels, prompt, "
+            "completion, messages, source, target, image. Several columns are joined by +.",
+        ),
+    ] = None
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Read at most N examples.")] = None
+    batch_size: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Examples at once; the result does not depend on it.")
+    ] = 8
+    max_length: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Cut texts after N tokens; by default what the model allows, at most 1024."),
+    ] = None
+    device: Annotated[str, typer.Option(metavar="D", help="cpu, cuda, cuda:1, …; auto is a GPU if there is one.")] = (
+        "auto"
+    )
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="float32, bfloat16, float16, float64, or auto: as the model is stored.")
+    ] = "auto"
+    attn: Annotated[
+        str | None, typer.Option(metavar="NAME", help="How attention is computed: eager, sdpa, flash_attention_2, …")
+    ] = None
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="T", help="Folder or Hub id of the tokenizer, if it is not MODEL's.")
+    ] = None
+
+    def as_keywords(self) -> Loading:
+        """As functions take them."""
+        from ..tasks import parse_columns
+
+        return {**asdict(self), "columns": parse_columns(self.columns)}  # type: ignore[typeddict-item]
+
+
+@dataclass(frozen=True)
 class RecipeOptions:
     """How the models of a recipe are read."""
 
     threads: Annotated[
-        int | None,
-        typer.Option("--threads", metavar="N", min=1, max=256, help="Threads; by default one per core, at most 4."),
+        int | None, typer.Option(metavar="N", min=1, max=256, help="Threads; by default one per core, at most 4.")
     ] = None
     allow_pickle: AllowPickle = False
     allow_config: AllowConfig = None
@@ -107,8 +112,8 @@ class RecipeOptions:
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """A command for typer, of a function some of whose parameters are groups of options.
 
-    In the place of a group typer sees its options; the function gets the group as one object. What goes wrong inside ends
-    with one message, as `Printing`, which every command takes, says.
+    In the place of a group typer sees its options; the function gets the group as one object. Every command takes
+    `Printing`, which says how errors end.
     """
     shown: dict[str, inspect.Parameter] = {}
     groups: dict[str, Any] = {}

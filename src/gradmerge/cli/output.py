@@ -27,8 +27,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for m
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 AllowPickle = Annotated[
-    bool,
-    typer.Option("--allow-pickle", help="Also read .bin/.pt checkpoints (only their tensors: weights_only)."),
+    bool, typer.Option("--allow-pickle", help="Also read .bin/.pt checkpoints (only their tensors: weights_only).")
 ]
 AllowConfig = Annotated[
     list[str] | None,
@@ -78,7 +77,8 @@ def continued(message: str) -> str:
 # Made beforehand: there may be no memory left to make them when they are needed.
 _NEXT_LINE = re.compile(r"\n(?=[^\s•])")
 _NO_MEMORY = re.compile(
-    "DefaultCPUAllocator|std::bad_alloc|can't start new thread|[Cc]annot allocate memory|failed to map segment|not enough memory"
+    "DefaultCPUAllocator|std::bad_alloc|can't start new thread|[Cc]annot allocate memory|failed to map segment"
+    "|not enough memory"
 )
 OUT_OF_MEMORY = "out of memory. Try fewer --threads, a smaller --batch-size, or a higher limit (ulimit -v)."
 #: Failures of the machine, which may hide behind an error that takes them for the input's.
@@ -126,14 +126,14 @@ def _too_many_files(error: BaseException, reason: OSError) -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     where = str(error) if isinstance(error, GradmergeError) else f"{reason.filename or 'file'}: {reason.strerror}"
     return (
-        f"{where.rstrip('.')}. This process may have {limit} files open at a time: raise the limit (ulimit -n), merge fewer models at once, "
-        "or store them in fewer, larger files."
+        f"{where.rstrip('.')}. This process may have {limit} files open at a time: raise the limit (ulimit -n), "
+        "merge fewer models at once, or store them in fewer, larger files."
     )
 
 
 @contextlib.contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Import torch and what stands on it without garbage collection: it finds nothing there, and takes a fifth of the time."""
+    """Import torch and what stands on it without garbage collection: a fifth of the time, and it finds nothing."""
     gc.disable()
     try:
         yield
@@ -146,8 +146,10 @@ def print_json(value: Any) -> None:
     say(to_json(value))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """A plain table; the columns in ``right`` are aligned to the right."""
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = (), digits: int = 4
+) -> None:
+    """A plain table; the columns in ``right`` are aligned to the right, floats have so many significant digits."""
     from rich.console import Console
     from rich.table import Table
 
@@ -155,7 +157,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
     for index, column in enumerate(columns):
         table.add_column(one_line(column), justify="right" if index in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(one_line, row))
+        cells = (
+            f"{cell:.{digits}g}" if isinstance(cell, float) else "–" if cell is None else str(cell) for cell in row
+        )
+        table.add_row(*map(one_line, cells))
     width = None if sys.stdout is not None and sys.stdout.isatty() else 240
     console = Console(highlight=False, markup=False, width=width)
     with console.capture() as drawn:
@@ -212,28 +217,14 @@ class BarProgress:
     """A bar with rate and time left, for terminals."""
 
     def __init__(self, unit: str = "bytes") -> None:
+        from rich import progress as rich
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            MofNCompleteColumn,
-            Progress,
-            ProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
 
-        amounts: tuple[ProgressColumn, ...] = (DownloadColumn(), TransferSpeedColumn())
+        amounts: tuple[rich.ProgressColumn, ...] = (rich.DownloadColumn(), rich.TransferSpeedColumn())
         if unit != "bytes":
-            amounts = (MofNCompleteColumn(), TextColumn(f"{unit}, {{task.fields[rate]:.3g}}/s"))
-        self._bar = Progress(
-            TextColumn("{task.description:<10}"),
-            BarColumn(),
-            *amounts,
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
+            amounts = (rich.MofNCompleteColumn(), rich.TextColumn(f"{unit}, {{task.fields[rate]:.3g}}/s"))
+        columns = (rich.TextColumn("{task.description:<10}"), rich.BarColumn(), *amounts, rich.TimeRemainingColumn())
+        self._bar = rich.Progress(*columns, console=Console(stderr=True))
         self._task: TaskID | None = None
 
     def begin(self, what: str, total: int, done: int = 0) -> None:

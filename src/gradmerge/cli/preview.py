@@ -9,31 +9,24 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import InputError
 from ..text import one_line
-from .options import Attn, BatchSize, Columns, Device, Dtype, Limit, MaxLength, Task, Tokenizer
-from .output import (
-    AllowConfig,
-    AllowPickle,
-    Debug,
-    Json,
-    Quiet,
-    guarded,
-    heavy_imports,
-    note,
-    print_json,
-    print_table,
-    progress,
-)
+from .diagnose import named
+from .options import LoadingOptions, Printing, RecipeOptions, command
+from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
 EXAMPLE = (
-    "Examples: gradmerge preview recipe.yml --weights 0:1:0.1 --methods gradient-matching,task-arithmetic -o preview   ·   "
-    "gradmerge preview recipe.yml --data yelp=yelp.jsonl --data sst2=sst2.jsonl --limit 200 --save-best merged -o preview   ·   "
-    "gradmerge preview recipe.yml --suggest -o preview"
+    "Examples: "
+    "gradmerge preview recipe.yml --weights 0:1:0.1 --methods gradient-matching,task-arithmetic -o preview   ·   "
+    "gradmerge preview recipe.yml --data yelp=yelp.jsonl --data sst2=sst2.jsonl --limit 200 --save-best merged "
+    "-o preview   ·   gradmerge preview recipe.yml --suggest -o preview"
 )
 
 
+@command
 def preview(
+    *,
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).")],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="REPORT_DIR", help="Folder for the report; it must not exist.")
@@ -44,37 +37,32 @@ def preview(
             "--weights",
             "-w",
             metavar="[NAME=]RANGE",
-            help="START:STOP:STEP with both ends, a list 0,0.3,1, or one number: a weight that all tasks share, or NAME=RANGE for one "
-            "task. Repeatable; all combinations are tried. Default: 0:1:0.1, or 0:1.5 for each task with --suggest.",
-            show_default=False,
+            help="START:STOP:STEP with both ends, a list 0,0.3,1, or one number: a weight that all tasks share, or "
+            "NAME=RANGE for one task. Repeatable; all combinations are tried. Default: 0:1:0.1, or 0:1.5 for each "
+            "task with --suggest.",
         ),
     ] = None,
     methods: Annotated[
-        str | None,
-        typer.Option(
-            "--methods", "-m", metavar="A,B", help="Rules to compare. Default: the recipe's.", show_default=False
-        ),
+        str | None, typer.Option("--methods", "-m", metavar="A,B", help="Methods to compare. Default: the recipe's.")
     ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
-            "--samples",
             metavar="N",
             min=1,
             help="Take N random points of the ranges instead of a grid; with --suggest, of the first round (64).",
-            show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the random points.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the random points.")] = 0,
     suggest: Annotated[
         bool, typer.Option("--suggest", help="Search for the best weights, each task having one of its own.")
     ] = False,
     objective: Annotated[
         str | None,
         typer.Option(
-            "--objective",
             metavar="O",
-            help="What is to be small: the loss of the worst task (worst), or of all (sum). For --suggest and for predictions.",
+            help="What is to be small: the loss of the worst task (worst), or of all (sum). For --suggest and for "
+            "predictions.",
             show_default="worst",
         ),
     ] = None,
@@ -86,103 +74,80 @@ def preview(
             "-d",
             metavar="NAME=SRC",
             help="Labelled data of a task (its model's folder name, or base): settings are then measured. Repeatable.",
-            show_default=False,
         ),
     ] = None,
-    task: Task = "auto",
-    columns: Columns = None,
-    limit: Limit = None,
-    batch_size: BatchSize = 8,
-    max_length: MaxLength = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    attn: Attn = None,
-    tokenizer: Tokenizer = None,
+    loading: LoadingOptions,
     save_best: Annotated[
-        Path | None,
-        typer.Option(
-            "--save-best", metavar="OUT", help="Merge the best setting into this new folder.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="OUT", help="Merge the best setting into this new folder.")
     ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option("--threads", metavar="N", min=1, max=256, help="Threads; by default one a core, at most 4."),
-    ] = None,
-    allow_pickle: AllowPickle = False,
-    allow_config: AllowConfig = None,
+    reading: RecipeOptions,
     force: Annotated[
         bool, typer.Option("--force", help="Replace REPORT_DIR, and OUT, if gradmerge wrote them.")
     ] = False,
-    json_: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    printing: Printing,
 ) -> None:
-    """Compare many weights and rules before merging; no model is written.
+    """Compare many weights and methods before merging; no model is written.
 
-    Without data, losses are predicted from the curvature of the models, and only ranks are shown; with a few labelled rows of
-    each task every setting is merged in memory and measured.
+    Without data, losses are predicted from the curvature of the models, and only ranks are shown; with a few labelled
+    rows of each task every setting is merged in memory and measured.
     """
-    with guarded(debug, json_):
-        from ..errors import InputError
+    with heavy_imports():
+        from .. import api
+        from ..api.previewing import as_json, merge_best, suggest_weights
+        from ..api.previewing import preview as run
+        from ..report.preview_page import best_table, verdict
 
-        with heavy_imports():
-            from .. import api
-            from ..api.previewing import as_json, merge_best, suggest_weights
-            from ..api.previewing import preview as run
-            from ..report.preview_page import best_table, verdict
-            from ..tasks import parse_columns
-            from .diagnose import named
-
-        if shared and not suggest:
-            raise InputError("--shared goes with --suggest; for a grid, --weights 0:1:0.1 is shared by all tasks")
-        if objective is not None and data and not suggest:
-            raise InputError(
-                "--objective is for --suggest and for predictions; with --data the average metric decides which setting is best"
-            )
-        if save_best is not None:
-            _check_free(save_best, out, force, Path(recipe), named(data or []))
-        options: dict[str, Any] = {
-            "weights": weights, "methods": methods, "data": named(data or []), "seed": seed, "objective": objective or "worst",
-            "task": task, "columns": parse_columns(columns), "limit": limit, "max_length": max_length, "device": device,
-            "dtype": dtype, "attn": attn, "tokenizer": tokenizer, "batch_size": batch_size, "threads": threads,
-            "allow_pickle": allow_pickle, "allow_config": allow_config or (), "force": force,
-            "command": shlex.join(["gradmerge", *sys.argv[1:]]),
-        }  # fmt: skip
-        suggestion = None
-        with progress(quiet or json_, "merges") as shown:
-            if suggest:
-                suggestion = suggest_weights(
-                    recipe, out, shared=shared, samples=samples or 64, progress=shown, **options
-                )
-                found = suggestion.evaluated
-            else:
-                found = run(recipe, out, samples=samples, progress=shown, **options)
-        saved: api.MergeResult | None = None
-        if save_best is not None:
-            with progress(quiet or json_) as shown:
-                allowed = {key: options[key] for key in ("allow_pickle", "allow_config")}
-                saved = merge_best(found, save_best, threads=threads, force=force, progress=shown, **allowed)
-        if json_:
-            more = {"report": str(out / "report.html")} | ({"saved": str(save_best)} if saved is not None else {})
-            print_json({**as_json(found, suggestion), **more})
-            return
-        for text in found.notes:
-            note(text, quiet)
-        table = best_table(found)
-        rows = [[_shown(cell) for cell in row] for row in table.rows]
-        print_table(list(table.columns), rows, right=range(2, len(table.columns) - 1))
-        if quiet:
-            return
-        say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in verdict(found, suggestion)))
-        say(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
-        if saved is not None:
-            say(f"{save_best} holds the best setting; {out / 'recipe.yml'} is its recipe.")
+    if shared and not suggest:
+        raise InputError("--shared goes with --suggest; for a grid, --weights 0:1:0.1 is shared by all tasks")
+    if objective is not None and data and not suggest:
+        raise InputError(
+            "--objective is for --suggest and for predictions; with --data the average metric decides which setting is "
+            "best"
+        )
+    sources = named(data or [])
+    if save_best is not None:
+        _check_free(save_best, out, force, recipe, sources)
+    options: dict[str, Any] = {
+        "weights": weights,
+        "methods": methods,
+        "data": sources,
+        "seed": seed,
+        "objective": objective or "worst",
+        "force": force,
+        "command": shlex.join(["gradmerge", *sys.argv[1:]]),
+        **reading.as_keywords(),
+        **loading.as_keywords(),
+    }
+    suggestion = None
+    with progress(printing.silent, "merges") as shown:
+        if suggest:
+            suggestion = suggest_weights(recipe, out, shared=shared, samples=samples or 64, progress=shown, **options)
+            found = suggestion.evaluated
+        else:
+            found = run(recipe, out, samples=samples, progress=shown, **options)
+    saved: api.MergeResult | None = None
+    if save_best is not None:
+        with progress(printing.silent) as shown:
+            saved = merge_best(found, save_best, force=force, progress=shown, **reading.as_keywords())
+    if printing.json:
+        more = {"report": str(out / "report.html")} | ({"saved": str(save_best)} if saved is not None else {})
+        print_json({**as_json(found, suggestion), **more})
+        return
+    for text in found.notes:
+        note(text, printing.quiet)
+    table = best_table(found)
+    print_table(table.columns, table.rows, right=range(2, len(table.columns) - 1))
+    if printing.quiet:
+        return
+    say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in verdict(found, suggestion)))
+    say(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
+    if saved is not None:
+        say(f"{save_best} holds the best setting; {out / 'recipe.yml'} is its recipe.")
 
 
 def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:
     """Say so before the work if the best setting will have no place."""
     from ..api.reads import data_paths
-    from ..errors import InputError
     from ..storage.staging import check_place
 
     check_place(save_best, [recipe, *(path for source in data.values() for path in data_paths(source))])
@@ -194,9 +159,3 @@ def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dic
         raise InputError(
             f"--save-best {save_best}: exists already. Choose another place, or pass --force to replace it."
         )
-
-
-def _shown(cell: Any) -> str:
-    if cell is None:
-        return "–"
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)

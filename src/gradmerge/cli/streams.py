@@ -17,7 +17,7 @@ _lost: dict[int, OSError] = {}
 
 
 class _Outlet(io.FileIO):
-    """A standard stream that never fails: half of the work is no place to stop at because a log is full. It remembers instead."""
+    """A standard stream that never fails but remembers: a full log is no reason to stop half-way through the work."""
 
     def __init__(self, fd: int, closed: bool) -> None:
         super().__init__(fd, "w", closefd=False)
@@ -41,7 +41,7 @@ def prepare_streams() -> None:
         try:
             os.fstat(fd)
         except OSError:
-            # Else the next file to be opened, such as the weights, would take the place, and be written to by whoever complains.
+            # Else the next file to be opened, such as the weights, would take the place, and complaints would go there.
             os.open(os.devnull, os.O_RDWR)
     if sys.stdout is sys.__stdout__:  # not where a test or a notebook has put something else
         sys.stdout = _wrapped(sys.stdout, 1)

@@ -15,7 +15,7 @@ from .settings import BASE, REMOVED, TASKS, Settings
 Command = list[str]
 
 
-class Estimate(NamedTuple):
+class EstimateRun(NamedTuple):
     """Curvature of a model on the training images of a task."""
 
     out: str
@@ -25,15 +25,19 @@ class Estimate(NamedTuple):
     """By their names in Python."""
 
 
-CURVATURE = [Estimate("curvature/base", "base", BASE), *(Estimate(f"curvature/{task}", task, task) for task in TASKS)]
+CURVATURE = [
+    EstimateRun("curvature/base", "base", BASE),
+    *(EstimateRun(f"curvature/{task}", task, task) for task in TASKS),
+]
 #: What only RegMean and FA1 use.
-EXTRA = [Estimate(f"gram/{task}", task, task, {"kind": "gram"}) for task in TASKS]
+EXTRA = [EstimateRun(f"gram/{task}", task, task, {"kind": "gram"}) for task in TASKS]
 EXTRA += [
-    Estimate(f"curvature-at-delta/{task}", task, task, {"at_delta": "models/base", "task": "image"}) for task in TASKS
+    EstimateRun(f"curvature-at-delta/{task}", task, task, {"at_delta": "models/base", "task": "image"})
+    for task in TASKS
 ]
 FOR_REMOVAL = [
-    Estimate("curvature/joint-rest", "joint", "rest"),
-    Estimate(f"curvature/joint-{REMOVED}", f"joint-{REMOVED}", REMOVED),
+    EstimateRun("curvature/joint-rest", "joint", "rest"),
+    EstimateRun(f"curvature/joint-{REMOVED}", f"joint-{REMOVED}", REMOVED),
 ]
 
 
@@ -46,7 +50,7 @@ def _data(split: str) -> list[str]:
     return [word for name, source in data_of(split).items() for word in ("--data", f"{name}={source}")]
 
 
-def estimate(asked: Estimate) -> Command:
+def estimate(asked: EstimateRun) -> Command:
     words = f"gradmerge curvature estimate models/{asked.model} --data data/{asked.data}.npz:train".split()
     more = [word for name, value in asked.options.items() for word in (f"--{name.replace('_', '-')}", value)]
     return [*words, "--batch-size", "64", *more, "-o", asked.out, "--force"]

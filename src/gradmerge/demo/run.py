@@ -17,14 +17,14 @@ from typing import Any
 from .._version import __version__
 from ..api import Progress, merge
 from ..api.diagnosing import write_diagnosis
-from ..api.estimating import measure_curvature
+from ..api.estimating import estimate_curvature
 from ..api.previewing import preview
 from ..engine.progress import NoProgress
 from ..engine.workers import one_thread_each
 from ..recipe import load_recipe
 from ..text import to_json
 from . import commands, recipes, tables
-from .commands import Command, Estimate, data_of
+from .commands import Command, EstimateRun, data_of
 from .digits import load_digits, write_data
 from .recipes import MATCHING, NEGATION, REMOVAL, TUNED
 from .settings import BASE, REMOVED, TASKS, Settings
@@ -39,7 +39,7 @@ CURVATURE_STEPS, EVALUATION_STEPS = 40, 6
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoResult:
     """What the demonstration found, and where it is."""
 
     folder: Path
@@ -66,7 +66,7 @@ def run_demo(
     force: bool = False,
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> Outcome:
+) -> DemoResult:
     """Run the demonstration in a folder; what an earlier run has done with the same settings and versions is kept.
 
     With ``force`` everything is made again. ``say`` is told of every stage that is done. While it runs, the folder is
@@ -85,7 +85,7 @@ def run_demo(
         kept = run_all(Stages(folder, versions=versions, force=force), stages, progress.advance, say)
         results = json.loads(Path("results.json").read_text("utf-8"))
         every = commands.all_commands(work.merged, settings, results["damping"])
-    return Outcome(Path(out), results, len(stages), kept, every)
+    return DemoResult(Path(out), results, len(stages), kept, every)
 
 
 class _Work:
@@ -194,9 +194,9 @@ class _Work:
         write_text(Path("commands.sh"), commands.script(every))
 
 
-def _estimate(asked: Estimate, advance: Advance) -> None:
+def _estimate(asked: EstimateRun, advance: Advance) -> None:
     model, data = f"models/{asked.model}", f"data/{asked.data}.npz:train"
-    measure_curvature(model, data, asked.out, batch_size=64, device="cpu", force=True, **asked.options)
+    estimate_curvature(model, data, asked.out, batch_size=64, device="cpu", force=True, **asked.options)
 
 
 def _merge(
@@ -214,7 +214,7 @@ def _diagnose(advance: Advance) -> None:
         "diagnose",
         target="models/joint",
         data=data_of("train"),
-        loading={"device": "cpu"},
+        device="cpu",
         batch_size=64,
         force=True,
         command=shlex.join(commands.diagnose()),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -15,12 +16,12 @@ from ..checkpoints.opening import open_checkpoint
 from ..curvature.summary import group_of
 from ..engine.candidates import Block, Candidate, look_at
 from ..engine.plan import Plan
-from ..engine.statistics import Advance
+from ..engine.progress import NoProgress, Progress
 from ..errors import InputError
 from ..recipe import Recipe
 from ..rules import RULES
-from ..tasks import load_task
-from .models import State, TaskData, match_data, materialise, state_of
+from ..tasks import Loading
+from .models import State, TaskData, load_data, match_data, materialise, state_of
 from .predict import BASE, Prediction, open_to_look, predict, task_names
 
 #: What a merge is compared with, besides itself.
@@ -72,20 +73,18 @@ def diagnose(
     merged: str | None = None,
     target: str | None = None,
     data: Mapping[str, str] | None = None,
-    loading: Mapping[str, Any] | None = None,
-    batch_size: int = 8,
     threads: int = 1,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
-    begin: Callable[[str, int], None] = lambda what, total: None,
-    advance: Advance = lambda nbytes: None,
+    progress: Progress | None = None,
+    **loading: Unpack[Loading],
 ) -> Diagnosis:
     """Diagnose a recipe's merge.
 
-    ``merged`` is a model that was merged already, to look at instead of what the recipe would give; ``target`` one that was
-    trained on everything. ``data`` maps names of tasks (or `base`) to data; ``loading`` holds options of
-    :func:`gradmerge.tasks.load_task`.
+    ``merged`` is a model that was merged already, to look at instead of what the recipe would give; ``target`` one that
+    was trained on everything. ``data`` maps names of tasks (or `base`) to data.
     """
+    progress = progress or NoProgress()
     tasks = task_names(recipe)
     given = match_data(data or {}, [*tasks, BASE])
     if target is not None and not given:
@@ -98,15 +97,16 @@ def diagnose(
         return opened[-1]
 
     try:
-        begin("looking", plan.total_read)
+        progress.begin("looking", plan.total_read)
         candidates, own, notes = _candidates(recipe, plan, checkpoint(merged) if merged is not None else None)
-        found = Diagnosis(
-            recipe, own, predict(plan, tasks, candidates, threads=threads, advance=advance), notes=plan.notes + notes
-        )
+        prediction = predict(plan, tasks, candidates, threads=threads, advance=progress.advance)
+        found = Diagnosis(recipe, own, prediction, notes=plan.notes + notes)
         if given:
-            loaded = _load(recipe, tasks, given, loading or {}, batch_size)
+            assert recipe.base is not None
+            models = dict(zip(tasks, (model.model for model in recipe.models), strict=True)) | {BASE: recipe.base.model}
+            loaded = {name: load_data(name, recipe, models[name], given[name], loading) for name in given}
             goal = state_of(checkpoint(target)) if target is not None else None
-            _measure(found, plan, candidates, loaded, goal, threads)
+            _evaluate(found, plan, candidates, loaded, goal, threads)
         return found
     finally:
         for each in opened:
@@ -125,8 +125,7 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
             f"{recipe.method} works on whole matrices: merge it first, and give the result as --merged DIR"
         )
     else:
-        weights = None if "weights" in recipe.rule.inputs else [1.0] * len(recipe.models)
-        found.append(Candidate(recipe.method, recipe.method, weights, recipe.options))
+        found.append(Candidate(recipe.method, recipe.method, _weights(recipe, recipe.method), recipe.options))
     if recipe.method == "removal":
         negated = [-weight for weight in recipe.weights]
         found.append(Candidate("task-arithmetic (negated)", "task-arithmetic", negated))
@@ -137,28 +136,16 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
         if "prior" in RULES[method].inputs and "prior" not in RULES[method].when and plan.inputs.prior is None:
             notes.append(f"{method} is not compared: it needs the base's curvature")
             continue
-        found.append(
-            Candidate(method, method, None if "weights" in RULES[method].inputs else [1.0] * len(recipe.models))
-        )
+        found.append(Candidate(method, method, _weights(recipe, method)))
     return found, found[0].name, notes
 
 
-def _load(
-    recipe: Recipe, tasks: Sequence[str], given: Mapping[str, str], loading: Mapping[str, Any], batch_size: int
-) -> dict[str, TaskData]:
-    assert recipe.base is not None
-    references = {name: model.model for name, model in zip(tasks, recipe.models, strict=True)} | {
-        BASE: recipe.base.model
-    }
-    result = {}
-    for name, source in given.items():
-        path = recipe.folder / references[name]
-        reference = str(path) if path.exists() else references[name]
-        result[name] = TaskData(name, load_task(reference, source, **loading), batch_size)
-    return result
+def _weights(recipe: Recipe, method: str) -> list[float] | None:
+    """None stands for the recipe's weights, for a rule that takes some."""
+    return None if "weights" in RULES[method].inputs else [1.0] * len(recipe.models)
 
 
-def _measure(
+def _evaluate(
     found: Diagnosis,
     plan: Plan,
     candidates: Sequence[Candidate],
@@ -198,14 +185,13 @@ def _measure(
 
 
 def _distance(one: State, other: State) -> float:
-    total = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
-    return float(total**0.5)
+    return math.sqrt(sum(float((one[name].double() - other[name].double()).square().sum()) for name in one))
 
 
 def _residual(
     found: Diagnosis, plan: Plan, candidate: Candidate, gradients: Mapping[str, State], threads: int
 ) -> Residual:
-    """r = H_0(θ̂ − θ_0) + Σ α_t ∇ℓ_t(θ̂), with gradients scaled to the examples that the curvature was measured on."""
+    """r = H_0(θ̂ − θ_0) + Σ α_t ∇ℓ_t(θ̂), with gradients scaled to the examples that the curvature was estimated on."""
     inputs = plan.inputs
     tasks = [task for task in found.prediction.tasks if task != BASE]
     whole = found.recipe.reduction == "sum"

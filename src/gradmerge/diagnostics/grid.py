@@ -61,8 +61,8 @@ def parse_range(text: str, option: str = "--weights") -> Range:
             value = Decimal(part.strip())
         except InvalidOperation:
             raise InputError(
-                f"{where}: {part.strip() or 'nothing'!r} is not a number. Write START:STOP:STEP such as 0:1:0.1, a list such as "
-                "0,0.3,1, or one number"
+                f"{where}: {part.strip() or 'nothing'!r} is not a number. Write START:STOP:STEP such as 0:1:0.1, "
+                "a list such as 0,0.3,1, or one number"
             ) from None
         if not value.is_finite() or abs(value) > 1000:
             raise InputError(f"{where}: a weight is a number between -1000 and 1000, not {part.strip()}")
@@ -85,9 +85,8 @@ def parse_range(text: str, option: str = "--weights") -> Range:
         raise InputError(f"{where}: steps of {step} from {start} never come to {stop}")
     steps = int((stop - start) / step)
     if steps >= MOST:
-        raise InputError(
-            f"{where}: more than {MOST:,} weights, which is the most that are tried. Take a larger step, or --samples N."
-        )
+        most = f"more than {MOST:,} weights, which is the most that are tried"
+        raise InputError(f"{where}: {most}. Take a larger step, or --samples N.")
     values = tuple(sorted(float(start + i * step) + 0.0 for i in range(steps + 1)))
     return Range(min(values[0], float(stop)), max(values[-1], float(stop)), values)
 
@@ -102,18 +101,20 @@ class Ranges:
     own: Mapping[str, Range] = field(default_factory=dict)
 
     @property
+    def _swept(self) -> list[int]:
+        """The tasks whose own weight varies."""
+        return [self.tasks.index(name) for name, one in self.own.items() if one.high > one.low]
+
+    @property
     def axis(self) -> str:
         """What a figure's horizontal axis shows."""
-        swept = [name for name, one in self.own.items() if one.high > one.low]
-        if self.shared is None and len(swept) == 1:
-            return f"weight of {swept[0]}"
+        if self.shared is None and len(self._swept) == 1:
+            return f"weight of {self.tasks[self._swept[0]]}"
         return "weight, the same for all tasks" if len(self.tasks) > 1 else "weight"
 
     def position(self, weights: Sequence[float]) -> float | None:
         """Where a setting lies on that axis; None where its weights are a point of more dimensions."""
-        swept = [
-            i for i, task in enumerate(self.tasks) if task in self.own and self.own[task].high > self.own[task].low
-        ]
+        swept = self._swept
         free = [i for i, task in enumerate(self.tasks) if task not in self.own]
         if self.shared is None and len(swept) == 1:
             return weights[swept[0]]
@@ -130,7 +131,7 @@ class Ranges:
         return found
 
     def weights(self, point: Sequence[float]) -> tuple[float, ...]:
-        """One number a dimension as one weight a task."""
+        """One number per dimension as one weight per task."""
         weights = list(self.recipe_weights)
         for (places, _), value in zip(self.dimensions(), point, strict=True):
             for place in places:
@@ -155,15 +156,13 @@ def parse_weights(given: Weights | None, tasks: Sequence[str], recipe: Recipe) -
         name, equals, rest = text.rpartition("=")
         if not equals:
             if shared is not None:
-                raise InputError(
-                    f"--weights {text}: there is a range for all tasks already; for one task write NAME={text}"
-                )
+                known = "there is a range for all tasks already"
+                raise InputError(f"--weights {text}: {known}; for one task write NAME={text}")
             shared = parse_range(rest)
             continue
         if name not in tasks:
-            raise InputError(
-                f"--weights {text}: no task of the recipe is called {name!r}{nearest(name, tasks)}\n  Tasks are {', '.join(tasks)}."
-            )
+            hint = f"{nearest(name, tasks)}\n  Tasks are {', '.join(tasks)}."
+            raise InputError(f"--weights {text}: no task of the recipe is called {name!r}{hint}")
         if name in own:
             raise InputError(f"--weights {text}: {name} has a range already")
         own[name] = parse_range(rest, f"--weights {name}=")
@@ -176,7 +175,7 @@ class Setting:
 
     method: str
     weights: tuple[float, ...]
-    """One a task; empty for a rule that takes none."""
+    """One per task; empty for a rule that takes none."""
     position: float | None = None
     """Where it lies on the axis of the figures."""
 
@@ -207,13 +206,12 @@ def check_methods(methods: Sequence[str] | str | None, recipe: Recipe) -> list[s
     chosen = list(dict.fromkeys(methods or [recipe.method]))
     for method in chosen:
         if method not in RULES:
-            raise InputError(
-                f"--methods {method}: there is no such rule{nearest(method, RULES)}\n  Known are {', '.join(RULES)}."
-            )
+            hint = f"{nearest(method, RULES)}\n  Known are {', '.join(RULES)}."
+            raise InputError(f"--methods {method}: there is no such method{hint}")
         if RULES[method].otherwise is not None:
             raise InputError(
-                f"--methods: {method} works on whole matrices and cannot be previewed block by block. Leave it out with "
-                "--methods, and use gradmerge merge and gradmerge evaluate for it."
+                f"--methods: {method} works on whole matrices and cannot be previewed block by block. "
+                "Leave it out with --methods, and use gradmerge merge and gradmerge evaluate for it."
             )
         recipe_with(recipe, method, recipe.weights)
     return chosen
@@ -224,18 +222,16 @@ def grid(methods: Sequence[str], ranges: Ranges) -> list[Setting]:
     dimensions = ranges.dimensions()
     for _, one in dimensions:
         if not one.values:
-            raise InputError(
-                f"--weights {one.low:g}:{one.high:g}: a grid needs a step, such as {one.low:g}:{one.high:g}:0.1; or draw points with --samples N"
-            )
+            ends = f"{one.low:g}:{one.high:g}"
+            step = f"a grid needs a step, such as {ends}:0.1; or draw points with --samples N"
+            raise InputError(f"--weights {ends}: {step}")
     combinations = math.prod(len(one.values) for _, one in dimensions)
     count = sum(combinations if takes_weights(method) else 1 for method in methods)
     if count > MOST:
-        raise InputError(
-            f"--weights: the grid has {count:,} settings; at most {MOST:,} are tried. Take larger steps, or draw points from the "
-            "ranges with --samples 200."
-        )
+        most = f"the grid has {count:,} settings; at most {MOST:,} are tried"
+        raise InputError(f"--weights: {most}. Take larger steps, or draw points from the ranges with --samples 200.")
     points = [ranges.weights(point) for point in itertools.product(*(one.values for _, one in dimensions))]
-    return _settings(methods, ranges, points)
+    return [setting for method in methods for setting in settings_of(method, ranges, points)]
 
 
 def sample(methods: Sequence[str], ranges: Ranges, count: int, seed: int) -> list[Setting]:
@@ -244,7 +240,7 @@ def sample(methods: Sequence[str], ranges: Ranges, count: int, seed: int) -> lis
         raise InputError(f"--samples {count}: between 1 and {MOST:,} settings can be tried, all methods together")
     generator = random.Random(seed)
     points = [ranges.weights([one.draw(generator) for _, one in ranges.dimensions()]) for _ in range(count)]
-    return _settings(methods, ranges, points)
+    return [setting for method in methods for setting in settings_of(method, ranges, points)]
 
 
 def settings_of(method: str, ranges: Ranges, points: Sequence[tuple[float, ...]]) -> list[Setting]:
@@ -252,10 +248,6 @@ def settings_of(method: str, ranges: Ranges, points: Sequence[tuple[float, ...]]
     if not takes_weights(method):
         return [Setting(method, ())]
     return [Setting(method, weights, ranges.position(weights)) for weights in dict.fromkeys(points)]
-
-
-def _settings(methods: Sequence[str], ranges: Ranges, points: Sequence[tuple[float, ...]]) -> list[Setting]:
-    return [setting for method in methods for setting in settings_of(method, ranges, points)]
 
 
 def recipe_with(recipe: Recipe, method: str, weights: Sequence[float]) -> Recipe:

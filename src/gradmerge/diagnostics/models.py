@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoints.model import Buffers, Checkpoint
-from ..curvature.losses import labels_of, logits_of, loss_of
+from ..curvature.batches import moved
+from ..curvature.losses import labels_of, logits_of
 from ..curvature.stored_names import stored_tensors
 from ..engine.candidates import Block, Candidate, KnownStatistics, look_at
 from ..engine.plan import Plan, torch_type
 from ..engine.rounding import rounded
 from ..errors import InputError
-from ..tasks import LoadedTask, evaluate_model
+from ..recipe import Recipe
+from ..storage.tensorfile import local_path
+from ..tasks import LoadedTask, Loading, evaluate_model, load_task
 from ..tasks.models import model_with
 from ..text import nearest
 
 State = dict[str, Tensor]
+#: Bytes of batches that are kept from one model to the next.
+KEPT = 1_000_000_000
 
 
 def materialise(
@@ -62,40 +67,57 @@ class TaskData:
 
     name: str
     loaded: LoadedTask
-    batch_size: int = 8
+    _kept: list[dict[str, Tensor]] | None = field(default=None, init=False, repr=False)
 
     def model_with(self, state: Mapping[str, Tensor]) -> nn.Module:
         """The task's model with weights by the names of its files."""
         module: nn.Module = model_with(self.loaded.model, state, self.name)
         return module
 
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """The batches of the data, kept from one model to the next if they are not too large."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept: list[dict[str, Tensor]] = []
+        nbytes = 0
+        for batch in self.loaded.batches():
+            nbytes += sum(value.nbytes for value in batch.values())
+            if nbytes <= KEPT:
+                kept.append(batch)
+            yield batch
+        if nbytes <= KEPT:
+            self._kept = kept
+
     def evaluate(self, model: nn.Module) -> dict[str, Any]:
         """The task's metrics for a model."""
-        return evaluate_model(model, self.loaded.batches(self.batch_size), self.loaded.output)
+        return dict(evaluate_model(model, self.batches(), self.loaded.output))
 
     def gradient(self, model: nn.Module) -> State:
         """∇Σ_i ℓ_i over the data, by the names of files, in float32 (float64 where the model is)."""
         parameters = dict(model.named_parameters())
-        totals = {
-            n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()
-        }
-        for batch in self.loaded.batches(self.batch_size):
-            moved = {k: v.to(self.loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            output = self.loaded.output or loss_of(model, labels_of(moved))
-            loss = output.losses(logits_of(model, moved), labels_of(moved)).sum()
-            for (name, _), gradient in zip(
-                parameters.items(), torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True
-            ):
+        wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in parameters.items()}
+        totals = {name: torch.zeros_like(p, dtype=wide[name]) for name, p in parameters.items()}
+        for batch in self.batches():
+            batch = moved(batch, self.loaded.device)
+            loss = self.loaded.output.losses(logits_of(model, batch), labels_of(batch)).sum()
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            for name, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:
                     totals[name] += gradient
         return {name: value.cpu() for name, value in stored_tensors(model, totals).items()}
+
+
+def load_data(name: str, recipe: Recipe, model: str, source: str, loading: Loading) -> TaskData:
+    """Data of a task, and a model as the recipe names it."""
+    path = local_path(model, recipe.folder)
+    return TaskData(name, load_task(str(path) if path.exists() else model, source, **loading))
 
 
 def match_data(given: Mapping[str, str], tasks: Sequence[str]) -> dict[str, str]:
     """Check that every name of `--data NAME=SRC` is a task."""
     for name in given:
         if name not in tasks:
-            raise InputError(
-                f"--data {name}=…: no task of the recipe has this name{nearest(name, tasks)}\n  Tasks are {', '.join(tasks)}."
-            )
+            hint = f"{nearest(name, tasks)}\n  Tasks are {', '.join(tasks)}."
+            raise InputError(f"--data {name}=…: no task of the recipe has this name{hint}")
     return dict(given)

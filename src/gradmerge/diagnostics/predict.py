@@ -5,8 +5,8 @@ For task t with curvature H_t at θ_t, and any θ:
 - predicted excess loss ½ Σ_j H_tj (θ_j − θ_tj)²,
 - predicted gradient mismatch ‖H_t (θ − θ_t)‖, the norm of the first-order change of ∇ℓ_t.
 
-Both are sums over entries, kept by layer group. A diagonal sees little of the loss along the path, so that these numbers
-rank merges and layers; they are no losses in nats.
+Both are sums over entries, kept per layer group. A diagonal sees little of the loss along the path: these numbers rank
+merges and layers; they are no losses in nats.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Interference:
 
 @dataclass
 class Prediction:
-    """Predicted cost of every candidate for every task, by layer group."""
+    """Predicted cost of every candidate for every task, per layer group."""
 
     candidates: list[str]
     tasks: list[str]

@@ -1,7 +1,7 @@
 """Many merges of the same models side by side: what each would cost, from curvature alone or measured on data.
 
-- From curvature: predicted excess loss of every task, per example that its curvature was measured on. It ranks merges; it is no loss
-  in nats, and nothing here shows it as one.
+- From curvature: predicted excess loss of every task, per example that its curvature was estimated on. It ranks merges;
+  it is no loss in nats, and nothing here shows it as one.
 - On data: every merge is formed in memory and evaluated; nothing is written.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..engine.plan import Plan
+from ..engine.progress import Progress
 from ..recipe import Recipe
 from .grid import Setting, takes_weights
 from .predict import task_names
@@ -23,7 +24,7 @@ Advance = Callable[[int], None]
 
 
 @dataclass
-class Row:
+class Outcome:
     """One setting, and what was found out about it."""
 
     setting: Setting
@@ -32,7 +33,7 @@ class Row:
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Task → all metrics, where data was given."""
     costs: dict[str, float] = field(default_factory=dict)
-    """Task → what a search makes small: predicted excess loss, or the share that is lost of what fine-tuning had gained."""
+    """Task → what a search makes small: predicted excess loss, or the lost share of what fine-tuning had gained."""
     score: float | None = None
     """What settings are compared by; see the preview's criterion."""
     rank: int | None = None
@@ -53,9 +54,9 @@ class Preview:
     measured: bool
     """On data; else predicted from curvature."""
     criterion: Criterion
-    rows: list[Row]
-    reference: Row
-    """What predictions are shown relative to: the recipe's own rule at its own weights, if it is among those previewed."""
+    rows: list[Outcome]
+    reference: Outcome
+    """What predictions are relative to: the recipe's own rule at its own weights, if it is among those previewed."""
     axis: str
     """What varies along a setting's position."""
     alone: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
@@ -72,35 +73,36 @@ class Preview:
         """Name of the metric of a task that is shown first."""
         return headline(next(row.metrics[task] for row in (self.reference, *self.rows) if row.metrics.get(task)))
 
-    def relative(self, row: Row, task: str) -> float | None:
+    def relative(self, row: Outcome, task: str) -> float | None:
         """Predicted excess loss of a task as a multiple of the reference merge's, or of the largest where that is 0."""
         whole = self.reference.values.get(task) or _largest(other.values.get(task) for other in self.rows)
         return _ratio(row.values.get(task), whole)
 
-    def relative_score(self, row: Row) -> float | None:
-        """The predicted loss that settings are compared by, as a multiple of the reference merge's, or of the largest."""
+    def relative_score(self, row: Outcome) -> float | None:
+        """The predicted loss that settings are compared by, as a multiple of the reference's, or of the largest."""
         return _ratio(row.score, self.reference.score or _largest(other.score for other in self.rows))
 
-    def weights(self, row: Row) -> dict[str, float]:
+    def weights(self, row: Outcome) -> dict[str, float]:
         return dict(zip(self.models, row.setting.weights, strict=True)) if row.setting.weights else {}
 
-    def best(self, method: str | None = None) -> Row | None:
-        """The best setting of a rule, or of all. None for removal: what goes and what stays pull against each other."""
-        known = [
-            row
-            for row in self.rows
-            if row.score is not None and row.setting.method != "removal" and method in (None, row.setting.method)
-        ]
-        return min(known, key=lambda row: (self._below(row.score), steady(_mean_loss(row))), default=None)
+    def best(self, method: str | None = None) -> Outcome | None:
+        """The best setting of a rule, or of all; where accuracies are the same, the smaller loss decides.
 
-    def as_good(self, best: Row) -> list[Row]:
+        None for removal: what goes and what stays pull against each other.
+        """
+
+        def badness(row: Outcome) -> tuple[float, float]:
+            losses = [loss_of(metrics) for metrics in row.metrics.values()] or [0.0]
+            score = steady(row.score or 0.0)
+            return -score if self.criterion.higher else score, steady(sum(losses) / len(losses))
+
+        known = [row for row in self.rows if row.score is not None and row.setting.method != "removal"]
+        return min((row for row in known if method in (None, row.setting.method)), key=badness, default=None)
+
+    def as_good(self, best: Outcome) -> list[Outcome]:
         """The settings of the same rule that are within 1 % of the best one."""
-        return [
-            row
-            for row in self.rows
-            if row.setting.method == best.setting.method
-            and self.criterion.close(row.score, best.score, row.values, best.values)
-        ]
+        same = [row for row in self.rows if row.setting.method == best.setting.method]
+        return [row for row in same if self.criterion.close(row, best)]
 
     def rank_all(self) -> None:
         """Fill in the ranks of all settings."""
@@ -116,10 +118,6 @@ class Preview:
         """Whether a higher value of a task is better."""
         return self.measured and higher_is_better(self.metric(task))
 
-    def _below(self, score: float | None) -> float:
-        assert score is not None
-        return -steady(score) if self.criterion.higher else steady(score)
-
 
 def _largest(values: Iterable[float | None]) -> float:
     return max((value for value in values if value is not None), default=0.0)
@@ -127,12 +125,6 @@ def _largest(values: Iterable[float | None]) -> float:
 
 def _ratio(value: float | None, whole: float) -> float | None:
     return value / whole if value is not None and whole else None
-
-
-def _mean_loss(row: Row) -> float:
-    """Where accuracies are the same, the smaller loss decides."""
-    losses = [loss_of(metrics) for metrics in row.metrics.values()]
-    return sum(losses) / len(losses) if losses else 0.0
 
 
 class Looker(Protocol):
@@ -144,7 +136,7 @@ class Looker(Protocol):
     alone: dict[str, dict[str, dict[str, Any]]]
     examples: dict[str, int]
 
-    def look(self, settings: Sequence[Setting], advance: Advance) -> list[Row]:
+    def look(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
         """What becomes of every setting, in their order; those that cannot be formed are left out."""
         ...
 
@@ -164,50 +156,53 @@ def compare(
     axis: str,
     *,
     objective: str = "worst",
-    begin: Advance = lambda merges: None,
-    advance: Advance = lambda merges: None,
+    progress: Progress,
 ) -> Preview:
     """Look at all settings, and at the reference, and compare them.
 
-    On data, by the average of the tasks' metrics, or by the mean of their ranks where metrics differ; from curvature, by the worst task
-    (``objective`` "worst") or the sum over tasks ("sum").
+    On data, by the average of the tasks' metrics, or by the mean of their ranks where metrics differ; from curvature,
+    by the worst task (``objective`` "worst") or the sum over tasks ("sum").
     """
     reference = reference_setting(recipe, [setting.method for setting in settings])
     asked = list(settings)
     if not any(setting.same(reference) for setting in settings):
         asked.append(reference)
-    begin(len(asked))
-    rows = looker.look(asked, advance)
+    progress.begin("previewing", len(asked))
+    rows = looker.look(asked, progress.advance)
     own = next((row for row in rows if row.setting.same(reference)), rows[0])
     shown = [row for row in rows if row is not own] if len(asked) > len(settings) else rows
-    return make_preview(recipe, looker, shown or [own], own, axis, score_all([*rows], looker.measured, objective))
+    return make_preview(recipe, looker, shown or [own], own, axis, score_all(rows, looker.measured, objective))
 
 
 def make_preview(
-    recipe: Recipe, looker: Looker, rows: list[Row], reference: Row, axis: str, criterion: Criterion
+    recipe: Recipe, looker: Looker, rows: list[Outcome], reference: Outcome, axis: str, criterion: Criterion
 ) -> Preview:
     """Rows that have their scores, ranked."""
     found = Preview(
-        recipe, looker.tasks, task_names(recipe), looker.measured, criterion, rows, reference, axis,
-        looker.alone, looker.examples,
-    )  # fmt: skip
+        recipe,
+        looker.tasks,
+        task_names(recipe),
+        looker.measured,
+        criterion,
+        rows,
+        reference,
+        axis,
+        looker.alone,
+        looker.examples,
+    )
     found.rank_all()
     found.notes = [*looker.notes(), *_indifferent(found)]
     free = [task for task in found.tasks if not found.measured and not reference.values.get(task)]
     if free:
-        found.notes.append(
-            f"{reference.setting.name} is predicted to cost {', '.join(free)} nothing: multiples are of the largest predicted loss there"
-        )
+        nothing = f"{reference.setting.name} is predicted to cost {', '.join(free)} nothing"
+        found.notes.append(f"{nothing}: multiples are of the largest predicted loss there")
     return found
 
 
-def score_all(rows: Sequence[Row], measured: bool, objective: str) -> Criterion:
+def score_all(rows: Sequence[Outcome], measured: bool, objective: str) -> Criterion:
     """Give every row its score, and say what it is."""
     if not measured:
-        for row in rows:
-            total = worst_or_sum(row.costs, objective)
-            row.score = total if math.isfinite(total) else None
-        return predicted_criterion(objective)
+        return score_by_costs(rows, False, objective)
     names = {headline(metrics) for row in rows for metrics in row.metrics.values() if metrics}
     if len(names) <= 1:
         name = next(iter(names), "loss_per_example")
@@ -221,7 +216,14 @@ def score_all(rows: Sequence[Row], measured: bool, objective: str) -> Criterion:
     return Criterion("mean rank over tasks", False, by_rank=True)
 
 
-def predicted_criterion(objective: str) -> Criterion:
+def score_by_costs(rows: Sequence[Outcome], measured: bool, objective: str) -> Criterion:
+    """Give every row the cost of its worst task, or the sum, and say what that is."""
+    for row in rows:
+        total = worst_or_sum(row.costs, objective)
+        row.score = total if math.isfinite(total) else None
+    if measured:
+        of = "worst task" if objective == "worst" else "summed"
+        return Criterion(f"share lost of what fine-tuning gained, {of}", False, shares=True)
     return Criterion("predicted loss of the worst task" if objective == "worst" else "sum of predicted losses", False)
 
 
@@ -236,22 +238,16 @@ def _indifferent(found: Preview) -> list[str]:
     """Rules that divide by the sum of their weights, which a weight shared by all tasks leaves alone."""
     notes = []
     for method in found.methods:
-        rows = [
-            row
-            for row in found.rows
-            if row.setting.method == method and len(set(row.setting.weights)) == 1 and row.setting.weights[0] > 0
-        ]
+        rows = [row for row in found.rows if row.setting.method == method and len(set(row.setting.weights)) == 1]
         losses = [
             [loss_of(metrics) for metrics in row.metrics.values()] if found.measured else list(row.costs.values())
             for row in rows
+            if row.setting.weights[0] > 0
         ]
-        if len(found.models) > 1 and len(rows) > 2 and all(_alike(one, losses[0]) for one in losses):
+        pairs = ((a, b) for one in losses for a, b in zip(one, losses[0], strict=True))
+        if len(found.models) > 1 and len(losses) > 2 and all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs):
             notes.append(
-                f"{method}: a weight that all tasks share makes no difference to it, only their ratios do; give tasks ranges of their "
-                f"own, such as --weights {found.models[0]}=0:1:0.25"
+                f"{method}: a weight that all tasks share makes no difference to it, only their ratios do; "
+                f"give tasks ranges of their own, such as --weights {found.models[0]}=0:1:0.25"
             )
     return notes
-
-
-def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
-    return all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(one, other, strict=True))

@@ -1,4 +1,4 @@
-"""How settings are compared: one metric a task, averages where they mean something, ranks where not."""
+"""How settings are compared: one metric per task, averages where they mean something, ranks where not."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .preview import Row
+    from .preview import Outcome
 
-#: The metric of a task that is shown first: the first of these that its metrics have. A perplexity averages badly over tasks, its
-#: logarithm does not.
+#: The metric of a task that is shown first: the first of these that its metrics have. A perplexity averages badly over
+#: tasks, its logarithm does not.
 HEADLINES = ("accuracy", "micro_f1", "r2", "loss_per_token", "mse", "loss_per_example")
 _LOWER = ("loss_per_token", "mse", "loss_per_example", "perplexity")
 #: Settings as close to the best as this are as good.
@@ -20,8 +20,8 @@ CLOSE = 0.01
 
 
 def headline(metrics: Mapping[str, Any]) -> str:
-    """Accuracy (classes, images), micro F1 (several labels), R² (regression; the squared error if all labels are the same), or loss per
-    token in nats."""
+    """Accuracy (classes, images), micro F1 (several labels), loss per token in nats, or of a regression R², and the
+    squared error where all labels are the same."""
     return next(name for name in HEADLINES if name in metrics and (name != "r2" or metrics[name] is not None))
 
 
@@ -47,19 +47,13 @@ class Criterion:
     shares: bool = False
     """The score is a share, in which 1 % is 0.01."""
 
-    def close(
-        self,
-        score: float | None,
-        best: float | None,
-        values: Mapping[str, float | None],
-        best_values: Mapping[str, float | None],
-    ) -> bool:
-        """Whether a setting is within 1 % of the best: in its score, or in every task's metric where scores are ranks."""
-        if score is None or best is None:
+    def close(self, row: Outcome, best: Outcome) -> bool:
+        """Whether a setting is within 1 % of the best: in its score, or, of ranks, in every task's metric."""
+        if row.score is None or best.score is None:
             return False
         if self.by_rank:
-            return all(_near(values[task], value) for task, value in best_values.items())
-        return abs(score - best) <= CLOSE if self.shares else _near(score, best)
+            return all(_near(row.values[task], value) for task, value in best.values.items())
+        return abs(row.score - best.score) <= CLOSE if self.shares else _near(row.score, best.score)
 
 
 def _near(value: float | None, other: float | None) -> bool:
@@ -86,14 +80,12 @@ class Ranking:
 
     def middle(self, value: float) -> float:
         """The same, but what is equal shares the mean of its places."""
-        low, high = (
-            find(self._sorted, self._sign * steady(value)) for find in (bisect.bisect_left, bisect.bisect_right)
-        )
-        return (low + 1 + high) / 2
+        place = self._sign * steady(value)
+        return (bisect.bisect_left(self._sorted, place) + 1 + bisect.bisect_right(self._sorted, place)) / 2
 
 
-def mean_ranks(rows: Sequence[Row]) -> list[float | None]:
-    """The mean over tasks of each row's rank, equal values sharing the mean of theirs; None where a task has no value."""
+def mean_ranks(rows: Sequence[Outcome]) -> list[float | None]:
+    """The mean over tasks of each row's rank, equal values sharing the mean of theirs; None where one is missing."""
     rankings = {}
     for task in rows[0].values if rows else ():
         known = next((row.metrics[task] for row in rows if row.metrics.get(task)), None)

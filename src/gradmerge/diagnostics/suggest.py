@@ -1,34 +1,25 @@
 """Weights that a search finds: those with the smallest loss of the worst task, or the smallest sum.
 
-A first round looks at points that fill the ranges and at the diagonal, where all weights are the same; each further round at points
-around the best one, and at the best points of quadratics through what is known. All points of a round are looked at together, which
-without data is one pass over the files.
+A first round looks at points that fill the ranges and at the diagonal, where all weights are the same; each further
+round at points around the best one, and at the best points of quadratics through what is known. All points of a round
+are looked at together, which without data is one pass over the files.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
+from ..engine.progress import Progress
 from ..errors import InputError
 from ..recipe import Recipe
 from .grid import HIGH, LOW, Range, Ranges, Setting, rounded, settings_of, takes_weights
-from .preview import (
-    Advance,
-    Looker,
-    Preview,
-    Row,
-    make_preview,
-    predicted_criterion,
-    reference_setting,
-    worst_or_sum,
-)
-from .scores import Criterion
+from .preview import Looker, Outcome, Preview, make_preview, reference_setting, score_by_costs, worst_or_sum
 
 OBJECTIVES = ("worst", "sum")
 #: How far a round goes from the best point, as a share of the ranges.
@@ -51,9 +42,14 @@ class Suggestion:
     measured: bool
     """On data; else predicted from curvature."""
     costs: dict[str, float | None]
-    """Task → predicted loss as a multiple of the recipe's own merge; or measured, the share that is lost of what fine-tuning had gained."""
+    """Task → predicted loss as a multiple of the recipe's own merge; on data, the lost share of fine-tuning's gain."""
     evaluated: Preview
     """Every setting that was looked at."""
+
+
+def check_objective(objective: str) -> None:
+    if objective not in OBJECTIVES:
+        raise InputError(f"--objective {objective}: known are {', '.join(OBJECTIVES)}")
 
 
 def search_ranges(ranges: Ranges | None, tasks: Sequence[str], recipe: Recipe, shared: bool) -> Ranges:
@@ -75,55 +71,43 @@ def suggest(
     objective: str = "worst",
     samples: int = 64,
     seed: int = 0,
-    begin: Advance = lambda merges: None,
-    advance: Advance = lambda merges: None,
+    progress: Progress,
 ) -> Suggestion:
     """Search weights of every rule, and take the best. The same seed gives the same weights."""
-    if objective not in OBJECTIVES:
-        raise InputError(f"--objective {objective}: known are {', '.join(OBJECTIVES)}")
+    check_objective(objective)
     if samples < 1 or samples > 2000:
         raise InputError(f"--samples {samples}: between 1 and 2,000 points can be tried in a round")
     if "removal" in methods:
-        raise InputError(
-            "removal: its tasks are meant to become worse, so that no weights are best for them; preview a range of strengths"
-        )
+        worse = "removal: its tasks are meant to become worse"
+        raise InputError(f"{worse}, so that no weights are best for them; preview a range of strengths")
     if looker.measured and recipe.base is None:
         raise InputError(
             "the recipe names no base; how much of what fine-tuning gained is lost is not known without it"
         )
     searches = [_Search(method, ranges, samples, seed, objective) for method in methods]
     reference = reference_setting(recipe, methods)
-    begin(sum(search.expected for search in searches) + 1)
+    expected = sum(search.expected for search in searches) + 1
+    progress.begin("searching", expected)
     first = [setting for search in searches for setting in search.first()]
-    rows = looker.look([reference, *(setting for setting in first if not setting.same(reference))], advance)
+    rows = looker.look([reference, *(setting for setting in first if not setting.same(reference))], progress.advance)
     for round_, radius in enumerate(RADII):
         asked = [setting for search in searches for setting in search.further(rows, round_, radius)]
         if asked:
-            rows += looker.look(asked, advance)
+            rows += looker.look(asked, progress.advance)
+    progress.advance(max(0, expected - len(rows)))  # points that were known already
+    criterion = score_by_costs(rows, looker.measured, objective)
     for row in rows:
-        score = worst_or_sum(row.costs, objective)
-        row.score = score if math.isfinite(score) else None
-        row.setting = replace(
-            row.setting, position=ranges.position(row.setting.weights) if row.setting.weights else None
-        )
+        position = ranges.position(row.setting.weights) if row.setting.weights else None
+        row.setting = replace(row.setting, position=position)
     own = next((row for row in rows if row.setting.same(reference)), rows[0])
     if len(rows) > 1 and reference.weights and not ranges.holds(reference.weights):
         rows = [row for row in rows if row is not own]
-    found = make_preview(recipe, looker, rows, own, ranges.axis, _criterion(looker.measured, objective))
+    found = make_preview(recipe, looker, rows, own, ranges.axis, criterion)
     best = found.best()
     if best is None:
         raise InputError("no setting gives a finite loss; are the models or their curvature damaged?")
-    costs: Mapping[str, float | None] = (
-        dict(best.costs) if looker.measured else {task: found.relative(best, task) for task in found.tasks}
-    )
-    return Suggestion(best.setting.method, found.weights(best), objective, looker.measured, dict(costs), found)
-
-
-def _criterion(measured: bool, objective: str) -> Criterion:
-    if not measured:
-        return predicted_criterion(objective)
-    share = "share lost of what fine-tuning gained"
-    return Criterion(f"{share}, worst task" if objective == "worst" else f"{share}, summed", False, shares=True)
+    costs = {task: best.costs[task] if looker.measured else found.relative(best, task) for task in found.tasks}
+    return Suggestion(best.setting.method, found.weights(best), objective, looker.measured, costs, found)
 
 
 class _Search:
@@ -133,6 +117,8 @@ class _Search:
         self.method, self.ranges, self.samples, self.objective = method, ranges, samples, objective
         self._dimensions = [one for _, one in ranges.dimensions()]
         self._free = [i for i, one in enumerate(self._dimensions) if one.high > one.low]
+        self._lows = torch.tensor([one.low for one in self._dimensions], dtype=torch.float64)
+        self._widths = torch.tensor([one.high for one in self._dimensions], dtype=torch.float64) - self._lows
         self._points = SobolEngine(max(1, len(self._free)), scramble=True, seed=seed)
         self._seen: set[tuple[float, ...]] = set()
 
@@ -152,21 +138,17 @@ class _Search:
         if len({(self._dimensions[i].low, self._dimensions[i].high) for i in self._free}) > 1:
             low = max(self._dimensions[i].low for i in self._free)
             high = min(self._dimensions[i].high for i in self._free)
-            widths = self._highs - self._lows
             same = low + steps[:, None] * (high - low)
-            diagonal = (same - self._lows[self._free]) / widths[self._free] if high > low else diagonal
+            diagonal = (same - self._lows[self._free]) / self._widths[self._free] if high > low else diagonal
         return self._settings(torch.cat([self._points.draw(self.samples, dtype=torch.float64), diagonal]))
 
-    def further(self, rows: Sequence[Row], round_: int, radius: float) -> list[Setting]:
+    def further(self, rows: Sequence[Outcome], round_: int, radius: float) -> list[Setting]:
         """Points around the best so far, and the best points of quadratics through what is known."""
-        own = [
-            row
-            for row in rows
-            if row.setting.method == self.method
-            and math.isfinite(self._score(row))
-            and self.ranges.holds(row.setting.weights)
-        ]
-        if not takes_weights(self.method) or not self._free or not own:
+        if not takes_weights(self.method) or not self._free:
+            return []
+        own = [row for row in rows if row.setting.method == self.method and math.isfinite(self._score(row))]
+        own = [row for row in own if self.ranges.holds(row.setting.weights)]
+        if not own:
             return []
         best = self._unit(min(own, key=self._score))
         spread = self._points.draw(max(1, self.samples // 2), dtype=torch.float64)
@@ -174,8 +156,8 @@ class _Search:
         guesses = self._guesses(own, best, radius, 1.0 if round_ == 0 else 2 * radius)
         return self._settings(torch.cat([guesses, around]))
 
-    def _guesses(self, rows: Sequence[Row], best: Tensor, near: float, reach: float) -> Tensor:
-        """Where quadratics, one a task, fitted with more regard to points near the best, have their worst or their sum smallest."""
+    def _guesses(self, rows: Sequence[Outcome], best: Tensor, near: float, reach: float) -> Tensor:
+        """Where quadratics, one per task, fitted most closely near the best point, have the smallest worst or sum."""
         none = best.new_empty(0, len(self._free))
         places = torch.stack([self._unit(row) for row in rows])
         features = _features(places)
@@ -198,29 +180,21 @@ class _Search:
             width /= 3
         return centre
 
-    def _score(self, row: Row) -> float:
+    def _score(self, row: Outcome) -> float:
         return worst_or_sum(row.costs, self.objective)
 
-    @property
-    def _lows(self) -> Tensor:
-        return torch.tensor([one.low for one in self._dimensions], dtype=torch.float64)
-
-    @property
-    def _highs(self) -> Tensor:
-        return torch.tensor([one.high for one in self._dimensions], dtype=torch.float64)
-
-    def _unit(self, row: Row) -> Tensor:
+    def _unit(self, row: Outcome) -> Tensor:
         """The free weights of a row, 0 at the low end of their range and 1 at the high one."""
         places = [places for places, _ in self.ranges.dimensions()]
         weights = torch.tensor([row.setting.weights[places[i][0]] for i in self._free], dtype=torch.float64)
-        return ((weights - self._lows[self._free]) / (self._highs - self._lows)[self._free]).clamp(0, 1)
+        return ((weights - self._lows[self._free]) / self._widths[self._free]).clamp(0, 1)
 
     def _settings(self, units: Tensor) -> list[Setting]:
         """Settings that were not asked for yet."""
         points = []
         for unit in units:
             values = self._lows.clone()
-            values[self._free] += unit * (self._highs - self._lows)[self._free]
+            values[self._free] += unit * self._widths[self._free]
             weights = self._weights(values)
             if weights not in self._seen:
                 self._seen.add(weights)
@@ -228,11 +202,8 @@ class _Search:
         return settings_of(self.method, self.ranges, points)
 
     def _weights(self, values: Tensor) -> tuple[float, ...]:
-        point = [
-            one.nearest(rounded(value, one.high - one.low))
-            for one, value in zip(self._dimensions, values.tolist(), strict=True)
-        ]
-        return self.ranges.weights(point)
+        pairs = zip(self._dimensions, values.tolist(), strict=True)
+        return self.ranges.weights([one.nearest(rounded(value, one.high - one.low)) for one, value in pairs])
 
 
 def _features(points: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.compare import compare, same_values, tied_to
+from ..checkpoints.compare import compare
 from ..checkpoints.model import Checkpoint
 from ..checkpoints.opening import open_checkpoint
+from ..checkpoints.ties import same_values, tied_to
 from ..curvature.files import default_curvature, open_curvature
 from ..errors import InputError
 from ..notes import Kind, Note

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ..diagnostics.predict import BASE
-from ..diagnostics.preview import Preview
-from ..diagnostics.preview import Row as Outcome
+from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.suggest import Suggestion
 from .charts import Chart, HeatMap, LineChart, ScatterChart, Series
 from .numbers import finite, number

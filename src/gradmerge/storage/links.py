@@ -30,6 +30,6 @@ def require_within(path: Path, folder: Path) -> None:
     """Refuse a file that is a link out of its folder: what it leads to is not the model's."""
     if not lies_within(path, folder):
         raise InputError(
-            f"{path}: is a link to {os.path.realpath(path)}, which lies outside the model's folder, and is not followed. Copy the "
-            "file into the folder, or give the folder that it lies in."
+            f"{path}: is a link to {os.path.realpath(path)}, which lies outside the model's folder, and is not "
+            "followed. Copy the file into the folder, or give the folder that it lies in."
         )

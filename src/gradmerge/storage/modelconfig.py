@@ -8,17 +8,20 @@ from ..errors import InputError
 
 #: The implementations that transformers has itself. Any other name is a repository of the Hub, whose code it would run.
 IMPLEMENTATIONS = {
-    "attn_implementation": ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"),
-    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
-}  # fmt: skip
-
-
+    "attn_implementation": [
+        "eager",
+        "sdpa",
+        "flex_attention",
+        *(f"flash_attention_{version}" for version in (2, 3, 4)),
+    ],
+    "experts_implementation": ["eager", "batched_mm", "grouped_mm"],
+}
 #: More layers than any model has; building a million of them takes hours.
 MOST_LAYERS = 1000
 
 
 def refuse_hub_code(config: Any, where: object) -> None:
-    """Refuse a config, as its JSON is, that names code of the Hub or a file of weights, or has endless layers, in any part."""
+    """Refuse the JSON of a config if any part of it names Hub code or a file of weights, or has endless layers."""
     parts = [config]
     while parts:
         part = parts.pop()
@@ -31,8 +34,8 @@ def refuse_hub_code(config: Any, where: object) -> None:
             if kind in IMPLEMENTATIONS:
                 check_implementation(kind, value, f"{where}: {key}")
             elif key == "transformers_weights" and value is not None:
-                raise InputError(f"{where}: {key} names a file of weights, {str(value)[:80]!r}. Remove the key: weights "
-                                 "are read from model.safetensors.")  # fmt: skip
+                named = f"{where}: {key} names a file of weights, {str(value)[:80]!r}"
+                raise InputError(f"{named}. Remove the key: weights are read from model.safetensors.")
             elif isinstance(value, int) and value > MOST_LAYERS and key.endswith(("layer", "layers", "depth")):
                 raise InputError(f"{where}: {key} is above {MOST_LAYERS}; that is no model")
             else:

@@ -1,4 +1,4 @@
-"""Small files from elsewhere, such as configs: read whole, but only if they are files, and no larger than such files are."""
+"""Small files from elsewhere, such as configs: read whole, if they are files and no larger than such files are."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..text import size
 MAX_CONFIG = 10_000_000
 #: Bytes of a tokenizer's file: the largest vocabularies in use take a third of this.
 MAX_TOKENIZER = 100_000_000
-#: What a packed file may become: this many bytes, or this many times its size. gzip packs up to a thousandfold, and a parquet
-#: file or a pickle may repeat one value a billion times.
+#: What a packed file may become: this many bytes, or this many times its size. gzip packs up to a thousandfold, and a
+#: parquet file or a pickle may repeat one value a billion times.
 UNPACKED_BYTES, UNPACKED_TIMES = 1_000_000_000, 100
 
 
@@ -48,8 +48,8 @@ def require_unpackable(path: Path, nbytes: int) -> None:
     """Refuse what a file unpacks to if it is larger than honest files become."""
     if nbytes > max(UNPACKED_BYTES, UNPACKED_TIMES * path.stat().st_size):
         raise InputError(
-            f"{path}: unpacks to more than {size(UNPACKED_BYTES)} and more than {UNPACKED_TIMES} times its size, which is the "
-            "limit. If you trust it, give it unpacked."
+            f"{path}: unpacks to more than {size(UNPACKED_BYTES)} and more than {UNPACKED_TIMES} times its size, which "
+            "is the limit. If you trust it, give it unpacked."
         )
 
 

@@ -1,7 +1,7 @@
 """A folder that is written beside its final place and then renamed: it appears whole or not at all.
 
-Every command that writes a folder goes through here, and says what it reads: nothing that is read, and nothing that gradmerge did
-not write, is ever replaced or emptied.
+Every command that writes a folder goes through here, and says what it reads: nothing that is read, and nothing that
+gradmerge did not write, is ever replaced or emptied.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ CURVATURE = ("curvature*.safetensors", "curvature.safetensors.index.json", "onli
 class Staging:
     """``OUT.gradmerge-partial`` while it is written, ``OUT`` once the ``with`` block ends well.
 
-    ``kind`` says in a few words what is written. One process at a time may hold it. ``resume`` goes on with what an earlier, killed
-    process of the same kind left there. ``reads`` is everything that is read: OUT may not be, hold or lie in any of it, but for the
-    folders in ``inside``. ``durable`` has everything on the disk before the rename. If an error ends the block, what was written
-    is removed, unless ``keep`` was set.
+    ``kind`` says in a few words what is written. One process at a time may hold it. ``resume`` goes on with what an
+    earlier, killed process of the same kind left there. ``reads`` is everything that is read: OUT may not be, hold or
+    lie in any of it, but for the folders in ``inside``. ``durable`` has everything on the disk before the rename. If an
+    error ends the block, what was written is removed, unless ``keep`` was set.
     """
 
     def __init__(
@@ -64,7 +64,9 @@ class Staging:
         reads = list(reads)
         try:
             for folder in (self.folder, self._replaced):
-                _check_no_link(folder)
+                if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+                    where = "where a folder of gradmerge's own would lie"
+                    raise InputError(f"{folder}: is a link or a file, {where}. Move it away.")
                 _check_loses_nothing(folder, [*reads, *_own_places()])
             check_place(self.out, reads, inside)
             self._check_replaceable()
@@ -104,15 +106,17 @@ class Staging:
         """Stop if the unfinished folder is not ours, or the unfinished work of another command."""
         if not (self.folder / MARK).is_file():  # one that is complete lacks it, if a kill came just before the rename
             if any(self.folder.iterdir()) and not _written_by_us(self.folder):
-                raise InputError(
-                    f"{self.folder}: is in the way, and was not made by gradmerge. Move it away, or choose another place."
-                )
+                foreign = f"{self.folder}: is in the way, and was not made by gradmerge"
+                raise InputError(f"{foreign}. Move it away, or choose another place.")
             return
-        kind = _kind_of(self.folder)
-        if kind is not None and kind != self.kind:
+        try:
+            kind = str(read_json(self.folder / MARK, 1000)["kind"])
+        except (InputError, KeyError):  # the mark was not written to the end
+            return
+        if kind != self.kind:
             raise InputError(
-                f"{self.folder}: holds an unfinished {kind}, and this is a {self.kind}. Finish that first, or choose another place; "
-                "to give it up, remove the folder."
+                f"{self.folder}: holds an unfinished {kind}, and this is a {self.kind}. Finish that first, or choose "
+                "another place; to give it up, remove the folder."
             )
 
     def _recover(self) -> None:
@@ -136,17 +140,14 @@ class Staging:
     def _check_ours(self, folder: Path) -> None:
         if any(folder.iterdir()) and not _written_by_us(folder):
             raise InputError(
-                f"{folder}: was not written by gradmerge, and --force replaces only what was. Choose another place, or, if all "
-                "that it holds may go, remove it yourself first."
+                f"{folder}: was not written by gradmerge, and --force replaces only what was. Choose another place, "
+                "or, if all that it holds may go, remove it yourself first."
             )
 
     def _lock_folder(self) -> None:
-        try:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.folder.mkdir(exist_ok=True)
-            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from error
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         taken = f"{self.folder}: another process is writing to it. Wait for it, or choose another place."
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,9 +155,8 @@ class Staging:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 self._unlock()
                 raise InputError(taken) from error
-            self.notes.append(
-                f"{self.out.parent}: the file system has no locks ({error.strerror}); see to it that nothing else writes to {self.out}"
-            )
+            no_locks = f"{self.out.parent}: the file system has no locks ({error.strerror})"
+            self.notes.append(f"{no_locks}; see to it that nothing else writes to {self.out}")
         if not self.folder.exists() or not os.path.samestat(os.fstat(self._lock), self.folder.lstat()):
             self._unlock()
             raise InputError(taken)
@@ -236,19 +236,6 @@ def _written_by_us(folder: Path) -> bool:
     return curvature or any(marks <= names for marks in OURS)
 
 
-def _kind_of(folder: Path) -> str | None:
-    """What an unfinished folder is to become; None if its mark was not written to the end."""
-    try:
-        return str(read_json(folder / MARK, 1000)["kind"])
-    except (InputError, KeyError):
-        return None
-
-
-def _check_no_link(folder: Path) -> None:
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise InputError(f"{folder}: is a link or a file, where a folder of gradmerge's own would lie. Move it away.")
-
-
 def _check_loses_nothing(folder: Path, needed: Iterable[Path]) -> None:
     """Stop if a folder that is about to be emptied is, or holds, one of these."""
     here = _identity(folder)
@@ -260,7 +247,7 @@ def _check_loses_nothing(folder: Path, needed: Iterable[Path]) -> None:
 
 
 def check_place(out: Path, reads: Iterable[Path], inside: Iterable[Path] = ()) -> None:
-    """Stop if a result would replace something that is read, or become part of it (but for the folders in ``inside``)."""
+    """Stop if a result would replace something that is read, or become part of it, but for the folders ``inside``."""
     out, reads = Path(os.path.abspath(out)), list(reads)
     _check_loses_nothing(out, [*reads, *_own_places()])
     fine = {_identity(path) for path in inside}
@@ -306,16 +293,7 @@ def _flush_one(path: Path) -> None:
 
 
 def _cannot_write(path: Path, error: OSError) -> InputError | MachineError:
-    message = f"{path}: cannot be written: {error.strerror or error}"
-    wrong_place = (
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.ENOTDIR,
-        errno.EEXIST,
-        errno.ENAMETOOLONG,
-        errno.ENOTEMPTY,
-        errno.ENOENT,
-        errno.ELOOP,
-    )
-    return InputError(message) if error.errno in wrong_place else MachineError(message)
+    """The user's error where another place would do, and the machine's otherwise."""
+    elsewhere = "EACCES EPERM EROFS ENOTDIR EEXIST ENAMETOOLONG ENOTEMPTY ENOENT ELOOP"
+    wrong_place = errno.errorcode.get(error.errno or 0) in elsewhere.split()
+    return (InputError if wrong_place else MachineError)(f"{path}: cannot be written: {error.strerror or error}")

@@ -11,8 +11,9 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from ..text import size
 from .links import require_within
 from .smallfile import open_regular, parse_json_object, read_bounded
 
-#: Bytes an element, by the name of the type in a safetensors header.
-ITEM_SIZE = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
-}  # fmt: skip
+_TYPES_BY_SIZE = {
+    8: "F64 I64 U64 C64",
+    4: "F32 I32 U32",
+    2: "F16 BF16 I16 U16",
+    1: "F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I8 U8 BOOL",
+}
+#: Name of a type in a safetensors header → bytes per element.
+ITEM_SIZE = {name: nbytes for nbytes, names in _TYPES_BY_SIZE.items() for name in names.split()}
 #: The types that a merge does arithmetic on, and their names in recipes.
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -74,6 +78,8 @@ class PositionalFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.memory: dict[str, Any] = {}
+        """Tensors of the file that cannot be read by position, and were loaded."""
         self._fd = open_regular(path)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -133,54 +139,45 @@ def _parse_header(file: TensorFile, total: int) -> tuple[dict[str, Entry], dict[
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise broken("__metadata__ must map words to words")
 
-    data_start, data_size = 8 + length, total - 8 - length
-    spans: list[tuple[int, int, str]] = []
-    entries: dict[str, Entry] = {}
-    for name, value in header.items():
-        if not is_text(name):
-            raise broken(f"the tensor name {_quoted(name)} is no valid Unicode")
-        dtype, shape, begin, end = _check_entry(name, value, broken)
-        entry = Entry(dtype, shape, data_start + begin)
-        if end > data_size:
-            raise broken(f"tensor {_quoted(name)} ends at byte {end} of {data_size} data bytes; the file is cut short")
-        if entry.nbytes != end - begin:
-            raise broken(
-                f"tensor {_quoted(name)} of {dtype} {list(shape)} takes {entry.nbytes} bytes, not {end - begin}"
-            )
-        spans.append((begin, end, name))
-        entries[name] = entry
-    spans.sort()
-    reached = 0
-    for begin, end, name in spans:
-        if begin != reached:
-            raise broken(
-                f"tensor {_quoted(name)} starts at byte {begin} where {reached} was expected: a hole or an overlap"
-            )
-        reached = end
-    if reached != data_size:
-        raise broken(f"{data_size - reached} bytes after the last tensor belong to none")
-    return {name: entries[name] for _, _, name in spans}, metadata
+    start = 8 + length
+    entries = {name: _check_entry(name, value, start, total, broken) for name, value in header.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes, item[0])))
+    reached = start
+    for name, entry in entries.items():
+        if entry.start != reached:
+            found = f"starts at byte {entry.start - start} where {reached - start} was expected"
+            raise broken(f"tensor {_quoted(name)} {found}: a hole or an overlap")
+        reached += entry.nbytes
+    if reached != total:
+        raise broken(f"{total - reached} bytes after the last tensor belong to none")
+    return entries, metadata
 
 
-def _check_entry(name: str, value: Any, broken: Any) -> tuple[str, tuple[int, ...], int, int]:
-    def whole(number: Any) -> bool:
-        return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**62
+def _check_entry(name: str, value: Any, start: int, total: int, broken: Callable[[str], InputError]) -> Entry:
+    """One entry of a header whose data lie from byte ``start`` to byte ``total`` of the file."""
 
+    def whole(numbers: Any) -> bool:
+        return isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**62 for n in numbers)
+
+    if not is_text(name):
+        raise broken(f"the tensor name {_quoted(name)} is no valid Unicode")
+    tensor = f"tensor {_quoted(name)}"
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise broken(f"tensor {_quoted(name)} must have dtype, shape and data_offsets")
+        raise broken(f"{tensor} must have dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
-        raise broken(f"tensor {_quoted(name)} has the unknown dtype {str(dtype)[:40]!r}")
-    if not isinstance(shape, list) or len(shape) > 64 or not all(whole(n) for n in shape):
-        raise broken(f"tensor {_quoted(name)} has a shape that is no list of whole numbers")
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != 2
-        or not all(whole(n) for n in offsets)
-        or offsets[0] > offsets[1]
-    ):
-        raise broken(f"tensor {_quoted(name)} has data_offsets that are no [begin, end]")
-    return dtype, tuple(shape), offsets[0], offsets[1]
+        raise broken(f"{tensor} has the unknown dtype {str(dtype)[:40]!r}")
+    if not whole(shape) or len(shape) > 64:
+        raise broken(f"{tensor} has a shape that is no list of whole numbers")
+    if not whole(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise broken(f"{tensor} has data_offsets that are no [begin, end]")
+    begin, end = offsets
+    entry = Entry(dtype, tuple(shape), start + begin)
+    if start + end > total:
+        raise broken(f"{tensor} ends at byte {end} of {total - start} data bytes; the file is cut short")
+    if entry.nbytes != end - begin:
+        raise broken(f"{tensor} of {dtype} {list(shape)} takes {entry.nbytes} bytes, not {end - begin}")
+    return entry
 
 
 def header_bytes(
@@ -190,18 +187,15 @@ def header_bytes(
     # The name of a folder may be no UTF-8.
     words = {key: value.encode(errors="backslashreplace").decode() for key, value in metadata.items()}
     header: dict[str, Any] = {"__metadata__": words} if words else {}
-    offset = 0
+    places: dict[str, Entry] = {}
+    end = 0
     for name, (dtype, shape) in tensors.items():
-        nbytes = math.prod(shape) * ITEM_SIZE[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
-        offset += nbytes
+        places[name] = Entry(dtype, tuple(shape), end)
+        begin, end = end, end + places[name].nbytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    entries = {
-        name: Entry(dtype, tuple(shape), start + header[name]["data_offsets"][0])
-        for name, (dtype, shape) in tensors.items()
-    }
+    entries = {name: replace(place, start=8 + len(text) + place.start) for name, place in places.items()}
     return len(text).to_bytes(8, "little") + text, entries
 
 
@@ -230,39 +224,32 @@ def open_files(folder: Path, stem: str) -> list[TensorFile] | None:
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if index.is_file():
         by_file = read_index(index)
-        for filename in by_file:
-            if not filename.endswith(".safetensors"):
+        for name in by_file:
+            if not name.endswith(".safetensors"):
                 raise InputError(
-                    f"{index}: not a valid index: the file {filename!r} that it names is no .safetensors file."
+                    f"{index}: not a valid index: the file {name!r} that it names is no .safetensors file."
                 )
-        return _open_shards(folder, index, by_file)
+        with contextlib.ExitStack() as opened:
+            files = [_open_shard(index, *shard, opened) for shard in by_file.items()]
+            opened.pop_all()
+        return files
     if single.is_file():
         require_within(single, folder)
         return [TensorFile(single)]
     return None
 
 
-def _open_shards(folder: Path, index: Path, by_file: Mapping[str, list[str]]) -> list[TensorFile]:
-    files: list[TensorFile] = []
-    try:
-        for filename, names in by_file.items():
-            file = TensorFile(folder / filename)
-            files.append(file)
-            listed = set(names)
-            absent = [n for n in names if n not in file.entries]
-            if absent:
-                raise InputError(
-                    f"{index}: says that {filename} holds {_quoted(absent[0])}, but it does not. Save it again."
-                )
-            unlisted = [n for n in file.entries if n not in listed]
-            if unlisted:
-                raise InputError(
-                    f"{index}: does not list {_quoted(unlisted[0])}, which {filename} holds. Save it again."
-                )
-    except BaseException:
-        close_files(files)
-        raise
-    return files
+def _open_shard(index: Path, filename: str, names: Sequence[str], opened: contextlib.ExitStack) -> TensorFile:
+    file = TensorFile(index.parent / filename)
+    opened.callback(file.close)
+    absent = [n for n in names if n not in file.entries]
+    if absent:
+        raise InputError(f"{index}: says that {filename} holds {_quoted(absent[0])}, but it does not. Save it again.")
+    unlisted = file.entries.keys() - set(names)
+    if unlisted:
+        first = next(n for n in file.entries if n in unlisted)
+        raise InputError(f"{index}: does not list {_quoted(first)}, which {filename} holds. Save it again.")
+    return file
 
 
 def read_index(index: Path) -> dict[str, list[str]]:
@@ -278,9 +265,8 @@ def read_index(index: Path) -> dict[str, list[str]]:
     by_file: dict[str, list[str]] = {}
     for name, filename in weight_map.items():
         if not isinstance(filename, str) or not is_plain_name(filename):
-            raise broken(
-                f"{_quoted(name)} points to {str(filename)[:80]!r}, which is not a file name inside the folder"
-            )
+            where = f"{_quoted(name)} points to {str(filename)[:80]!r}"
+            raise broken(f"{where}, which is not a file name inside the folder")
         by_file.setdefault(filename, []).append(name)
     for filename in by_file:
         if not (index.parent / filename).is_file():
@@ -296,21 +282,13 @@ def _quoted(name: str) -> str:
 
 def is_text(name: str) -> bool:
     """Whether a name can be written again: JSON can hold halves of characters, which UTF-8 cannot."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return not re.search("[\ud800-\udfff]", name)
 
 
 def is_plain_name(filename: str) -> bool:
     """Whether a name from a file names something in the same folder."""
-    return (
-        is_text(filename)
-        and filename not in ("", ".", "..")
-        and not set(filename) & set("/\\\0")
-        and len(filename.encode()) < 256
-    )
+    fits = filename not in ("", ".", "..") and not set(filename) & set("/\\\0")
+    return fits and is_text(filename) and len(filename.encode()) < 256
 
 
 def close_files(files: Iterable[PositionalFile]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import threading
 from collections import Counter
@@ -12,25 +11,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..errors import MachineError
-from .tensorfile import ITEM_SIZE, Entry, TensorFile, header_bytes
+from .tensorfile import ITEM_SIZE, Entry, TensorFile, TensorInfo, header_bytes
 
-Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Name → (dtype as in a safetensors header, shape)."""
-
-
-def _size(dtype: str, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * ITEM_SIZE[dtype]
+Described = tuple[str, tuple[int, ...]]
+"""dtype as in a safetensors header, and shape."""
+Tensors = Mapping[str, Described]
 
 
-def split_into_shards(tensors: Tensors, shard_size: int) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
+def split_into_shards(tensors: Tensors, shard_size: int) -> list[dict[str, Described]]:
     """Consecutive runs of tensors, each at most ``shard_size`` bytes unless one tensor alone is larger.
 
     Inside a shard, tensors with wider elements come first, so that every tensor is aligned to its element size.
     """
-    shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
+    shards: list[dict[str, Described]] = [{}]
     used = 0
     for name, (dtype, shape) in tensors.items():
-        nbytes = _size(dtype, shape)
+        nbytes = TensorInfo(dtype, shape).nbytes
         if shards[-1] and used + nbytes > shard_size:
             shards.append({})
             used = 0
@@ -43,8 +39,7 @@ class TensorWriter:
     """Files ``STEM.safetensors``, or shards with an index in the Hugging Face layout, in a folder that exists.
 
     The header decides where every block goes, so that blocks may come in any order and from several threads, and the
-    files end with the same bytes. A tensor whose name begins with one of ``folders`` and a slash goes to files in that folder,
-    under the rest of its name.
+    files end with the same bytes. A tensor FOLDER/NAME with one of ``folders`` goes to files in it, as NAME.
     """
 
     def __init__(
@@ -72,9 +67,8 @@ class TensorWriter:
         for number, shard in enumerate(shards, 1):
             suffix = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
             filename = f"{prefix}{self.stem}{suffix}.safetensors"
-            header, entries = header_bytes(shard, metadata)
-            self._headers[filename] = header
-            self.sizes[filename] = len(header) + sum(_size(*t) for t in shard.values())
+            self._headers[filename], entries = header_bytes(shard, metadata)
+            self.sizes[filename] = len(self._headers[filename]) + sum(entry.nbytes for entry in entries.values())
             self._places |= {prefix + name: (filename, entry) for name, entry in entries.items()}
         if count > 1:
             self._indexes[prefix] = [prefix + name for name in tensors]
@@ -116,9 +110,8 @@ class TensorWriter:
         """Write the indexes, close the files and read their headers back."""
         for prefix, names in self._indexes.items():
             total = sum(self._places[name][1].nbytes for name in names)
-            weight_map = {
-                name.removeprefix(prefix): self._places[name][0].removeprefix(prefix) for name in sorted(names)
-            }
+            files = {name: self._places[name][0] for name in sorted(names)}
+            weight_map = {name.removeprefix(prefix): file.removeprefix(prefix) for name, file in files.items()}
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
             (self.folder / f"{prefix}{self.stem}.safetensors.index.json").write_text(text, "utf-8")
         self.close()
@@ -165,10 +158,10 @@ class _OpenFiles:
             self._close_idle(0)
 
 
-def _by_folder(tensors: Tensors, folders: Iterable[str]) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+def _by_folder(tensors: Tensors, folders: Iterable[str]) -> dict[str, dict[str, Described]]:
     """The tensors of each folder, "" being the writer's own, by the names that they have in its files."""
     prefixes = [f"{name}/" for name in folders]
-    groups: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    groups: dict[str, dict[str, Described]] = {}
     for name, described in tensors.items():
         prefix = next((p for p in prefixes if name.startswith(p)), "")
         groups.setdefault(prefix, {})[name.removeprefix(prefix)] = described

@@ -2,7 +2,7 @@
 
 from .columns import parse_columns
 from .evaluation import evaluate, evaluate_model
-from .loading import LoadedTask, load_task
+from .loading import LoadedTask, Loading, complete, load_task
 from .metrics import MEANINGS
 from .models import TASKS, LoadingInfo, load_model
 
@@ -10,7 +10,9 @@ __all__ = [
     "MEANINGS",
     "TASKS",
     "LoadedTask",
+    "Loading",
     "LoadingInfo",
+    "complete",
     "evaluate",
     "evaluate_model",
     "load_model",

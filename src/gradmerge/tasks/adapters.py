@@ -1,14 +1,77 @@
-"""What PEFT is given of an adapter's config."""
+"""PEFT adapters: their base, and the model that both make."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from ..checkpoints.lora import is_adapter
 from ..checkpoints.patterns import Patterns
 from ..errors import InputError
+from ..storage.tensorfile import local_path, open_files
+from ..text import first_line
+from .folders import folder_of
+
+if TYPE_CHECKING:
+    from .models import LoadingInfo
+
+#: Layers at the top whose number of rows is the number of classes.
+_HEADS, _ENDS = ("score", "classifier", "classifier.out_proj"), ("", ".modules_to_save.default")
+
+
+def base_of(reference: str, folder: Path, adapter: dict[str, Any]) -> Path:
+    """The folder of the base that an adapter's config names: from here, or from beside the adapter."""
+    stated = adapter.get("base_model_name_or_path")
+    if not isinstance(stated, str) or not stated:
+        raise InputError(f"{reference}: the adapter's config names no base model")
+    beside = local_path(stated, folder)
+    try:
+        base = beside if beside.is_dir() and not local_path(stated, None).is_dir() else folder_of(stated)
+    except InputError as error:
+        raise InputError(f"{reference}: the adapter's base cannot be opened. {error}") from error
+    if is_adapter(base):
+        raise InputError(f"{reference}: the adapter names another adapter as its base, {stated}. Merge that one first.")
+    return base
+
+
+def classes_of(folder: Path) -> int | None:
+    """The number of classes of the head that an adapter brings along, if it does."""
+    for file in open_files(folder, "adapter_model") or []:
+        with contextlib.closing(file):
+            for name in (f"base_model.model.{head}{end}.weight" for head in _HEADS for end in _ENDS):
+                if name in file.entries:
+                    return file.entries[name].shape[0]
+    return None
+
+
+def with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingInfo) -> nn.Module:
+    """The base with the adapter's weights in it, a model like any other. What the adapter brings is missing no more."""
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError as error:
+        needs = "this is a PEFT adapter, which needs the library peft: pip install peft"
+        raise InputError(f"{reference}: {needs}") from error
+    try:
+        config = without_patterns(PeftConfig.from_pretrained(str(folder)), dict(model.named_modules()), folder)
+        wrapped = PeftModel.from_pretrained(model, str(folder), config=config)
+        whole = [name for name, _ in wrapped.named_modules() if name.endswith(".modules_to_save")]
+        merged = wrapped.merge_and_unload()
+    except InputError:
+        raise
+    except Exception as error:
+        refused = f"the adapter cannot be put on its base {info.base_folder}"
+        raise InputError(f"{reference}: {refused}: {first_line(error)}") from error
+    merged.requires_grad_(True)  # an adapter freezes its base
+    replaced = tuple(name.removeprefix("base_model.model.").removesuffix("modules_to_save") for name in whole)
+    info.missing_keys = [key for key in info.missing_keys if not key.startswith(replaced)]
+    info.other_shapes = {key: shapes for key, shapes in info.other_shapes.items() if not key.startswith(replaced)}
+    assert isinstance(merged, nn.Module)
+    return merged
 
 
 def without_patterns(config: Any, modules: Iterable[str], folder: Path) -> Any:

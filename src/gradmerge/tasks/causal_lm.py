@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..curvature.losses import LOSSES, MASKED, ExampleLoss
 from ..errors import InputError
-from ..text import size
+from ..text import first_line, size
 from .columns import Fields
 from .data_sources import LONGEST_ROW
 from .patience import little_memory, patience
@@ -38,14 +38,13 @@ class LanguageExamples:
         template = getattr(self.tokens.tokenizer, "chat_template", None)
         if not template:
             raise InputError(
-                f"{self.rows.label}: the tokenizer has no chat template to turn {self.fields['messages'][0]!r} into text. Use a "
-                "tokenizer that has one, --tokenizer PATH, or data with text, or with prompt and completion"
+                f"{self.rows.label}: the tokenizer has no chat template to turn {self.fields['messages'][0]!r} into "
+                "text. Use a tokenizer that has one, --tokenizer PATH, or data with text, or with prompt and completion"
             )
         if not isinstance(template, str) or not re.search(r"\{%-?\s*generation\s*-?%\}", template):
             self._all_counts = True
-            self._notes.append(
-                "the chat template does not mark what the assistant says, so every token of a conversation counts"
-            )
+            unmarked = "the chat template does not mark what the assistant says"
+            self._notes.append(f"{unmarked}, so every token of a conversation counts")
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         made = [self._example(index) for index in indices]
@@ -89,10 +88,10 @@ class LanguageExamples:
 
     def _conversation(self, index: int) -> tuple[list[int], list[int]]:
         messages = self.rows.cell(index, self.fields["messages"][0])
-        where = f"{self.rows.label}: row {self.rows.number(index)}"
+        where = str(self.rows.wrong(index, ""))
         apply = self.tokens.tokenizer.apply_chat_template
         try:
-            # Text first, within the limits: templates are programs. What asks for tokens cannot be denied memory, but dies.
+            # Text first, within limits: templates are programs. What makes tokens dies where it is denied memory.
             with patience(SECONDS, f"{where}: the chat template"), little_memory(MEMORY, f"{where}: the chat template"):
                 text = apply(list(messages), tokenize=False)
             if len(text) > LONGEST_ROW:
@@ -104,10 +103,8 @@ class LanguageExamples:
         except InputError:
             raise
         except Exception as error:  # and they have errors of their own
-            raise InputError(
-                f"{where}: {shown(messages)} is no conversation that the chat template takes: "
-                f"{str(error).partition(chr(10))[0][:200]}"
-            ) from error
+            refused = f"{shown(messages)} is no conversation that the chat template takes"
+            raise InputError(f"{where}: {refused}: {first_line(error)}") from error
         ids = list(encoded["input_ids"])
         counts = [1] * len(ids) if self._all_counts else list(encoded["assistant_masks"])
         if len(ids) > self.tokens.max_length:
@@ -120,7 +117,7 @@ class LanguageExamples:
 
 
 def without_empty(rows: Rows, fields: Fields) -> tuple[Rows, list[str]]:
-    """The rows whose text is not empty, as collections of texts have empty lines between paragraphs; and a note of it."""
+    """The rows whose text is not empty, as texts have empty lines between paragraphs; and a note of it."""
     if "text" not in fields:
         return rows, []
     empty = [index for index in range(len(rows)) if not rows.text(index, fields["text"]).strip()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from ..errors import InputError
 from ..text import nearest
@@ -11,8 +10,10 @@ from .rows import Rows
 
 KEYS = ("text", "text2", "label", "labels", "prompt", "completion", "messages", "source", "target", "image")
 
-TEXT = ("text", "sentence", "review", "content", "comment", "document", "tweet", "message", "utterance", "query",
-        "question", "title", "body", "input")  # fmt: skip
+TEXT = (
+    *("text", "sentence", "review", "content", "comment", "document", "tweet", "message", "utterance", "query"),
+    *("question", "title", "body", "input"),
+)
 PAIRS = (
     ("premise", "hypothesis"),
     ("sentence1", "sentence2"),
@@ -27,14 +28,20 @@ PAIRS = (
     ("question", "context"),
     ("query", "passage"),
 )
-LABEL = ("label", "labels", "target", "class", "stars", "score", "rating", "sentiment", "category", "topic", "intent",
-         "emotion", "y")  # fmt: skip
+LABEL = (
+    *("label", "labels", "target", "class", "stars", "score", "rating", "sentiment", "category", "topic", "intent"),
+    *("emotion", "y"),
+)
 PROMPT = ("prompt", "instruction", "input", "question")
 COMPLETION = ("completion", "response", "output", "answer")
-SOURCE = ("source", "input", "inputs", "text", "document", "article", "dialogue", "question", "prompt", "instruction",
-          "history")  # fmt: skip
-TARGET = ("target", "targets", "output", "outputs", "summary", "highlights", "response", "answer", "completion",
-          "labels", "label")  # fmt: skip
+SOURCE = (
+    *("source", "input", "inputs", "text", "document", "article", "dialogue", "question", "prompt", "instruction"),
+    "history",
+)
+TARGET = (
+    *("target", "targets", "output", "outputs", "summary", "highlights", "response", "answer", "completion"),
+    *("labels", "label"),
+)
 IMAGE = ("image", "img", "picture", "pixels", "image_path", "file", "path", "filename", "file_name")
 
 Fields = dict[str, tuple[str, ...]]
@@ -71,15 +78,13 @@ class _Choice:
         if key not in KEYS:
             raise InputError(f"--columns: there is no key {key!r}{nearest(key, KEYS)}\n  Keys are {', '.join(KEYS)}.")
         if key not in READS[self.task]:
-            raise InputError(
-                f"--columns: task {self.task} reads no {key!r}; its keys are {', '.join(READS[self.task])}"
-            )
+            keys = ", ".join(READS[self.task])
+            raise InputError(f"--columns: task {self.task} reads no {key!r}; its keys are {keys}")
         names = [value] if value in self.rows.columns else [name.strip() for name in value.split("+")]
         for name in names:
             if name not in self.rows.columns:
-                raise InputError(
-                    f"{self.rows.label}: there is no column {name!r} for {key}{nearest(name, self.rows.columns)}\n  {self.found}"
-                )
+                hint = f"{nearest(name, self.rows.columns)}\n  {self.found}"
+                raise InputError(f"{self.rows.label}: there is no column {name!r} for {key}{hint}")
         return tuple(names)
 
     @property
@@ -96,17 +101,12 @@ class _Choice:
 
     def only_text(self, taken: Sequence[str]) -> tuple[str, ...] | None:
         """The only column with text that is left, whatever its name."""
-        left = [c for c in self.rows.columns if c not in taken and _is_text(self.rows.rows[0].get(c))]
+        left = [c for c in self.rows.columns if c not in taken and isinstance(self.rows.rows[0].get(c), str)]
         return (left[0],) if len(left) == 1 else None
 
     def missing(self, what: str, example: str) -> InputError:
-        return InputError(
-            f"{self.rows.label}: task {self.task} needs {what}.\n  {self.found} Say which is which: --columns {example}"
-        )
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+        hint = f"{self.found} Say which is which: --columns {example}"
+        return InputError(f"{self.rows.label}: task {self.task} needs {what}.\n  {hint}")
 
 
 def _classify(choice: _Choice) -> Fields:
@@ -135,14 +135,12 @@ def _causal_lm(choice: _Choice) -> Fields:
     given = choice.given
     if "messages" in given or "text" in given:
         if len(given) > 1:
-            raise InputError(
-                f"--columns: {' and '.join(given)} do not go together; give text, messages, or prompt and completion"
-            )
+            both = " and ".join(given)
+            raise InputError(f"--columns: {both} do not go together; give text, messages, or prompt and completion")
         return dict(given)
-    if not given and (messages := choice.usual(["messages"])) is not None:
-        return {"messages": messages}
-    if not given and (text := choice.usual(["text"])) is not None:
-        return {"text": text}
+    for key in ("messages", "text") if not given else ():
+        if (found := choice.usual([key])) is not None:
+            return {key: found}
     completion = given.get("completion") or choice.usual(COMPLETION, given.get("prompt", ()))
     prompt = given.get("prompt") or choice.usual(PROMPT, completion or ())
     if prompt is not None and completion is not None:

@@ -18,7 +18,7 @@ from typing import IO, Any
 from ..errors import InputError, MachineError
 from ..storage.smallfile import require_unpackable
 from ..storage.tensorfile import in_utf8, local_path
-from ..text import listed, size
+from ..text import first_line, listed, size
 from .rows import Row, Rows, shown
 
 FORMS = (
@@ -146,44 +146,30 @@ def _jsonl(source: str, file: IO[bytes]) -> Iterator[Row]:
         yield row
 
 
-class _Lines:
-    """The lines of a text, as long as those of one row together stay within the limit."""
-
-    def __init__(self, source: str, file: IO[bytes]) -> None:
-        self._source, self._text = source, io.TextIOWrapper(file, "utf-8-sig", newline="")
-        self.taken = 0
-        """Characters since the row began; for the reader of rows to set back."""
-
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> str:
-        line = self._text.readline(LONGEST_ROW + 1)
-        self.taken += len(line)
-        if self.taken > LONGEST_ROW:
-            raise InputError(f"{self._source}: a row is longer than {size(LONGEST_ROW)}, the limit")
-        if not line:
-            raise StopIteration
-        return line
-
-
 def _csv(source: str, file: IO[bytes]) -> Iterator[Row]:
     # A cell may hold a whole document; the standard library stops at 128 kB.
     csv.field_size_limit(LONGEST_ROW)
-    lines = _Lines(source, file)
-    reader = csv.DictReader(lines, strict=True)
+    text, taken = io.TextIOWrapper(file, "utf-8-sig", newline=""), 0
+
+    def lines() -> Iterator[str]:
+        nonlocal taken
+        while line := text.readline(LONGEST_ROW + 1):
+            taken += len(line)
+            if taken > LONGEST_ROW:
+                raise InputError(f"{source}: a row is longer than {size(LONGEST_ROW)}, the limit")
+            yield line
+
+    reader = csv.DictReader(lines(), strict=True)
     try:
         header = reader.fieldnames or ()
         for name, times in Counter(header).items():
             if times > 1:
                 raise InputError(f"{source}: two columns are called {shown(name)}")
         for row in reader:
-            lines.taken = 0
+            taken = 0
             if None in row or None in row.values():
-                raise InputError(
-                    f"{source}: line {reader.line_num} has {'more' if None in row else 'fewer'} fields than the header has "
-                    f"columns ({', '.join(header)[:300]})"
-                )
+                than = f"{'more' if None in row else 'fewer'} fields than the header has columns"
+                raise InputError(f"{source}: line {reader.line_num} has {than} ({', '.join(header)[:300]})")
             yield row
     except (csv.Error, UnicodeDecodeError) as error:
         raise InputError(f"{source}: line {reader.line_num + 1} cannot be read: {error}") from error
@@ -204,10 +190,8 @@ def _parquet(source: str, path: Path, limit: int | None) -> Rows:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     rows: list[Row] = []
-    packed = path.name.lower().endswith(".gz")
     try:
-        # A parquet file is read from its end, so a packed one is unpacked whole.
-        with pyarrow.parquet.ParquetFile(_whole(path) if packed else path) as file:
+        with pyarrow.parquet.ParquetFile(_whole(path)) as file:
             columns = tuple(file.schema_arrow.names)
             unpacked = 0
             for batch in file.iter_batches(batch_size=_batch_size(file.metadata, limit)):
@@ -219,12 +203,14 @@ def _parquet(source: str, path: Path, limit: int | None) -> Rows:
     except (InputError, EOFError, zlib.error, gzip.BadGzipFile):
         raise
     except Exception as error:  # pyarrow's own, and what Python says to dates and numbers that it does not have
-        raise InputError(f"{source}: the parquet file cannot be read: {_first_line(error)}") from error
+        raise InputError(f"{source}: the parquet file cannot be read: {first_line(error)}") from error
     return Rows(source, rows[:limit], columns, folder=path.parent)
 
 
-def _whole(path: Path) -> io.BytesIO:
-    """A packed file, unpacked whole into memory, for formats that are not read from front to back."""
+def _whole(path: Path) -> Path | io.BytesIO:
+    """A file for formats that are not read from front to back; a packed one is unpacked whole into memory."""
+    if not path.name.lower().endswith(".gz"):
+        return path
     with _opened(path) as file:
         return io.BytesIO(file.read())
 
@@ -232,34 +218,18 @@ def _whole(path: Path) -> io.BytesIO:
 def _batch_size(metadata: Any, limit: int | None) -> int:
     """So few rows that they fit into memory even if each were as long as a whole group of rows.
 
-    A dictionary stores a text once, however many rows have it. Columns are not asked: where a damaged file has statistics that do not
-    fit, pyarrow ends the process.
+    A dictionary stores a text once, however many rows have it. Columns are not asked: where a damaged file has
+    statistics that do not fit, pyarrow ends the process.
     """
     longest = max((metadata.row_group(n).total_byte_size for n in range(metadata.num_row_groups)), default=1)
     return max(1, min(limit or 4096, 4096, BATCH_BYTES // max(1, longest)))
 
 
-class _Arrays(Sequence[Row]):
-    """Images and labels of an .npz, as rows."""
-
-    def __init__(self, x: Any, y: Any) -> None:
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: Any) -> Any:
-        if index >= len(self):
-            raise IndexError(index)
-        return {"image": self.x[index], "label": self.y[index].item()}
-
-
 def _arrays(source: str, path: Path, split: str | None, limit: int | None) -> Rows:
     import numpy as np
 
-    packed = path.name.lower().endswith(".gz")
     try:
-        with np.load(_whole(path) if packed else path, allow_pickle=False) as file:
+        with np.load(_whole(path), allow_pickle=False) as file:
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise InputError(f"{source}: this is no .npz archive of arrays x and y")
             x_name, y_name = _array_names(source, file.files, split)
@@ -271,7 +241,7 @@ def _arrays(source: str, path: Path, split: str | None, limit: int | None) -> Ro
     except InputError:
         raise
     except Exception as error:  # of the archive, of a way to pack it, of a header; or an array beyond all memory
-        raise InputError(f"{source}: the arrays cannot be read: {_first_line(error)}") from error
+        raise InputError(f"{source}: the arrays cannot be read: {first_line(error)}") from error
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if x.ndim not in (3, 4) or 0 in x.shape[1:] or y.ndim != 1 or len(x) != len(y):
@@ -283,7 +253,8 @@ def _arrays(source: str, path: Path, split: str | None, limit: int | None) -> Ro
         raise InputError(
             f"{source}: {x_name} of type {x.dtype} holds no pixels from 0 to 255, nor floating-point numbers"
         )
-    return Rows(source, _Arrays(x[:limit], y[:limit]), ("image", "label"), folder=path.parent)
+    rows = [{"image": image, "label": label} for image, label in zip(x[:limit], y[:limit].tolist(), strict=True)]
+    return Rows(source, rows, ("image", "label"), folder=path.parent)
 
 
 def _array_names(source: str, found: Sequence[str], split: str | None) -> tuple[str, str]:
@@ -331,15 +302,13 @@ def _inside(folder: Path) -> list[Path]:
 
 def _hub(source: str, place: str, split: str | None, limit: int | None) -> Rows:
     if split is None:
-        raise InputError(
-            f"{source}: there is no such file or folder here. For a data set of the Hub, name the split: {source}:test"
-        )
+        hub = f"For a data set of the Hub, name the split: {source}:test"
+        raise InputError(f"{source}: there is no such file or folder here. {hub}")
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:
-        raise InputError(
-            f"{source}: data sets of the Hub need the library datasets: pip install 'gradmerge[hub]'"
-        ) from error
+        lacking = "data sets of the Hub need the library datasets: pip install 'gradmerge[hub]'"
+        raise InputError(f"{source}: {lacking}") from error
     match = HUB.fullmatch(place)
     assert match is not None
     try:
@@ -351,13 +320,8 @@ def _hub(source: str, place: str, split: str | None, limit: int | None) -> Rows:
         features = data.features or {}
         rows = data if limit is None else list(data.take(limit))
     except Exception as error:  # the library passes on errors of every kind: of the network, of scripts, of formats
-        raise InputError(
-            f"{source}: there is no such file or folder here, and the Hub did not give a data set of that name: {_first_line(error)}"
-        ) from error
+        neither = "there is no such file or folder here, and the Hub did not give a data set of that name"
+        raise InputError(f"{source}: {neither}: {first_line(error)}") from error
     names = {n: f.names for n, f in features.items() if isinstance(f, datasets.ClassLabel) and f.names}
     columns = tuple(features) or (tuple(rows[0]) if len(rows) else ())
     return Rows(source, rows, columns, names, whole_column=data.__getitem__ if limit is None else None)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().partition("\n")[0] or type(error).__name__)[:300]

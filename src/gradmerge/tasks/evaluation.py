@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..curvature.batches import moved
 from ..curvature.losses import ExampleLoss, labels_of, logits_of
 from ..errors import GradmergeError, InputError, MachineError
+from ..text import first_line
 from .loading import LoadedTask
 from .metrics import Number, metrics_for
 
@@ -17,7 +19,7 @@ Advance = Callable[[int], None]
 """Called with the number of examples of every batch that is done."""
 
 
-def evaluate(loaded: LoadedTask, batch_size: int = 8, advance: Advance | None = None) -> dict[str, Any]:
+def evaluate(loaded: LoadedTask, batch_size: int | None = None, advance: Advance | None = None) -> dict[str, Any]:
     """The metrics of a loaded model on its data; they do not depend on ``batch_size`` beyond rounding."""
     numbers = evaluate_model(loaded.model, loaded.batches(batch_size), loaded.output, advance)
     return {"task": loaded.task, **numbers}
@@ -26,7 +28,7 @@ def evaluate(loaded: LoadedTask, batch_size: int = 8, advance: Advance | None = 
 def evaluate_model(
     model: nn.Module, batches: Iterable[Any], output: ExampleLoss, advance: Advance | None = None
 ) -> dict[str, Number]:
-    """The metrics of a model on batches: keyword arguments with "labels", or sequences whose last element is the labels.
+    """The metrics of a model on batches: keyword arguments with "labels", or sequences that end with the labels.
 
     The model is run in eval mode and left in the mode it was in. ``MEANINGS`` of `metrics` says what each number is.
     """
@@ -38,10 +40,10 @@ def evaluate_model(
     try:
         with torch.no_grad():
             for batch in batches:
-                batch = _moved(batch, device)
+                batch = moved(batch, device)
                 logits, labels = _logits(model, batch, done), labels_of(batch)
                 output.check(logits.shape, labels)
-                # One example at a time: widening the logits of a whole batch over a large vocabulary may not fit into memory.
+                # One example at a time: a whole batch of logits over a large vocabulary, widened, may not fit memory.
                 losses = torch.cat([output.losses(logits[i : i + 1], labels[i : i + 1]) for i in range(len(labels))])
                 _check_finite(losses, done)
                 metrics.add(logits, labels, losses)
@@ -61,23 +63,16 @@ def _logits(model: nn.Module, batch: Any, done: int) -> Tensor:
     except (GradmergeError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a config may describe a model that can be built but not run
-        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        reason = first_line(error)
         if "allocate memory" in reason:
             raise MachineError(f"out of memory: {reason}. Try a smaller --batch-size.") from error
         raise InputError(f"the model cannot be run on the batch from example {done + 1} on: {reason}") from error
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Mapping):
-        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-    return [value.to(device) if isinstance(value, Tensor) else value for value in batch]
-
-
 def _check_finite(losses: Tensor, done: int) -> None:
     wrong = ~losses.isfinite()
     if bool(wrong.any()):
-        row = done + int(wrong.nonzero()[0]) + 1
         raise InputError(
-            f"example {row}: the model's loss is not finite. Its weights are damaged, or the numbers too large for its type "
-            "(try --dtype float32)"
+            f"example {done + int(wrong.nonzero()[0]) + 1}: the model's loss is not finite. "
+            "Its weights are damaged, or the numbers too large for its type (try --dtype float32)"
         )

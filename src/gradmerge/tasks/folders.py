@@ -1,27 +1,57 @@
-"""What must be true of a folder before transformers or peft may open it: the checks that a merge makes."""
+"""Where a model lies on this machine, and what must be true of the folder before transformers or peft may open it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
+from ..checkpoints.opening import HUB_ID, fetch_from_hub
 from ..errors import InputError
 from ..storage.links import require_within
 from ..storage.smallfile import MAX_CONFIG, MAX_TOKENIZER, read_bounded
-from ..storage.tensorfile import TensorFile, close_files, open_files
+from ..storage.tensorfile import TensorFile, close_files, in_utf8, local_path, open_files
 from ..text import size
 
 #: What is read of a folder beside weights, by the ends of names.
-_ENDS = ("config.json", "tokens.json", "tokens_map.json", "tokenizer.json", "tekken.json", "vocab.json", "vocab.txt", "merges.txt",
-         "chat_template.json", ".jinja", ".model", ".tiktoken", ".spm", ".codes")  # fmt: skip
+_ENDS = (
+    *("config.json", "tokens.json", "tokens_map.json", "tokenizer.json", "tekken.json", "vocab.json", "vocab.txt"),
+    *("merges.txt", "chat_template.json", ".jinja", ".model", ".tiktoken", ".spm", ".codes"),
+)
+
+
+def folder_of(reference: str) -> Path:
+    """The folder of a model, as it is or fetched from the Hub."""
+    path = local_path(reference, None)
+    if path.is_dir():
+        return in_utf8(path)
+    if path.is_file():
+        raise InputError(f"{reference}: a file is not enough to run a model; give the folder with its config.json")
+    if HUB_ID.fullmatch(reference) and not reference.startswith("."):
+        return fetch_from_hub(reference, allow_pickle=False)
+    raise InputError(f"{reference}: no such folder ({path.absolute()})")
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Without the Hub: all that a model needs lies in its folder by now, whatever its config may ask for."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def check_small_files(folder: Path) -> None:
     """Refuse configs and tokenizer files that are no files, too large, or links out of the folder."""
     try:
-        found = [path for place in (folder, folder / "additional_chat_templates") if place.is_dir()
-                 for path in sorted(place.iterdir()) if path.name.endswith(_ENDS)]  # fmt: skip
+        places = [place for place in (folder, folder / "additional_chat_templates") if place.is_dir()]
+        found = [path for place in places for path in sorted(place.iterdir()) if path.name.endswith(_ENDS)]
     except OSError as error:
         raise InputError(f"{folder}: cannot be read: {error.strerror}") from error
     for path in found:

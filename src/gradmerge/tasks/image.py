@@ -21,7 +21,7 @@ from .rows import Rows, shown
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: What Pillow may take a file for, whatever its name: left to itself it would hand PostScript to Ghostscript, a program.
+#: What Pillow may take a file for, whatever its name: PostScript it would hand to Ghostscript, a program.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 #: A picture of a few kB may unfold to any size.
 MOST_PIXELS = 100_000_000
@@ -48,13 +48,10 @@ class ImageExamples:
             )
         elif processor is None:
             if self.size is None:
-                raise InputError(
-                    f"{rows.label}: the model has no preprocessor_config.json, and its config no image_size, so how its images are made "
-                    "is not known"
-                )
-            self._notes.append(
-                f"the model has no preprocessor_config.json: images are resized to {self.size[0]} × {self.size[1]} and scaled to [0, 1]"
-            )
+                nothing = "the model has no preprocessor_config.json, and its config no image_size"
+                raise InputError(f"{rows.label}: {nothing}, so how its images are made is not known")
+            made = f"images are resized to {self.size[0]} × {self.size[1]} and scaled to [0, 1]"
+            self._notes.append(f"the model has no preprocessor_config.json: {made}")
 
     def _prepared(self) -> bool:
         first = self.rows.cell(0, self.column)
@@ -79,9 +76,8 @@ class ImageExamples:
         except MemoryError:
             raise
         except Exception as error:  # as many kinds as there are processors
-            raise InputError(
-                f"{self.rows.label}: row {self.rows.number(indices[0])}: the model's image processor refuses the image: {error}"
-            ) from error
+            wrong = f": the model's image processor refuses the image: {error}"
+            raise self.rows.wrong(indices[0], wrong) from error
         return pixels
 
     def _as_stored(self, index: int) -> Tensor:
@@ -90,10 +86,8 @@ class ImageExamples:
             array = np.repeat(array, self.channels, axis=-1)
         wanted = (*(self.size or array.shape[:2]), self.channels)
         if array.shape != wanted:
-            raise InputError(
-                f"{self.rows.label}: row {self.rows.number(index)}: a normalised image of shape {list(array.shape)}, but the model takes "
-                f"{list(wanted)} (height, width, channels)"
-            )
+            takes = f"the model takes {list(wanted)} (height, width, channels)"
+            raise self.rows.wrong(index, f": a normalised image of shape {list(array.shape)}, but {takes}")
         return torch.from_numpy(array.astype(np.float32)).permute(2, 0, 1)
 
     def _picture(self, index: int) -> Image:
@@ -115,7 +109,7 @@ class ImageExamples:
         except Exception as error:  # every format of Pillow has errors of its own
             reason = f"the image cannot be read: {error}"
         what = value if isinstance(value, str) else shown(value) if not isinstance(value, bytes | dict) else ""
-        raise InputError(f"{self.rows.label}: row {self.rows.number(index)}: {what + ': ' if what else ''}{reason}")
+        raise self.rows.wrong(index, f": {what + ': ' if what else ''}{reason}")
 
     def notes(self) -> list[str]:
         return self.rows.notes + self._notes
@@ -148,11 +142,9 @@ def _opened(value: Any, folder: Path) -> Image:
         picture = _within_limit(Image.open(path, formats=FORMATS))
         picture.load()  # and close the file
         return picture
-    if isinstance(value, np.ndarray):
-        return Image.fromarray(_bytes_of(_channels_last(value)))
     if isinstance(value, Image.Image):
         return value
-    if isinstance(value, list):
+    if isinstance(value, np.ndarray | list):
         return Image.fromarray(_bytes_of(_channels_last(np.asarray(value))))
     raise InputError(f"no image but {type(value).__name__}; a path, the bytes of an image file or an array is needed")
 
@@ -160,9 +152,8 @@ def _opened(value: Any, folder: Path) -> Image:
 def _within_limit(picture: Image) -> Image:
     """Refuse a picture by its header, before any of its pixels is unpacked."""
     if picture.width * picture.height > MOST_PIXELS:
-        raise InputError(
-            f"an image of {picture.width} × {picture.height}, beyond the limit of {count(MOST_PIXELS)} pixels"
-        )
+        size = f"{picture.width} × {picture.height}"
+        raise InputError(f"an image of {size}, beyond the limit of {count(MOST_PIXELS)} pixels")
     return picture
 
 

@@ -22,9 +22,8 @@ class ClassNames:
         numbers: dict[str, set[int]] = {}
         try:
             self.count = int(config.num_labels)
-            for number, name in (getattr(config, "id2label", None) or {}).items():
-                numbers.setdefault(_key(str(name)) or "", set()).add(int(number))
-            for name, number in (getattr(config, "label2id", None) or {}).items():
+            pairs = [(name, number) for number, name in (getattr(config, "id2label", None) or {}).items()]
+            for name, number in [*pairs, *(getattr(config, "label2id", None) or {}).items()]:
                 numbers.setdefault(_key(str(name)) or "", set()).add(int(number))
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise InputError(f"the model's config: num_labels, id2label or label2id cannot be read: {error}") from error
@@ -36,9 +35,8 @@ class ClassNames:
     def number(self, name: str) -> int | None:
         key = _key(name) or ""
         if key in self._unclear:
-            raise InputError(
-                f"the model's config gives the class {name!r} more than one number (id2label, label2id): put it right first"
-            )
+            several = f"gives the class {name!r} more than one number (id2label, label2id)"
+            raise InputError(f"the model's config {several}: put it right first")
         return self.by_name.get(key)
 
     def __str__(self) -> str:
@@ -60,45 +58,35 @@ def _is_number(key: str) -> bool:
 
 
 def read_labels(rows: Rows, fields: Fields, config: Any) -> Tensor:
-    """Labels of all rows: classes as whole numbers, several labels as zeros and ones, numbers of a regression as they are."""
+    """Labels of all rows: classes as whole numbers, several labels as 0 and 1, numbers of a regression as they are."""
     columns = fields.get("labels") or fields["label"]
     names = ClassNames(config)
     problem = getattr(config, "problem_type", None)
     if problem == "regression" or (problem is None and names.count == 1):
         return _numbers(rows, columns, names)
-    if len(columns) > 1:
-        return _several_columns(rows, columns, names, problem)
-    cells = list(rows.column(columns[0]))
-    is_list = isinstance(cells[0], list | tuple)
-    if problem == "multi_label_classification" and not is_list:
+    cells = list(rows.column(columns[0])) if len(columns) == 1 else []
+    several = not cells or isinstance(cells[0], list | tuple)
+    if several and problem == "single_label_classification":
+        one = f"the model gives one label to an example (its config says {problem})"
+        raise InputError(f"{rows.label}: {one}, but {'+'.join(columns)} holds several")
+    if not several and problem == "multi_label_classification":
         raise InputError(
-            f"{rows.label}: the model gives several labels to an example, but {columns[0]!r} holds {shown(cells[0])}. A list is "
-            "needed, or several columns: --columns labels=a+b+c"
+            f"{rows.label}: the model gives several labels to an example, but {columns[0]!r} holds {shown(cells[0])}. "
+            "A list is needed, or several columns: --columns labels=a+b+c"
         )
-    if is_list:
-        _refuse_single_label(rows, columns, problem)
+    if not cells:
+        return _several_columns(rows, columns, names)
+    if several:
         return _lists(rows, columns[0], cells, names)
-    return _classes(rows, columns[0], cells, names)
-
-
-def _refuse_single_label(rows: Rows, columns: Sequence[str], problem: str | None) -> None:
-    if problem == "single_label_classification":
-        raise InputError(
-            f"{rows.label}: the model gives one label to an example (its config says {problem}), but {'+'.join(columns)} "
-            "holds several"
-        )
-
-
-def _classes(rows: Rows, column: str, cells: Sequence[Any], names: ClassNames) -> Tensor:
-    read = _Reader(rows, column, cells, names)
+    read = _Reader(rows, columns[0], cells, names)
     return torch.tensor([read(n, cell) for n, cell in enumerate(cells)])
 
 
 class _Reader:
     """From a cell to the number of its class.
 
-    Where classes have numbers for names, such as stars from 1 to 5, a number in the data may be a name or a count from 0. It is a
-    name if all numbers of the column are names, and a count from 0 otherwise, whatever type the data's format gives it.
+    Where classes have numbers for names, such as stars from 1 to 5, a number in the data may be a name or a count from
+    0. It is a name if all numbers of the column are names, else a count, whatever type the data's format gives it.
     """
 
     def __init__(self, rows: Rows, column: str, cells: Iterable[Any], names: ClassNames) -> None:
@@ -112,18 +100,18 @@ class _Reader:
         if found:
             pairs = sorted(names.numbered.items(), key=lambda pair: pair[1])[:8]
             if self.by_name:
-                told = "read as these names: " + ", ".join(f"{name} is class {number}" for name, number in pairs)
+                told = "these names: " + ", ".join(f"{name} is class {n}" for name, n in pairs)
             else:
-                told = "read as the classes' numbers from 0: " + ", ".join(
+                told = "the classes' numbers from 0: " + ", ".join(
                     f"{n} is the class named {name}" for name, n in pairs
                 )
-            rows.notes.append(f"the model's classes have numbers for names, and those in {column!r} are {told}")
+            rows.notes.append(f"the model's classes have numbers for names, and those in {column!r} are read as {told}")
 
     def __call__(self, index: int, cell: Any) -> int:
-        where = f"{self.rows.label}: row {self.rows.number(index)}: {self.column!r}"
+        said = f": {self.column!r} is {shown(cell)}"
         key = _key(cell)
         if key is None:
-            raise InputError(f"{where} is {shown(cell)}; a class is needed, as its number or its name")
+            raise self.rows.wrong(index, f"{said}; a class is needed, as its number or its name")
         if _is_number(key) and not self.by_name:
             number: int | None = int(key)
         else:
@@ -131,32 +119,21 @@ class _Reader:
             if number is None:
                 number = {"true": 1, "false": 0}.get(key)
         if number is None:
-            raise InputError(
-                f"{where} is {shown(cell)}, which is no class of the model.\n  Its classes are {self.names}.\n"
-                f"  The data has {_some(self.rows, self.column)}."
-            )
+            values = list(dict.fromkeys(str(cell)[:40] for cell in self.rows.column(self.column)))
+            some = ", ".join(values[:8]) + (" …" if len(values) > 8 else "")
+            classes = f"  Its classes are {self.names}.\n  The data has {some}."
+            raise self.rows.wrong(index, f"{said}, which is no class of the model.\n{classes}")
         number = self.places.get(number, number)
         if not 0 <= number < self.names.count:
             hint = "; -1 usually marks rows that have no label" if number == -1 else ""
-            raise InputError(
-                f"{where} is {shown(cell)}, but the model has {self.names.count} classes, 0 to {self.names.count - 1}{hint}"
-            )
+            count = self.names.count
+            raise self.rows.wrong(index, f"{said}, but the model has {count} classes, 0 to {count - 1}{hint}")
         return number
-
-
-def _some(rows: Rows, column: str, limit: int = 8) -> str:
-    values = list(dict.fromkeys(str(cell)[:40] for cell in rows.column(column)))
-    return ", ".join(values[:limit]) + (" …" if len(values) > limit else "")
 
 
 def _whole(cell: Any) -> int | None:
     """The whole number that a cell holds, be it `1`, `1.0` or `"1"`."""
-    if cell is None:
-        return None
-    try:
-        number = float(cell)
-    except (TypeError, ValueError, OverflowError):
-        return None
+    number = _float(cell)
     return int(number) if number.is_integer() else None
 
 
@@ -180,15 +157,12 @@ def _places(rows: Rows, column: str, names: ClassNames) -> Mapping[int, int]:
         )
     numbers_for_names = all(name.isdecimal() and len(name) < 19 for name in own)
     places = {n: int(name) if numbers_for_names else n for n, name in enumerate(own)}
-    shown_places = ", ".join(f"{name} = {places[n]}" for n, name in enumerate(own[:8]))
-    rows.notes.append(
-        f"the model has no classes by the names of the data's; their numbers are {shown_places}{', …' if len(own) > 8 else ''}"
-    )
+    some = ", ".join(f"{name} = {places[n]}" for n, name in enumerate(own[:8])) + (", …" if len(own) > 8 else "")
+    rows.notes.append(f"the model has no classes by the names of the data's; their numbers are {some}")
     return places
 
 
-def _several_columns(rows: Rows, columns: Sequence[str], names: ClassNames, problem: str | None) -> Tensor:
-    _refuse_single_label(rows, columns, problem)
+def _several_columns(rows: Rows, columns: Sequence[str], names: ClassNames) -> Tensor:
     if len(columns) != names.count:
         raise InputError(
             f"{rows.label}: {len(columns)} label columns ({', '.join(columns)}) for a model with {names.count} labels"
@@ -200,26 +174,20 @@ def _several_columns(rows: Rows, columns: Sequence[str], names: ClassNames, prob
     for column, place in zip(columns, order, strict=True):
         assert place is not None
         for index, cell in enumerate(rows.column(column)):
-            labels[index, place] = _bit(rows, index, column, cell)
+            number = {"true": 1, "false": 0}.get(cell.lower()) if isinstance(cell, str) else None
+            number = _whole(cell) if number is None else number
+            if number not in (0, 1):
+                wrong = f": {column!r} is {shown(cell)}; labels of a multi-label model are 0 or 1"
+                raise rows.wrong(index, wrong)
+            labels[index, place] = number
     return labels
-
-
-def _bit(rows: Rows, index: int, column: str, cell: Any) -> int:
-    number = _whole(cell.lower() == "true" if isinstance(cell, str) and cell.lower() in ("true", "false") else cell)
-    if number not in (0, 1):
-        raise InputError(
-            f"{rows.label}: row {rows.number(index)}: {column!r} is {shown(cell)}; labels of a multi-label model are 0 or 1"
-        )
-    return number
 
 
 def _lists(rows: Rows, column: str, cells: Sequence[Any], names: ClassNames) -> Tensor:
     for index, cell in enumerate(cells):
         if not isinstance(cell, list | tuple):
-            raise InputError(
-                f"{rows.label}: row {rows.number(index)}: {column!r} is {shown(cell)} and no list of labels"
-            )
-    if all(len(cell) == names.count and all(_is_bit(value) for value in cell) for cell in cells):
+            raise rows.wrong(index, f": {column!r} is {shown(cell)} and no list of labels")
+    if all(len(cell) == names.count and all(map(_is_bit, cell)) for cell in cells):
         return torch.tensor([[float(value) for value in cell] for cell in cells])
     read = _Reader(rows, column, [value for cell in cells for value in cell], names)
     labels = torch.zeros(len(cells), names.count)
@@ -240,21 +208,18 @@ def _numbers(rows: Rows, columns: Sequence[str], names: ClassNames) -> Tensor:
         if len(cells) == 1 and isinstance(cells[0], list | tuple):
             cells = list(cells[0])
         if len(cells) != names.count:
-            raise InputError(
-                f"{rows.label}: row {rows.number(index)}: {len(cells)} numbers for a model with {names.count} outputs"
-            )
-        values.append([_number(rows, index, columns[0], cell) for cell in cells])
+            raise rows.wrong(index, f": {len(cells)} numbers for a model with {names.count} outputs")
+        values.append([_float(cell) for cell in cells])
+        for cell, value in zip(cells, values[-1], strict=True):
+            if not math.isfinite(value):
+                wrong = f": {columns[0]!r} is {shown(cell)}; the model is a regression and needs a number"
+                raise rows.wrong(index, wrong)
     labels = torch.tensor(values, dtype=torch.float32)
     return labels[:, 0] if names.count == 1 else labels
 
 
-def _number(rows: Rows, index: int, column: str, cell: Any) -> float:
+def _float(cell: Any) -> float:
     try:
-        number = float(cell)
+        return float(cell)
     except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise InputError(
-            f"{rows.label}: row {rows.number(index)}: {column!r} is {shown(cell)}; the model is a regression and needs a number"
-        )
-    return number
+        return math.nan

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from numbers import Integral
+from pathlib import Path
+from types import NoneType
+from typing import Any, Protocol, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +16,68 @@ from torch import Tensor, nn
 from ..curvature.losses import ExampleLoss
 from ..errors import InputError
 from ..quiet import quiet_transformers
+from ..text import nearest
 from .causal_lm import LanguageExamples, without_empty
 from .classify import TextExamples
 from .columns import Fields, choose_columns
 from .data_sources import read_rows
 from .image import ImageExamples
-from .models import LoadingInfo, device_of, load_image_processor, load_model, load_tokenizer
-from .rows import Rows
+from .models import device_of, load_model
+from .processors import load_image_processor, load_tokenizer
 from .seq2seq import PairExamples
+
+
+class Loading(TypedDict, total=False):
+    """How a model and its data are loaded: keywords of every function that does so, options of every such command."""
+
+    task: str
+    """`classify`, `causal-lm`, `seq2seq`, `image`, or `auto`: what the model is made for."""
+    columns: Mapping[str, str] | None
+    """Which column of the data is what, `{"text": "review"}`, where names are not the usual ones."""
+    limit: int | None
+    """How many rows are read at most."""
+    batch_size: int
+    """Examples at once; beyond rounding, results do not depend on it."""
+    max_length: int | None
+    """Tokens after which a text is cut; by default what the model allows, at most 1024."""
+    device: str
+    """`cpu`, `cuda`, `cuda:1`, …; `auto` is a GPU if there is one."""
+    dtype: str
+    """`float32`, `bfloat16`, `float16`, `float64`, or `auto`: as stored, but float32 for float16 on a CPU."""
+    attn: str | None
+    """How attention is computed: `eager`, `sdpa`, `flash_attention_2`, …"""
+    tokenizer: str | None
+    """Folder or Hub id of the tokenizer, if it is not the model's."""
+
+
+DEFAULTS = Loading(
+    task="auto",
+    columns=None,
+    limit=None,
+    batch_size=8,
+    max_length=None,
+    device="auto",
+    dtype="auto",
+    attn=None,
+    tokenizer=None,
+)
+_IN_WORDS = {str: "text", Integral: "a whole number", Mapping: "a mapping", NoneType: "None"}
+
+
+def complete(given: Loading, function: Callable[..., Any]) -> Loading:
+    """All options of loading: those given to a function, checked, and the defaults of the others."""
+    types = get_type_hints(Loading)
+    for name, value in given.items():
+        if name not in types:
+            known = [known for known in inspect.signature(function).parameters if known != "loading"] + [*types]
+            hint = f"{nearest(name, known)}\n  Known are {', '.join(known)}."
+            raise InputError(f"there is no option {name!r}{hint}")
+        several = [get_origin(one) or one for one in get_args(types[name]) or [types[name]]]
+        kinds: list[Any] = [Integral if one is int else one for one in several]
+        if isinstance(value, bool) or not isinstance(value, tuple(kinds)):
+            expected = " or ".join(_IN_WORDS[kind] for kind in kinds)
+            raise InputError(f"{name} is {value!r}, but must be {expected}")
+    return DEFAULTS | given
 
 
 class Examples(Protocol):
@@ -53,14 +111,17 @@ class LoadedTask:
     """Tensors of the model that the checkpoint does not hold; none is a parameter."""
     data: Examples
     loading_notes: list[str]
+    batch_size: int = 8
+    """Examples of a batch, where nothing else is said."""
 
     @property
     def notes(self) -> list[str]:
         """What a user should know; rows that are too long are counted as batches are made."""
         return self.loading_notes + self.data.notes()
 
-    def batches(self, batch_size: int, start: int = 0) -> Iterator[dict[str, Tensor]]:
+    def batches(self, batch_size: int | None = None, start: int = 0) -> Iterator[dict[str, Tensor]]:
         """Batches on the CPU in the data's order, from row ``start`` on; rows before it are not even tokenized."""
+        batch_size = self.batch_size if batch_size is None else batch_size
         if batch_size < 1:
             raise InputError(f"--batch-size {batch_size}: at least one example is needed")
         for first in range(start, self.examples, batch_size):
@@ -70,57 +131,41 @@ class LoadedTask:
 
 
 def load_task(
-    model_reference: str,
-    source: str,
-    *,
-    task: str = "auto",
-    columns: Mapping[str, str] | None = None,
-    limit: int | None = None,
-    split: str | None = None,
-    max_length: int | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    attn: str | None = None,
-    tokenizer: str | None = None,
+    model_reference: str | Path, source: str | Path, *, split: str | None = None, **loading: Unpack[Loading]
 ) -> LoadedTask:
     """Load a model and data for it.
 
-    ``model_reference`` is a folder, a Hub id (`org/name@revision`) or a PEFT adapter folder; ``source`` a .jsonl, .csv, .parquet
-    or .txt file (each also .gz), an .npz, a folder of images by class, or `org/name:split` of the Hub. ``columns`` says which
-    column is what (`{"text": "review"}`), ``limit`` how many rows are read at most, ``max_length`` after how many tokens a text is cut.
+    ``model_reference`` is a folder, a Hub id (`org/name@revision`) or a PEFT adapter folder; ``source`` a .jsonl, .csv,
+    .parquet or .txt file (each also .gz), an .npz, a folder of images by class, or `org/name:split` of the Hub.
+    The other options are those of :class:`gradmerge.Loading`.
     """
-    rows = read_rows(source, limit=limit, split=split)  # the quicker of the two to fail
-    model, info = load_model(model_reference, task, device=device, dtype=dtype, attn=attn)
-    fields = choose_columns(info.task, rows, columns)
+    options = complete(loading, load_task)
+    model_reference, source = str(model_reference), str(source)
+    rows = read_rows(source, limit=options["limit"], split=split)  # the quicker of the two to fail
+    model, info = load_model(
+        model_reference, options["task"], device=options["device"], dtype=options["dtype"], attn=options["attn"]
+    )
+    fields = choose_columns(info.task, rows, options["columns"])
     notes = list(info.notes)
     if info.task == "causal-lm":
         rows, left_out = without_empty(rows, fields)
         notes += left_out
-    examples = _examples(model_reference, model, info, rows, fields, max_length, tokenizer)
+    examples: Examples
+    if info.task == "image":
+        examples = ImageExamples(rows, fields, model, load_image_processor(model_reference, info))
+    else:
+        kinds: dict[str, Any] = {"classify": TextExamples, "causal-lm": LanguageExamples, "seq2seq": PairExamples}
+        tokenizer = load_tokenizer(model_reference, info, options["tokenizer"])
+        examples = kinds[info.task](rows, fields, model, tokenizer, options["max_length"])
     return LoadedTask(
         model=model,
         task=info.task,
         output=examples.output,
         examples=len(rows),
-        device=device_of(device),
+        device=device_of(options["device"]),
         columns=fields,
         missing_keys=info.missing_keys,
         data=examples,
         loading_notes=notes,
+        batch_size=options["batch_size"],
     )
-
-
-def _examples(
-    reference: str,
-    model: nn.Module,
-    info: LoadingInfo,
-    rows: Rows,
-    fields: Fields,
-    max_length: int | None,
-    tokenizer: str | None,
-) -> Examples:
-    if info.task == "image":
-        return ImageExamples(rows, fields, model, load_image_processor(reference, info))
-    kinds: dict[str, Any] = {"classify": TextExamples, "causal-lm": LanguageExamples, "seq2seq": PairExamples}
-    examples: Examples = kinds[info.task](rows, fields, model, load_tokenizer(reference, info, tokenizer), max_length)
-    return examples

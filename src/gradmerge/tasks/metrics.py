@@ -71,7 +71,7 @@ class ClassMetrics(Metrics):
 class LabelMetrics(Metrics):
     def __init__(self) -> None:
         self.loss, self.examples, self.exact = 0.0, 0, 0
-        self.counts: Tensor | int = 0  # rows: hits, false alarms, misses; one column a label
+        self.counts: Tensor | int = 0  # rows: hits, false alarms, misses; one column per label
 
     def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
         told, true = logits > 0, labels > 0.5

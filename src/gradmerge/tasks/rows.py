@@ -38,11 +38,15 @@ class Rows:
         """The number of a row in messages; the first is 1."""
         return 1 + (index if self.stored is None else self.stored[index])
 
+    def wrong(self, index: int, what: str) -> InputError:
+        """An error that says which row it is about."""
+        return InputError(f"{self.label}: row {self.number(index)}{what}")
+
     def cell(self, index: int, column: str) -> Any:
         try:
             return self.rows[index][column]
         except KeyError:
-            raise InputError(f"{self.label}: row {self.number(index)} has no {column!r}") from None
+            raise self.wrong(index, f" has no {column!r}") from None
 
     def column(self, name: str) -> Iterable[Any]:
         if self.whole_column is not None and name in self.columns:
@@ -59,9 +63,7 @@ class Rows:
             return value
         if isinstance(value, list | tuple) and all(isinstance(line, str) for line in value):
             return "\n".join(value)
-        raise InputError(
-            f"{self.label}: row {self.number(index)}: {column!r} holds no text but {type(value).__name__}: {shown(value)}"
-        )
+        raise self.wrong(index, f": {column!r} holds no text but {type(value).__name__}: {shown(value)}")
 
     def without(self, left_out: Sequence[int]) -> Rows:
         """The same rows but some."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..curvature.losses import MASKED
 from ..errors import InputError
+from ..text import first_line
 from .rows import Rows
 
 #: Tokens of an example when the user gives no --max-length and the model allows more.
@@ -27,7 +28,7 @@ class Tokens:
         self.truncated: set[int] = set()
         """Rows seen so far that were longer than ``max_length``."""
         config: Any = model.config
-        # Padding never counts, but some models look for it: they count positions, or find the last token, by its number.
+        # Padding never counts, but some models look for it: to count positions, or to find the last token.
         stated = (config.get_text_config().pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         pads = [n for n in stated if isinstance(n, int) and 0 <= n < self.vocabulary]
         if not pads:
@@ -49,25 +50,19 @@ class Tokens:
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # what panics in Rust is no Exception
-            reason = str(error).partition("\n")[0][:200] or type(error).__name__
-            raise InputError(
-                f"{self.rows.label}: row {self.rows.number(index)}: the tokenizer cannot take its text: {reason}"
-            ) from error
+            raise self.rows.wrong(index, f": the tokenizer cannot take its text: {first_line(error)}") from error
 
     def check(self, index: int, ids: Sequence[int]) -> None:
         if ids and max(ids) >= self.vocabulary:
-            raise InputError(
-                f"{self.rows.label}: row {self.rows.number(index)}: the tokenizer gives token {max(ids)}, but the model knows "
-                f"{self.vocabulary} tokens: the tokenizer is of another model. Name the right one: --tokenizer PATH"
-            )
+            found = f"the tokenizer gives token {max(ids)}, but the model knows {self.vocabulary} tokens"
+            other = "the tokenizer is of another model. Name the right one: --tokenizer PATH"
+            raise self.rows.wrong(index, f": {found}: {other}")
 
     def notes(self) -> list[str]:
         if not self.truncated:
             return []
-        return [
-            f"{len(self.truncated)} of {len(self.rows)} rows are longer than {self.max_length} tokens and were cut "
-            "(--max-length)"
-        ]
+        long = f"{len(self.truncated)} of {len(self.rows)} rows are longer than {self.max_length} tokens"
+        return [f"{long} and were cut (--max-length)"]
 
 
 def padded(sequences: Sequence[Sequence[int]], value: int, left: bool = False) -> Tensor:

@@ -1,0 +1,148 @@
+"""Settings merged in memory and evaluated on the data of the tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import InputError
+from ..recipe import Recipe
+from ..tasks import Loading
+from .grid import Setting
+from .looking import Candidates, _check_prior, _open_for
+from .models import State, TaskData, load_data, match_data, materialise, state_of
+from .predict import BASE, task_names
+from .preview import Advance, Outcome
+from .scores import headline, loss_of
+
+#: Bytes that merges in memory may take together, unless one alone takes more.
+MEMORY = 4_000_000_000
+
+
+class Evaluator:
+    """Forms settings in memory, some at a time, and evaluates each on the data of every task.
+
+    A merged model has the config, tokenizer and small files of the base, as one that is written to disk.
+    """
+
+    measured = True
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        methods: Sequence[str],
+        data: Mapping[str, str],
+        loading: Loading,
+        *,
+        threads: int = 1,
+        allow_pickle: bool = False,
+        allow_config: Sequence[str] = (),
+    ) -> None:
+        names = task_names(recipe)
+        given = match_data(data, [*names, *([BASE] if recipe.base is not None else [])])
+        self.tasks = [name for name in (*names, BASE) if name in given]
+        self.plan = _open_for(recipe, methods, allow_pickle, allow_config)
+        try:
+            _check_prior(recipe, methods, self.plan)
+            self._data = _load(recipe, {name: given[name] for name in self.tasks}, loading)
+            self.examples = {name: one.loaded.examples for name, one in self._data.items()}
+            self._names, self._threads = names, threads
+            self._candidates = Candidates(recipe, self.plan)
+            self._broken: list[str] = []
+            self.alone = self._each_alone()
+        except BaseException:
+            self.plan.inputs.close()
+            raise
+        nbytes = max(1, sum(job.info.nbytes for job in self.plan.jobs))
+        self._at_once = max(1, min(16, MEMORY // nbytes))
+
+    def look(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
+        rows = []
+        possible = self._candidates.possible(settings)
+        for first in range(0, len(possible), self._at_once):
+            some = possible[first : first + self._at_once]
+            candidates = [self._candidates.candidate(setting) for setting in some]
+            states = materialise(self.plan, candidates, self._threads, self._candidates.known)
+            for setting in some:
+                rows.append(self._outcome(setting, states.pop(0)))  # which frees its memory
+                advance(1)
+        return rows
+
+    def _outcome(self, setting: Setting, state: State) -> Outcome:
+        metrics: dict[str, dict[str, Any]] = {}
+        model = self._any.model_with(state)
+        for task in self.tasks:
+            try:
+                metrics[task] = self._data[task].evaluate(model)
+            except InputError as error:  # the data is fine, since the base could be evaluated on it
+                self._broken.append(f"{setting.name} on {task}: {error}")
+                metrics[task] = {}
+        values = {task: found.get(headline(found)) if found else None for task, found in metrics.items()}
+        costs = {task: self.lost_share(task, found) for task, found in metrics.items()}
+        return Outcome(setting, values, metrics, costs)
+
+    @property
+    def _any(self) -> TaskData:
+        return next(iter(self._data.values()))
+
+    def _each_alone(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """The base and every tuned model, each on all data."""
+        inputs = self.plan.inputs
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        if inputs.base is not None:
+            found[BASE] = {}
+            for task in self.tasks:
+                try:
+                    found[BASE][task] = self._data[task].evaluate(self._any.loaded.model)
+                except InputError as error:
+                    raise InputError(f"data of {task}: {error}") from error
+        for name, checkpoint in zip(self._names, inputs.tuned, strict=True):
+            try:
+                model = self._any.model_with(state_of(checkpoint))
+            except InputError:  # it has a head of its own, which its merge does not
+                continue
+            found[name] = {task: self._data[task].evaluate(model) for task in self.tasks}
+        return found
+
+    def lost_share(self, task: str, metrics: Mapping[str, Any]) -> float:
+        """(loss − tuned model's loss) / (base's loss − tuned model's loss): 0 for the task's own model, 1 for the base.
+
+        Losses are means over examples, in nats (squared error for a regression). On the base's data the base takes the
+        place of the tuned model, and the mean over the tuned models that of the base. The denominator is at least 1 %
+        of the larger loss, so that a task on which tuning gained nothing does not decide.
+        """
+        if not metrics or BASE not in self.alone:
+            return math.inf
+        base = loss_of(self.alone[BASE][task])
+        if task == BASE:
+            tuned = [loss_of(self.alone[name][task]) for name in self._names if name in self.alone] or [base]
+            best, worst = base, sum(tuned) / len(tuned)
+        else:
+            best, worst = loss_of(self.alone[task][task]) if task in self.alone else 0.0, base
+        gain = max(worst - best, 0.01 * max(abs(worst), abs(best)), 1e-12)
+        return (loss_of(metrics) - best) / gain
+
+    def notes(self) -> list[str]:
+        lacking = [name for name in self._names if name not in self.tasks]
+        notes = [*self.plan.notes, *(note for one in self._data.values() for note in one.loaded.notes)]
+        if lacking:
+            them = "it" if len(lacking) == 1 else "them"
+            notes.append(f"no data for {', '.join(lacking)}: what the merges do to {them} is not seen")
+        different = [name for name in self._names if name not in self.alone]
+        if different:
+            notes.append(f"{', '.join(different)}: not evaluated alone, its head does not fit the base's config")
+        return list(dict.fromkeys([*notes, *self._candidates.notes(), *self._broken[:5]]))
+
+
+def _load(recipe: Recipe, given: Mapping[str, str], loading: Loading) -> dict[str, TaskData]:
+    """The data of every task, with one model for all: what is merged has the base's config, or the first model's."""
+    model = recipe.base.model if recipe.base is not None else recipe.models[0].model
+    found: dict[str, TaskData] = {}
+    for name, source in given.items():
+        try:
+            found[name] = load_data(name, recipe, model, source, loading)
+        except InputError as error:
+            raise InputError(f"--data {name}={source}: {error}") from error
+        found[name].loaded.model = next(iter(found.values())).loaded.model
+    return found

@@ -1,0 +1,103 @@
+"""Settings seen through the curvature of the tasks."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from ..engine.plan import BLOCK
+from ..errors import InputError
+from ..recipe import Recipe
+from .grid import Setting
+from .looking import Candidates, _check_prior
+from .predict import BASE, open_to_look, predict, task_names
+from .preview import Advance, Outcome
+
+#: Candidates of one pass over the files; their blocks are cut smaller as they become more.
+PASS = 256
+#: Numbers that the blocks of all candidates hold at most, per thread.
+BLOCKS = 1 << 24
+
+
+class Predictor:
+    """Looks at settings through the curvature of the tasks, many in one pass over the files."""
+
+    measured = False
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        methods: Sequence[str],
+        *,
+        threads: int = 1,
+        allow_pickle: bool = False,
+        allow_config: Sequence[str] = (),
+    ) -> None:
+        if "fa1" in methods:
+            raise InputError(
+                "fa1: its curvature is measured at the differences to the base, and says nothing about the loss of a "
+                "merge. Give data of the tasks: --data NAME=SRC"
+            )
+        self.plan = open_to_look(recipe, allow_pickle=allow_pickle, allow_config=allow_config)
+        try:
+            _check_prior(recipe, methods, self.plan)
+        except InputError:
+            self.plan.inputs.close()
+            raise
+        inputs = self.plan.inputs
+        self._names = task_names(recipe)
+        self.tasks = [*self._names, *([BASE] if inputs.prior is not None else [])]
+        self.alone: dict[str, dict[str, dict[str, Any]]] = {}
+        self.examples: dict[str, int] = {}
+        sources = [*inputs.curvature, *([inputs.prior] if inputs.prior is not None else [])]
+        self._per_example = {
+            task: 1.0 / (source.examples * source.factor) if source.examples else 1.0
+            for task, source in zip(self.tasks, sources, strict=True)
+        }
+        self._threads = threads
+        self._candidates = Candidates(recipe, self.plan)
+
+    def look(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
+        rows: list[Outcome] = []
+        possible = self._candidates.possible(settings)
+        for first in range(0, len(possible), PASS):
+            rows += self._one_pass(possible[first : first + PASS], advance)
+        return rows
+
+    def _one_pass(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
+        self.plan.block = max(1 << 14, min(BLOCK, BLOCKS // len(settings)))
+        lock, total, read, told = threading.Lock(), max(1, self.plan.total_read), 0, 0
+
+        def count(nbytes: int) -> None:
+            """Bytes that were read, as merges that are done."""
+            nonlocal read, told
+            with lock:
+                read += nbytes
+                done = min(len(settings), len(settings) * read // total)
+                if done > told:
+                    advance(done - told)
+                    told = done
+
+        found = predict(
+            self.plan,
+            self._names,
+            [self._candidates.candidate(setting, str(place)) for place, setting in enumerate(settings)],
+            threads=self._threads,
+            advance=count,
+            measured=self._candidates.known,
+        )
+        advance(len(settings) - told)
+        totals: dict[tuple[str, str], float] = {}
+        for (name, task, _), cost in found.costs.items():
+            totals[name, task] = totals.get((name, task), 0.0) + cost.excess
+        rows = []
+        for place, setting in enumerate(settings):
+            costs = {task: totals[str(place), task] * self._per_example[task] for task in self.tasks}
+            known = {task: value if math.isfinite(value) else None for task, value in costs.items()}
+            rows.append(Outcome(setting, known, costs=costs))
+        return rows
+
+    def notes(self) -> list[str]:
+        return [*self.plan.notes, *self._candidates.notes()]

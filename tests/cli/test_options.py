@@ -1,0 +1,32 @@
+"""Options that commands share are what the functions behind them take."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import typer
+
+from gradmerge.cli.app import app
+from gradmerge.cli.options import LoadingOptions
+from gradmerge.tasks.loading import DEFAULTS
+
+COMMANDS = (["evaluate"], ["diagnose"], ["preview"], ["curvature", "estimate"])
+
+
+def test_options_of_loading_are_those_of_python_with_the_same_defaults() -> None:
+    assert asdict(LoadingOptions()) == DEFAULTS
+    assert LoadingOptions(columns="text=review,label=stars").as_keywords() == {
+        **DEFAULTS,
+        "columns": {"text": "review", "label": "stars"},
+    }
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_commands_that_load_data_have_all_of_them_in_the_same_order(words: list[str]) -> None:
+    command = typer.main.get_command(app)
+    for word in words:
+        command = command.commands[word]  # type: ignore[attr-defined]
+    shown = [parameter.name for parameter in command.params]
+    first = shown.index("task")
+    assert shown[first : first + len(DEFAULTS)] == list(DEFAULTS)
