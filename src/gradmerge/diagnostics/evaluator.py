@@ -10,11 +10,11 @@ from ..errors import InputError
 from ..recipe import Recipe
 from ..tasks import Loading
 from .grid import Setting
-from .looking import Candidates, _check_prior, _open_for
 from .models import State, TaskData, load_data, match_data, materialise, state_of
 from .predict import BASE, task_names
 from .preview import Advance, Outcome
 from .scores import headline, loss_of
+from .setting_candidates import Candidates, check_prior, open_for
 
 #: Bytes that merges in memory may take together, unless one alone takes more.
 MEMORY = 4_000_000_000
@@ -42,9 +42,9 @@ class Evaluator:
         names = task_names(recipe)
         given = match_data(data, [*names, *([BASE] if recipe.base is not None else [])])
         self.tasks = [name for name in (*names, BASE) if name in given]
-        self.plan = _open_for(recipe, methods, allow_pickle, allow_config)
+        self.plan = open_for(recipe, methods, allow_pickle, allow_config)
         try:
-            _check_prior(recipe, methods, self.plan)
+            check_prior(recipe, methods, self.plan)
             self._data = _load(recipe, {name: given[name] for name in self.tasks}, loading)
             self.examples = {name: one.loaded.examples for name, one in self._data.items()}
             self._names, self._threads = names, threads

@@ -11,9 +11,9 @@ from ..engine.plan import BLOCK
 from ..errors import InputError
 from ..recipe import Recipe
 from .grid import Setting
-from .looking import Candidates, _check_prior
 from .predict import BASE, open_to_look, predict, task_names
 from .preview import Advance, Outcome
+from .setting_candidates import Candidates, check_prior
 
 #: Candidates of one pass over the files; their blocks are cut smaller as they become more.
 PASS = 256
@@ -42,7 +42,7 @@ class Predictor:
             )
         self.plan = open_to_look(recipe, allow_pickle=allow_pickle, allow_config=allow_config)
         try:
-            _check_prior(recipe, methods, self.plan)
+            check_prior(recipe, methods, self.plan)
         except InputError:
             self.plan.inputs.close()
             raise

@@ -1,4 +1,4 @@
-"""What looking at settings needs, through curvature or on data: the plan that is read, and its candidates."""
+"""Settings as candidates of the engine, and the plan that reads what they need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .grid import Setting
 
 
 class Candidates:
-    """Settings as candidates of the engine."""
+    """The settings of a recipe that can be merged."""
 
     def __init__(self, recipe: Recipe, plan: Plan) -> None:
         self.recipe, self.plan = recipe, plan
@@ -43,7 +43,7 @@ class Candidates:
         return [f"{name} is left out: {why}" for name, why in list(self.left_out.items())[:5]]
 
 
-def _open_for(recipe: Recipe, methods: Sequence[str], allow_pickle: bool, allow_config: Sequence[str]) -> Plan:
+def open_for(recipe: Recipe, methods: Sequence[str], allow_pickle: bool, allow_config: Sequence[str]) -> Plan:
     """A plan that reads what some methods need, and no more."""
     needs = frozenset[str]().union(*(_needs(recipe, method) for method in methods))
     reads = needs & {"prior", "curvature", "penalty"} | {"base"}
@@ -55,7 +55,7 @@ def _needs(recipe: Recipe, method: str) -> frozenset[str]:
     return RULES[method].needs(recipe.resolved_options if method == recipe.method else {})
 
 
-def _check_prior(recipe: Recipe, methods: Sequence[str], plan: Plan) -> None:
+def check_prior(recipe: Recipe, methods: Sequence[str], plan: Plan) -> None:
     lacking = [method for method in methods if "prior" in _needs(recipe, method) and plan.inputs.prior is None]
     if lacking:
         raise InputError(
