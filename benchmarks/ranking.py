@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gradmerge.diagnostics.models import TaskData, materialise
+from gradmerge.diagnostics.in_memory import TaskData, materialise
 from gradmerge.diagnostics.predict import open_to_look, predict
 from gradmerge.engine.candidates import Candidate
 from gradmerge.recipe import make_recipe

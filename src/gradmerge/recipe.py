@@ -66,11 +66,11 @@ Number = Annotated[float, AfterValidator(_check_number)]
 Size = Annotated[int, BeforeValidator(_parse_size)]
 
 
-class _Section(BaseModel):
+class _RecipePart(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
 
-class Identity(_Section):
+class Identity(_RecipePart):
     """Curvature that is the same number for every entry: c · I."""
 
     identity: Annotated[Number, Field(ge=0, description="The number c; not divided by any count.")]
@@ -89,7 +89,7 @@ Reference = Annotated[str, BeforeValidator(_as_text)]
 CurvatureSource = Reference | Identity
 
 
-class _Source(_Section):
+class _Source(_RecipePart):
     model: Reference = Field(
         description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder."
     )
@@ -119,7 +119,7 @@ class Model(_Source):
     )
 
 
-class Output(_Section):
+class Output(_RecipePart):
     """What is written."""
 
     dtype: Literal["auto", "float64", "float32", "float16", "bfloat16"] = Field(
@@ -132,7 +132,7 @@ class Output(_Section):
     )
 
 
-class Recipe(_Section):
+class Recipe(_RecipePart):
     """A merge, as written in YAML."""
 
     method: str = Field(description="The rule; `gradmerge methods` lists them.")
@@ -258,7 +258,7 @@ def _options_model(name: str, options: tuple[Option, ...]) -> type[BaseModel]:
         limits: dict[str, Any] = {"ge": option.help.ge, "gt": option.help.gt, "le": option.help.le}
         kind = Number if option.type is float else option.type
         fields[option.name] = (kind, Field(default, description=option.help.text, **limits))
-    return create_model(f"Options of {name}", __base__=_Section, **fields)
+    return create_model(f"Options of {name}", __base__=_RecipePart, **fields)
 
 
 def _explain(error: ValidationError, where: str, model: type[BaseModel], rule: str = "") -> str:

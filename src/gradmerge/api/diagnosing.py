@@ -18,9 +18,9 @@ from ..report.diagnosis_page import costliest, diagnosis_page, rank, reference_o
 from ..report.page import write_report
 from ..storage.staging import Staging
 from ..tasks import Loading, complete
+from ..tasks.data_sources import data_paths
 from ..text import to_json
 from .merging import as_recipe, default_threads
-from .reads import data_paths
 
 
 def write_diagnosis(

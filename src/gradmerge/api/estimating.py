@@ -28,8 +28,8 @@ from ..errors import GradmergeError, InputError, MachineError
 from ..storage.smallfile import read_json
 from ..storage.staging import MARK, REPLACED, Staging
 from ..tasks import LoadedTask, Loading, complete, load_model, load_task
+from ..tasks.data_sources import data_paths
 from ..text import nearest
-from .reads import data_paths
 
 #: What can be estimated, and what unfinished work on it is called.
 KINDS = {"diagonal": "measurement of diagonal curvature", "gram": "measurement of Gram matrices"}

@@ -39,7 +39,7 @@ _STORED = {word: code for code, word in FLOATS.items()}
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _SamplingSettings:
     temperature: float
     seed: int
     damping: float
@@ -60,7 +60,7 @@ class _Settings:
             raise InputError(f"dtype: must be auto, {', '.join(_STORED)}, not {self.dtype!r}")
 
 
-class _Options(TypedDict, total=False):
+class _SamplingOptions(TypedDict, total=False):
     temperature: float
     seed: int
     damping: float
@@ -72,12 +72,14 @@ class _Options(TypedDict, total=False):
 
 @overload
 def sample_posterior(
-    folder: str | Path, n: int, *, out: None = ..., **options: Unpack[_Options]
+    folder: str | Path, n: int, *, out: None = ..., **options: Unpack[_SamplingOptions]
 ) -> Iterator[dict[str, Tensor]]: ...
 
 
 @overload
-def sample_posterior(folder: str | Path, n: int, *, out: str | Path, **options: Unpack[_Options]) -> list[Path]: ...
+def sample_posterior(
+    folder: str | Path, n: int, *, out: str | Path, **options: Unpack[_SamplingOptions]
+) -> list[Path]: ...
 
 
 def sample_posterior(
@@ -114,7 +116,7 @@ def sample_posterior(
 
     >>> [evaluate(model, "reviews.jsonl") for model in sample_posterior("./merged", 5, out="./draws")]  # doctest: +SKIP
     """
-    settings = _Settings(temperature, seed, damping, reduction, dtype)
+    settings = _SamplingSettings(temperature, seed, damping, reduction, dtype)
     settings.check(n)
     threads = threads or default_threads()
     with _opened(folder, settings) as posterior:
@@ -126,7 +128,7 @@ def sample_posterior(
 
 
 @contextlib.contextmanager
-def _opened(folder: str | Path, settings: _Settings) -> Iterator[_Posterior]:
+def _opened(folder: str | Path, settings: _SamplingSettings) -> Iterator[_Posterior]:
     with open_checkpoint(str(folder)) as model:
         inside = default_curvature(model.folder)
         if inside is None:
@@ -142,7 +144,7 @@ def _opened(folder: str | Path, settings: _Settings) -> Iterator[_Posterior]:
 class _Posterior:
     """A merged model and its precision, open to be drawn from."""
 
-    def __init__(self, model: Checkpoint, file: CurvatureFile, settings: _Settings) -> None:
+    def __init__(self, model: Checkpoint, file: CurvatureFile, settings: _SamplingSettings) -> None:
         self.model, self.settings = model, settings
         _check_fit(model, file)
         self._precision = CurvatureInput.of_file(file, settings.reduction)
@@ -255,7 +257,7 @@ def _source(model: Checkpoint, file: CurvatureFile, name: str) -> str | None:
     return name if name in file.shapes else None
 
 
-def _states(folder: str | Path, settings: _Settings, n: int, threads: int) -> Iterator[dict[str, Tensor]]:
+def _states(folder: str | Path, settings: _SamplingSettings, n: int, threads: int) -> Iterator[dict[str, Tensor]]:
     for sample in range(n):
         with _opened(folder, settings) as posterior:
             state = {

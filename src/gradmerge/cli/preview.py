@@ -147,8 +147,8 @@ def preview(
 
 def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:
     """Say so before the work if the best setting will have no place."""
-    from ..api.reads import data_paths
     from ..storage.staging import check_place
+    from ..tasks.data_sources import data_paths
 
     check_place(save_best, [recipe, *(path for source in data.values() for path in data_paths(source))])
     if save_best.absolute() == out.absolute():

@@ -52,7 +52,7 @@ class _Strayed(Exception):
 
 
 @dataclass
-class _Progress:
+class _BatchProgress:
     """How far a batch is: whole backward passes, and in the next one the sums that have their squares already."""
 
     passes: int = 0
@@ -60,10 +60,10 @@ class _Progress:
     heads: set[ParameterSum] = field(default_factory=set)
     """Tied tables that have the squares of their head, but not the rest."""
 
-    def __or__(self, later: _Progress) -> _Progress:
+    def __or__(self, later: _BatchProgress) -> _BatchProgress:
         if later.passes > self.passes:
             return later
-        return _Progress(self.passes, self.added | later.added, self.heads | later.heads)
+        return _BatchProgress(self.passes, self.added | later.added, self.heads | later.heads)
 
 
 class Accumulator(Recorder):
@@ -81,7 +81,7 @@ class Accumulator(Recorder):
         super().__init__(model, {parameter: ParameterSum(parameter, total) for parameter, total in totals.items()})
         self._objectives = objectives
         self._chooser = FormulaChooser(model, self.sums, outputs, trial, slow, self.hooks)
-        self._before, self._now = _Progress(), _Progress()
+        self._before, self._now = _BatchProgress(), _BatchProgress()
         self._watched: list[ParameterSum] = []
         self._looked = True
 
@@ -103,9 +103,9 @@ class Accumulator(Recorder):
         if self._chooser.try_out(batch):
             self.attach(self._chooser.chosen)
         with enough_memory("a single example"):
-            self._add(batch, first, _Progress())
+            self._add(batch, first, _BatchProgress())
 
-    def _add(self, batch: Any, first: int, before: _Progress) -> None:
+    def _add(self, batch: Any, first: int, before: _BatchProgress) -> None:
         """What of a batch is not done before; in halves if memory runs out."""
         try:
             if self._chooser.some_fast:
@@ -128,9 +128,9 @@ class Accumulator(Recorder):
         self._add(batch_rows(batch, slice(0, half)), first, done)
         self._add(batch_rows(batch, slice(half, None)), first + half, done)
 
-    def _add_at_once(self, batch: Any, first: int, before: _Progress) -> None:
+    def _add_at_once(self, batch: Any, first: int, before: _BatchProgress) -> None:
         """The forward pass and every backward pass over the batch; the hooks call :meth:`take`."""
-        self._before, self._now = before, _Progress(before.passes)
+        self._before, self._now = before, _BatchProgress(before.passes)
         with self.recording(batch), self._watching():
             objectives = self._objectives(batch, first)
             for number in range(before.passes, len(objectives)):
@@ -141,7 +141,7 @@ class Accumulator(Recorder):
                 if not self._looked:  # no module has given anything
                     self._drop_strays(one for one in self._watched if one.parameter.grad is not None)
                 self._finish()
-                self._before, self._now = _Progress(number + 1), _Progress(number + 1)
+                self._before, self._now = _BatchProgress(number + 1), _BatchProgress(number + 1)
 
     def take(self, one: ParameterSum, term: Term) -> None:
         if one.slow or one in self._before.added:

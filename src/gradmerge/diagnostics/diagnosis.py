@@ -21,7 +21,7 @@ from ..errors import InputError
 from ..recipe import Recipe
 from ..rules import RULES
 from ..tasks import Loading
-from .models import State, TaskData, load_data, match_data, materialise, state_of
+from .in_memory import State, TaskData, load_data, match_data, materialise, state_of
 from .predict import BASE, Prediction, open_to_look, predict, task_names
 
 #: What a merge is compared with, besides itself.

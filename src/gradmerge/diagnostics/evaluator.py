@@ -10,7 +10,7 @@ from ..errors import InputError
 from ..recipe import Recipe
 from ..tasks import Loading
 from .grid import Setting
-from .models import State, TaskData, load_data, match_data, materialise, state_of
+from .in_memory import State, TaskData, load_data, match_data, materialise, state_of
 from .predict import BASE, task_names
 from .preview import Advance, Outcome
 from .scores import headline, loss_of

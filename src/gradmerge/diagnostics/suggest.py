@@ -84,7 +84,7 @@ def suggest(
         raise InputError(
             "the recipe names no base; how much of what fine-tuning gained is lost is not known without it"
         )
-    searches = [_Search(method, ranges, samples, seed, objective) for method in methods]
+    searches = [_WeightSearch(method, ranges, samples, seed, objective) for method in methods]
     reference = reference_setting(recipe, methods)
     expected = sum(search.expected for search in searches) + 1
     progress.begin("searching", expected)
@@ -110,7 +110,7 @@ def suggest(
     return Suggestion(best.setting.method, found.weights(best), objective, looker.measured, costs, found)
 
 
-class _Search:
+class _WeightSearch:
     """The search for the weights of one rule."""
 
     def __init__(self, method: str, ranges: Ranges, samples: int, seed: int, objective: str) -> None:

@@ -49,7 +49,7 @@ class Statistics:
         return cls(value["thresholds"], {name: Geometry(*g) for name, g in value["geometry"].items()})
 
 
-class Search:
+class ThresholdSearch:
     """The search for every tuned model's threshold: the k-th largest entry of |Δ| over some tensors.
 
     It takes passes over all of the tensors. The first may be a merge with ``guess`` for thresholds: if that ends the
@@ -91,15 +91,15 @@ class Search:
         return values if len(values) == len(self._selections) else None
 
 
-def begin_search(plan: Plan) -> Search | None:
+def begin_search(plan: Plan) -> ThresholdSearch | None:
     """The search for thresholds over the whole model, if the plan's rule needs those."""
     if "thresholds" in plan.needs and plan.inputs.options["scope"] == "model":
-        return Search(plan, plan.merged)
+        return ThresholdSearch(plan, plan.merged)
     return None
 
 
 def find_statistics(
-    plan: Plan, threads: int, advance: Advance = lambda nbytes: None, search: Search | None = None
+    plan: Plan, threads: int, advance: Advance = lambda nbytes: None, search: ThresholdSearch | None = None
 ) -> Statistics:
     """Whatever the plan's rule needs to know beforehand; ``advance`` is told how many bytes have been read.
 
@@ -133,12 +133,12 @@ def _chunks(jobs: list[Job]) -> Iterator[tuple[Job, int, int]]:
 
 
 def _thresholds(
-    plan: Plan, jobs: list[Job], threads: int, advance: Advance, begun: Search | None = None
+    plan: Plan, jobs: list[Job], threads: int, advance: Advance, begun: ThresholdSearch | None = None
 ) -> list[float]:
     """For every tuned model, the magnitude of the k-th largest entry of Δ over some tensors."""
     if not any(job.info.numel for job in jobs):
         return [0.0] * len(plan.inputs.tuned)
-    search = begun or Search(plan, jobs)
+    search = begun or ThresholdSearch(plan, jobs)
     first = True
 
     def work(buffers: Buffers, chunk: tuple[Job, int, int]) -> None:

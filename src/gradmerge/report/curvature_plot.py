@@ -17,7 +17,7 @@ from ..curvature.files import CurvatureFile
 from ..curvature.summary import group_of
 from ..errors import InputError
 from ..text import count, natural, one_line
-from .files import whole_file
+from .whole_file import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,9 +16,9 @@ from .._version import __version__
 from ..errors import MachineError
 from . import palette
 from .charts import Chart, as_csv
-from .files import whole_file
 from .numbers import NONE, column, shorten
 from .svg import safe_name, visible
+from .whole_file import whole_file
 
 if TYPE_CHECKING:
     from jinja2 import Template

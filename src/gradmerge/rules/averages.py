@@ -62,7 +62,8 @@ def weighted_average(
     # Weights such as 0.1, 0.2 and -0.3 sum to 0 but for rounding.
     if normalize and abs(whole) <= 1e-12 * math.fsum(abs(weight) for _, weight in models):
         raise ValueError(
-            "the weights sum to 0, so that there is nothing to divide by; weighted-average takes options.normalize: false"
+            "the weights sum to 0, so that there is nothing to divide by; "
+            "weighted-average takes options.normalize: false"
         )
     total = torch.zeros_like(tuned[0])
     for model, weight in models:

@@ -77,8 +77,8 @@ def fisher_averaging(
 ) -> Tensor:
     """Σ w_t (F_t + δ) θ_t / Σ w_t (F_t + δ), an average in which each entry counts by its Fisher.
 
-    Where the denominator is 0 (no damping, and every Fisher 0) the entry falls back to task arithmetic, or without a base
-    to an average with the weights.
+    Where the denominator is 0 (no damping, and every Fisher 0) the entry falls back to task arithmetic, or without a
+    base to an average with the weights.
     """
     terms = _terms(base, tuned, weights, curvature, damping, prior, include_base)
     total = _sum(terms)

@@ -108,8 +108,8 @@ def removal(
     """θ_0 − Σ α_t H̄_rest⁻¹ (H_0 + H_t) Δ_t, what the tuned models learned, taken out of the base.
 
     H̄_rest is the base's curvature on the data that stays, plus δ. H_0 is the matrix of the penalty that the models
-    were tuned under: `base.penalty` as it is if the recipe gives it, or else F_0 + δ. A weight is a strength: 1 removes the
-    task, 0 leaves the base. Where H̄_rest is 0 the entry falls back to task arithmetic.
+    were tuned under: `base.penalty` as it is if the recipe gives it, or else F_0 + δ. A weight is a strength: 1 removes
+    the task, 0 leaves the base. Where H̄_rest is 0 the entry falls back to task arithmetic.
     """
     rest = _rest(base, tuned, weights, prior, curvature, damping, base_saw_removed=base_saw_removed)
     penalty = prior + damping if penalty is None else penalty

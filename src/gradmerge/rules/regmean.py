@@ -29,8 +29,8 @@ def regmean(
     """(Σ w_t G_t)⁻¹ Σ w_t G_t W_t for the weights of linear layers, G_t = XᵀX of their inputs; the rest is averaged.
 
     W_t is in × out here, the transpose of PyTorch's `Linear.weight`, which this function takes and returns. δ is added
-    to the diagonal of every G_t. Inputs that never occurred are averaged, and so are directions among the inputs in which
-    Σ w_t G_t is 0 but for the rounding of float32. Solved in float64.
+    to the diagonal of every G_t. Inputs that never occurred are averaged, and so are directions among the inputs in
+    which Σ w_t G_t is 0 but for the rounding of float32. Solved in float64.
     """
     models = [model.double() for model in tuned]
     average = weighted_average(None, models, weights, None)
@@ -49,10 +49,10 @@ def regmean(
 
 
 def _solve(matrix: Tensor, sizes: Tensor, right: Tensor, sure: float) -> Tensor:
-    """The smallest x with x · matrix = right. ``sizes`` are those of the inputs; one that is dead has 0. Overwrites the matrix.
+    """The smallest x with x · matrix = right; overwrites the matrix. ``sizes`` are the inputs' sizes, 0 if one is dead.
 
     Gram matrices come as float32: with every input in units of its own size, an eigenvalue below n · ε of that may be
-    rounding, and dividing by it would blow rounding up. ``sure`` is what the smallest is known to exceed but for rounding.
+    rounding, and dividing by it would blow rounding up. ``sure`` is what the smallest exceeds but for rounding.
     """
     units = torch.where(sizes > 0, sizes.rsqrt(), 1.0)
     matrix.mul_(units).mul_(units[:, None]).diagonal().add_(sizes == 0)

@@ -47,7 +47,7 @@ def _weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def _cancelled(count: Tensor, sizes: Tensor) -> Tensor:
-    """Where a sum of weights is 0, or is so but for rounding, as that of 0.1, 0.2 and -0.3. ``sizes`` is that of their sizes."""
+    """Where a sum of weights is 0 but for rounding, as 0.1 + 0.2 − 0.3 is. ``sizes`` is the sum of their sizes."""
     return count.abs() <= sizes.mul_(4 * torch.finfo(count.dtype).eps)
 
 

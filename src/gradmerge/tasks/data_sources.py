@@ -67,6 +67,16 @@ def place_and_split(source: str, split: str | None) -> tuple[str, str | None]:
     return match["place"], match["split"]
 
 
+def data_paths(source: str | None) -> list[Path]:
+    """The file or folder of a data set, whether the source names a split or not; nothing for one of the Hub.
+
+    Commands write over none of them, and notice when they change.
+    """
+    if source is None:
+        return []
+    return [path for text in (source, place_and_split(source, None)[0]) if (path := local_path(text, None)).exists()]
+
+
 def _kind(path: Path) -> str | None:
     """The format of a file by its name: a suffix such as `.csv`, whether packed or not."""
     name = path.name.lower().removesuffix(".gz")

@@ -20,7 +20,7 @@ from ..storage.tensorfile import close_files, open_files
 from ..text import nearest
 from .measured_tensors import measured_tensors
 from .online import STATE
-from .origins import FromAdam, FromPass, FromRunningAverage, Options, Origin, Training
+from .origins import CallbackOptions, FromAdam, FromPass, FromRunningAverage, Origin, Training
 from .processes import sharding
 
 SOURCES = ("adam", "online", "pass")
@@ -120,7 +120,7 @@ class CurvatureCallback(TrainerCallback):
             told = "Adam's moments are of the adapter's factors, and do not give the curvature of the full weights"
             raise InputError(f"adapted=True: {told}. {instead}")
         self.source, self.adapted, self.precision = source, adapted, precision
-        self.options = Options(every, decay, likelihood, limit, batch_size, seed)
+        self.options = CallbackOptions(every, decay, likelihood, limit, batch_size, seed)
         self._origin: Origin | None = None
         self._saved: int | None = None
 

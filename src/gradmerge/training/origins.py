@@ -29,7 +29,7 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RA
 
 
 @dataclass(frozen=True)
-class Options:
+class CallbackOptions:
     """What a user asks for: arguments of CurvatureCallback."""
 
     every: int
@@ -72,7 +72,7 @@ class Training:
 class Origin:
     """What follows a training run step by step, and gives its curvature at checkpoints and at the end."""
 
-    def __init__(self, training: Training, options: Options) -> None:
+    def __init__(self, training: Training, options: CallbackOptions) -> None:
         self.training = training
         self.options = options
 
@@ -126,7 +126,7 @@ class FromAdam(Origin):
     are added up where they should be averaged.
     """
 
-    def __init__(self, training: Training, options: Options) -> None:
+    def __init__(self, training: Training, options: CallbackOptions) -> None:
         super().__init__(training, options)
         self._optimizer = _adam_inside(training.optimizer)
         self._scale = 1
@@ -206,7 +206,7 @@ class FromAdam(Origin):
 class FromRunningAverage(Origin):
     """N·E, where E is a running average, over measured steps, of the mean of g_i² over a step's examples."""
 
-    def __init__(self, training: Training, options: Options, max_steps: int) -> None:
+    def __init__(self, training: Training, options: CallbackOptions, max_steps: int) -> None:
         super().__init__(training, options)
         if max_steps < options.every:
             raise InputError(f"every={options.every}, but training has {max_steps} steps: none would be measured")
@@ -285,7 +285,7 @@ class FromRunningAverage(Origin):
 class FromPass(Origin):
     """Σ_i g_i² over the first ``limit`` training examples, at the weights that training ends with."""
 
-    def __init__(self, training: Training, options: Options) -> None:
+    def __init__(self, training: Training, options: CallbackOptions) -> None:
         super().__init__(training, options)
         data = training.loader.dataset
         if isinstance(data, IterableDataset) or not isinstance(data, Sized) or not hasattr(data, "__getitem__"):

@@ -17,7 +17,7 @@ from .prior_kernels import Moments, Pull, pull
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
-#: Options of a group that torch's AdamW does not have.
+#: CallbackOptions of a group that torch's AdamW does not have.
 _OPTIONS = ("strength", "coupling", "prior", "keep_on", "keep_dtype")
 #: Where anchor and prior of a group come from. Not kept in the group.
 _GIVEN = ("prior", "anchor", "reduction", "damping")
