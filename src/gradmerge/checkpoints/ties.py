@@ -66,7 +66,7 @@ def tied_to(name: str, checkpoint: Checkpoint) -> str | None:
 
 
 def _source(name: str, checkpoint: Checkpoint) -> str | None:
-    """By the table, or by transformers if the table has none and the tensor is missing or there is another like it."""
+    """From the table, or from transformers if the tensor is not stored, or another has the same values."""
     tensors = checkpoint.tensors
     for source in TIED.get(name, ()):
         if source in tensors:
@@ -136,7 +136,7 @@ def same_values(checkpoint: Checkpoint, one: str, two: str) -> bool:
 def equal(
     one: tuple[Checkpoint, str], two: tuple[Checkpoint, str], view: Callable[[Tensor], Tensor], size: int = 1 << 18
 ) -> bool:
-    """Whether two tensors with as many entries are equal in a view of their blocks of ``size`` entries."""
+    """Whether ``view`` of two tensors of the same size is equal, read in blocks of ``size`` entries."""
     buffers = Buffers()
     numel = one[0].tensors[one[1]].numel
     for start in range(0, numel, size):

@@ -35,7 +35,7 @@ def demo(
     ] = False,
     printing: Printing,
 ) -> None:
-    """Show the whole job on small models: train, measure curvature, merge by every method, remove a task, compare.
+    """Show the whole job on small models: train, estimate curvature, merge by every method, remove a task, compare.
 
     On the handwritten digits of scikit-learn (pip install 'gradmerge[demo]'), in a minute or two. Models, data,
     recipes, reports and the commands that repeat each step stay in the folder. A run that was stopped goes on where it

@@ -1,4 +1,4 @@
-"""What a recipe's merge costs: predicted from curvature, measured on data, and held against a target model."""
+"""What a recipe's merge costs: predicted from curvature, evaluated on data, and compared with a target model."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
 
 
 def _weights(recipe: Recipe, method: str) -> list[float] | None:
-    """None stands for the recipe's weights, for a rule that takes some."""
+    """None stands for the recipe's weights, if the method takes weights."""
     return None if "weights" in RULES[method].inputs else [1.0] * len(recipe.models)
 
 
@@ -153,7 +153,7 @@ def _evaluate(
     goal: State | None,
     threads: int,
 ) -> None:
-    """Fill in what data says."""
+    """Fill in what the data shows: metrics, mismatch and residual."""
     tasks = found.prediction.tasks
     found.examples = {name: data.loaded.examples for name, data in loaded.items()}
     assert plan.inputs.base is not None

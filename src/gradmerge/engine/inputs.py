@@ -109,7 +109,7 @@ class CurvatureInput:
         low, high = torch.aminmax(values)
         if not (float(low) >= 0 and float(high) < math.inf):
             what = "negative" if float(low) < 0 else "not finite"
-            raise InputError(f"{self.label}: curvature of {name} has values that are {what}; measure it again")
+            raise InputError(f"{self.label}: curvature of {name} has values that are {what}; estimate it again")
         if float(high) * self.factor > LARGEST:
             raise InputError(
                 f"{self.label}: curvature of {name} is as large as {float(high) * self.factor:.3g}; sums of such "
@@ -133,7 +133,7 @@ class CurvatureInput:
 
 Source = Checkpoint | CurvatureInput
 Digests = dict[Source, int]
-"""Of one block: the digest of what was read from each source, as stored."""
+"""Source → the digest of the bytes that were read from it, as stored, for one block."""
 
 
 @dataclass

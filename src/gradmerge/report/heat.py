@@ -24,7 +24,7 @@ def draw_heat(chart: HeatMap, standalone: bool, narrow: bool) -> str:
 
 
 class _Map:
-    """The measures of one drawing."""
+    """One drawing, with its sizes."""
 
     def __init__(self, chart: HeatMap, standalone: bool, narrow: bool) -> None:
         self.chart = chart

@@ -78,7 +78,7 @@ class LanguageExamples:
         if eos is not None:
             completion.append(eos)
         if len(prompt) + len(completion) > self.tokens.max_length:
-            # The beginning of the prompt goes first: without a completion there is nothing to measure.
+            # The beginning of the prompt goes first: without a completion no token counts.
             self.tokens.truncated.add(index)
             completion = completion[: self.tokens.max_length - 1]
             start = prompt[:1] if prompt and prompt[0] in tokenizer.all_special_ids else []

@@ -1,4 +1,4 @@
-"""Measuring curvature in the middle of training, which goes on as if nothing had happened."""
+"""Estimating curvature in the middle of training, which goes on as if nothing had happened."""
 
 from __future__ import annotations
 
