@@ -104,7 +104,7 @@ class _Place:
     """Where the entries of a parameter are among named tensors."""
 
     parts: list[tuple[str, Tensor | None]]
-    """(tensor, index): None for the whole parameter, else which of its entries (−1: none) each entry of the tensor is."""
+    """(tensor, index): None for the whole parameter, else which of its entries (−1: none) each entry holds."""
 
     def misfit(self, name: str, value: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         for stored, index in self.parts:
