@@ -39,7 +39,7 @@ class Comparison:
     merged: list[str] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
     aliases: list[dict[str, str]] = field(default_factory=list)
-    """One per checkpoint: tensor → the tied tensor that stands for it there."""
+    """One per checkpoint: tensor → the one it is tied to there, if only that is stored."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

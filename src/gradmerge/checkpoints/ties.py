@@ -36,7 +36,7 @@ STACKS = ("encoder.", "decoder.", "model.encoder.", "model.decoder.")
 
 
 def ties_of_class(checkpoint: Checkpoint) -> dict[str, str]:
-    """Tensor → the one that stands for it, as transformers has it for the class that the config names.
+    """Tensor → the one it is tied to, as transformers declares for the class that the config names.
 
     Importing the class takes seconds: ask only about names that the table does not have.
     """
@@ -59,7 +59,7 @@ def _ties_of(architecture: str) -> dict[str, str]:
 
 
 def tied_to(name: str, checkpoint: Checkpoint) -> str | None:
-    """The tensor that stands for a head which a checkpoint leaves out, or None if it is not tied there."""
+    """The tensor that a head is tied to in a checkpoint, or None if it is not tied there."""
     if in_layer(name) or (says_untied(checkpoint) and not name.startswith(STACKS)):
         return None
     return _source(name, checkpoint)

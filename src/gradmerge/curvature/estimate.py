@@ -45,7 +45,7 @@ def estimate_curvature(
 
     ℓ_i is the negative log-likelihood of example i (see :mod:`gradmerge.curvature.losses`): of a sequence it is the
     sum over its tokens, never their mean. Neither batch size nor padding changes the result. How the sums come about
-    is told in :mod:`gradmerge.curvature.accumulate`.
+    is explained in :mod:`gradmerge.curvature.accumulate`.
 
     Args:
         model: A model of transformers with a head, or any module. Its mode, gradients and hooks are left as they were

@@ -90,7 +90,7 @@ def for_each_example(
     sums: Iterable[ParameterSum],
     use: Callable[[ParameterSum, Tensor], None],
 ) -> None:
-    """By plain autograd: ``use`` is called with the gradient of each example, backward pass and parameter that is used.
+    """Plain autograd: call ``use`` with the gradient of each example, backward pass and parameter that is used.
 
     That is right for every model, and takes a forward and backward pass per example.
     ``objectives(example, row)`` gives a function for each backward pass over one example, which is a batch of its own.

@@ -80,7 +80,7 @@ class Trial:
 
 
 class FormulaChooser(Recorder):
-    """Tries formulas out, on the first batch and again on some later ones, and knows which module goes by which."""
+    """Tries formulas out, on the first batch and again on some later ones, and keeps the choice per module."""
 
     def __init__(
         self,

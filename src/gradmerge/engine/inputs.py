@@ -33,7 +33,7 @@ class CurvatureInput:
     examples: int = 0
     likelihood: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Tied heads → the embedding whose curvature stands for theirs."""
+    """Tied heads → the embedding whose curvature is used for them."""
 
     def __post_init__(self) -> None:
         if self.constant is not None and self.constant > LARGEST:
@@ -153,7 +153,7 @@ class Inputs:
     damping: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
     aliases: dict[Checkpoint, dict[str, str]] = field(default_factory=dict)
-    """Tensor → the tied tensor that stands for it in a checkpoint."""
+    """Per checkpoint: tensor → the one it is tied to there, if only that is stored."""
 
     @property
     def all_weights(self) -> list[float]:

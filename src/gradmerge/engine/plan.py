@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def examples(self) -> int:
-        """Number of examples that the curvature of the result stands for."""
+        """Number of examples behind the curvature of the result: the sum over all inputs."""
         return max(1, sum(c.examples for c in self.inputs.curvatures))
 
     def bytes_read(self, job: Job) -> int:

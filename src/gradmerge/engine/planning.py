@@ -117,7 +117,7 @@ def make_plan(
 ) -> Plan:
     """Compare all inputs of a recipe and lay out the work; raises with every difference if they do not fit together.
 
-    With ``reads``, the plan is one to look at: it reads those inputs, and they need not suit the rule.
+    With ``reads``, the plan is for looking at merges: it reads those inputs, which need not suit the rule.
     """
     rule, template, has_base = recipe.rule, inputs.template, inputs.base is not None
     others = [c for c in inputs.tuned if c is not template]
@@ -183,7 +183,7 @@ def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
 
 
 def _tie(diagonals: Sequence[CurvatureInput], template: Checkpoint, names: Sequence[str]) -> None:
-    """Let an embedding's curvature stand for that of a tied head which a file lacks.
+    """Use the curvature of an embedding for a tied head that a curvature file lacks.
 
     Both tensors are stored in the template, with the same values.
     """

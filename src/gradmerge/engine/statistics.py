@@ -23,7 +23,7 @@ CHUNK = 1 << 19
 #: Thresholds over more entries than this are first guessed from a sample of this many runs of this many entries.
 SAMPLE_FROM = 1 << 24
 SAMPLE_RUNS, SAMPLE_RUN = 512, 2048
-#: If so many parts of the sample have the same threshold, it is taken for that of the whole.
+#: If this many parts of the sample have the same threshold, it is probably that of the whole.
 SAMPLE_PARTS = 4
 
 Advance = Callable[[int], None]

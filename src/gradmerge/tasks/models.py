@@ -135,7 +135,7 @@ def _architectures(config: Any) -> list[str]:
 
 
 def model_with(model: Any, state: Mapping[str, Tensor], name: str | None = None) -> Any:
-    """A model like this one, of its type and on its device, with weights that go by the names of checkpoint files.
+    """A model like this one, in its dtype and on its device, with weights given by the names of checkpoint files.
 
     transformers renames some weights between files and memory, so it is the one to load them. ``name`` is for errors.
     """

@@ -17,7 +17,7 @@ from ..text import size
 
 
 class _TooLate(BaseException):
-    """No ``Exception``, so that nothing on the way holds it for one of its own."""
+    """Not an ``Exception``, so that code that is stopped does not catch it."""
 
 
 @contextlib.contextmanager

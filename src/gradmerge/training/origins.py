@@ -70,7 +70,7 @@ class Training:
 
 
 class Origin:
-    """What follows a training run step by step, and gives its curvature at checkpoints and at the end."""
+    """Follows a training run step by step, and gives its curvature at checkpoints and at the end."""
 
     def __init__(self, training: Training, options: CallbackOptions) -> None:
         self.training = training
@@ -106,7 +106,7 @@ class Origin:
         return Curvature(self.training.measured.stored(sums), examples, likelihood, name)
 
     def _summed(self, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Sums that every process makes from its own examples, added up. If one fails, all of them raise."""
+        """Add up the sums that every process makes from its own examples. If one fails, all of them raise."""
         sums: dict[str, Tensor] = {}
         problem: GradmergeError | None = None
         try:
@@ -132,7 +132,7 @@ class FromAdam(Origin):
         self._scale = 1
         self._limit = float(training.args.max_grad_norm or 0)
         """The norm that gradients are clipped to; 0 without clipping, and once it has been told."""
-        # The loss may only be out of scale where several batches make a step.
+        # The loss can be out of scale only if several batches make a step.
         several = training.args.gradient_accumulation_steps > 1 or processes.is_distributed()
         self._watch = BatchWatch(training.measured.model) if several else None
         inner = getattr(training.measured.model, "get_base_model", None)

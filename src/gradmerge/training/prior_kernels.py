@@ -1,6 +1,6 @@
 """The pull towards an anchor after a step of Adam: θ ← θ + t ⊙ (a − θ), in one pass where possible.
 
-With the rate c = lr·strength and the prior H, the share t of the way that is gone is
+With the rate c = lr·strength and the prior H, the share t of the distance to the anchor is
 
     c               without a prior: one explicit step of gradient descent on ½ c‖θ − a‖²
     cH / (1 + cH)   with one: the minimiser of ½‖θ − θ_Adam‖² + ½ c‖θ − a‖²_H
