@@ -165,7 +165,7 @@ def _open_adapter(
 
 
 def _trained_on(stated: str, base: Checkpoint) -> Checkpoint:
-    """The base; or, if it is itself an adapter, the model below it that the config names."""
+    """The base; or, if it is itself an adapter, the model below it that the new adapter's config names."""
     candidate = base
     while Path(stated).name not in _names_of(candidate):
         if not isinstance(candidate, AdapterCheckpoint):

@@ -22,7 +22,7 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 class Commands(TyperGroup):
-    """All commands; every way in which one ends becomes a message and an exit status here."""
+    """All commands. Whatever ends one of them becomes a message and an exit status here."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> NoReturn:
         words = list(sys.argv[1:] if args is None else args)

@@ -47,7 +47,7 @@ class Printing:
 
     @property
     def silent(self) -> bool:
-        """Whether progress is not shown."""
+        """Whether progress is hidden."""
         return self.json or self.quiet
 
 

@@ -86,7 +86,7 @@ def estimate_curvature(
     if start is not None:
         shapes, wanted = ({name: value.shape for name, value in sums.items()} for sums in (start, totals))
         if start.likelihood != likelihood or shapes != wanted:
-            raise InputError("the curvature to go on from is of another model, or with another likelihood")
+            raise InputError("the curvature to go on from is of another model, or of another likelihood")
 
     def so_far(copy: bool = True) -> Curvature:
         objective.check_losses()

@@ -26,7 +26,7 @@ from .hooks import LayerFormula, Recorder
 from .kernels import Term, add_squares
 from .sums import Distrusted, ParameterSum, Sums, for_each_example
 
-#: The first this many shapes are checked as they come.
+#: The first shapes of batches, up to this many, are checked as they come.
 SHAPES = 4
 #: Later ones too, as long as there is at most one check per this many batches.
 BATCHES = 256

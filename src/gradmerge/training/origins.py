@@ -204,7 +204,7 @@ class FromAdam(Origin):
 
 
 class FromRunningAverage(Origin):
-    """N·E, where E is a running average, over every k-th step, of the mean of g_i² over a step's examples."""
+    """N·E, where E is a running average, over every ``every``-th step, of the mean of g_i² over a step's examples."""
 
     def __init__(self, training: Training, options: CallbackOptions, max_steps: int) -> None:
         super().__init__(training, options)
