@@ -47,7 +47,7 @@ def demo(
     begun = time.perf_counter()
 
     def tell(text: str) -> None:
-        if not printing.silent:  # on sys.stderr as it is then: the bar of a terminal puts these lines above itself
+        if not printing.silent:  # a progress bar replaces sys.stderr, to put these lines above itself
             say(text, err=True, needed=False)
 
     try:

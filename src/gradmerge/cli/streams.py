@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from ..text import printable
 
-#: File descriptor → why something that was to be said there got lost.
+#: File descriptor → the error with which output to it was lost.
 _lost: dict[int, OSError] = {}
 
 

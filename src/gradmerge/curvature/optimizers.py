@@ -1,6 +1,6 @@
 """Curvature that an optimizer left behind in a checkpoint of the Trainer; `optimizer_state` says what it is.
 
-Adam's second moments and IVON's Hessian are kept per number of a parameter. Here they become sums over examples, by the
+Adam's second moments and IVON's Hessian are kept per entry of a parameter. Here they become sums over examples, by the
 names of the checkpoint's weights: files beside `optimizer.pt` tell how many examples there were, and `config.json`
 which parameter is which.
 """
