@@ -11,7 +11,7 @@ from ..api import planned
 from ..engine.trust import DAMPINGS, judge
 from ..errors import InputError
 from ..recipe import make_recipe
-from .settings import REMOVED, TASKS, Settings
+from .demo_settings import REMOVED, TASKS, Settings
 from .stages import write_text
 
 TUNED = "task-arithmetic-tuned"
@@ -20,7 +20,7 @@ REMOVAL, NEGATION = "removal", "negation"
 
 
 def _models(measured: str | None = None) -> list[dict[str, str]]:
-    """The tuned models, with what was measured of each."""
+    """The tuned models, each with its curvature or Gram matrices from the folder ``measured``."""
     models = {task: {"model": f"../models/{task}"} for task in TASKS}
     return [model | ({"curvature": f"../{measured}/{task}"} if measured else {}) for task, model in models.items()]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .demo_settings import BASE, REMOVED, TASKS
 from .recipes import MATCHING, NEGATION, REMOVAL, TUNED
-from .settings import BASE, REMOVED, TASKS
 
 EVERY = (BASE, *TASKS)
 REST = tuple(task for task in EVERY if task != REMOVED)
@@ -137,7 +137,7 @@ should stay.
 |---|---|
 | `data/` | the digits, one .npz per task with the splits train, valid and test |
 | `models/` | the base, the tuned models, and those trained on several tasks |
-| `curvature/`, `gram/`, `curvature-at-delta/` | what was measured of them |
+| `curvature/`, `gram/`, `curvature-at-delta/` | what was estimated for them |
 | `recipes/`, `merged/`, `removed/` | recipes, and the models that they make |
 | `preview/report.html` | accuracy over the weight, on validation images |
 | `diagnose/report.html` | what the merge costs, in which layers, beside the jointly trained model |
