@@ -16,16 +16,7 @@ from .streams import say
 app = typer.Typer(
     help="Estimate curvature, take it from an optimizer's state, and look at curvature files.",
     no_args_is_help=True,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-
-
-@app.callback()
-def _curvature() -> None:
-    pass
-
-
 app.command("estimate", epilog=estimate.EXAMPLE)(estimate.estimate)
 app.command("import", epilog=importing.EXAMPLE)(importing.import_)
 

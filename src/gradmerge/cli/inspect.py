@@ -25,8 +25,7 @@ def inspect(
     *,
     model: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models; the first is taken as the base.")],
     exclude: Annotated[
-        list[str] | None,
-        typer.Option("--exclude", metavar="PATTERN", help="Leave tensors out of the comparison.", show_default=False),
+        list[str] | None, typer.Option(metavar="PATTERN", help="Leave tensors out of the comparison.")
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     digest: Annotated[

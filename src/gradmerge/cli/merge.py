@@ -24,10 +24,7 @@ MERGE_EXAMPLE = (
 )
 REMOVE_EXAMPLE = "Example: gradmerge remove --base ./gpt2 --model ./toxic=0.8 --set damping=0.01 -o gpt2-clean"
 
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", "-o", metavar="OUT", help="Folder to write; it must not exist.", show_default=False),
-]
+Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Folder to write; it must not exist.")]
 CurvatureOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -35,17 +32,11 @@ CurvatureOption = Annotated[
         metavar="[NAME=]PATH",
         help="Curvature of the base (base=PATH) or of a model (MODEL=PATH; or plain paths in order, the base first); "
         "identity:1.0 for a constant. Default: the curvature/ folder inside a model.",
-        show_default=False,
     ),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Set any key of the recipe, such as damping=1e-8 or density=0.2.",
-        show_default=False,
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the recipe, such as damping=1e-8 or density=0.2."),
 ]
 
 
@@ -71,22 +62,13 @@ class MergeOptions(RecipeOptions):
 @command
 def merge(
     *,
-    recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).", show_default=False)
-    ] = None,
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).")] = None,
     out: Out = None,
-    method: Annotated[
-        str | None,
-        typer.Option("--method", "-m", help="The method; see `gradmerge methods`.", show_default=False),
-    ] = None,
-    base: Annotated[
-        str | None, typer.Option("--base", metavar="MODEL", help="The base model.", show_default=False)
-    ] = None,
+    method: Annotated[str | None, typer.Option("--method", "-m", help="The method; see `gradmerge methods`.")] = None,
+    base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="The base model.")] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(
-            "--model", metavar="MODEL[=WEIGHT]", help="A tuned model and its weight; once for each.", show_default=False
-        ),
+        typer.Option("--model", metavar="MODEL[=WEIGHT]", help="A tuned model and its weight; once for each."),
     ] = None,
     curvature: CurvatureOption = None,
     set_: Settings = None,
