@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
@@ -20,6 +20,33 @@ EXAMPLE = (
 )
 
 
+@dataclass(frozen=True)
+class EstimateOptions:
+    """How curvature is estimated and written: options of :func:`gradmerge.api.estimating.estimate_to_disk`."""
+
+    likelihood: Annotated[
+        str,
+        typer.Option(
+            metavar="L",
+            help="empirical: labels of the data; sampled: drawn from the model; exact: expectation over the classes.",
+        ),
+    ] = "empirical"
+    kind: Annotated[
+        str,
+        typer.Option(metavar="K", help="diagonal: squared gradients; gram: XᵀX of linear layers' inputs, for regmean."),
+    ] = "diagonal"
+    at_delta: Annotated[
+        str | None, typer.Option(metavar="BASE", help="Estimate at MODEL − BASE instead of MODEL, for fa1.")
+    ] = None
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the labels that `sampled` draws.")] = 0
+    precision: Precision = "float32"
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run that was stopped; it saves its work every few minutes.")
+    ] = False
+    force: Force = False
+    durable: Durable = False
+
+
 @command
 def estimate(
     *,
@@ -27,27 +54,7 @@ def estimate(
     data: Data,
     out: CurvatureOut,
     loading: LoadingOptions,
-    likelihood: Annotated[
-        str,
-        typer.Option(
-            metavar="L",
-            help="empirical: labels of the data; sampled: drawn from the model; exact: expectation over the classes.",
-        ),
-    ] = "empirical",
-    kind: Annotated[
-        str,
-        typer.Option(metavar="K", help="diagonal: squared gradients; gram: XᵀX of linear layers' inputs, for regmean."),
-    ] = "diagonal",
-    at_delta: Annotated[
-        str | None, typer.Option(metavar="BASE", help="Estimate at MODEL − BASE instead of MODEL, for fa1.")
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the labels that `sampled` draws.")] = 0,
-    precision: Precision = "float32",
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a run that was stopped; it saves its work every few minutes.")
-    ] = False,
-    force: Force = False,
-    durable: Durable = False,
+    options: EstimateOptions,
     printing: Printing,
 ) -> None:
     """Estimate curvature: the sum over examples of the squared gradient of each example's loss.
@@ -59,31 +66,17 @@ def estimate(
 
     logging.basicConfig(handlers=[Notes()], level=logging.ERROR if printing.quiet else logging.WARNING)
     with progress(printing.silent, "examples") as shown:
-        result = estimate_to_disk(
-            model,
-            data,
-            out,
-            likelihood=likelihood,
-            kind=kind,
-            at_delta=at_delta,
-            seed=seed,
-            precision=precision,
-            resume=resume,
-            force=force,
-            durable=durable,
-            progress=shown,
-            **loading.as_keywords(),
-        )
+        result = estimate_to_disk(model, data, out, progress=shown, **asdict(options), **loading.as_keywords())
     if printing.json:
-        given = {"model": model, "data": data, "likelihood": likelihood, "precision": precision}
+        given = {"model": model, "data": data, "likelihood": options.likelihood, "precision": options.precision}
         print_json({**asdict(result), "out": str(out), **given})
         return
     for text in result.notes:
         note(text, printing.quiet)
     if not printing.quiet:
-        what = "Gram matrices" if kind == "gram" else f"{likelihood} curvature"
+        what = "Gram matrices" if options.kind == "gram" else f"{options.likelihood} curvature"
         say(
             f"{out}: {what} of {result.tensors} tensors, {count(result.entries)} entries, "
-            f"sum over {result.examples} examples ({result.task}), stored as {precision}; "
+            f"sum over {result.examples} examples ({result.task}), stored as {options.precision}; "
             f"{result.seconds:.1f} s on {result.device}"
         )
