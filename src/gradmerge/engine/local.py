@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..storage.tensorfile import FLOATS
 from .inputs import Digests
 from .memory import keep_freed_memory
-from .plan import Job, Plan, Unit, rule_arguments, torch_type
+from .plan import Job, Plan, Unit, converted, rule_arguments, torch_type
 from .reading import all_finite, is_transposed, not_finite, read_block, read_matrices
 from .rounding import rounded
 from .statistics import Advance, Statistics
@@ -112,7 +112,7 @@ def _merge(
         if watch is not None:
             watch(tensors["base"], tensors["tuned"])
         if device.type != "cpu":
-            tensors = {name: _to(value, device) for name, value in tensors.items()}
+            tensors = converted(tensors, lambda tensor: tensor.to(device))
     arguments = rule_arguments(job.rule, plan, tensors)
     merged = job.rule(**arguments)
     if job.whole:
@@ -165,9 +165,3 @@ def _check_finite(plan: Plan, job: Job, tensors: dict[str, Any], merged: Tensor,
         f"the merge of {job.name} has values that are NaN or infinite, although its inputs have none: a weight, "
         "an option or the curvature is too extreme. Pass --allow-nonfinite to go on."
     )
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return [_to(item, device) for item in value] if isinstance(value, list) else value

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoints.model import TORCH_TYPES
 from ..notes import Note
@@ -132,7 +133,7 @@ def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any]) -> dict[s
     """
     inputs = plan.inputs
     if rule.wide(inputs.all_weights, inputs.options):
-        tensors = {name: _widened(value) for name, value in tensors.items()}
+        tensors = converted(tensors, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     numbers = {"weights": inputs.weights, "base_weight": inputs.base_weight, "damping": inputs.damping}
     read = plan.needs if rule is plan.rule else frozenset(rule.inputs)
     arguments = {
@@ -142,10 +143,15 @@ def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any]) -> dict[s
     return arguments | {name: value for name, value in inputs.options.items() if name in own}
 
 
-def _widened(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_widened(item) for item in value]
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def converted(inputs: Mapping[str, Any], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Inputs of a rule with every tensor converted, those in lists too."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, list):
+            return [one(item) for item in value]
+        return convert(value) if isinstance(value, Tensor) else value
+
+    return {name: one(value) for name, value in inputs.items()}
 
 
 def torch_type(info: TensorInfo) -> torch.dtype:

@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from ..curvature.summary import group_of
 from ..errors import InputError
 from ..notes import Kind, Note
 from ..text import count
-from .plan import BLOCK, Job, Plan, rule_arguments
+from .plan import BLOCK, Job, Plan, converted, rule_arguments
 from .progress import Progress
 from .reading import read_block
 from .statistics import Advance
@@ -196,11 +195,7 @@ def _runs(numel: int, share: float) -> Iterator[tuple[int, int]]:
 
 def _steps(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, dampings: Sequence[float]) -> Iterator[Step]:
     """In float64, so that a step that overflows in the merge is still a number here."""
-    tensors = read_block(plan, job, start, stop, buffers)
-    wide: dict[str, Any] = {
-        name: value.double() if isinstance(value, Tensor) else [v.double() for v in value] if value else value
-        for name, value in tensors.items()
-    }
+    wide = converted(read_block(plan, job, start, stop, buffers), Tensor.double)
     base, tuned = wide["base"], wide["tuned"]
     moved = sum((model - base).abs_() for model in tuned)
     squares, curvature = moved.square(), sum(wide["curvature"])
