@@ -128,15 +128,10 @@ def make_plan(
     diagonals = [source for source in inputs.curvatures if source not in inputs.grams]
     _tie(diagonals, template, comparison.merged)
     gram_names, gram_problems = _gram_names(inputs, comparison.merged)
-    problems = [
-        *comparison.problems,
-        *(
-            problem
-            for source in diagonals
-            for problem in _problems_of(source, inputs, comparison.merged, recipe.missing)
-        ),
-        *gram_problems,
-    ]
+    problems = list(comparison.problems)
+    for source in diagonals:
+        problems += _problems_of(source, inputs, comparison.merged, recipe.missing)
+    problems += gram_problems
     if problems:
         raise InputError("these cannot be merged:\n" + "\n".join(f"• {p}" for p in problems))
 

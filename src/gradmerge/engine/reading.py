@@ -29,9 +29,7 @@ def read_models(
             digests[checkpoint] = block_digest(block)
         return block.to(job.compute)
 
-    base = None
-    if inputs.base is not None and "base" in plan.needs:
-        base = read(inputs.base, "base")
+    base = read(inputs.base, "base") if inputs.base is not None and "base" in plan.needs else None
     return base, [read(checkpoint, f"tuned {i}") for i, checkpoint in enumerate(inputs.tuned)]
 
 
