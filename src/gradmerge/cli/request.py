@@ -12,8 +12,6 @@ from ..errors import InputError
 from ..recipe import Recipe, load_recipe, make_recipe, parse_yaml
 from ..rules import RULES
 
-TOP_KEYS = tuple(Recipe.model_fields)
-
 
 def split_weight(text: str) -> tuple[str, float]:
     """`path=0.3` into path and weight, 1 by default; a text that exists as a path is a path, even with = in it."""
@@ -75,7 +73,7 @@ def apply_settings(recipe: dict[str, Any], settings: Sequence[str]) -> None:
         value = parse_yaml(text, f"--set {key}") if text.strip() else ""
         parts: list[str | int] = [int(p) if p.isdecimal() and len(p) < 10 else p for p in words]
         rule = RULES.get(str(recipe.get("method")))
-        if parts[0] not in TOP_KEYS and rule is not None and parts[0] in {o.name for o in rule.options}:
+        if parts[0] not in Recipe.model_fields and rule is not None and parts[0] in {o.name for o in rule.options}:
             parts.insert(0, "options")
         _put(recipe, parts, value, setting)
 

@@ -112,7 +112,8 @@ def open_to_look(recipe: Recipe, *, allow_pickle: bool = False, allow_config: Se
         raise InputError(
             "the recipe names no base; what fine-tuning changed, and so what a merge costs, is not known without it"
         )
-    known = recipe.base.curvature is not None or _has_curvature_inside(recipe)
+    inside = default_curvature(local_path(recipe.base.model, recipe.folder))
+    known = recipe.base.curvature is not None or inside is not None
     reads = {"base", "curvature", "penalty"}
     if known or recipe.base.penalty is not None:
         reads.add("prior")
@@ -126,12 +127,6 @@ def open_to_look(recipe: Recipe, *, allow_pickle: bool = False, allow_config: Se
     if not known:
         plan.note(["the base has no curvature: what the merge costs on the base's own data is not known"])
     return plan
-
-
-def _has_curvature_inside(recipe: Recipe) -> bool:
-    assert recipe.base is not None
-    folder = local_path(recipe.base.model, recipe.folder)
-    return folder.is_dir() and default_curvature(folder) is not None
 
 
 def task_names(recipe: Recipe) -> list[str]:

@@ -8,12 +8,7 @@ from ..errors import InputError
 
 #: The implementations that transformers has itself. Any other name is a repository of the Hub, whose code it would run.
 IMPLEMENTATIONS = {
-    "attn_implementation": [
-        "eager",
-        "sdpa",
-        "flex_attention",
-        *(f"flash_attention_{version}" for version in (2, 3, 4)),
-    ],
+    "attn_implementation": ["eager", "sdpa", "flex_attention", *(f"flash_attention_{n}" for n in (2, 3, 4))],
     "experts_implementation": ["eager", "batched_mm", "grouped_mm"],
 }
 #: More layers than any model has; building a million of them takes hours.

@@ -15,7 +15,6 @@ import stat
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import TracebackType
 
 from ..errors import InputError, MachineError
 from ..text import size
@@ -91,9 +90,7 @@ class Staging:
     def __enter__(self) -> Staging:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self.finish()
