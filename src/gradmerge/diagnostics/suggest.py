@@ -116,7 +116,8 @@ class _WeightSearch:
     def __init__(self, method: str, ranges: Ranges, samples: int, seed: int, objective: str) -> None:
         self.method, self.ranges, self.samples, self.objective = method, ranges, samples, objective
         self._dimensions = [one for _, one in ranges.dimensions()]
-        self._free = [i for i, one in enumerate(self._dimensions) if one.high > one.low]
+        varying = [i for i, one in enumerate(self._dimensions) if one.high > one.low]
+        self._free = varying if takes_weights(method) else []
         self._lows = torch.tensor([one.low for one in self._dimensions], dtype=torch.float64)
         self._widths = torch.tensor([one.high for one in self._dimensions], dtype=torch.float64) - self._lows
         self._points = SobolEngine(max(1, len(self._free)), scramble=True, seed=seed)
@@ -124,14 +125,12 @@ class _WeightSearch:
 
     @property
     def expected(self) -> int:
-        if not takes_weights(self.method):
-            return 1
         further = len(RADII) * (max(1, self.samples // 2) + GUESSES)
         return self.samples + min(DIAGONAL, self.samples) + further if self._free else 1
 
     def first(self) -> list[Setting]:
         """Points that fill the ranges, and the diagonal."""
-        if not takes_weights(self.method) or not self._free:
+        if not self._free:
             return settings_of(self.method, self.ranges, [self._weights(self._lows)])
         steps = torch.linspace(0, 1, min(DIAGONAL, self.samples), dtype=torch.float64)
         diagonal = steps[:, None].expand(-1, len(self._free))
@@ -144,7 +143,7 @@ class _WeightSearch:
 
     def further(self, rows: Sequence[Outcome], round_: int, radius: float) -> list[Setting]:
         """Points around the best so far, and the best points of quadratics through what is known."""
-        if not takes_weights(self.method) or not self._free:
+        if not self._free:
             return []
         own = [row for row in rows if row.setting.method == self.method and math.isfinite(self._score(row))]
         own = [row for row in own if self.ranges.holds(row.setting.weights)]
