@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -89,18 +90,18 @@ def diagnose(
     given = match_data(data or {}, [*tasks, BASE])
     if target is not None and not given:
         raise InputError("--target: the true mismatch is measured on data; give some with --data NAME=SRC")
-    plan = open_to_look(recipe, allow_pickle=allow_pickle, allow_config=allow_config)
-    opened: list[Checkpoint] = []
+    with contextlib.ExitStack() as opened:
+        plan = open_to_look(recipe, allow_pickle=allow_pickle, allow_config=allow_config)
+        opened.callback(plan.inputs.close)
 
-    def checkpoint(reference: str) -> Checkpoint:
-        opened.append(open_checkpoint(reference, adapter_base=plan.inputs.base, allow_pickle=allow_pickle))
-        return opened[-1]
+        def checkpoint(reference: str) -> Checkpoint:
+            found = open_checkpoint(reference, adapter_base=plan.inputs.base, allow_pickle=allow_pickle)
+            return opened.enter_context(found)
 
-    try:
         progress.begin("looking", plan.total_read)
-        candidates, own, notes = _candidates(recipe, plan, checkpoint(merged) if merged is not None else None)
+        candidates, notes = _candidates(recipe, plan, checkpoint(merged) if merged is not None else None)
         prediction = predict(plan, tasks, candidates, threads=threads, advance=progress.advance)
-        found = Diagnosis(recipe, own, prediction, notes=plan.notes + notes)
+        found = Diagnosis(recipe, candidates[0].name, prediction, notes=plan.notes + notes)
         if given:
             assert recipe.base is not None
             models = dict(zip(tasks, (model.model for model in recipe.models), strict=True)) | {BASE: recipe.base.model}
@@ -108,14 +109,10 @@ def diagnose(
             goal = state_of(checkpoint(target)) if target is not None else None
             _evaluate(found, plan, candidates, loaded, goal, threads)
         return found
-    finally:
-        for each in opened:
-            each.close()
-        plan.inputs.close()
 
 
-def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[list[Candidate], str, list[str]]:
-    """The recipe's merge first, then what it is compared with."""
+def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[list[Candidate], list[str]]:
+    """The recipe's merge first, then what it is compared with; and notes on what it is not."""
     notes: list[str] = []
     found: list[Candidate] = []
     if merged is not None:
@@ -129,7 +126,7 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
     if recipe.method == "removal":
         negated = [-weight for weight in recipe.weights]
         found.append(Candidate("task-arithmetic (negated)", "task-arithmetic", negated))
-        return found, found[0].name, notes
+        return found, notes
     for method in OTHERS:
         if method in {c.name for c in found}:
             continue
@@ -137,7 +134,7 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
             notes.append(f"{method} is not compared: it needs the base's curvature")
             continue
         found.append(Candidate(method, method, _weights(recipe, method)))
-    return found, found[0].name, notes
+    return found, notes
 
 
 def _weights(recipe: Recipe, method: str) -> list[float] | None:
