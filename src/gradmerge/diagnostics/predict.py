@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -151,62 +151,55 @@ def predict(
     # Sums are added up in the order of the blocks, so that they do not depend on which thread is first.
     units = (unit for unit in plan.units() if unit.job.rule is not None)
     places = {(unit.job.name, unit.start): place for place, unit in enumerate(units)}
-    waiting: dict[int, _Sums] = {}
+    waiting: dict[int, Prediction] = {}
     following = 0
     lock = threading.Lock()
 
     def visit(block: Block) -> None:
         nonlocal following
-        found = _Sums(block, names, [c.name for c in candidates])
+        found = _look_at_block(block, names, result.candidates)
         with lock:
             waiting[places[block.job.name, block.start]] = found
             while following in waiting:
-                waiting.pop(following).add_to(result)
+                part = waiting.pop(following)
+                _add(result.costs, part.costs)
+                _add(result.interference, part.interference)
+                _add(result.moved, part.moved)
                 following += 1
 
     look_at(plan, candidates, visit, threads=threads, advance=advance, measured=measured)
     return result
 
 
-class _Sums:
-    """The sums of one block."""
+def _look_at_block(block: Block, tasks: list[str], candidates: list[str]) -> Prediction:
+    found, group = Prediction(candidates, tasks), group_of(block.job.name)
+    curvature = [*block.curvature, *([block.prior] if block.prior is not None else [])]
+    places = [*block.tuned, block.base]
+    for candidate, merged in zip(candidates, block.merged, strict=True):
+        for task, h, place in zip(tasks, curvature, places, strict=False):
+            off = merged - place
+            pull = off * h
+            found.costs[candidate, task, group] = Cost(0.5 * _dot(pull, off), _dot(pull, pull))
+    scaled = []
+    for task, h, place in zip(tasks, block.curvature, block.tuned, strict=False):
+        strength = (place - block.base).mul_(h.sqrt())
+        scaled.append(strength)
+        found.moved[task, group] = _dot(strength, strength)
+    for i, one in enumerate(scaled):
+        for j in range(i):
+            product = one * scaled[j]
+            overlap = float(product.abs().sum(dtype=torch.float64))
+            signed = float(product.sum(dtype=torch.float64))
+            opposed = max(0.0, (overlap - signed) / 2)
+            found.interference[tasks[j], tasks[i], group] = Interference(overlap, opposed)
+    if BASE in tasks:
+        found.moved[BASE, group] = 0.0
+    return found
 
-    def __init__(self, block: Block, tasks: Sequence[str], candidates: Sequence[str]) -> None:
-        self.group = group_of(block.job.name)
-        curvature = [*block.curvature, *([block.prior] if block.prior is not None else [])]
-        places = [*block.tuned, block.base]
-        self.costs: dict[tuple[str, str], Cost] = {}
-        for candidate, merged in zip(candidates, block.merged, strict=True):
-            for task, h, place in zip(tasks, curvature, places, strict=False):
-                off = merged - place
-                pull = off * h
-                self.costs[candidate, task] = Cost(0.5 * _dot(pull, off), _dot(pull, pull))
-        self.moved: dict[str, float] = {}
-        self.pairs: dict[tuple[str, str], Interference] = {}
-        scaled = []
-        for task, h, place in zip(tasks, block.curvature, block.tuned, strict=False):
-            strength = (place - block.base).mul_(h.sqrt())
-            scaled.append(strength)
-            self.moved[task] = _dot(strength, strength)
-        for i, one in enumerate(scaled):
-            for j in range(i):
-                product = one * scaled[j]
-                overlap = float(product.abs().sum(dtype=torch.float64))
-                signed = float(product.sum(dtype=torch.float64))
-                self.pairs[tasks[j], tasks[i]] = Interference(overlap, max(0.0, (overlap - signed) / 2))
-        if BASE in tasks:
-            self.moved[BASE] = 0.0
 
-    def add_to(self, result: Prediction) -> None:
-        for (candidate, task), cost in self.costs.items():
-            key = candidate, task, self.group
-            result.costs[key] = result.costs.get(key, Cost()) + cost
-        for (one, other), shared in self.pairs.items():
-            pair = one, other, self.group
-            result.interference[pair] = result.interference.get(pair, Interference()) + shared
-        for task, moved in self.moved.items():
-            place = task, self.group
-            result.moved[place] = result.moved.get(place, 0.0) + moved
+def _add(sums: dict[Any, Any], more: Mapping[Any, Any]) -> None:
+    for key, value in more.items():
+        sums[key] = sums[key] + value if key in sums else value
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
