@@ -92,7 +92,6 @@ def preview(
     rows of each task every setting is merged in memory and evaluated.
     """
     with heavy_imports():
-        from .. import api
         from ..api.previewing import as_json, merge_best, suggest_weights
         from ..api.previewing import preview as run
         from ..report.preview_page import best_table, verdict
@@ -125,12 +124,11 @@ def preview(
             found = suggestion.evaluated
         else:
             found = run(recipe, out, samples=samples, progress=shown, **options)
-    saved: api.MergeResult | None = None
     if save_best is not None:
         with progress(printing.silent) as shown:
-            saved = merge_best(found, save_best, force=force, progress=shown, **reading.as_keywords())
+            merge_best(found, save_best, force=force, progress=shown, **reading.as_keywords())
     if printing.json:
-        more = {"report": str(out / "report.html")} | ({"saved": str(save_best)} if saved is not None else {})
+        more = {"report": str(out / "report.html")} | ({"saved": str(save_best)} if save_best is not None else {})
         print_json({**as_json(found, suggestion), **more})
         return
     for text in found.notes:
@@ -141,7 +139,7 @@ def preview(
         return
     say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in verdict(found, suggestion)))
     say(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
-    if saved is not None:
+    if save_best is not None:
         say(f"{save_best} holds the best setting; {out / 'recipe.yml'} is its recipe.")
 
 

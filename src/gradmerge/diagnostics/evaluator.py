@@ -46,6 +46,7 @@ class Evaluator:
         try:
             check_prior(recipe, methods, self.plan)
             self._data = _load(recipe, {name: given[name] for name in self.tasks}, loading)
+            self._any = next(iter(self._data.values()))
             self.examples = {name: one.loaded.examples for name, one in self._data.items()}
             self._names, self._threads = names, threads
             self._candidates = Candidates(recipe, self.plan)
@@ -81,10 +82,6 @@ class Evaluator:
         values = {task: found.get(headline(found)) if found else None for task, found in metrics.items()}
         costs = {task: self.lost_share(task, found) for task, found in metrics.items()}
         return Outcome(setting, values, metrics, costs)
-
-    @property
-    def _any(self) -> TaskData:
-        return next(iter(self._data.values()))
 
     def _each_alone(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The base and every tuned model, each on all data."""

@@ -34,13 +34,9 @@ def materialise(
     """The weights of every candidate, by the names and in the types of a merge on disk."""
     states: list[State] = [{} for _ in candidates]
     for job in plan.jobs:
-        if job.rule is None:
-            copied = _whole(plan.inputs.template, job.name)
-            for state in states:
-                state[job.name] = copied
-        else:
-            for state in states:
-                state[job.name] = torch.empty(job.info.shape, dtype=torch_type(job.info))
+        copied = _whole(plan.inputs.template, job.name) if job.rule is None else None
+        for state in states:
+            state[job.name] = torch.empty(job.info.shape, dtype=torch_type(job.info)) if copied is None else copied
 
     def visit(block: Block) -> None:
         for state, merged in zip(states, block.merged, strict=True):
