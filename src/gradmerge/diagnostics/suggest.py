@@ -157,11 +157,10 @@ class _WeightSearch:
 
     def _guesses(self, rows: Sequence[Outcome], best: Tensor, near: float, reach: float) -> Tensor:
         """Where quadratics, one per task, fitted most closely near the best point, have the smallest worst or sum."""
-        none = best.new_empty(0, len(self._free))
         places = torch.stack([self._unit(row) for row in rows])
         features = _features(places)
         if len(rows) < features.shape[1] + 2:
-            return none
+            return best.new_empty(0, len(self._free))
         costs = torch.tensor([list(row.costs.values()) for row in rows], dtype=torch.float64)
         closeness = 1 / (near**2 + (places - best).square().mean(1, keepdim=True))
         fitted = torch.linalg.lstsq(features * closeness, costs * closeness).solution

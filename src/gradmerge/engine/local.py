@@ -148,10 +148,8 @@ def _check_finite(plan: Plan, job: Job, tensors: dict[str, Any], merged: Tensor,
     fine = all_finite(stored)
     if fine and job.rule.base_shows and min(inputs.weights) > 0:
         return
-    if base is not None and inputs.base is not None and not all_finite(base):
-        raise not_finite(inputs.base.label, job.name)
-    for checkpoint, tensor in zip(inputs.tuned, tensors["tuned"], strict=True):
-        if not all_finite(tensor):
+    for checkpoint, tensor in ((inputs.base, base), *zip(inputs.tuned, tensors["tuned"], strict=True)):
+        if checkpoint is not None and tensor is not None and not all_finite(tensor):
             raise not_finite(checkpoint.label, job.name)
     if fine:
         return
