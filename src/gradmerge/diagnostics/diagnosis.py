@@ -95,8 +95,8 @@ def diagnose(
         opened.callback(plan.inputs.close)
 
         def checkpoint(reference: str) -> Checkpoint:
-            found = open_checkpoint(reference, adapter_base=plan.inputs.base, allow_pickle=allow_pickle)
-            return opened.enter_context(found)
+            model = open_checkpoint(reference, adapter_base=plan.inputs.base, allow_pickle=allow_pickle)
+            return opened.enter_context(model)
 
         progress.begin("looking", plan.total_read)
         candidates, notes = _candidates(recipe, plan, checkpoint(merged) if merged is not None else None)

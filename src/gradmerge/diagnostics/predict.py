@@ -172,6 +172,7 @@ def predict(
 
 
 def _look_at_block(block: Block, tasks: list[str], candidates: list[str]) -> Prediction:
+    """The sums over one block."""
     found, group = Prediction(candidates, tasks), group_of(block.job.name)
     curvature = [*block.curvature, *([block.prior] if block.prior is not None else [])]
     places = [*block.tuned, block.base]
