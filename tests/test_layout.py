@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "gradmerge"
 
 #: Open to all but the rules. They import no room.
-OPEN = {"errors", "notes", "text", "quiet", "_version"}
+OPEN = {"arguments", "display", "errors", "notes", "progress", "text", "quiet", "_version"}
 #: What each room may import besides.
 MAY_IMPORT: dict[str, set[str]] = {
     "rules": set(),

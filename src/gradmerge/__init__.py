@@ -7,60 +7,69 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .api import MergeResult, evaluate, merge, merge_state_dicts
-    from .api.diagnosing import write_diagnosis
+    from .api import diagnose, evaluate, merge, merge_state_dicts
     from .api.estimating import Estimate, estimate_curvature
     from .api.previewing import preview, suggest_weights
     from .api.sampling import sample_posterior
-    from .checkpoints import open_checkpoint
+    from .checkpoints import Checkpoint, open_checkpoint
     from .curvature import Curvature
     from .curvature.gram import Gram, estimate_gram
     from .curvature.optimizers import import_curvature
+    from .diagnostics.diagnosis import Diagnosis
+    from .diagnostics.preview import Preview
+    from .diagnostics.suggest import Suggestion
+    from .engine.to_folder import MergeResult
     from .errors import GradmergeError, InputError, MachineError
+    from .notes import Note
+    from .progress import Progress
     from .recipe import Recipe, load_recipe
     from .rules import RULES, gradient_matching_full, removal_full
     from .tasks.data_sources import read_rows
     from .tasks.loading import Loading
+    from .tasks.rows import Rows
     from .training.callback import CurvatureCallback
     from .training.prior_adamw import PriorAdamW
     from .training.prior_trainer import PriorTrainer
 
-# Where each name comes from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
-_WHERE = {
-    "merge": "api",
-    "merge_state_dicts": "api",
-    "MergeResult": "api",
-    "evaluate": "api",
-    "open_checkpoint": "checkpoints",
-    "Curvature": "curvature",
-    "Estimate": "api.estimating",
-    "estimate_curvature": "api.estimating",
-    "Gram": "curvature.gram",
-    "estimate_gram": "curvature.gram",
-    "import_curvature": "curvature.optimizers",
-    "preview": "api.previewing",
-    "suggest_weights": "api.previewing",
-    "sample_posterior": "api.sampling",
-    "write_diagnosis": "api.diagnosing",
-    "GradmergeError": "errors",
-    "InputError": "errors",
-    "MachineError": "errors",
-    "Recipe": "recipe",
-    "load_recipe": "recipe",
-    "RULES": "rules",
-    "gradient_matching_full": "rules",
-    "removal_full": "rules",
-    "Loading": "tasks.loading",
-    "read_rows": "tasks.data_sources",
-    "CurvatureCallback": "training.callback",
-    "PriorAdamW": "training.prior_adamw",
-    "PriorTrainer": "training.prior_trainer",
+# Where names come from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
+_NAMES = {
+    "api": "diagnose evaluate merge merge_state_dicts",
+    "api.estimating": "Estimate estimate_curvature",
+    "api.previewing": "preview suggest_weights",
+    "api.sampling": "sample_posterior",
+    "checkpoints": "Checkpoint open_checkpoint",
+    "curvature": "Curvature",
+    "curvature.gram": "Gram estimate_gram",
+    "curvature.optimizers": "import_curvature",
+    "diagnostics.diagnosis": "Diagnosis",
+    "diagnostics.preview": "Preview",
+    "diagnostics.suggest": "Suggestion",
+    "engine.to_folder": "MergeResult",
+    "errors": "GradmergeError InputError MachineError",
+    "notes": "Note",
+    "progress": "Progress",
+    "recipe": "Recipe load_recipe",
+    "rules": "RULES gradient_matching_full removal_full",
+    "tasks.data_sources": "read_rows",
+    "tasks.loading": "Loading",
+    "tasks.rows": "Rows",
+    "training.callback": "CurvatureCallback",
+    "training.prior_adamw": "PriorAdamW",
+    "training.prior_trainer": "PriorTrainer",
+}
+_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
+# Earlier names: where what they meant is now, and what to call it.
+_RENAMED = {
+    "measure_curvature": ("api.estimating", "estimate_to_disk", "estimate_curvature(model, data, out=…)"),
+    "write_diagnosis": ("api.diagnosing", "diagnose", "diagnose(recipe, out)"),
 }
 
 __all__ = [
     "RULES",
+    "Checkpoint",
     "Curvature",
     "CurvatureCallback",
+    "Diagnosis",
     "Estimate",
     "GradmergeError",
     "Gram",
@@ -68,10 +77,16 @@ __all__ = [
     "Loading",
     "MachineError",
     "MergeResult",
+    "Note",
+    "Preview",
     "PriorAdamW",
     "PriorTrainer",
+    "Progress",
     "Recipe",
+    "Rows",
+    "Suggestion",
     "__version__",
+    "diagnose",
     "estimate_curvature",
     "estimate_gram",
     "evaluate",
@@ -86,14 +101,18 @@ __all__ = [
     "removal_full",
     "sample_posterior",
     "suggest_weights",
-    "write_diagnosis",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        import importlib
+    import importlib
+    import warnings
 
+    if name in _RENAMED:
+        module, present, call = _RENAMED[name]
+        warnings.warn(f"gradmerge.{name} is now gradmerge.{call}", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(f".{module}", __name__), present)
+    if name in _WHERE:
         return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
+from ..arguments import check
 from ..checkpoints.model import TORCH_TYPES, Buffers, Checkpoint
 from ..checkpoints.opening import open_checkpoint
 from ..checkpoints.sidecars import copy_sidecars, sidecars
@@ -118,6 +119,9 @@ def sample_posterior(
     """
     settings = _SamplingSettings(temperature, seed, damping, reduction, dtype)
     settings.check(n)
+    for name, value, hint in (("folder", folder, str | Path), ("out", out, str | Path | None), ("force", force, bool)):
+        check(name, value, hint)
+    check("threads", threads, int | None)
     threads = threads or default_threads()
     with _opened(folder, settings) as posterior:
         for text in posterior.notes(threads):

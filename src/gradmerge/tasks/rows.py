@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..display import Displayed, View
 from ..errors import InputError
 
 Row = Mapping[str, Any]
 
 
-@dataclass
-class Rows:
+@dataclass(repr=False)
+class Rows(Displayed):
     """A data set: rows by number, and what is known of its columns."""
 
     label: str
@@ -30,6 +31,13 @@ class Rows:
     """A quicker way to all of a column than row by row, where there is one."""
     notes: list[str] = field(default_factory=list)
     """What a user should know of how the rows were understood."""
+
+    def _line(self) -> list[str]:
+        return [self.label, f"{len(self)} rows", f"columns {', '.join(self.columns)}"]
+
+    def _view(self) -> View:
+        cells = [[shown(self.rows[i].get(name)) for name in self.columns] for i in range(min(5, len(self)))]
+        return View(self.columns, cells)
 
     def __len__(self) -> int:
         return len(self.rows)
