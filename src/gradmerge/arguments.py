@@ -17,23 +17,36 @@ from .errors import InputError
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: Annotations that stand for more than the class that they name.
 _WIDER = {int: Integral, float: Real, Path: os.PathLike}
-_IN_WORDS = {bool: "True or False", Integral: "a whole number", Real: "a number", str: "text", os.PathLike: "a path"}
+_IN_WORDS: dict[Any, str] = {
+    bool: "True or False",
+    Integral: "a whole number",
+    Real: "a number",
+    str: "text",
+    os.PathLike: "a path",
+}
 _IN_WORDS |= {Mapping: "a mapping", Sequence: "a list", Iterable: "batches", Callable: "a function", NoneType: "None"}
 
 
-def checked(function: Function) -> Function:
-    """The function, with its arguments checked at every call. A missing or unknown one stays Python's TypeError."""
-    signature, hints = inspect.signature(function), functools.cache(lambda: get_type_hints(function))
+def checked(*own: str) -> Callable[[Function], Function]:
+    """A function whose arguments are checked at every call but its ``own``, which it looks at itself.
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(TypeError):  # which the call below explains better
-            for name, value in signature.bind(*args, **kwargs).arguments.items():
-                if name in hints() and signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
-                    check(name, value, hints()[name])
-        return function(*args, **kwargs)
+    A missing or unknown argument stays Python's TypeError.
+    """
 
-    return cast(Function, call)
+    def decorate(function: Function) -> Function:
+        signature, hints = inspect.signature(function), functools.cache(lambda: get_type_hints(function))
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.suppress(TypeError):  # which the call below explains better
+                for name, value in signature.bind(*args, **kwargs).arguments.items():
+                    if name in hints() and name not in ("loading", *own):
+                        check(name, value, hints()[name])
+            return function(*args, **kwargs)
+
+        return cast(Function, call)
+
+    return decorate
 
 
 def check(name: str, value: Any, hint: Any) -> None:
@@ -42,9 +55,8 @@ def check(name: str, value: Any, hint: Any) -> None:
     kinds: list[Any] = [_WIDER.get(get_origin(one) or one, get_origin(one) or one) for one in several]
     fitting = [one for one, kind in zip(several, kinds, strict=True) if kind is Any or _fits(value, kind)]
     if not fitting:
-        words = [
-            _IN_WORDS.get(kind) or f"a {kind.__name__}" for kind in kinds if kind is not str or Path not in several
-        ]
+        kinds = [kind for kind in kinds if kind is not str or Path not in several]
+        words = [_IN_WORDS.get(kind) or f"a {kind.__name__}" for kind in kinds]
         text = repr(value).replace("\n", " ")
         text = text if len(text) <= 60 else f"{text[:59]}… ({type(value).__name__})"
         expected = ", ".join(words[:-1]) + " or " * (len(words) > 1) + words[-1]

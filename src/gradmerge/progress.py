@@ -16,8 +16,11 @@ PATIENCE = 1.0
 class Progress(Protocol):
     """Told what is being done and how far it is, in bytes, examples, batches or merges; a total of 0 is unknown."""
 
-    def begin(self, what: str, total: int, done: int = 0) -> None: ...
-    def advance(self, amount: int) -> None: ...
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        return
+
+    def advance(self, amount: int) -> None:
+        return
 
 
 class NoProgress(Progress):

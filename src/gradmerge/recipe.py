@@ -194,7 +194,7 @@ class Recipe(Displayed, _RecipePart):
         return [model.weight for model in self.models]
 
 
-@checked
+@checked()
 def load_recipe(path: str | Path) -> Recipe:
     """Read and check a recipe file. Relative paths in it start from its folder.
 

@@ -25,7 +25,7 @@ from ..text import to_json
 from .merging import as_recipe, default_threads
 
 
-@checked
+@checked()
 def diagnose(
     recipe: str | Path | Recipe | Mapping[str, Any],
     out: str | Path | None = None,

@@ -69,7 +69,7 @@ def estimate_curvature(
 def estimate_curvature(
     model: str | Path, batches: str | Path, likelihood: str = ..., *, out: str | Path, **options: Any
 ) -> Estimate: ...
-@checked
+@checked()
 def estimate_curvature(
     model: nn.Module | str | Path,
     batches: Iterable[Any] | str | Path,

@@ -11,7 +11,7 @@ from ..progress import Progress, shown
 from ..tasks import Loading
 
 
-@checked
+@checked()
 def evaluate(
     model: str | Path, source: str | Path, *, progress: bool | Progress = True, **loading: Unpack[Loading]
 ) -> dict[str, Any]:

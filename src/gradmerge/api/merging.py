@@ -42,7 +42,7 @@ def planned(
         yield plan
 
 
-@checked
+@checked()
 def merge(
     recipe: str | Path | Recipe | Mapping[str, Any],
     out: str | Path,

@@ -30,7 +30,7 @@ from .diagnosing import provenance, recipe_text, report_folder
 from .merging import as_recipe, default_threads, merge
 
 
-@checked
+@checked()
 def preview(
     recipe: str | Path | Recipe | Mapping[str, Any],
     out: str | Path | None = None,
@@ -94,7 +94,7 @@ def preview(
     return found
 
 
-@checked
+@checked()
 def suggest_weights(
     recipe: str | Path | Recipe | Mapping[str, Any],
     out: str | Path | None = None,

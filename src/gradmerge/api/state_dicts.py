@@ -24,7 +24,7 @@ from .merging import default_threads
 CurvatureLike = Mapping[str, Tensor] | float
 
 
-@checked
+@checked("base", "tuned", "prior", "curvature", "penalty")
 def merge_state_dicts(
     base: Mapping[str, Tensor] | None,
     tuned: Sequence[Mapping[str, Tensor]],

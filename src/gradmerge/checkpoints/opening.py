@@ -27,7 +27,7 @@ HUB_FILES = (
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
-@checked
+@checked()
 def open_checkpoint(
     reference: str | Path,
     *,

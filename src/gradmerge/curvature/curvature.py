@@ -42,7 +42,7 @@ class NamedSums(Displayed, Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._sums)
 
-    @checked
+    @checked()
     def save(
         self, path: str | Path, *, precision: str = "float32", shard_size: int = SHARD_SIZE, force: bool = False
     ) -> None:
@@ -138,7 +138,7 @@ class Curvature(NamedSums):
         write_sums(folder, sums, metadata(self.examples, self.likelihood, self.model, precision), shard_size)
 
     @classmethod
-    @checked
+    @checked()
     def load(cls, path: str | Path) -> Curvature:
         """Read a curvature folder or file whole, in float32.
 

@@ -59,7 +59,7 @@ class Gram(NamedSums):
         write_sums(folder, self, metadata(self.examples, "", self.model, **more), shard_size)
 
 
-@checked
+@checked()
 def estimate_gram(
     model: nn.Module,
     batches: Iterable[Any],

@@ -37,7 +37,7 @@ BATCH_BYTES = 500_000_000
 MOST_COLUMNS = 10_000
 
 
-@checked
+@checked()
 def read_rows(source: str | Path, *, limit: int | None = None, split: str | None = None) -> Rows:
     """The rows of a data set. Where the format allows, no more of a file is read than ``limit`` takes.
 
