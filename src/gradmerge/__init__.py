@@ -4,32 +4,44 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .api import diagnose, evaluate, merge, merge_state_dicts
-    from .api.estimating import Estimate, estimate_curvature
-    from .api.previewing import preview, suggest_weights
-    from .api.sampling import sample_posterior
-    from .checkpoints import Checkpoint, open_checkpoint
-    from .curvature import Curvature
-    from .curvature.gram import Gram, estimate_gram
-    from .curvature.optimizers import import_curvature
-    from .diagnostics.diagnosis import Diagnosis
-    from .diagnostics.preview import Preview
-    from .diagnostics.suggest import Suggestion
-    from .engine.to_folder import MergeResult
-    from .errors import GradmergeError, InputError, MachineError
-    from .notes import Note
-    from .progress import Progress
-    from .recipe import Recipe, load_recipe
-    from .rules import RULES, gradient_matching_full, removal_full
-    from .tasks.data_sources import read_rows
-    from .tasks.loading import Loading
-    from .tasks.rows import Rows
-    from .training.callback import CurvatureCallback
-    from .training.prior_adamw import PriorAdamW
-    from .training.prior_trainer import PriorTrainer
+    from .api import diagnose as diagnose
+    from .api import evaluate as evaluate
+    from .api import merge as merge
+    from .api import merge_state_dicts as merge_state_dicts
+    from .api.estimating import Estimate as Estimate
+    from .api.estimating import estimate_curvature as estimate_curvature
+    from .api.previewing import preview as preview
+    from .api.previewing import suggest_weights as suggest_weights
+    from .api.sampling import sample_posterior as sample_posterior
+    from .checkpoints import Checkpoint as Checkpoint
+    from .checkpoints import open_checkpoint as open_checkpoint
+    from .curvature import Curvature as Curvature
+    from .curvature.gram import Gram as Gram
+    from .curvature.gram import estimate_gram as estimate_gram
+    from .curvature.optimizers import import_curvature as import_curvature
+    from .diagnostics.diagnosis import Diagnosis as Diagnosis
+    from .diagnostics.preview import Preview as Preview
+    from .diagnostics.suggest import Suggestion as Suggestion
+    from .engine.to_folder import MergeResult as MergeResult
+    from .errors import GradmergeError as GradmergeError
+    from .errors import InputError as InputError
+    from .errors import MachineError as MachineError
+    from .notes import Note as Note
+    from .progress import Progress as Progress
+    from .recipe import Recipe as Recipe
+    from .recipe import load_recipe as load_recipe
+    from .rules import RULES as RULES
+    from .rules import gradient_matching_full as gradient_matching_full
+    from .rules import removal_full as removal_full
+    from .tasks.data_sources import read_rows as read_rows
+    from .tasks.loading import Loading as Loading
+    from .tasks.rows import Rows as Rows
+    from .training.callback import CurvatureCallback as CurvatureCallback
+    from .training.prior_adamw import PriorAdamW as PriorAdamW
+    from .training.prior_trainer import PriorTrainer as PriorTrainer
 
 # Where names come from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
 _NAMES = {
@@ -64,44 +76,7 @@ _RENAMED = {
     "write_diagnosis": ("api.diagnosing", "diagnose", "diagnose(recipe, out)"),
 }
 
-__all__ = [
-    "RULES",
-    "Checkpoint",
-    "Curvature",
-    "CurvatureCallback",
-    "Diagnosis",
-    "Estimate",
-    "GradmergeError",
-    "Gram",
-    "InputError",
-    "Loading",
-    "MachineError",
-    "MergeResult",
-    "Note",
-    "Preview",
-    "PriorAdamW",
-    "PriorTrainer",
-    "Progress",
-    "Recipe",
-    "Rows",
-    "Suggestion",
-    "__version__",
-    "diagnose",
-    "estimate_curvature",
-    "estimate_gram",
-    "evaluate",
-    "gradient_matching_full",
-    "import_curvature",
-    "load_recipe",
-    "merge",
-    "merge_state_dicts",
-    "open_checkpoint",
-    "preview",
-    "read_rows",
-    "removal_full",
-    "sample_posterior",
-    "suggest_weights",
-]
+__all__ = sorted([*_WHERE, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
@@ -118,4 +93,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

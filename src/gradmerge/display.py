@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .text import one_line
 
@@ -15,12 +15,8 @@ if TYPE_CHECKING:
 LONGEST, LONGEST_PART, ROWS = 100, 44, 40
 
 
-class View(NamedTuple):
-    """What a notebook shows of a result: a table below sentences."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    words: Sequence[str] = ()
+#: What a notebook shows of a result: columns and rows of a table, and sentences above it.
+View = tuple[Sequence[str], Sequence[Sequence[Any]], Sequence[str]]
 
 
 class Displayed:
@@ -31,14 +27,15 @@ class Displayed:
 
     def _view(self) -> View:
         facts = {name: str(value) for name, value in vars(self).items() if name != "notes"}
-        return View([*facts], [[*facts.values()]], getattr(self, "notes", ()))
+        return [*facts], [[*facts.values()]], getattr(self, "notes", ())
 
     def __repr__(self) -> str:
         parts = ", ".join(_cut(one_line(part), LONGEST_PART) for part in self._line())
         return f"{type(self).__name__}({_cut(parts, LONGEST)})"
 
     def _repr_html_(self) -> str:
-        return _template().render(line=repr(self), view=self._view(), most=ROWS)
+        columns, rows, words = self._view()
+        return _template().render(line=repr(self), columns=columns, rows=rows, words=words, most=ROWS)
 
 
 def _cut(text: str, length: int) -> str:
@@ -57,8 +54,8 @@ def _template() -> Template:
 
     return Environment(autoescape=True, finalize=finalize).from_string(
         "<div><strong>{{ line }}</strong>"
-        "{% for text in view.words %}<p>{{ text|replace('**', '')|replace('`', '') }}</p>{% endfor %}"
-        "<table><tr>{% for column in view.columns %}<th>{{ column }}</th>{% endfor %}</tr>"
-        "{% for row in view.rows[:most] %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}"
-        "</table>{% if view.rows|length > most %}<p>… of {{ view.rows|length }} rows</p>{% endif %}</div>"
+        "{% for text in words %}<p>{{ text|replace('**', '')|replace('`', '') }}</p>{% endfor %}"
+        "<table><tr>{% for column in columns %}<th>{{ column }}</th>{% endfor %}</tr>"
+        "{% for row in rows[:most] %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}"
+        "</table>{% if rows|length > most %}<p>… of {{ rows|length }} rows</p>{% endif %}</div>"
     )

@@ -168,7 +168,7 @@ class Recipe(Displayed, _RecipePart):
         return [self.method, base, f"{len(self.models)} models"]
 
     def _view(self) -> View:
-        return View(["model", "weight"], [[model.model, model.weight] for model in self.models])
+        return ["model", "weight"], [[model.model, model.weight] for model in self.models], ()
 
     @property
     def folder(self) -> Path:

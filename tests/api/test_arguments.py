@@ -61,7 +61,7 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
         "estimate_curvature",
         (MODEL, [5]),
         {},
-        "a batch is a mapping with labels, or a tuple that ends with them, not int",
+        "a batch is a mapping with labels or a tuple that ends with them, not int",
     ),
     ("estimate_curvature", (MODEL, BATCHES, 3), {}, "likelihood is 3, but must be text"),
     ("estimate_curvature", (MODEL, BATCHES), {"start": 4}, "start is 4, but must be a Curvature or None"),

@@ -49,13 +49,9 @@ def diagnose(
         merged: A model that was merged already, to look at instead of what the recipe would give.
         target: A model that was trained on everything, for the true mismatch; it needs ``data``.
         data: Task (the name of its model's folder, or `base`) → data, on which the merges are then also evaluated.
-        threads: By default one per core, at most 4.
-        allow_pickle, allow_config: As of :func:`gradmerge.merge`.
-        force: Replace ``out`` if gradmerge wrote it, or it is empty.
-        progress: A bar on long work; False for none; or what is told how far it is, in bytes.
+        threads, allow_pickle, allow_config, force, progress: As of :func:`gradmerge.merge`.
         command: What the report says to repeat it with.
-        loading: How models and data are loaded, as :class:`gradmerge.Loading` says: ``task``, ``columns``, ``limit``,
-            ``batch_size``, ``max_length``, ``device``, ``dtype``, ``attn``, ``tokenizer``.
+        loading: How models and data are loaded: the keywords of :class:`gradmerge.Loading`.
 
     Returns:
         Predictions (multiples of a reference merge's, and ranks), what data says, and a verdict in sentences.

@@ -60,16 +60,12 @@ def preview(
         methods: Those to compare, a list or `"ties,dare"`; by default the recipe's.
         data: Task (the name of its model's folder, or `base`) → data. Each merge is then formed in memory and
             evaluated, and the best has the best average metric.
-        samples: Take so many random points of the ranges instead of a grid.
-        seed: Of the random points.
+        samples, seed: Take so many random points of the ranges instead of a grid.
         objective: Without data, the best has the smallest loss of its worst task ("worst") or of all ("sum").
-        threads: By default one per core, at most 4.
-        allow_pickle, allow_config: As of :func:`gradmerge.merge`.
-        force: Replace ``out`` if gradmerge wrote it, or it is empty.
+        threads, allow_pickle, allow_config, force: As of :func:`gradmerge.merge`.
         progress: A bar on long work; False for none; or what is told how far it is, in merges.
         command: What the report says to repeat it with.
-        loading: How models and data are loaded, as :class:`gradmerge.Loading` says: ``task``, ``columns``, ``limit``,
-            ``batch_size``, ``max_length``, ``device``, ``dtype``, ``attn``, ``tokenizer``.
+        loading: How models and data are loaded: the keywords of :class:`gradmerge.Loading`.
 
     Returns:
         Every setting with its results and rank; ``.best()`` is the best of them.
@@ -121,15 +117,12 @@ def suggest_weights(
     losses per example.
 
     Args:
-        recipe, out: As of :func:`gradmerge.preview`.
-        data: Task (the name of its model's folder, or `base`) → a few labelled rows.
+        recipe, out, data, methods: As of :func:`gradmerge.preview`.
         objective: What is to be small.
         shared: One weight for all tasks, instead of one for each.
-        samples: Points of the first round of the search.
-        seed: The same one gives the same weights.
-        weights: Ranges to search, as of :func:`gradmerge.preview`; by default 0 to 1.5.
-        methods, threads, allow_pickle, allow_config, force, progress, command: As of :func:`gradmerge.preview`.
-        loading: See :class:`gradmerge.Loading`.
+        samples, seed: Points of the first round of the search; the same seed gives the same weights.
+        weights: Ranges to search, by default 0 to 1.5.
+        threads, allow_pickle, allow_config, force, progress, command, loading: As of :func:`gradmerge.preview`.
 
     Returns:
         The method, a weight for each task, and every setting that was looked at.

@@ -78,7 +78,7 @@ class Checkpoint(Displayed):
         return [self.label, self.kind, f"{len(self.tensors)} tensors", f"{count(self.parameters)} parameters"]
 
     def _view(self) -> View:
-        return View(["tensor", "type and shape"], [[name, str(info)] for name, info in self.tensors.items()])
+        return ["tensor", "type and shape"], [[name, str(info)] for name, info in self.tensors.items()], ()
 
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened tensor, in its stored type.

@@ -57,10 +57,7 @@ def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def moved(batch: Any, device: torch.device) -> Any:
     """A batch on a device."""
     if not isinstance(batch, Mapping | Sequence) or isinstance(batch, str) or not batch:
-        raise InputError(
-            f"a batch is a mapping with labels, or a tuple that ends with them, not {type(batch).__name__}. "
-            "Give a list of batches, a DataLoader or the like"
-        )
+        raise InputError(f"a batch is a mapping with labels or a tuple that ends with them, not {type(batch).__name__}")
     return _each(batch, lambda value: value.to(device, non_blocking=True))
 
 

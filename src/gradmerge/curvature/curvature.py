@@ -65,18 +65,13 @@ class NamedSums(Displayed, Mapping[str, Tensor]):
 
 
 class Curvature(NamedSums):
-    """The diagonal curvature of one model on one data set.
-
-    A mapping from parameter names to the **sum** over examples of squared per-example gradients, with the number of
-    examples and the likelihood that the gradients were taken of. Names are those of the model in memory; ``stored``
-    turns them into those of its files, where the two differ, when the curvature is saved.
+    """The diagonal curvature of one model on one data set: a mapping from parameter names to sums over examples.
 
     Args:
-        sums: Name of a parameter → Σ_i [∇ℓ_i]².
-        examples: How many examples they are sums over.
-        likelihood: ``empirical``, ``sampled`` or ``exact``; see :func:`gradmerge.estimate_curvature`.
-        model: What the curvature is of.
-        stored: See above.
+        sums: Name of a parameter in memory → Σ_i [∇ℓ_i]², the **sum** over examples of squared gradients.
+        examples, model: How many examples, of which model.
+        likelihood: What the gradients were taken of; see :func:`gradmerge.estimate_curvature`.
+        stored: Turns the names into those of the model's files, where the two differ, when the curvature is saved.
     """
 
     def __init__(
@@ -96,7 +91,7 @@ class Curvature(NamedSums):
 
     def _view(self) -> View:
         columns = ["layers", "entries", "mean per entry (sum over examples)", "share of zeros", "largest"]
-        return View(columns, [[g.name, g.entries, g.per_entry, g.share_of_zeros, g.largest] for g in self.summary()])
+        return columns, [[g.name, g.entries, g.per_entry, g.share_of_zeros, g.largest] for g in self.summary()], ()
 
     def sum(self) -> dict[str, Tensor]:
         """Σ_i [∇ℓ_i]² over the examples."""

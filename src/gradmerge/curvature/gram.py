@@ -26,13 +26,10 @@ from .stored_names import stored_sources
 class Gram(NamedSums):
     """XᵀX of the inputs of every linear layer of one model on one data set, by the name of the layer's weight.
 
-    A mapping from names to **sums** over all inputs of all examples.
-
     Args:
-        sums: Name of a layer's weight → XᵀX.
-        examples: How many examples they are sums over.
+        sums: The matrices, **sums** over all inputs of all examples.
+        examples, model: How many examples, of which model.
         transposed: Weights whose first axis is the input's, as of GPT-2's Conv1D.
-        model: What the matrices are of.
     """
 
     def __init__(
@@ -46,7 +43,7 @@ class Gram(NamedSums):
 
     def _view(self) -> View:
         rows = [[name, len(value), float(value.diagonal().mean())] for name, value in self.items()]
-        return View(["weight", "inputs", "mean of the diagonal (sum over examples)"], rows)
+        return ["weight", "inputs", "mean of the diagonal (sum over examples)"], rows, ()
 
     def write(self, folder: Path, precision: str = "float32", shard_size: int = SHARD_SIZE) -> None:
         """Write the files into a folder that is there; ``precision`` is ``float32``, the only one of Gram matrices."""

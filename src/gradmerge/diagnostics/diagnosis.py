@@ -93,7 +93,7 @@ class Diagnosis(Displayed):
     def _view(self) -> View:
         tasks = self.prediction.tasks
         rows = [[name, *(self.relative(name, task) for task in tasks)] for name in self.candidates]
-        return View(["merge", *(f"{task}, predicted × {self.reference}" for task in tasks)], rows, self.verdict)
+        return ["merge", *(f"{task}, predicted × {self.reference}" for task in tasks)], rows, self.verdict
 
 
 def find_costs(

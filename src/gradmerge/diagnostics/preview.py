@@ -74,18 +74,10 @@ class Preview(Displayed):
         return [f"{len(self.rows)} settings", found, "measured" if self.measured else "predicted"]
 
     def _view(self) -> View:
-        """The ranking."""
-        how = self.criterion.name if self.measured else f"{self.criterion.name}, × reference"
-        rows = [
-            [
-                row.rank,
-                row.setting.method,
-                *(row.setting.weights or [None] * len(self.models)),
-                row.score if self.measured else self.relative_score(row),
-            ]
-            for row in sorted(self.rows, key=lambda row: (row.rank is None, row.rank))
-        ]
-        return View(["rank", "method", *(f"weight {model}" for model in self.models), how], rows, self.verdict)
+        score = (lambda row: row.score) if self.measured else self.relative_score
+        ranked = sorted(self.rows, key=lambda row: (row.rank is None, row.rank))
+        how = self.criterion.name + ("" if self.measured else ", × reference")
+        return ["rank", "setting", how], [[row.rank, row.setting.name, score(row)] for row in ranked], self.verdict
 
     @property
     def methods(self) -> list[str]:

@@ -54,7 +54,7 @@ class Suggestion(Displayed):
     def _view(self) -> View:
         cost = "lost share of what fine-tuning gained" if self.measured else "predicted loss, × the recipe's merge"
         rows = [[task, self.weights.get(task), self.costs.get(task)] for task in self.evaluated.tasks]
-        return View(["task", "weight", cost], rows, self.evaluated.verdict)
+        return ["task", "weight", cost], rows, self.evaluated.verdict
 
 
 def check_objective(objective: str) -> None:

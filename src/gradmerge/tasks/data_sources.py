@@ -42,10 +42,8 @@ def read_rows(source: str | Path, *, limit: int | None = None, split: str | None
     """The rows of a data set. Where the format allows, no more of a file is read than ``limit`` takes.
 
     Args:
-        source: A .jsonl, .csv, .parquet or .txt file (each also .gz), an .npz, a folder of images by class, or
-            `org/name:split` of the Hub.
-        limit: How many rows at most.
-        split: Of an .npz file or the Hub, if ``source`` does not name it.
+        source: .jsonl, .csv, .parquet or .txt (each also .gz), .npz, a folder of images by class, or Hub id:split.
+        limit, split: How many rows at most; of which split, if ``source`` does not name it.
 
     Returns:
         The rows, each a mapping from columns to values, as ``.rows``, and what is known of the ``.columns``.

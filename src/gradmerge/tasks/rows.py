@@ -36,8 +36,8 @@ class Rows(Displayed):
         return [self.label, f"{len(self)} rows", f"columns {', '.join(self.columns)}"]
 
     def _view(self) -> View:
-        cells = [[shown(self.rows[i].get(name)) for name in self.columns] for i in range(min(5, len(self)))]
-        return View(self.columns, cells)
+        first = range(min(5, len(self)))
+        return self.columns, [[shown(self.rows[i].get(name)) for name in self.columns] for i in first], ()
 
     def __len__(self) -> int:
         return len(self.rows)
