@@ -71,7 +71,7 @@ WRONG = {
     "option out of range": (BASE | {"options": {"density": 1.5}}, "density: should be less than or equal to 1"),
     "option that is no number": (BASE | {"options": {"density": "much"}}, "density"),
     "choice": (BASE | {"options": {"scope": "layer"}}, "scope"),
-    "method": (BASE | {"method": "tyes"}, "no rule 'tyes'; did you mean 'ties'"),
+    "method": (BASE | {"method": "tyes"}, "no method 'tyes'; did you mean 'ties'"),
     "no method": ({"base": "b", "models": ["a"]}, "method: is missing"),
     "no models": ({"method": "ties", "base": "b"}, "models: is missing"),
     "empty models": (BASE | {"models": []}, "models"),

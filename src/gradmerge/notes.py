@@ -11,7 +11,7 @@ class Kind(StrEnum):
 
     NOTE = "note"
     UNTRUSTED = "untrusted"
-    """A removal whose step is too long: ``amplification``, and the least ``damping`` that is enough (None: no such)."""
+    """A removal whose step is too long: ``amplification``, and the least ``damping`` that is enough (None: none is)."""
     STRANGERS = "strangers"
     """A model may not stem from the base: ``distance`` and ``cosine`` of their weight matrices."""
     UNUSED = "unused"

@@ -1,4 +1,4 @@
-"""transformers without its own words."""
+"""transformers without its progress bars and warnings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without the progress bars and warnings of transformers; what matters of them becomes errors and notes of ours."""
+    """Silence transformers inside; what matters to users becomes errors and notes of ours."""
     from transformers import utils
 
     logging: Any = utils.logging

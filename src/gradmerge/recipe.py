@@ -137,10 +137,10 @@ class Output(_RecipePart):
 class Recipe(Displayed, _RecipePart):
     """A merge, as written in YAML."""
 
-    method: str = Field(description="The rule; `gradmerge methods` lists them.")
+    method: str = Field(description="The method; `gradmerge methods` lists them.")
     base: Annotated[Base, BeforeValidator(_from_path)] | None = Field(
         None,
-        description="The base model: a mapping, or only its path. Rules that do not use a base can do without; the "
+        description="The base model: a mapping, or only its path. Methods that do not use one can do without; the "
         "first model then gives config, tokenizer, types and excluded tensors.",
     )
     models: list[Annotated[Model, BeforeValidator(_from_path)]] = Field(
@@ -157,7 +157,7 @@ class Recipe(Displayed, _RecipePart):
     missing: Literal["error", "zero"] = Field(
         "error", description="What to do about a parameter that a curvature file lacks: stop, or take it as 0."
     )
-    options: dict[str, Any] = Field({}, description="The rule's own options; `gradmerge methods NAME` explains them.")
+    options: dict[str, Any] = Field({}, description="The method's own options; `gradmerge methods NAME` explains them.")
     output: Output = Field(default_factory=Output, description="What is written.")
 
     _folder: Path = PrivateAttr(default_factory=Path)
@@ -186,7 +186,7 @@ class Recipe(Displayed, _RecipePart):
 
     @property
     def resolved_options(self) -> dict[str, Any]:
-        """The rule's options with its defaults filled in."""
+        """The method's options, with defaults filled in."""
         return check_options(self.rule, self.options)
 
     @property
@@ -229,7 +229,7 @@ def make_recipe(value: Any, *, folder: Path | None = None, where: str = "recipe"
     method = value.get("method")
     if method is not None and (not isinstance(method, str) or method not in RULES):
         known = f"{nearest(str(method), RULES)}\n  Known are {', '.join(RULES)}."
-        raise InputError(f"{where}: method: there is no rule {str(method)[:60]!r}{known}")
+        raise InputError(f"{where}: method: there is no method {str(method)[:60]!r}{known}")
     try:
         recipe = Recipe.model_validate(dict(value))
         _check_fit(recipe)
@@ -242,7 +242,7 @@ def make_recipe(value: Any, *, folder: Path | None = None, where: str = "recipe"
 
 
 def _check_fit(recipe: Recipe) -> None:
-    """Weights and penalties that the rule does not use are errors; the plan has a note on curvature of that kind."""
+    """Weights and penalties that the method does not use are errors; the plan notes curvature that it does not use."""
     rule = recipe.rule
     needs = rule.needs(recipe.resolved_options)
     if recipe.base is None and "base" in needs - rule.optional:
@@ -258,7 +258,7 @@ def _check_fit(recipe: Recipe) -> None:
         raise InputError(f"models: {rule.name} takes the base and one model, not {len(recipe.models)}")
     if recipe.output.curvature and rule.precision is None:
         have = ", ".join(r.name for r in RULES.values() if r.precision)
-        raise InputError(f"output.curvature: a {rule.name} merge has no curvature of its own; rules that have: {have}")
+        raise InputError(f"output.curvature: a {rule.name} merge has no curvature of its own; methods with one: {have}")
 
 
 def check_options(rule: Rule, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-#: What a terminal or a viewer obeys instead of showing it: control characters but the line feed, marks that turn the
+#: Characters that act on a terminal or viewer: control characters but the line feed, marks that turn the
 #: direction of text, separators of lines, and halves of characters, which no file can hold.
 _UNSEEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 

@@ -265,7 +265,7 @@ def test_batches_that_do_not_fit_the_model_are_refused() -> None:
         estimate_curvature(model, [{k: v for k, v in batch.items() if k != "labels"}])
     with pytest.raises(gm.InputError, match="do not fit logits"):
         estimate_curvature(model, [batch | {"labels": batch["input_ids"]}])
-    with pytest.raises(gm.InputError, match="one row an example"):
+    with pytest.raises(gm.InputError, match="one row per example"):
         estimate_curvature(model, [batch | {"labels": torch.tensor(1)}])
     with pytest.raises(gm.InputError, match="whole numbers"):
         estimate_curvature(model, [batch | {"labels": torch.rand(5)}], output="classes")
@@ -377,7 +377,7 @@ def test_frozen_parameters_are_not_measured_and_change_nothing() -> None:
         parameter.requires_grad_("layer.1" in name or "word_embeddings" in name)
     got = estimate_curvature(model, [batch_of(examples)])
     assert_same(got, {n: v for n, v in wanted("bert").items() if "layer.1" in n or "word_embeddings" in n}, EXACT)
-    with pytest.raises(gm.InputError, match="nothing to measure"):
+    with pytest.raises(gm.InputError, match="nothing to estimate"):
         estimate_curvature(model.requires_grad_(False), [batch_of(examples)])
 
 

@@ -102,7 +102,7 @@ def test_parts_of_a_data_set_add_up() -> None:
         assert torch.equal(one.scale(3.0)[name], one[name] * 3)
     with pytest.raises(ValueError, match="in one of them only"):
         one + gm.Curvature({"other": torch.ones(2)}, 1)
-    with pytest.raises(ValueError, match="measured differently"):
+    with pytest.raises(ValueError, match="estimated differently"):
         one + gm.Curvature(two.sum(), 30, "sampled")
     with pytest.raises(ValueError, match="not negative"):
         one.scale(-1.0)

@@ -257,7 +257,7 @@ def test_what_any_other_module_answers_is_read_off_the_labels(labels: Tensor, wa
         ("labels", torch.zeros(6), "a 0 or 1 for each label"),
         ("squared", torch.full((6, 3), math.nan), "NaN or infinite"),
         ("squared", torch.zeros(6), "one number for each output"),
-        ("classes", torch.zeros(6, 3).long(), "one class an example"),
+        ("classes", torch.zeros(6, 3).long(), "one class per example"),
         ("tokens", torch.zeros(6).long(), "a label for each token"),
         ("classes", torch.tensor([0, 1, 2, 3, 0, 0]), "row 3: label 3 is not one of the model's 3 classes"),
     ],

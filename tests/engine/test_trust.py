@@ -124,7 +124,7 @@ def test_negation_beyond_the_trusted_length_says_how_much_less_strength_is_enoug
     tame["models"] = [{"model": tame["models"][0]["model"], "weight": 4.0}]
     (note,) = notes_of(tame)
     assert "moves the model 4 times as far" in note
-    assert "No damping up to 100 is enough: lower the strength to 0.5 of what it is, or measure" in note
+    assert "No damping up to 100 is enough: lower the strength to 0.5 of what it is, or estimate" in note
     assert note.data["damping"] is None and note.data["amplification"] == pytest.approx(4)
     tame["models"][0]["weight"] = 2.0
     assert notes_of(tame) == []

@@ -222,5 +222,5 @@ def test_a_processor_of_huge_images_is_refused(tmp_path: Path) -> None:
     path = model / "preprocessor_config.json"
     settings = json.loads(path.read_text()) | {"size": {"height": 200_000, "width": 8}}
     path.write_text(json.dumps(settings))
-    with pytest.raises(InputError, match="200000 pixels an edge; 10000 is the limit"):
+    with pytest.raises(InputError, match="200000 pixels per edge; 10000 is the limit"):
         pixels_of(str(model), in_form(tmp_path, "npz"))

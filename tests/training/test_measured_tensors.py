@@ -44,7 +44,7 @@ def test_full_weights_under_an_adapter_that_cannot_be_had_are_refused(make_model
 
 
 def test_a_model_that_is_not_trained_has_nothing_to_measure() -> None:
-    with pytest.raises(InputError, match="nothing to measure"):
+    with pytest.raises(InputError, match="nothing to estimate"):
         measured_tensors(bert().requires_grad_(False), adapted=False)
 
 

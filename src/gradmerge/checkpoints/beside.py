@@ -38,7 +38,7 @@ def notes_on_files(first: Checkpoint, other: Checkpoint) -> Iterator[str]:
 
 
 def _other_rows(ours: Path, theirs: Path) -> bool:
-    """Whether both bring a tokenizer and the same token is not the same row: the result would be garbage."""
+    """Whether both have a tokenizer and give some token different ids: merged embeddings would be garbage."""
     if not (ours.is_file() and theirs.is_file()):
         return False
     here, there = (read_bounded(path, MAX_TOKENIZER) for path in (ours, theirs))

@@ -20,8 +20,8 @@ from .model import Checkpoint
 from .quantised import quantisation
 from .ties import equal, other_ties, same_values, tied_to
 
-#: Constants that older versions of transformers saved with the weights and newer ones do not: by name alone, and those
-#: that share their name with a bias and are told by their four dimensions.
+#: Constants that older versions of transformers saved with the weights and newer ones do not. Those in ``MASKS`` share
+#: their name with a bias, and are told from it by their four dimensions.
 BUFFERS = re.compile(
     r".*(position_ids|relative_position_index|token_type_ids)|.*\.(rotary_emb\.inv_freq|num_batches_tracked)|"
     r".*\.(attn|attention)\.masked_bias"
@@ -39,7 +39,7 @@ class Comparison:
     merged: list[str] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
     aliases: list[dict[str, str]] = field(default_factory=list)
-    """One per checkpoint: tensor → the tied tensor that stands for it there."""
+    """One per checkpoint: tensor → the one it is tied to there, if only that is stored."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ def compare(
 def _compare_one(
     first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool]
 ) -> dict[str, str]:
-    """Names, shapes and types; returns the tied tensors that stand for those which the other leaves out."""
+    """Compare names, shapes and types; returns tensor → the one it is tied to, where ``other`` stores it only there."""
     aliases: dict[str, str] = {}
     missing: list[str] = []
     shapes: list[str] = []
@@ -191,7 +191,7 @@ def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, 
 def _compare_configs(
     first: Checkpoint, other: Checkpoint, result: Comparison, chosen: Callable[[str], bool], allowed: Sequence[str]
 ) -> set[str]:
-    """Refuse configs that make another function of the same weights; returns the keys that allowed a difference."""
+    """Refuse configs that make another function of the same weights; returns the ``allowed`` keys that were needed."""
     try:
         found, unknown = differences(first.config, other.config)
         lines = {
@@ -227,7 +227,7 @@ def _compare_configs(
 
 
 def _other_labels(first: Checkpoint, other: Checkpoint, result: Comparison) -> Iterator[tuple[str, str]]:
-    """Classes of one name at two places, where a head for them is merged; a note where the names are others."""
+    """Classes whose number differs between the models, if their head is merged; a note if only the names differ."""
     ours, theirs = labels(first.config), labels(other.config)
     heads = [n for n in result.merged if "embed" not in n and first.tensors[n].shape[:1] == (len(ours),)]
     if not ours or not theirs or ours == theirs or not heads:
@@ -247,7 +247,7 @@ def _note_ancestry(
 ) -> None:
     below: Checkpoint | None = other
     while below := getattr(below, "base", None):
-        if below is first:  # an adapter on the first model is of its making, however far it goes
+        if below is first:  # an adapter of the first model stems from it, however far it moves
             return
     there = {name: other.tensors.get(name) for name in result.merged if name not in aliases}
     shared = [n for n, info in there.items() if info and info.is_float and info.shape == first.tensors[n].shape]
@@ -266,7 +266,7 @@ def _count(names: Sequence[str]) -> str:
 
 
 def _is_copy_of_tied(name: str, first: Checkpoint, other: Checkpoint, result: Comparison) -> bool:
-    """Whether an extra tensor is only the stored copy of a tied one, as the first checkpoint has it."""
+    """Whether an extra tensor is only a copy of one that it is tied to, and that the first checkpoint stores once."""
     source = tied_to(name, first)
     if source is None or source not in other.tensors or not same_values(other, name, source):
         return False

@@ -1,4 +1,4 @@
-"""Whether two configs stand for the same function of the weights, with what they leave out filled in."""
+"""Whether two configs make the same function of the weights, once defaults are filled in."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ FUNCTION = re.compile(
 NOT_THESE = {"pruned_heads"}
 #: Keys whose default follows from the number of heads.
 FOLLOWS = {"head_dim", "num_key_value_heads"}
-#: What a key that is left out stands for in every model that has it.
+#: Defaults that are the same in every model that has the key.
 ABSENT = {"position_embedding_type": "absolute", "partial_rotary_factor": 1.0, "rope_type": "default"}
 #: Words for the same activation, up to rounding.
 ACTIVATIONS = {"swish": "silu", "gelu_python": "gelu", "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
 #: Kinds of rope that depend on how many positions the config allows.
 BY_LENGTH = {"dynamic", "yarn", "longrope", "su"}
-#: Parts of a config that are no model's.
+#: Parts of a config that describe no model.
 NO_MODEL = {"quantization_config", "compression_config", "generation_config"}
 DEPTH = 8
 MOST_LAYERS = 10_000
 MISSING = object()
-#: A flag or size that is not set is off, as is one that is not there.
+#: A flag or size with one of these values is off.
 UNSET = (None, False, MISSING)
 
 
@@ -67,7 +67,7 @@ def parts(config: Mapping[str, Any], place: str = "", depth: int = 0) -> Iterato
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
-    """Key → both values where two configs make another function, and keys of one of them whose default is not known."""
+    """Key → both values where the functions differ; and keys that only one config has, without a known default."""
     ours, theirs = effective(first), effective(other)
     if not first or not other or ours == theirs:
         return {}, []
@@ -99,7 +99,7 @@ def _in_effect(key: str, value: Any) -> Any:
 
 
 def effective(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a config changes the function, by path, in one spelling."""
+    """The values that change the function, by path, each in one spelling."""
     found: dict[str, Any] = {}
     for place, section in parts(config):
         stated = {key: section[key] for key in section if FUNCTION.fullmatch(key) and key not in NOT_THESE}
@@ -148,7 +148,7 @@ def _one_rope(given: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str,
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config with the defaults of transformers' own class, or None where that is not to be had."""
+    """The config with the defaults of transformers' own class, or None if it has no such class or that fails."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not _of_modest_depth(config):
         return None
@@ -165,7 +165,7 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _of_modest_depth(config: Mapping[str, Any]) -> bool:
-    """Classes make lists as long as a model is deep."""
+    """Whether the model has few enough layers: config classes make lists with an entry per layer."""
     return not any(
         isinstance(value, int) and value > MOST_LAYERS and re.search("(layer|block|depth|stage)s?$", key)
         for _, section in parts(config)
@@ -174,7 +174,7 @@ def _of_modest_depth(config: Mapping[str, Any]) -> bool:
 
 
 def _of_the_function(config: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
-    """Without what a class would act on and the function does not depend on: labels, code, types, models of the Hub."""
+    """Without keys that a class acts on but the function does not depend on: labels, code, dtypes, Hub models."""
     left_out = {"id2label", "label2id", "num_labels", "auto_map", "dtype", "torch_dtype", "transformers_version"}
     left_out |= {"backbone", "backbone_kwargs", *NO_MODEL}
     left_out |= {"time_step_limit"}  # which is written with an infinity that cannot be read again

@@ -13,7 +13,7 @@ from .model import Buffers, Checkpoint
 #: Fine-tuning moves weight matrices by a few hundredths of their own size, long training on other data by a few tenths;
 #: matrices that have nothing to do with one another are about √2 apart.
 FAR = 0.7
-#: At most so many matrices are looked at, and so many entries from the middle of each: a million of each model.
+#: At most this many matrices are compared, and this many entries from the middle of each: a million per model.
 MATRICES = 64
 RUN = 1 << 14
 
@@ -28,7 +28,7 @@ class Kinship:
 
 
 def kinship(first: Checkpoint, other: Checkpoint, names: Sequence[str]) -> Kinship:
-    """Compare the matrices among some tensors that both models have; each sample stands for all of its matrix."""
+    """Compare the matrices among ``names``, which both models have; each sample stands for its whole matrix."""
     ours = theirs = product = 0.0
     looked_at = 0
     buffers = Buffers()

@@ -123,7 +123,7 @@ class AdapterCheckpoint(Checkpoint):
         twice: list[str] = []
 
         def only(known: dict[str, str], target: str, key: str) -> None:
-            """Take a key for a target that has none; PEFT also writes the same bias under two names."""
+            """Note a second key for one target, unless it is the same bias, which PEFT writes under two names."""
             if target in known and not same_values(self.adapter, known[target], key):
                 twice.append(f"{known[target]} and {key}")
             known[target] = key
@@ -206,7 +206,7 @@ class AdapterCheckpoint(Checkpoint):
             )
 
     def _alpha(self, config: Mapping[str, Any], module: str) -> float:
-        """That of the first pattern that matches the end of a module's path, as in PEFT, or else of all modules."""
+        """As in PEFT: alpha of the first pattern that matches the end of the module's path, or else ``lora_alpha``."""
         keys = "adapter_config.json: lora_alpha or alpha_pattern"
         try:
             patterns = (config.get("alpha_pattern") or {}).items()
@@ -219,7 +219,7 @@ class AdapterCheckpoint(Checkpoint):
         return alpha
 
     def _find(self, name: str) -> str | None:
-        """The base's tensor of a name, also where one of the two lacks the leading part of it."""
+        """The base's tensor of this name, also if a leading part is missing from one of the two."""
         tensors = self.base.tensors
         for candidate in (name, name.partition(".")[2]):
             if candidate in tensors:

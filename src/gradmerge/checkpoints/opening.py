@@ -135,7 +135,7 @@ def _modules(folder: Path) -> list[str]:
 
 
 def _weights_of_modules(folder: Path, modules: Sequence[str], allow_pickle: bool) -> list[PositionalFile]:
-    """The weights of every module; those of a folder get its name before theirs. Modules such as pooling have none."""
+    """The weights of every module, by FOLDER/NAME if it has a folder. Modules such as pooling have none."""
     files: list[PositionalFile] = []
     with ExitStack() as opened:
         for module in modules:
@@ -177,7 +177,7 @@ def _open_adapter(
 
 
 def _trained_on(stated: str, base: Checkpoint) -> Checkpoint:
-    """The base, or what lies under it: beside an adapter as base, an adapter of the same model goes on that model."""
+    """The base; or, if it is itself an adapter, the model below it that the new adapter's config names."""
     candidate = base
     while Path(stated).name not in _names_of(candidate):
         if not isinstance(candidate, AdapterCheckpoint):
@@ -209,7 +209,7 @@ def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool) -> Checkpoi
 
 
 def _weight_files(folder: Path, stem: str, allow_pickle: bool, opened: ExitStack) -> list[PositionalFile]:
-    """The files of a folder's weights; ``opened`` closes them if what is done with them fails."""
+    """The files of a folder's weights; ``opened`` closes them after an error."""
     files: list[PositionalFile] = [*(open_files(folder, stem) or [])]
     for file in files:
         opened.callback(file.close)

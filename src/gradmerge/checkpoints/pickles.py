@@ -46,7 +46,7 @@ class PickleFile(PositionalFile):
             n for n, t in tensors.items() if mapped and t.is_contiguous() and not t.is_conj() and not t.is_neg()
         ]
         scattered = tensors.keys() - set(self._names)
-        # A tensor may repeat one number any number of times.
+        # With strides of 0, a tensor may repeat one number any number of times.
         require_unpackable(self.path, sum(tensors[name].numel() * tensors[name].element_size() for name in scattered))
         self.memory = {n: t.resolve_conj().resolve_neg().contiguous() for n, t in tensors.items() if n in scattered}
         end = 0
@@ -98,7 +98,7 @@ def _check(path: Path, name: str, tensor: Tensor, sizes: set[int]) -> None:
 
 
 def _stored_sizes(path: Path) -> set[int]:
-    """The sizes of an archive's records; none where it is no archive or packs them, and cannot be mapped for that."""
+    """The sizes of an archive's records; empty if it is no archive or is compressed, and so cannot be mapped."""
     if not zipfile.is_zipfile(path):
         return set()
     try:

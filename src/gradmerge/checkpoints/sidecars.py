@@ -53,7 +53,7 @@ class Sidecars:
 
 
 def sidecars(checkpoint: Checkpoint) -> Sidecars:
-    """What is copied from a model's folder (an adapter's base's), and what is not."""
+    """What is copied from a model's folder (of an adapter: its base's), and what is not."""
     while isinstance(checkpoint, AdapterCheckpoint):
         checkpoint = checkpoint.base
     folder = checkpoint.folder
@@ -74,7 +74,7 @@ def sidecars(checkpoint: Checkpoint) -> Sidecars:
 
 
 def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
-    """Everything in the folder and in those of its folders that belong to the model, with the module it belongs to."""
+    """The files of a model's folder, its chat templates and its modules, each with its module."""
     templates = folder / "additional_chat_templates"
     for path in sorted(folder.iterdir()):
         if path.name not in modules:
@@ -91,7 +91,7 @@ def _fits(name: str, patterns: str) -> bool:
 
 
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
-    """Copy them, and note the type of the weights in the config if the recipe changed it."""
+    """Copy the side files; if the recipe changed the dtype of the weights, the config says so."""
     for module in checkpoint.modules:
         (folder / module).mkdir(exist_ok=True)
     for name, path in sidecars(checkpoint).copied.items():

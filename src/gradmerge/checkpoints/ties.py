@@ -36,7 +36,7 @@ STACKS = ("encoder.", "decoder.", "model.encoder.", "model.decoder.")
 
 
 def ties_of_class(checkpoint: Checkpoint) -> dict[str, str]:
-    """Tensor → the one that stands for it, as transformers has it for the class that the config names.
+    """Tensor → the one it is tied to, as transformers declares for the class that the config names.
 
     Importing the class takes seconds: ask only about names that the table does not have.
     """
@@ -59,14 +59,14 @@ def _ties_of(architecture: str) -> dict[str, str]:
 
 
 def tied_to(name: str, checkpoint: Checkpoint) -> str | None:
-    """The tensor that stands for a head which a checkpoint leaves out, or None if it is not tied there."""
+    """The tensor that a head is tied to in a checkpoint, or None if it is not tied there."""
     if in_layer(name) or (says_untied(checkpoint) and not name.startswith(STACKS)):
         return None
     return _source(name, checkpoint)
 
 
 def _source(name: str, checkpoint: Checkpoint) -> str | None:
-    """By the table, or by transformers if the table has none and the tensor is missing or there is another like it."""
+    """From the table, or from transformers if the tensor is not stored, or another has the same values."""
     tensors = checkpoint.tensors
     for source in TIED.get(name, ()):
         if source in tensors:
@@ -136,7 +136,7 @@ def same_values(checkpoint: Checkpoint, one: str, two: str) -> bool:
 def equal(
     one: tuple[Checkpoint, str], two: tuple[Checkpoint, str], view: Callable[[Tensor], Tensor], size: int = 1 << 18
 ) -> bool:
-    """Whether two tensors with as many entries are equal in a view of their blocks of ``size`` entries."""
+    """Whether ``view`` of two tensors of the same size is equal, read in blocks of ``size`` entries."""
     buffers = Buffers()
     numel = one[0].tensors[one[1]].numel
     for start in range(0, numel, size):

@@ -17,12 +17,12 @@ from . import curvature, demo, diagnose, evaluate, inspect, merge, methods, prev
 from .output import OUT_OF_MEMORY
 from .streams import prepare_streams, say, settle
 
-#: By its version typer brings a click of its own, or takes the one that is installed.
+#: Depending on its version, typer brings its own click or uses the installed one.
 UsageError: Any = typer.BadParameter.__base__
 
 
 class Commands(TyperGroup):
-    """All commands: where each of them ends."""
+    """All commands. Whatever ends one of them becomes a message and an exit status here."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> NoReturn:
         words = list(sys.argv[1:] if args is None else args)
@@ -39,7 +39,7 @@ class Commands(TyperGroup):
         except typer.Abort:
             status = 1
             say("error: interrupted", err=True)
-        except MemoryError:  # so little is left that not even the words for it could be found
+        except MemoryError:  # too little is left even to make the message
             status = 1
             say(f"error: {OUT_OF_MEMORY}", err=True)
         sys.exit(settle(status))

@@ -14,7 +14,7 @@ from .output import print_json, print_table
 from .streams import say
 
 app = typer.Typer(
-    help="Measure curvature, take it from an optimizer's state, and look at curvature files.",
+    help="Estimate curvature, take it from an optimizer's state, and look at curvature files.",
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -76,7 +76,7 @@ def show(
         what = "Gram matrices XᵀX of linear layers' inputs"
     say(
         f"{one_line(path)}: {what}, sum over {file.examples} examples, "
-        f"measured on {one_line(facts['model']) or 'a model that is not named'}, stored as {file.precision}"
+        f"estimated for {one_line(facts['model']) or 'a model that is not named'}, stored as {file.precision}"
     )
     rows = []
     for g in groups:

@@ -35,7 +35,7 @@ def demo(
     ] = False,
     printing: Printing,
 ) -> None:
-    """Show the whole job on small models: train, measure curvature, merge by every method, remove a task, compare.
+    """Show the whole job on small models: train, estimate curvature, merge by every method, remove a task, compare.
 
     On the handwritten digits of scikit-learn (pip install 'gradmerge[demo]'), in a minute or two. Models, data,
     recipes, reports and the commands that repeat each step stay in the folder. A run that was stopped goes on where it
@@ -47,7 +47,7 @@ def demo(
     begun = time.perf_counter()
 
     def tell(text: str) -> None:
-        if not printing.silent:  # on sys.stderr as it is then: the bar of a terminal puts these lines above itself
+        if not printing.silent:  # a progress bar replaces sys.stderr, to put these lines above itself
             say(text, err=True, needed=False)
 
     try:

@@ -39,7 +39,7 @@ def estimate(
         typer.Option(metavar="K", help="diagonal: squared gradients; gram: XᵀX of linear layers' inputs, for regmean."),
     ] = "diagonal",
     at_delta: Annotated[
-        str | None, typer.Option(metavar="BASE", help="Measure at MODEL − BASE instead of MODEL, for fa1.")
+        str | None, typer.Option(metavar="BASE", help="Estimate at MODEL − BASE instead of MODEL, for fa1.")
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the labels that `sampled` draws.")] = 0,
     precision: Precision = "float32",
@@ -50,7 +50,7 @@ def estimate(
     durable: Durable = False,
     printing: Printing,
 ) -> None:
-    """Measure curvature: the sum over examples of the squared gradient of each example's loss.
+    """Estimate curvature: the sum over examples of the squared gradient of each example's loss.
 
     It costs about a training step per batch. The file goes into a recipe, or as MODEL/curvature is found by itself.
     """

@@ -19,7 +19,7 @@ EXAMPLE = (
 
 @command
 def evaluate(*, model: Model, data: Data, loading: LoadingOptions, printing: Printing) -> None:
-    """Measure how good a model is on data: accuracy and F1, errors of a regression, or loss and perplexity."""
+    """Evaluate a model on data: accuracy and F1, errors of a regression, or loss and perplexity."""
     with heavy_imports():
         from .. import tasks
 

@@ -51,9 +51,9 @@ def import_(
 ) -> None:
     """Take the curvature that Adam(W) or IVON left behind in a training checkpoint.
 
-    With Adam it is N·B·v̂, the sum over N examples, from the second moments v̂ of steps of B examples each. It takes
-    the loss for a mean over the batch, and the mean gradient for small; `curvature estimate` needs neither, but a pass
-    over the data.
+    With Adam it is N·B·v̂, the sum over N examples, from the second moments v̂ of steps of B examples each. It
+    assumes a loss that is a mean over the batch, and a mean gradient that is small; `curvature estimate` assumes
+    neither, but needs a pass over the data.
     """
     with heavy_imports():
         from ..curvature.files import PRECISIONS

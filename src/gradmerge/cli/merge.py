@@ -77,7 +77,7 @@ def merge(
     out: Out = None,
     method: Annotated[
         str | None,
-        typer.Option("--method", "-m", help="The rule; see `gradmerge methods`.", show_default=False),
+        typer.Option("--method", "-m", help="The method; see `gradmerge methods`.", show_default=False),
     ] = None,
     base: Annotated[
         str | None, typer.Option("--base", metavar="MODEL", help="The base model.", show_default=False)

@@ -47,7 +47,7 @@ class Printing:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is said of how far the work is."""
+        """Whether progress is hidden."""
         return self.json or self.quiet
 
 
@@ -88,7 +88,7 @@ class LoadingOptions:
     ] = None
 
     def as_keywords(self) -> Loading:
-        """As functions take them."""
+        """As keywords of the Python functions."""
         from ..tasks import parse_columns
 
         return {**asdict(self), "columns": parse_columns(self.columns)}  # type: ignore[typeddict-item]
@@ -105,14 +105,14 @@ class RecipeOptions:
     allow_config: AllowConfig = None
 
     def as_keywords(self) -> dict[str, Any]:
-        """As functions take them."""
+        """As keywords of the Python functions."""
         return {**asdict(self), "allow_config": self.allow_config or ()}
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """A command for typer, of a function some of whose parameters are groups of options.
+    """Make a typer command of a function that takes groups of options.
 
-    In the place of a group typer sees its options; the function gets the group as one object. Every command takes
+    typer sees the options one by one; the function gets each group as one object. Every command takes
     `Printing`, which says how errors end.
     """
     shown: dict[str, inspect.Parameter] = {}

@@ -73,7 +73,7 @@ def preview(
             "--data",
             "-d",
             metavar="NAME=SRC",
-            help="Labelled data of a task (its model's folder name, or base): settings are then measured. Repeatable.",
+            help="Labelled data of a task (its model's folder name, or base): settings are then evaluated. Repeatable.",
         ),
     ] = None,
     loading: LoadingOptions,
@@ -89,7 +89,7 @@ def preview(
     """Compare many weights and methods before merging; no model is written.
 
     Without data, losses are predicted from the curvature of the models, and only ranks are shown; with a few labelled
-    rows of each task every setting is merged in memory and measured.
+    rows of each task every setting is merged in memory and evaluated.
     """
     with heavy_imports():
         from .. import api

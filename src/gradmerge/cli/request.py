@@ -16,7 +16,7 @@ TOP_KEYS = tuple(Recipe.model_fields)
 
 
 def split_weight(text: str) -> tuple[str, float]:
-    """`path=0.3` into path and weight, 1 by default; what exists as a whole is a path, whatever signs are in it."""
+    """`path=0.3` into path and weight, 1 by default; a text that exists as a path is a path, even with = in it."""
     path, equals, number = text.rpartition("=")
     if equals and not Path(text).exists():
         with contextlib.suppress(ValueError):
@@ -66,7 +66,7 @@ def _source(text: str) -> Any:
 
 
 def apply_settings(recipe: dict[str, Any], settings: Sequence[str]) -> None:
-    """Change keys by `--set key=value`; a key may be dotted, and a rule's option needs no `options.`."""
+    """Change keys by `--set key=value`; a key may be dotted, and a method's option needs no `options.`."""
     for setting in settings:
         key, equals, text = setting.partition("=")
         words = [word for word in re.split(r"[.\[\]]+", key) if word]

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from ..text import printable
 
-#: File descriptor → why something that was to be said there got lost.
+#: File descriptor → the error with which output to it was lost.
 _lost: dict[int, OSError] = {}
 
 
@@ -59,7 +59,7 @@ def _wrapped(stream: TextIO | None, fd: int) -> TextIO:
 
 
 def say(text: str = "", *, err: bool = False, needed: bool = True) -> None:
-    """Print lines, on standard error with ``err``, with what a terminal would obey made visible.
+    """Print lines, on standard error with ``err``, with control characters made visible.
 
     Where that fails, the exit status will be 1, unless what was said is not ``needed``.
     """
@@ -79,7 +79,7 @@ def write(text: str, *, err: bool = False) -> None:
 
 
 def settle(status: int) -> int:
-    """The exit status of a command that ends with ``status``, when it is known what could be said."""
+    """The exit status of a command that ends with ``status``, once it is known whether all output could be written."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

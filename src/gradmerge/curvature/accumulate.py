@@ -13,10 +13,10 @@ y, and instead of the weight's gradient, Σ_i (Σ_t y_it x_itᵀ)² is formed. F
    gradient from x and y and hands it to :meth:`Accumulator.take`.
 5. A parameter's only term is squared and added to its :class:`~gradmerge.curvature.sums.ParameterSum` at once, by
    :mod:`gradmerge.curvature.kernels`. Small terms, and several of one parameter, wait for the end of the pass.
-6. Parameters that no formula fits follow by plain autograd, one example at a time: the slow way.
+6. Parameters that no formula fits follow by plain autograd, one example at a time. These are called slow.
 
 If memory runs out, the batch is done in halves, without what was already added. If a formula turns out not to fit this
-batch before anything is added for it, its parameters go the slow way from here on. If sums may be wrong by then,
+batch before anything is added for it, its parameters are slow from here on. If sums may be wrong by then,
 :class:`~gradmerge.curvature.sums.Distrusted` is raised, and all is estimated again.
 """
 
@@ -37,14 +37,14 @@ from .sums import Distrusted, ParameterSum, differentiable, for_each_example
 from .trial import FormulaChooser, Trial
 
 Objectives = Callable[[Any, int], list[Callable[[], Tensor]]]
-"""(batch, index of its first example) → a function per backward pass, which gives Σ_i of something of example i."""
+"""(batch, index of its first example) → a function per backward pass, which gives the sum to differentiate."""
 
-#: Entries of examples' gradients up to which a parameter waits for others, to be added together with them.
+#: A term with up to this many entries (over all examples of a batch) waits, to be added together with others.
 _SMALL = 1 << 20
 
 
 class _Strayed(Exception):
-    """Parameters are used elsewhere than in their modules."""
+    """Parameters are used outside their own modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Strayed(Exception):
 
 @dataclass
 class _BatchProgress:
-    """How far a batch is: whole backward passes, and in the next one the sums that have their squares already."""
+    """How far a batch is: backward passes that are done, and the sums that already have their squares of the next."""
 
     passes: int = 0
     added: set[ParameterSum] = field(default_factory=set)
@@ -106,11 +106,11 @@ class Accumulator(Recorder):
             self._add(batch, first, _BatchProgress())
 
     def _add(self, batch: Any, first: int, before: _BatchProgress) -> None:
-        """What of a batch is not done before; in halves if memory runs out."""
+        """Add what ``before`` has not added of a batch; in halves if memory runs out."""
         try:
             if self._chooser.some_fast:
                 self._add_at_once(batch, first, before)
-        except (Unsuited, _Strayed) as error:  # what a module sees is not as it was for the batches before
+        except (Unsuited, _Strayed) as error:  # a module's inputs differ in kind from the batches before
             self._chooser.give_up(error.modules)
             self.attach(self._chooser.chosen)
             self._add(batch, first, before)
@@ -136,9 +136,9 @@ class Accumulator(Recorder):
             for number in range(before.passes, len(objectives)):
                 objective = objectives[number]()
                 self._looked = False
-                if objective.requires_grad:  # or else no parameter that has a formula is used
+                if objective.requires_grad:  # otherwise no parameter that has a formula is used
                     objective.backward(retain_graph=number + 1 < len(objectives))
-                if not self._looked:  # no module has given anything
+                if not self._looked:  # no module has given a term
                     self._drop_strays(one for one in self._watched if one.parameter.grad is not None)
                 self._finish()
                 self._before, self._now = _BatchProgress(number + 1), _BatchProgress(number + 1)
@@ -165,7 +165,7 @@ class Accumulator(Recorder):
             one.terms.append(term)
 
     def _finish(self) -> None:
-        """Add the squares of what has waited for the end of a backward pass."""
+        """Add the squares of the terms that have waited for the end of a backward pass."""
         if self.unfit:
             self._leave_to_slow()
         waiting = [one for one in self.sums.values() if one.terms]
@@ -184,7 +184,7 @@ class Accumulator(Recorder):
             one.forget()
 
     def _leave_to_slow(self) -> None:
-        """Modules that saw something else than in the batches before: what they gave is dropped."""
+        """Drop the terms of formulas that do not fit this batch; their parameters are slow from here on."""
         self._chooser.give_up({formula.module for formula in self.unfit})
         unfit = {one for formula in self.unfit for one in formula.sums.values()}
         if unfit & (self._now.added | self._now.heads):
@@ -195,7 +195,7 @@ class Accumulator(Recorder):
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Let autograd see parameters that have a formula: what gradient reaches one is of a use outside its module."""
+        """Let parameters that have a formula require a gradient: one that arrives comes from outside their module."""
         self._watched = [one for one in self.sums.values() if not one.slow]
         parameters = [one.parameter for one in self._watched]
         kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]

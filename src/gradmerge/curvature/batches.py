@@ -74,7 +74,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def enough_memory(examples: str) -> Iterator[None]:
-    """Memory that runs out is the machine's failure: there is no smaller batch than these examples."""
+    """Running out of memory is a MachineError: there is no smaller batch than these examples."""
     try:
         yield
     except RuntimeError as error:

@@ -28,7 +28,7 @@ class NamedSums(Displayed, Mapping[str, Tensor]):
 
     def __init__(self, sums: Mapping[str, Tensor], examples: int, model: str = "") -> None:
         if examples != int(examples) or examples < 1:
-            raise ValueError(f"curvature is measured on a whole number of examples, at least 1, not on {examples}")
+            raise ValueError(f"curvature is a sum over a whole number of examples, at least 1, not over {examples}")
         self._sums = dict(sums)
         self.examples = int(examples)
         self.model = model
@@ -107,12 +107,12 @@ class Curvature(NamedSums):
             odd = sorted(self.keys() ^ other.keys())
             raise ValueError(f"the two do not have the same parameters: {odd[0]!r} is in one of them only")
         if self.likelihood != other.likelihood:
-            raise ValueError(f"the two were measured differently: {self.likelihood} and {other.likelihood}")
+            raise ValueError(f"the two were estimated differently: {self.likelihood} and {other.likelihood}")
         sums = {name: value + other[name] for name, value in self._sums.items()}
         return Curvature(sums, self.examples + other.examples, self.likelihood, self.model or other.model, self._stored)
 
     def scale(self, factor: float) -> Curvature:
-        """Every sum times a number that is not negative."""
+        """Every sum times a number ≥ 0."""
         if not factor >= 0:
             raise ValueError(f"curvature can only be scaled by a number that is not negative, not by {factor}")
         sums = {name: value * factor for name, value in self._sums.items()}

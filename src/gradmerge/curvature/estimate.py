@@ -43,7 +43,7 @@ def estimate_curvature(
 ) -> Curvature:
     """Σ_i [∇ℓ_i(θ)]² over the examples of ``batches``; :func:`gradmerge.estimate_curvature` explains the arguments.
 
-    How the sums come about is told in :mod:`gradmerge.curvature.accumulate`. ``device`` is where batches are moved to,
+    How the sums come about is explained in :mod:`gradmerge.curvature.accumulate`. ``device`` is where batches are moved to,
     by default where the model is. Of many calls with one ``trial``, only the first tries out on two examples which
     formula fits each layer; the others check that now and then.
     """
@@ -54,7 +54,7 @@ def estimate_curvature(
         raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
     if not parameters:
-        raise InputError("the model has no parameter with requires_grad=True: there is nothing to measure")
+        raise InputError("the model has no parameter with requires_grad=True: there is nothing to estimate")
     totals = {name: torch.zeros_like(p, dtype=sum_type(p), requires_grad=False) for name, p in parameters.items()}
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
     objective = _Objective(model, likelihood, LOSSES[output] if isinstance(output, str) else output, seed)
@@ -62,7 +62,7 @@ def estimate_curvature(
     if start is not None:
         shapes, wanted = ({name: value.shape for name, value in sums.items()} for sums in (start, totals))
         if start.likelihood != likelihood or shapes != wanted:
-            raise InputError("the curvature to go on from was measured on another model, or with another likelihood")
+            raise InputError("the curvature to go on from is of another model, or of another likelihood")
 
     def so_far(copy: bool = True) -> Curvature:
         objective.check_losses()
@@ -94,31 +94,31 @@ def estimate_curvature(
             names = [name for name, parameter in parameters.items() if parameter in error.parameters]
             _check_repeatable(batches, start, names, examples)
             if tried:
-                warning = "earlier measurements with this trial may be wrong for these parameters:\n%s"
+                warning = "earlier estimates with this trial may be wrong for these parameters:\n%s"
                 _log.warning(warning, listed(names))
             slow |= error.parameters
             for total in totals.values():
                 total.zero_()
     if examples == begun:
-        raise InputError("there are no examples to measure curvature on")
+        raise InputError("there are no examples to estimate curvature on")
     return so_far(copy=False)
 
 
 def _check_repeatable(batches: Iterable[Any], start: Curvature | None, names: Collection[str], examples: int) -> None:
-    """What was added up is no good: say so, and raise unless one can begin again."""
+    """Say that the sums so far may be wrong, and raise unless the estimate can begin again."""
     found = (
-        f"the quick way that fitted the first examples does not fit those from {examples} on (counted from 0), "
+        f"the formula that fitted the first examples does not fit those from {examples} on (counted from 0), "
         f"and may not have fitted some before:\n{listed(names)}"
     )
     if isinstance(batches, Iterator):
         raise InputError(
             f"{found}\nThe batches can be gone through only once. Give a list or a DataLoader, and these parameters "
-            "are measured from the beginning, one example at a time."
+            "are estimated from the beginning, one example at a time."
         )
     if start is not None and any(bool(value.any()) for value in start.values()):
-        again = "The sums to go on from have them too: measure from the beginning, without --resume."
+        again = "The sums to go on from have them too: estimate from the beginning, without --resume."
         raise InputError(f"{found}\n{again}")
-    _log.warning("%s\nAll is measured again from the beginning, these one example at a time.", found)
+    _log.warning("%s\nAll is estimated again from the beginning, these one example at a time.", found)
 
 
 class _Objective:
@@ -135,7 +135,7 @@ class _Objective:
         return logits_of(self._model, batch)
 
     def passes(self, batch: Any, first: int) -> list[Callable[[], Tensor]]:
-        """Run the model, and give for each backward pass a function of what is differentiated, summed over examples."""
+        """Run the model; per backward pass, a function that gives the sum over examples to differentiate."""
         self.check_losses()
         labels = labels_of(batch)
         loss = self._loss or loss_of(self._model, labels)
@@ -202,8 +202,8 @@ def _prepared(model: nn.Module) -> Iterator[None]:
 def _keep_checkpointing(module: nn.Module, stack: contextlib.ExitStack) -> None:
     """Let a layer of transformers recompute its activations, which it does in training mode only, with dropout off.
 
-    Seen from outside the layer is in training mode, and inside not. The reentrant kind of checkpoint does not give
-    gradients of single parameters, as the slow way needs them.
+    Its caller sees the layer in training mode, the layer itself does not. Reentrant checkpoints do not give gradients
+    of single parameters, which slow parameters need.
     """
     if hasattr(module, "_gradient_checkpointing_func"):
         stack.callback(setattr, module, "_gradient_checkpointing_func", module._gradient_checkpointing_func)
@@ -233,7 +233,7 @@ def _name_slow(slow: set[nn.Parameter], parameters: Mapping[str, nn.Parameter], 
     names = {name for name, parameter in parameters.items() if parameter in slow} if slow else set()
     if names - told:
         _log.warning(
-            "measured the slow way, one example at a time, because no fast way gives the exact gradient:\n%s",
+            "estimated one example at a time, which is slow, because no formula gives the exact gradient:\n%s",
             listed(sorted(names - told)),
         )
     told |= names

@@ -32,9 +32,9 @@ class LinearFormula(LayerFormula):
 
 
 class FunctionFormula(InsideFormula):
-    """Rows of a table, or a product with a matrix: caught where the module calls the function, whatever else it does.
+    """F.embedding or F.linear with a parameter, caught where the module calls it, whatever else the module does.
 
-    With ``shared`` the rows are the same for all examples, as positions are, and are taken again for each.
+    With ``shared`` the ids are the same for all examples, as those of positions are, and are repeated for each.
     """
 
     def __init__(self, recorder: Recorder, module: nn.Module, shared: bool = False) -> None:
@@ -52,7 +52,7 @@ class FunctionFormula(InsideFormula):
         watched = [a for a in args if isinstance(a, _Watched)]
         second = args[1] if len(args) > 1 and isinstance(args[1], _Watched) else None
         if second is None or len(watched) > 1 or function not in (F.embedding, F.linear):
-            # Something else: its gradient is not seen, and the trial will tell.
+            # Any other function: its gradient is not seen, and so the trial will refuse this formula.
             named = {k: v.as_subclass(Tensor) if isinstance(v, _Watched) else v for k, v in kwargs.items()}
             return function(*plain, **named)
         one = second.sum_of
@@ -84,7 +84,7 @@ class FunctionFormula(InsideFormula):
 
 
 class _Watched(Tensor):
-    """A parameter that tells which function it is used in."""
+    """A parameter that passes every function it is used in to its formula's ``called``."""
 
     sum_of: ParameterSum
     formula: FunctionFormula

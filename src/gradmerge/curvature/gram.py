@@ -89,7 +89,7 @@ def estimate_gram(
         if (isinstance(module, nn.Linear) or is_conv1d(module)) and id(module.weight) not in tables
     }
     if not layers:
-        raise InputError("the model has no linear layer: there is no Gram matrix to measure")
+        raise InputError("the model has no linear layer: there is no Gram matrix to estimate")
     matrices: dict[str, Tensor] = {}
     masks: dict[str, Tensor | None] = {}
     place = torch.device(device) if device is not None else next(model.parameters()).device
@@ -111,7 +111,7 @@ def estimate_gram(
             if each_batch is not None:
                 each_batch(examples_in(batch))
     if not examples:
-        raise InputError("there are no examples to measure Gram matrices on")
+        raise InputError("there are no examples to estimate Gram matrices on")
     order = {source: number for number, source in enumerate(layers)}
     named = [(stored, source) for stored, source in stored_sources(model).items() if source in layers]
     named.sort(key=lambda pair: order[pair[1]])

@@ -38,18 +38,18 @@ class Recorder:
     def __init__(self, model: nn.Module, sums: Sums, hooks: contextlib.ExitStack | None = None) -> None:
         self.sums = sums
         self.hooks = hooks or contextlib.ExitStack()
-        """Of the formulas at work. Recorders of one model share them: who attaches formulas removes the others'."""
+        """The hooks in place. Recorders of one model share them: attaching formulas removes those before."""
         self.examples = 0
         self.tokens: set[int] = set()
-        """How many tokens, or places, an example has, wherever an axis of examples was seen in this forward pass."""
+        """Numbers of tokens (or positions) per example in this forward pass, from inputs with an axis of examples."""
         self.rows: dict[Any, set[int]] = {}
-        """How many rows went into layers of each shape in this forward pass, where there is no axis of tokens."""
+        """Shapes of a layer's parameters → numbers of rows of its two-dimensional inputs in this forward pass."""
         self.changed: LayerFormula | None = None
-        """The last formula that gave its module something else than the parameter, or other ids."""
+        """The last formula that gave its module a substitute for a parameter or for ids."""
         self.failed: list[LayerFormula] = []
         """Formulas whose module has raised an error."""
         self.unfit: list[LayerFormula] = []
-        """Formulas that could not use what they saw in the backward pass, which goes on without them."""
+        """Formulas that raised ``Unsuited`` in the backward pass, which goes on without them."""
         trained = (module for module in model.modules() if module.training)
         self.recomputes = any(getattr(module, "gradient_checkpointing", False) is True for module in trained)
         self.anchor = torch.zeros((), device=next(iter(sums)).device, requires_grad=True)
@@ -68,12 +68,12 @@ class Recorder:
 
     @property
     def listening(self) -> bool:
-        """Whether the forward pass that runs now is one to take gradients of."""
+        """Whether gradients are to be taken of the forward pass that runs now."""
         return self._active and torch.is_grad_enabled()
 
     @contextlib.contextmanager
     def recording(self, batch: Any) -> Iterator[None]:
-        """Inside, what the model does is this batch."""
+        """Inside, the model runs this batch."""
         self._active = True
         self.examples = examples_in(batch)
         self.tokens = _tokens_in(batch)
@@ -117,7 +117,7 @@ class LayerFormula:
         yield self._restore
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Hide the parameters from autograd while the module runs: a gradient that reaches them is of another use.
+        """Hide the parameters from autograd while the module runs: a gradient that reaches them comes from elsewhere.
 
         An attribute of the object is found before a parameter of the same name.
         """
@@ -140,7 +140,7 @@ class LayerFormula:
         return self._tap(output, self.use, inputs[0])
 
     def _see(self, value: Tensor) -> None:
-        """Note how many rows and tokens there are, for `_per_example` to know whole examples by."""
+        """Note how many rows and tokens there are: `_per_example` tells whole examples by them."""
         if value.dim() == 2:
             self.recorder.rows.setdefault(self._shapes(), set()).add(value.shape[0])
         if value.dim() > 1 and value.shape[0] == self.recorder.examples:
@@ -169,8 +169,8 @@ class LayerFormula:
 
             output.register_hook(hook)
             return output
-        # The anchor makes the output part of the graph although no parameter asks for a gradient. What is saved through
-        # autograd is computed again where activations are.
+        # The anchor makes the output part of the graph although no parameter requires a gradient. Saved by autograd,
+        # ``seen`` is recomputed under gradient checkpointing, as activations are.
         return _Tap.apply(output, self.recorder.anchor, guarded, *seen)  # type: ignore[no-any-return,no-untyped-call]
 
     def _per_example(self, value: Tensor, keep: int) -> Tensor:
@@ -195,7 +195,7 @@ class LayerFormula:
         return unfolded
 
     def _are_whole(self, rows: int) -> bool:
-        """Whether so many can be one row, or all tokens, of every example."""
+        """Whether this many rows can be one per example, or all tokens of every example."""
         examples = self.recorder.examples
         return rows == examples or (rows % examples == 0 and rows // examples in self.recorder.tokens)
 
@@ -206,7 +206,7 @@ class LayerFormula:
 
     @contextlib.contextmanager
     def _answerable(self) -> Iterator[None]:
-        """What is unsuited inside is so for this module."""
+        """An ``Unsuited`` raised inside names this module."""
         try:
             yield
         except Unsuited as error:
@@ -232,7 +232,7 @@ class _Tap(torch.autograd.Function):
         ctx.save_for_backward(*seen)
         if 0 in output.stride():
             return output.view_as(output)
-        # As if changed in place: a view could not be changed in place by what follows, as `hidden += residual` does.
+        # Not a view, which autograd would not let a later `hidden += residual` change in place.
         ctx.mark_dirty(output)
         return output
 

@@ -77,7 +77,7 @@ class ClassLoss(ExampleLoss):
 
     def check(self, logits_shape: torch.Size, labels: Tensor) -> None:
         if len(logits_shape) != 2 or labels.shape != logits_shape[:1]:
-            raise _misfit(labels, logits_shape, "one class an example")
+            raise _misfit(labels, logits_shape, "one class per example")
         check_classes(labels, logits_shape[-1], masked=False)
 
 
@@ -227,7 +227,7 @@ def labels_of(batch: Any) -> Tensor:
         raise InputError("a batch has no 'labels'")
     labels = batch["labels"] if isinstance(batch, Mapping) else batch[-1]
     if not isinstance(labels, Tensor) or labels.dim() == 0:
-        raise InputError("the labels of a batch are a tensor with one row an example")
+        raise InputError("the labels of a batch are a tensor with one row per example")
     return labels
 
 

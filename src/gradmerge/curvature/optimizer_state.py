@@ -49,9 +49,9 @@ class ParameterGroup:
     """The parameters that an optimizer treats alike, in its order."""
 
     shapes: list[Shape | None]
-    """None where the optimizer does not tell, or holds nothing."""
+    """None where the optimizer has no state that shows it."""
     names: list[str] | None
-    """If the optimizer was told them."""
+    """Names of the parameters, if the optimizer was given them."""
     values: Callable[[Sequence[Shape], float], list[Tensor | None]]
     """Sums over examples in these shapes, from the factor N·B (1 for IVON)."""
 
@@ -107,7 +107,7 @@ def _check_adam(path: Path, groups: list[dict[str, Any]], states: Mapping[Any, A
         known = next((f"the state of {name}" for key, name in _OTHERS.items() if key in keys), None)
         raise InputError(
             f"{path}: {known or 'an optimizer that keeps ' + ', '.join(sorted(map(str, keys)))}. Only Adam, AdamW "
-            "(PyTorch's) and IVON are known to leave a diagonal curvature. Measure it: gradmerge curvature estimate."
+            "(PyTorch's) and IVON are known to leave a diagonal curvature. Estimate it: gradmerge curvature estimate."
         )
 
 
@@ -182,6 +182,6 @@ def token_note(model: nn.Module) -> list[str]:
         return []
     return [
         "the loss of a language model is a mean over tokens. These are sums over sequences all the same, of squared "
-        "gradients of a sequence's mean loss: smaller than what `curvature estimate` measures by the square of the "
+        "gradients of a sequence's mean loss: smaller than what `curvature estimate` gives, by the square of the "
         "number of tokens in a sequence"
     ]

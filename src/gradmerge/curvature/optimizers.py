@@ -1,6 +1,6 @@
 """Curvature that an optimizer left behind in a checkpoint of the Trainer; `optimizer_state` says what it is.
 
-Adam's second moments and IVON's Hessian are kept per number of a parameter. Here they become sums over examples, by the
+Adam's second moments and IVON's Hessian are kept per entry of a parameter. Here they become sums over examples, by the
 names of the checkpoint's weights: files beside `optimizer.pt` tell how many examples there were, and `config.json`
 which parameter is which.
 """
@@ -57,7 +57,7 @@ def import_curvature(
 
     Values are sums over N ``examples``: N·B·v̂ for Adam, whose second moments are v̂ and whose steps had B examples;
     ess·hess for IVON. N·B·v̂ assumes a loss that is a mean over the batch and, unless B = 1, a mean gradient that is
-    small beside the spread of the examples' gradients. What should be known about the result is warned of.
+    small beside the spread of the examples' gradients. Doubts about the result come as warnings.
 
     Args:
         checkpoint: The folder. Of its pickles, `optimizer.pt` is read with ``weights_only``, the others are not loaded.
@@ -142,7 +142,7 @@ def _check_folder(folder: Path) -> None:
     if "adapter_config.json" in here and STATE in here:
         raise InputError(
             f"{folder}: the checkpoint of an adapter (PEFT). Its optimizer saw gradients of the adapter's factors, and "
-            "they do not give the curvature of the weights that a merge needs. Measure it: gradmerge curvature "
+            "they do not give the curvature of the weights that a merge needs. Estimate it: gradmerge curvature "
             "estimate."
         )
     if STATE in here:

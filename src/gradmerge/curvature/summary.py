@@ -66,5 +66,5 @@ def pieces(file: CurvatureFile) -> Iterator[tuple[str, Tensor]]:
         for start in range(0, numel, _CHUNK):
             values = file.read(name, start, min(start + _CHUNK, numel), lambda n: torch.empty(n, dtype=torch.uint8))
             if not bool(torch.isfinite(values).all()) or (file.kind == "diagonal" and bool((values < 0).any())):
-                raise InputError(f"{file.label}: {name} has values that are negative or not finite; measure it again")
+                raise InputError(f"{file.label}: {name} has values that are negative or not finite; estimate it again")
             yield name, values

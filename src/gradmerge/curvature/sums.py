@@ -1,4 +1,4 @@
-"""The sum of one parameter, what the backward pass at hand has given for it, and gradients by plain autograd."""
+"""The sum of squares of one parameter, its terms in the current backward pass, and gradients by plain autograd."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .kernels import OuterGradient, RowGradient, Term
 
 
 class Distrusted(Exception):
-    """A formula was used on batches, or on a part of this one, that it may have been wrong for."""
+    """Sums may be wrong: a formula that does not fit was used on earlier batches, or on a part of this one."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class ParameterSum:
         self.terms: list[Term] = []
         """Terms of this backward pass that wait: all uses of a parameter add up before they are squared."""
         self.ids: list[Tensor] = []
-        """Rows of a table that this batch's examples use, told in the forward pass."""
+        """Rows of a table that this batch's examples use, noted in the forward pass."""
         self._head: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -90,7 +90,7 @@ def for_each_example(
     sums: Iterable[ParameterSum],
     use: Callable[[ParameterSum, Tensor], None],
 ) -> None:
-    """By plain autograd: ``use`` is called with the gradient of each example, backward pass and parameter that is used.
+    """Plain autograd: call ``use`` with the gradient of each example, backward pass and parameter that is used.
 
     That is right for every model, and takes a forward and backward pass per example.
     ``objectives(example, row)`` gives a function for each backward pass over one example, which is a batch of its own.

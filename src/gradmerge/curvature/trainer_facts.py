@@ -14,11 +14,11 @@ from typing import Any
 from ..errors import InputError
 from ..storage.smallfile import read_bounded
 
-#: More than any training run has of steps, examples or processes.
+#: No training run has more steps, examples or processes.
 MOST = 10**15
 #: Bytes: more than training_args.bin and trainer_state.json ever have.
 _LONGEST, _LONGEST_STATE = 1 << 24, 100_000_000
-#: Words of a pickle that are plain numbers.
+#: Opcodes of a pickle that hold plain numbers.
 _LITERALS = {"BININT", "BININT1", "BININT2", "BINFLOAT"}
 
 
@@ -173,7 +173,7 @@ def _processes(folder: Path) -> int | None:
 
 
 def _numbers(path: Path, names: set[str]) -> dict[str, int | float]:
-    """Numbers that follow these names in a pickle, which is split into its words and never run.
+    """Numbers that follow these names in a pickle, which is split into its opcodes and never run.
 
     `training_args.bin` is a pickle of a class: to load it is to trust it. The few plain numbers that are needed stand
     in it as a name and then a literal.
@@ -191,6 +191,6 @@ def _numbers(path: Path, names: set[str]) -> dict[str, int | float]:
                 if name is not None and isinstance(value, int | float) and word.name in _LITERALS:
                     found.setdefault(name, value)
                 name = value if isinstance(value, str) and value in names else None
-    except Exception:  # zipfile, what unpacks for it, and pickletools each fail in their own ways
+    except Exception:  # zipfile, its decompressors and pickletools raise errors of many kinds
         return {}
     return found

@@ -1,11 +1,11 @@
-"""The trial: which formula fits a layer is not guessed, but held against autograd on a few examples.
+"""The trial: which formula fits a layer is decided by comparison with autograd on a few examples.
 
 On the first two examples, the squares of every formula's terms are compared with those of single examples' gradients.
-A formula that differs, or fails, is replaced by the next; a parameter that none fits goes *the slow way*, by
-autograd, one example at a time, and is named.
+A formula that differs, or fails, is replaced by the next; a parameter that none fits is *slow*: estimated by
+autograd, one example at a time, and named in a warning.
 
 What fitted two examples need not fit all: a weight may be used elsewhere too when a text is long, or axes may be
-mixed up in a manner that does not show while one of them is 1. So the comparison is repeated: for the first few
+mixed up without effect while one of them is 1. So the comparison is repeated: for the first few
 shapes of batches, for later ones as far as that costs next to nothing, and whatever the shape, for a batch now and
 then.
 """
@@ -26,14 +26,14 @@ from .hooks import LayerFormula, Recorder
 from .kernels import Term, add_squares
 from .sums import Distrusted, ParameterSum, Sums, for_each_example
 
-#: So many shapes are checked as they come.
+#: The first shapes of batches, up to this many, are checked as they come.
 SHAPES = 4
-#: Later ones are, as long as there is no more than one check in so many batches.
+#: Later ones too, as long as there is at most one check per this many batches.
 BATCHES = 256
 #: Whatever its shape, a batch is checked when its number is this one, four times it, sixteen times, …
 FIRST = 16
 
-#: How much a formula may differ from autograd, relative to the mean of a parameter's squares: by rounding, but no more.
+#: How much a formula may differ from autograd by rounding, relative to the mean of a parameter's squares.
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 2e-2}
 _ROUNDING_16_BIT = 0.5
 
@@ -47,13 +47,13 @@ class Trial:
     """
 
     examples: int = 0
-    """How many the layers were tried out on."""
+    """Number of examples that the layers were tried out on."""
     formulas: dict[nn.Module, list[Callable[[Recorder], LayerFormula]]] = field(default_factory=dict)
-    """Of each module the formula that it goes by, and those not tried yet."""
+    """Per module, the chosen formula and then those not tried yet."""
     kinds: dict[nn.Parameter, list[type]] = field(default_factory=dict)
     slow: set[nn.Parameter] = field(default_factory=set)
     told: set[str] = field(default_factory=set)
-    """Names of slow parameters that the user knows of. They stay."""
+    """Names of slow parameters that the user was warned of; :meth:`forget` keeps them."""
     shapes: set[Hashable] = field(default_factory=set)
     """Shapes of batches that the formulas were right for."""
     batches: int = 0
@@ -80,7 +80,7 @@ class Trial:
 
 
 class FormulaChooser(Recorder):
-    """Tries formulas out, on the first batch and again on some later ones, and knows which module goes by which."""
+    """Tries formulas out, on the first batch and again on some later ones, and keeps the choice per module."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class FormulaChooser(Recorder):
                     raise Distrusted(one.parameter for module in wrong for one in self.own(module))
                 trial.passed(shape)
             except RuntimeError as error:
-                if not is_out_of_memory(error):  # or else the batch itself may fit, in halves
+                if not is_out_of_memory(error):  # otherwise the batch itself may fit, in halves
                     raise
         trial.skipped |= shape not in trial.shapes
         return first or due
@@ -215,7 +215,7 @@ class FormulaChooser(Recorder):
             for gradient in gradients:
                 wide = gradient.to(difference.dtype)
                 difference.addcmul_(wide, wide, value=-1)
-            # A gradient that is 0 but for rounding is held against the largest.
+            # A gradient that is 0 but for rounding is compared with the largest.
             dtype = one.parameter.dtype
             noise = (4 * torch.finfo(dtype).eps) ** 2 * largest
             if not float(difference.abs().mean()) <= _ROUNDING.get(dtype, _ROUNDING_16_BIT) * means[one] + noise:
@@ -223,7 +223,7 @@ class FormulaChooser(Recorder):
         return {module for module in self.modules_of(wrong) if self._trial.formulas[module]}
 
     def _alike(self, module: nn.Module) -> set[nn.Module]:
-        """The module, and those that are surely no better: of the same class, where that decides about the formula."""
+        """The module, and for a ``RepeatedFormula`` all of its class: what fails for one of them fails for all."""
         formulas = self._trial.formulas
         if not isinstance(formulas[module][0](self), RepeatedFormula):
             return {module}
@@ -231,7 +231,7 @@ class FormulaChooser(Recorder):
         return {m for m, others in formulas.items() if type(m) is type(module) and len(others) == left}
 
     def give_up(self, modules: Iterable[nn.Module]) -> None:
-        """The parameters of these go the slow way from here on, and the next estimate tries the layers out again."""
+        """Make the parameters of these modules slow; the next estimate tries the layers out again."""
         self._settled = False
         for module in modules:
             for one in self.own(module):
@@ -254,7 +254,7 @@ def _mixed(outputs: Tensor, row: int = 0) -> Tensor:
 
 
 def _shape_of(batch: Any) -> Hashable:
-    """The shapes of a batch's tensors, where all numbers of examples are alike but 1."""
+    """The shapes of a batch's tensors; of the number of examples, only whether it is 1."""
     examples = examples_in(batch)
     shapes = [tuple(value.shape) for value in values_of(batch) if isinstance(value, Tensor)]
     return examples > 1, *(shape[1:] if shape[:1] == (examples,) else ("all", *shape) for shape in shapes)

@@ -31,7 +31,7 @@ def _short(
     y, x, out, examples, tokens, width, inputs, y_example, y_token, x_example, x_token, share,
     BO: tl.constexpr, BI: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Sequences of at most BT tokens: one product an example."""
+    """Sequences of at most BT tokens: one product per example."""
     tiles = tl.cdiv(inputs, BI)
     o = (tl.program_id(0) // tiles) * BO + tl.arange(0, BO)
     i = (tl.program_id(0) % tiles) * BI + tl.arange(0, BI)

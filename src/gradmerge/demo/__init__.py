@@ -1,4 +1,4 @@
-"""The main job in one command: train, measure, merge, remove and compare, on data that scikit-learn ships."""
+"""The main job in one command: train, estimate curvature, merge, remove and compare, on scikit-learn's digits."""
 
 from .run import DemoResult, run_demo
 from .settings import Settings

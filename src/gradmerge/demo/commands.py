@@ -91,8 +91,8 @@ def all_commands(merged: Sequence[str], settings: Settings, damping: float) -> d
         evaluate(f"removed/{REMOVAL}", REMOVED),
     ]
     return {
-        "Measure curvature": [*map(estimate, CURVATURE)],
-        "Measure what only RegMean and FA1 use": [*map(estimate, EXTRA)],
+        "Estimate curvature": [*map(estimate, CURVATURE)],
+        "Estimate what only RegMean and FA1 use": [*map(estimate, EXTRA)],
         "Try weights on validation images": [preview(settings)],
         "Merge": [merge(name, f"merged/{name}") for name in merged],
         "Evaluate on test images (other models and tasks in the same way)": [

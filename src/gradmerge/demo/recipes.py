@@ -20,7 +20,7 @@ REMOVAL, NEGATION = "removal", "negation"
 
 
 def _models(measured: str | None = None) -> list[dict[str, str]]:
-    """The tuned models, with what was measured of each."""
+    """The tuned models, each with its curvature or Gram matrices from the folder ``measured``."""
     models = {task: {"model": f"../models/{task}"} for task in TASKS}
     return [model | ({"curvature": f"../{measured}/{task}"} if measured else {}) for task, model in models.items()]
 

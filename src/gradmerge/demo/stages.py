@@ -75,7 +75,7 @@ class Stages:
         self._run(name, work, given, after)
 
     def _run(self, name: str, make: Callable[[bool], Any], given: Any, after: Sequence[str]) -> Any:
-        """``make`` is told whether what it left unfinished, if anything, is of the same settings."""
+        """``make`` is called with whether unfinished work, if there is any, has the same settings."""
         facts = {"given": given, "versions": self.versions, "after": {need: self._digests[need] for need in after}}
         text = json.dumps([name, facts], sort_keys=True, default=str)
         digest = self._digests[name] = hashlib.sha256(text.encode()).hexdigest()

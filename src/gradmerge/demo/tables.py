@@ -137,7 +137,7 @@ should stay.
 |---|---|
 | `data/` | the digits, one .npz per task with the splits train, valid and test |
 | `models/` | the base, the tuned models, and those trained on several tasks |
-| `curvature/`, `gram/`, `curvature-at-delta/` | what was measured of them |
+| `curvature/`, `gram/`, `curvature-at-delta/` | what was estimated for them |
 | `recipes/`, `merged/`, `removed/` | recipes, and the models that they make |
 | `preview/report.html` | accuracy over the weight, on validation images |
 | `diagnose/report.html` | what the merge costs, in which layers, beside the jointly trained model |

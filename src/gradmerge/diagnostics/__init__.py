@@ -1,4 +1,4 @@
-"""What a merge costs, before and after: predicted loss and mismatch, interference, previews over weights."""
+"""What a merge costs, predicted from curvature or evaluated on data; previews over weights."""
 
 from .predict import Interference, Prediction, predict
 

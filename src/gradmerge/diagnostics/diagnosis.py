@@ -1,4 +1,4 @@
-"""What a recipe's merge costs: predicted from curvature, measured on data, and held against a target model."""
+"""What a recipe's merge costs: predicted from curvature, evaluated on data, and compared with a target model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .predict import BASE, Prediction, open_to_look, predict, task_names
 
 #: What a merge is compared with, besides itself.
 OTHERS = ("task-arithmetic", "average", "fisher-averaging", "gradient-matching")
-#: What predictions are held against.
+#: The method that predictions are shown relative to.
 REFERENCES = ("task-arithmetic", "task-arithmetic (negated)")
 
 
@@ -53,7 +53,7 @@ class Diagnosis(Displayed):
 
     recipe: Recipe
     own: str
-    """The candidate that the recipe, or the merged model given, stands for."""
+    """Name of the candidate that is diagnosed: the recipe's merge, or the merged model given."""
     prediction: Prediction
     metrics: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """model → task → metrics; models are the candidates, `base` and `tuned`."""
@@ -170,7 +170,7 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
 
 
 def _weights(recipe: Recipe, method: str) -> list[float] | None:
-    """None stands for the recipe's weights, for a rule that takes some."""
+    """None (the recipe's weights) for a method that takes weights, else 1 for every model."""
     return None if "weights" in RULES[method].inputs else [1.0] * len(recipe.models)
 
 
@@ -182,7 +182,7 @@ def _evaluate(
     goal: State | None,
     threads: int,
 ) -> None:
-    """Fill in what data says."""
+    """Fill in what the data shows: metrics, mismatch and residual."""
     tasks = found.prediction.tasks
     found.examples = {name: data.loaded.examples for name, data in loaded.items()}
     assert plan.inputs.base is not None

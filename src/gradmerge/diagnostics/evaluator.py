@@ -100,7 +100,7 @@ class Evaluator:
         for name, checkpoint in zip(self._names, inputs.tuned, strict=True):
             try:
                 model = self._any.model_with(state_of(checkpoint))
-            except InputError:  # it has a head of its own, which its merge does not
+            except InputError:  # its own head does not fit the config that all merges share
                 continue
             found[name] = {task: self._data[task].evaluate(model) for task in self.tasks}
         return found

@@ -1,4 +1,4 @@
-"""The settings of a preview: which weights are tried for which task, under which rules."""
+"""The settings of a preview: which weights are tried for which task, with which methods."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Range:
     values: tuple[float, ...] = ()
     """Those of a grid; none where only the ends are given."""
     listed: bool = False
-    """Nothing between the values counts."""
+    """Only these values count, and none between them."""
 
     def nearest(self, weight: float) -> float:
         """The closest weight of the range."""
@@ -175,7 +175,7 @@ class Setting:
 
     method: str
     weights: tuple[float, ...]
-    """One per task; empty for a rule that takes none."""
+    """One per task; empty for a method that takes none."""
     position: float | None = None
     """Where it lies on the axis of the figures."""
 
@@ -200,7 +200,7 @@ def takes_weights(method: str) -> bool:
 
 
 def check_methods(methods: Sequence[str] | str | None, recipe: Recipe) -> list[str]:
-    """The rules of a preview: those named, or the recipe's own. Every one must fit the recipe's models."""
+    """The methods of a preview: those named, or the recipe's own. Every one must fit the recipe's models."""
     if isinstance(methods, str):
         methods = [part.strip() for part in methods.split(",")]
     chosen = list(dict.fromkeys(methods or [recipe.method]))
@@ -218,7 +218,7 @@ def check_methods(methods: Sequence[str] | str | None, recipe: Recipe) -> list[s
 
 
 def grid(methods: Sequence[str], ranges: Ranges) -> list[Setting]:
-    """Every combination of the ranges' weights under every rule."""
+    """Every combination of the ranges' weights with every method."""
     dimensions = ranges.dimensions()
     for _, one in dimensions:
         if not one.values:
@@ -235,7 +235,7 @@ def grid(methods: Sequence[str], ranges: Ranges) -> list[Setting]:
 
 
 def sample(methods: Sequence[str], ranges: Ranges, count: int, seed: int) -> list[Setting]:
-    """Random points of the ranges, the same ones for every rule. The same seed gives the same points."""
+    """Random points of the ranges, the same ones for every method. The same seed gives the same points."""
     if count < 1 or count * sum(map(takes_weights, methods)) > MOST:
         raise InputError(f"--samples {count}: between 1 and {MOST:,} settings can be tried, all methods together")
     generator = random.Random(seed)
@@ -244,14 +244,14 @@ def sample(methods: Sequence[str], ranges: Ranges, count: int, seed: int) -> lis
 
 
 def settings_of(method: str, ranges: Ranges, points: Sequence[tuple[float, ...]]) -> list[Setting]:
-    """Settings of one rule at some weights, each once."""
+    """Settings of one method at some weights, each once."""
     if not takes_weights(method):
         return [Setting(method, ())]
     return [Setting(method, weights, ranges.position(weights)) for weights in dict.fromkeys(points)]
 
 
 def recipe_with(recipe: Recipe, method: str, weights: Sequence[float]) -> Recipe:
-    """The recipe with another rule and other weights; what only the recipe's own rule understands is left out."""
+    """The recipe with another method and other weights; keys that only its own method understands are left out."""
     rule = RULES[method]
     raw = recipe.model_dump(mode="json", exclude_unset=True)
     raw["method"] = method

@@ -49,7 +49,7 @@ class Cost:
 
 @dataclass
 class Interference:
-    """How much two tasks want the same entries, and how much of that in opposite directions."""
+    """How much two tasks move the same entries, and how much of that in opposite directions."""
 
     overlap: float = 0.0
     """Σ √(H_s H_t) |Δ_s Δ_t|"""
@@ -147,7 +147,7 @@ def predict(
     advance: Advance = lambda nbytes: None,
     measured: KnownStatistics | None = None,
 ) -> Prediction:
-    """Look at the candidates through the curvature of the tasks. ``plan`` reads the curvature of every model."""
+    """Predict the cost of the candidates from the curvature of the tasks, which ``plan`` reads for every model."""
     names = [*tasks, *([BASE] if plan.inputs.prior is not None else [])]
     result = Prediction([c.name for c in candidates], names)
     # Sums are added up in the order of the blocks, so that they do not depend on which thread is first.

@@ -1,4 +1,4 @@
-"""Settings seen through the curvature of the tasks."""
+"""Settings judged by the curvature of the tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCKS = 1 << 24
 
 
 class Predictor:
-    """Looks at settings through the curvature of the tasks, many in one pass over the files."""
+    """Predicts the cost of settings from the curvature of the tasks, many in one pass over the files."""
 
     measured = False
 
@@ -37,7 +37,7 @@ class Predictor:
     ) -> None:
         if "fa1" in methods:
             raise InputError(
-                "fa1: its curvature is measured at the differences to the base, and says nothing about the loss of a "
+                "fa1: its curvature is estimated at the differences to the base, and says nothing about the loss of a "
                 "merge. Give data of the tasks: --data NAME=SRC"
             )
         self.plan = open_to_look(recipe, allow_pickle=allow_pickle, allow_config=allow_config)

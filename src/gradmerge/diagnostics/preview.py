@@ -1,4 +1,4 @@
-"""Many merges of the same models side by side: what each would cost, from curvature alone or measured on data.
+"""Many merges of the same models side by side: what each would cost, from curvature alone or on data.
 
 - From curvature: predicted excess loss of every task, per example that its curvature was estimated on. It ranks merges;
   it is no loss in nats, and nothing here shows it as one.
@@ -34,7 +34,7 @@ class Outcome:
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Task → all metrics, where data was given."""
     costs: dict[str, float] = field(default_factory=dict)
-    """Task → what a search makes small: predicted excess loss, or the lost share of what fine-tuning had gained."""
+    """Task → what a search minimises: predicted excess loss, or the lost share of what fine-tuning had gained."""
     score: float | None = None
     """What settings are compared by; see the preview's criterion."""
     rank: int | None = None
@@ -49,7 +49,7 @@ class Preview(Displayed):
 
     recipe: Recipe
     tasks: list[str]
-    """Those that were looked at: all and the base, or those with data."""
+    """The tasks that settings are compared on: all and the base, or those with data."""
     models: list[str]
     """Names of the tuned models, in the order of the recipe; a setting has one weight for each."""
     measured: bool
@@ -57,7 +57,7 @@ class Preview(Displayed):
     criterion: Criterion
     rows: list[Outcome]
     reference: Outcome
-    """What predictions are relative to: the recipe's own rule at its own weights, if it is among those previewed."""
+    """What predictions are relative to: the recipe's own method at its own weights, if it is among those previewed."""
     axis: str
     """What varies along a setting's position."""
     alone: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Preview(Displayed):
         return dict(zip(self.models, row.setting.weights, strict=True)) if row.setting.weights else {}
 
     def best(self, method: str | None = None) -> Outcome | None:
-        """The best setting of a rule, or of all; where accuracies are the same, the smaller loss decides.
+        """The best setting of a method, or of all; where accuracies are the same, the smaller loss decides.
 
         None for removal: what goes and what stays pull against each other.
         """
@@ -114,7 +114,7 @@ class Preview(Displayed):
         return min((row for row in known if method in (None, row.setting.method)), key=badness, default=None)
 
     def as_good(self, best: Outcome) -> list[Outcome]:
-        """The settings of the same rule that are within 1 % of the best one."""
+        """The settings of the same method that are within 1 % of the best one."""
         same = [row for row in self.rows if row.setting.method == best.setting.method]
         return [row for row in same if self.criterion.close(row, best)]
 
@@ -142,7 +142,7 @@ def _ratio(value: float | None, whole: float) -> float | None:
 
 
 class Looker(Protocol):
-    """What finds out about settings: from curvature, or on data."""
+    """Predicts or evaluates settings: ``Predictor`` from curvature, ``Evaluator`` on data."""
 
     plan: Plan
     tasks: list[str]
@@ -151,14 +151,14 @@ class Looker(Protocol):
     examples: dict[str, int]
 
     def look(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
-        """What becomes of every setting, in their order; those that cannot be formed are left out."""
+        """The outcome of every setting, in their order; settings that cannot be formed are left out."""
         ...
 
     def notes(self) -> list[str]: ...
 
 
 def reference_setting(recipe: Recipe, methods: Sequence[str]) -> Setting:
-    """The recipe's own merge; where its rule is not previewed, the first that is, at the recipe's weights."""
+    """The recipe's own merge; where its method is not previewed, the first that is, at the recipe's weights."""
     method = recipe.method if recipe.method in methods else methods[0]
     return Setting(method, tuple(recipe.weights) if takes_weights(method) else ())
 
@@ -249,7 +249,7 @@ def worst_or_sum(costs: Mapping[str, float], objective: str) -> float:
 
 
 def _indifferent(found: Preview) -> list[str]:
-    """Rules that divide by the sum of their weights, which a weight shared by all tasks leaves alone."""
+    """Notes on methods that divide by the sum of the weights: one weight for all tasks changes nothing there."""
     notes = []
     for method in found.methods:
         rows = [row for row in found.rows if row.setting.method == method and len(set(row.setting.weights)) == 1]

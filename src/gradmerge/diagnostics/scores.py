@@ -68,18 +68,18 @@ def steady(value: float) -> float:
 
 
 class Ranking:
-    """Places of values among others of their kind; what is missing has none."""
+    """Ranks of values among all of their kind; a missing value has none."""
 
     def __init__(self, values: Sequence[float | None], higher: bool) -> None:
         self._sign = -1.0 if higher else 1.0
         self._sorted = sorted(self._sign * steady(value) for value in values if value is not None)
 
     def place(self, value: float | None) -> int | None:
-        """1 for the best; what is equal has the same place."""
+        """1 for the best; equal values have the same rank."""
         return None if value is None else 1 + bisect.bisect_left(self._sorted, self._sign * steady(value))
 
     def middle(self, value: float) -> float:
-        """The same, but what is equal shares the mean of its places."""
+        """The same, but equal values share the mean of their ranks."""
         place = self._sign * steady(value)
         return (bisect.bisect_left(self._sorted, place) + 1 + bisect.bisect_right(self._sorted, place)) / 2
 

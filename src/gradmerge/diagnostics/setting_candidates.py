@@ -27,7 +27,7 @@ class Candidates:
         return Candidate(name, setting.method, weights, own)
 
     def possible(self, settings: Sequence[Setting]) -> list[Setting]:
-        """Without those that the rule refuses, such as an average whose weights sum to 0."""
+        """Without those that the method refuses, such as an average whose weights sum to 0."""
         found = []
         for setting in settings:
             try:

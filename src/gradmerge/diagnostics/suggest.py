@@ -1,4 +1,4 @@
-"""Weights that a search finds: those with the smallest loss of the worst task, or the smallest sum.
+"""A search for the weights with the smallest loss of the worst task, or the smallest sum over tasks.
 
 A first round looks at points that fill the ranges and at the diagonal, where all weights are the same; each further
 round at points around the best one, and at the best points of quadratics through what is known. All points of a round
@@ -37,7 +37,7 @@ class Suggestion(Displayed):
 
     method: str
     weights: dict[str, float]
-    """Task → weight; empty for a rule that takes none."""
+    """Task → weight; empty for a method that takes none."""
     objective: str
     """What is smallest there: the loss of the `worst` task, or the `sum`."""
     measured: bool
@@ -83,7 +83,7 @@ def suggest(
     seed: int = 0,
     progress: Progress,
 ) -> Suggestion:
-    """Search weights of every rule, and take the best. The same seed gives the same weights."""
+    """Search weights for every method, and take the best. The same seed gives the same weights."""
     check_objective(objective)
     if samples < 1 or samples > 2000:
         raise InputError(f"--samples {samples}: between 1 and 2,000 points can be tried in a round")
@@ -121,7 +121,7 @@ def suggest(
 
 
 class _WeightSearch:
-    """The search for the weights of one rule."""
+    """The search for the weights of one method."""
 
     def __init__(self, method: str, ranges: Ranges, samples: int, seed: int, objective: str) -> None:
         self.method, self.ranges, self.samples, self.objective = method, ranges, samples, objective

@@ -51,7 +51,7 @@ Visit = Callable[[Block], None]
 Masks = dict[tuple[int, float], list[Tensor]]
 """Random masks of one block, by seed and density: candidates share them."""
 KnownStatistics = dict[tuple[Any, ...], Statistics]
-"""Thresholds and angles by what they were asked for: they do not depend on weights, and many candidates share them."""
+"""Thresholds and angles, by kind, density and scope: they do not depend on weights, and many candidates share them."""
 
 
 def look_at(
@@ -86,7 +86,7 @@ def look_at(
 
 
 def plan_of(plan: Plan, candidate: Candidate) -> Plan:
-    """The plan of a candidate that is a rule, on the inputs of ``plan``; raises if its weights do not suit the rule."""
+    """The plan of a candidate with a method, on the inputs of ``plan``; raises if its weights do not suit the rule."""
     rule = RULES[candidate.method]
     if rule.otherwise is not None:
         raise InputError(

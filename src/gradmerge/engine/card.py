@@ -16,7 +16,7 @@ from ..text import one_line, printable
 
 
 def model_card(recipe: Recipe, name: str, has_config: bool) -> str:
-    """README.md: what was merged, by which rule, and the recipe to do it again. The same inputs give the same text."""
+    """README.md: what was merged, by which method, and the recipe. The same inputs give the same text."""
     rule = recipe.rule
     every = [m.model for m in (recipe.base, *recipe.models) if m is not None]
     hub_ids = [text for text in every if HUB_ID.fullmatch(text) and not local_path(text, recipe.folder).exists()]

@@ -33,7 +33,7 @@ class CurvatureInput:
     examples: int = 0
     likelihood: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Tied heads → the embedding whose curvature stands for theirs."""
+    """Tied heads → the embedding whose curvature is used for them."""
 
     def __post_init__(self) -> None:
         if self.constant is not None and self.constant > LARGEST:
@@ -109,7 +109,7 @@ class CurvatureInput:
         low, high = torch.aminmax(values)
         if not (float(low) >= 0 and float(high) < math.inf):
             what = "negative" if float(low) < 0 else "not finite"
-            raise InputError(f"{self.label}: curvature of {name} has values that are {what}; measure it again")
+            raise InputError(f"{self.label}: curvature of {name} has values that are {what}; estimate it again")
         if float(high) * self.factor > LARGEST:
             raise InputError(
                 f"{self.label}: curvature of {name} is as large as {float(high) * self.factor:.3g}; sums of such "
@@ -133,7 +133,7 @@ class CurvatureInput:
 
 Source = Checkpoint | CurvatureInput
 Digests = dict[Source, int]
-"""Of one block: the digest of what was read from each source, as stored."""
+"""Source → the digest of the bytes that were read from it, as stored, for one block."""
 
 
 @dataclass
@@ -153,7 +153,7 @@ class Inputs:
     damping: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
     aliases: dict[Checkpoint, dict[str, str]] = field(default_factory=dict)
-    """Tensor → the tied tensor that stands for it in a checkpoint."""
+    """Per checkpoint: tensor → the one it is tied to there, if only that is stored."""
 
     @property
     def all_weights(self) -> list[float]:

@@ -140,8 +140,8 @@ def _storable(precision: Tensor, name: str) -> Tensor:
 def _check_finite(plan: Plan, job: Job, tensors: dict[str, Any], merged: Tensor, stored: Tensor) -> None:
     """Stop if an input or the result has NaN or infinity.
 
-    With weights above 0 no rule makes a finite number of a model's NaN or infinity: it shows in the result, and only
-    then are the models looked at. They are looked at always where a weight, or the rule, may leave one out.
+    With weights above 0, NaN or infinity in a model shows in the result of every rule, so that the models are checked
+    only if the result is not finite. They are always checked where a weight, or the rule, may leave one of them out.
     """
     assert job.rule is not None
     inputs, base = plan.inputs, tensors.get("base")

@@ -55,7 +55,7 @@ class Plan:
     inputs: Inputs
     jobs: list[Job]
     needs: frozenset[str]
-    """What is read: the rule's inputs, less those that the recipe does not ask for, or what somebody wants to see."""
+    """Inputs that are read: the rule's, as far as the recipe gives them, or those that a caller wants to look at."""
     write_precision: bool = False
     notes: list[Note] = field(default_factory=list)
     block: int = BLOCK
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def examples(self) -> int:
-        """Number of examples that the curvature of the result stands for."""
+        """Number of examples behind the curvature of the result: the sum over all inputs."""
         return max(1, sum(c.examples for c in self.inputs.curvatures))
 
     def bytes_read(self, job: Job) -> int:

@@ -51,7 +51,7 @@ def open_plan(
 
 
 def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_pickle: bool = False) -> Inputs:
-    """The models of a recipe, and of the curvature that it names what is needed."""
+    """Open the models of a recipe, and those of its curvature files that ``needs`` asks for."""
     with ExitStack() as opened:
 
         def checkpoint(reference: str, base: Checkpoint | None) -> Checkpoint:
@@ -103,7 +103,7 @@ def _open_curvature(
         if inside is None:
             raise InputError(
                 f"{key}: {wanted_by} needs the curvature of {model.label}, the recipe names none, and the model folder "
-                "has no curvature/ folder. Measure it with `gradmerge curvature estimate`, name a curvature folder or "
+                "has no curvature/ folder. Estimate it with `gradmerge curvature estimate`, name a curvature folder or "
                 "file, or give {identity: 1.0} in a recipe (identity:1.0 on the command line) for the same number "
                 "everywhere."
             )
@@ -117,7 +117,7 @@ def make_plan(
 ) -> Plan:
     """Compare all inputs of a recipe and lay out the work; raises with every difference if they do not fit together.
 
-    With ``reads``, the plan is one to look at: it reads those inputs, and they need not suit the rule.
+    With ``reads``, the plan is for looking at merges: it reads those inputs, which need not suit the rule.
     """
     rule, template, has_base = recipe.rule, inputs.template, inputs.base is not None
     others = [c for c in inputs.tuned if c is not template]
@@ -166,7 +166,7 @@ def _method_notes(recipe: Recipe) -> Iterator[Note]:
             "a weight is negative: where H̄ = H_0 + Σ α_t H_t is not positive the merged loss has no minimum, and 0 is "
             "written as its curvature. To take a task out of the base, use removal."
         )
-    # Curvature that the recipe names and the rule does not read is fine when methods are compared, but worth a note.
+    # Curvature that the recipe names and the method does not read is fine when methods are compared, but worth a note.
     needs = recipe.rule.needs(recipe.resolved_options)
     unused = ["base.curvature"] if recipe.base and recipe.base.curvature is not None and "prior" not in needs else []
     if not needs & {"curvature", "grams"}:
@@ -176,14 +176,14 @@ def _method_notes(recipe: Recipe) -> Iterator[Note]:
 
 
 def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
-    """What a merge reads: the rule's inputs, without a base that it can do without and that counts for nothing."""
+    """The inputs that a merge reads: the rule's, without the base if it is optional and has no weight."""
     needs = rule.needs(inputs.options)
     idle = inputs.base is None or ("base_weight" in needs and inputs.base_weight is None)
     return needs - (rule.optional & {"base"}) if idle else needs
 
 
 def _tie(diagonals: Sequence[CurvatureInput], template: Checkpoint, names: Sequence[str]) -> None:
-    """Let an embedding's curvature stand for that of a tied head which a file lacks.
+    """Use the curvature of an embedding for a tied head that a curvature file lacks.
 
     Both tensors are stored in the template, with the same values.
     """

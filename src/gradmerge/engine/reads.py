@@ -18,14 +18,14 @@ State = list[list[Any]]
 
 
 def model_paths(reference: str | None, relative_to: Path | None = None) -> list[Path]:
-    """The folder or file of a model, and that of the base which an adapter names; nothing for a Hub id."""
+    """The folder or file of a model, and of the base that an adapter names; nothing for a Hub id."""
     if reference is None or not (path := local_path(reference, relative_to)).exists():
         return []
     if not path.is_dir() or not is_adapter(path):
         return [path]
     try:
         stated = read_adapter_config(path).get("base_model_name_or_path")
-    except InputError:  # which is told when the adapter is opened
+    except InputError:  # opening the adapter will say what is wrong
         return [path]
     bases = [local_path(stated, start) for start in (None, path)] if isinstance(stated, str) and stated else []
     return [path, *(base for base in bases if base.exists())]

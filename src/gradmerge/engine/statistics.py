@@ -23,7 +23,7 @@ CHUNK = 1 << 19
 #: Thresholds over more entries than this are first guessed from a sample of this many runs of this many entries.
 SAMPLE_FROM = 1 << 24
 SAMPLE_RUNS, SAMPLE_RUN = 512, 2048
-#: If so many parts of the sample have the same threshold, it is taken for that of the whole.
+#: If this many parts of the sample have the same threshold, it is probably that of the whole.
 SAMPLE_PARTS = 4
 
 Advance = Callable[[int], None]
@@ -65,7 +65,7 @@ class ThresholdSearch:
             guesses = [*_guesses(plan, jobs, density)]
         exact = [guess.value for guess in guesses if guess is not None and guess.exact]
         self.guess = Statistics({"": exact}) if len(exact) == len(guesses) else None
-        """What is probably found in the end, if the sample tells it for all models."""
+        """The thresholds that will probably be found, if the sample gives one for every model."""
         self._selections = [Selection(k, dtype, guess) for guess in guesses]
         self._counts: list[Any] = [0] * len(guesses)
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ def begin_search(plan: Plan) -> ThresholdSearch | None:
 def find_statistics(
     plan: Plan, threads: int, advance: Advance = lambda nbytes: None, search: ThresholdSearch | None = None
 ) -> Statistics:
-    """Whatever the plan's rule needs to know beforehand; ``advance`` is told how many bytes have been read.
+    """The statistics that the plan's rule needs; ``advance`` is told how many bytes have been read.
 
     ``search`` is one for the thresholds of the whole model that has begun already.
     NaN and infinity pass through here, as the largest magnitudes; the merge itself finds and names them.

@@ -112,7 +112,7 @@ def merge_to_folder(
             units = list(plan.units())
 
             def merge_units(statistics: Statistics, watch: Watch | None = None) -> None:
-                """Those that are left."""
+                """Merge the units that are left."""
                 left = [unit for unit in units if unit.number not in finished.units]
                 if not left:
                     return
@@ -143,11 +143,11 @@ def merge_to_folder(
                 try:
                     merge_units(search.guess, search.count)
                     search.end_pass()
-                except InputError:  # which a wrong guess may have caused, and the right statistics would not
+                except InputError:  # a wrong guess may be the cause: try with the right statistics
                     search = None
             if finished.statistics is None:
                 if plan.statistics_read and (search is None or search.thresholds is None):
-                    progress.begin("measuring", plan.statistics_read)
+                    progress.begin("finding statistics", plan.statistics_read)
                     result.bytes_read += plan.statistics_read
                 with _timed(timings, "statistics"):
                     statistics = find_statistics(plan, threads, progress.advance, search)

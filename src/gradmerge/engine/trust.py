@@ -1,8 +1,8 @@
 """Whether the step of a removal can be trusted, judged before it is made: on all entries, or quickly on a sample.
 
-The curvature of a removal was estimated at the base and at the tuned models. A step much longer than the way between
-them leaves what is known of the loss. It is long where the base's curvature is almost 0 and a tuned model's is not:
-there (H_0 + H_t) / H̄_rest is huge, and a few such entries can ruin the model.
+The curvature of a removal was estimated at the base and at the tuned models. A step much longer than the distance
+between them leads to where nothing is known of the loss. It is long where the base's curvature is almost 0 and a
+tuned model's is not: (H_0 + H_t) / H̄_rest is huge there, and a few such entries can ruin the model.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .reading import read_block
 from .statistics import Advance
 from .workers import run_parallel, with_buffers
 
-#: A step more than this many times as long as fine-tuning's is not trusted. Negation at strength 1 has 1; the rest is
-#: room for what curvature may rightly lengthen.
+#: A step more than this many times as long as fine-tuning's is not trusted. Plain negation at strength 1 has a factor
+#: of 1; curvature may rightly make a step somewhat longer.
 WHOLE = 2.0
-#: One layer may differ more from the others, as long as the whole does not follow it.
+#: The same for one layer: it may go farther, as long as the whole model does not.
 GROUP = 10.0
-#: A group counts if it holds this share of the squared step, so a tenth of its length.
+#: A group counts if it holds this share of the squared step: a tenth of the length.
 NOTICEABLE = 0.01
 #: Dampings that are tried for a better one.
 DAMPINGS = tuple(float(f"1e{power}") for power in range(-10, 3))
-#: A model of up to so many entries is looked at whole.
+#: A model of up to this many entries is judged whole.
 SMALL = 1 << 20
-#: Of a larger one as many, or this share up to so many, in runs of so many, and at least one run of every tensor.
+#: Of a larger one: this share of its entries, from SMALL up to MOST, in runs of RUN, at least one run per tensor.
 SHARE = 1 / 64
 MOST = 1 << 22
 RUN = 1 << 13
@@ -141,7 +141,7 @@ def trust_notes(
 
 
 def _advice(plan: Plan, judged: Judgement, enough: float | None) -> str:
-    rest = "measure the base's curvature on more data, so that fewer of its entries are almost 0."
+    rest = "estimate the base's curvature on more data, so that fewer of its entries are almost 0."
     # The step is linear in the strength, unless that also decides what is left of the base's curvature.
     if judged.excess <= 20 and not plan.inputs.options.get("base_saw_removed"):
         rest = f"lower the strength to {1 / judged.excess:.2g} of what it is, or {rest}"
@@ -195,7 +195,7 @@ def _runs(numel: int, share: float) -> Iterator[tuple[int, int]]:
 
 
 def _steps(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, dampings: Sequence[float]) -> Iterator[Step]:
-    """In float64, so that a step which overflows what the merge computes in is still a number."""
+    """In float64, so that a step that overflows in the merge is still a number here."""
     tensors = read_block(plan, job, start, stop, buffers)
     wide: dict[str, Any] = {
         name: value.double() if isinstance(value, Tensor) else [v.double() for v in value] if value else value

@@ -28,7 +28,7 @@ def one_thread_each() -> Iterator[None]:
 
 
 def with_buffers(work: Callable[[Buffers, Item], None]) -> Callable[[], Callable[[Item], None]]:
-    """What :func:`run_parallel` takes, of a function that needs buffers of its thread's own."""
+    """The ``make_worker`` of :func:`run_parallel` for a function that needs buffers, one set per thread."""
     return lambda: functools.partial(work, Buffers())
 
 

@@ -97,7 +97,7 @@ def spread(file: CurvatureFile) -> list[LayerRow]:
         for start in range(0, numel, _CHUNK):
             values = file.read(name, start, min(start + _CHUNK, numel), lambda n: torch.empty(n, dtype=torch.uint8))
             if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
-                raise InputError(f"{file.label}: {name} has values that are negative or not finite; measure it again")
+                raise InputError(f"{file.label}: {name} has values that are negative or not finite; estimate it again")
             means = values.double().div_(file.examples)
             above = means[means > 0]
             places = above.log10().sub_(_LOW).div_(_WIDTH).long().clamp_(0, _BINS - 1)
@@ -109,7 +109,7 @@ def spread(file: CurvatureFile) -> list[LayerRow]:
 
 
 def legible(rows: Sequence[LayerRow], most: int = MOST_ROWS) -> list[LayerRow]:
-    """At most so many rows: numbered neighbours share a row first, any neighbours if that is not enough."""
+    """At most ``most`` rows: numbered neighbours share a row first, any neighbours if that is not enough."""
     runs: list[list[LayerRow]] = []
     for row in rows:
         if runs and (stem := _stem(row.label)) and stem == _stem(runs[-1][-1].label):
@@ -232,7 +232,7 @@ def _range(rows: Sequence[LayerRow]) -> tuple[float, float]:
 
 
 def _smooth(counts: NDArray[np.int64], width: float = 0.12) -> NDArray[np.float64]:
-    """A density with a Gaussian of so many decades; codes of 8 bits would show as a comb."""
+    """A density, smoothed by a Gaussian of ``width`` decades: 8-bit codes would show as a comb."""
     reach = math.ceil(4 * width / _WIDTH)
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) * _WIDTH / width) ** 2)
     smooth: NDArray[np.float64] = np.convolve(counts, kernel / kernel.sum(), mode="same")

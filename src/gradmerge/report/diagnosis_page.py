@@ -216,8 +216,8 @@ def _residual_section(found: Diagnosis) -> Section:
     columns = ["merge", "‖r‖", "‖r‖ / ‖Σ α ∇ℓ‖", "‖H̄⁻¹r‖", "‖H̄⁻¹r‖ / ‖θ̂ − θ_0‖"]
     return Section(
         "How far from the jointly trained model",
-        "r(θ) = H_0(θ − θ_0) + Σ α_t ∇ℓ_t(θ) is zero at the model trained on everything, and H̄⁻¹r is the predicted way "
-        "to it. It needs no target model.",
+        "r(θ) = H_0(θ − θ_0) + Σ α_t ∇ℓ_t(θ) is zero at the model trained on everything, and H̄⁻¹r is the predicted "
+        "step to it. It needs no target model.",
         tables=[Table("Stationarity residual", "residual", columns, rows)],
     )
 

@@ -24,7 +24,7 @@ def draw_heat(chart: HeatMap, standalone: bool, narrow: bool) -> str:
 
 
 class _Map:
-    """The measures of one drawing."""
+    """One drawing, with its sizes."""
 
     def __init__(self, chart: HeatMap, standalone: bool, narrow: bool) -> None:
         self.chart = chart
@@ -49,7 +49,7 @@ class _Map:
         return finite(value) and (value > 0 or not self.chart.log)
 
     def fits(self, digits: int) -> bool:
-        """Whether numbers of so many digits have room in a cell."""
+        """Whether numbers of ``digits`` digits have room in a cell."""
         texts = (number(v, digits) for row in self.chart.values for v in row)
         return max((text_width(t, 10) for t in texts), default=0) + 4 <= self.wide
 

@@ -41,7 +41,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def decimals_of(value: float, digits: int = 4) -> int:
-    """Decimals that give a number so many significant digits."""
+    """Decimals that give a number ``digits`` significant digits."""
     if not value:
         return 0
     # Rounded first: 9.9996 has one digit more before its point than it seems.
@@ -56,7 +56,7 @@ def column(values: Sequence[float | int | None]) -> list[str]:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten between two numbers, no more than about so many."""
+    """Multiples of 1, 2 or 5 times a power of ten between two numbers, about ``most`` of them at most."""
     step = tick_step(low, high, most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round_to(i * step, step) for i in range(first, last + 1)]

@@ -112,7 +112,7 @@ def html(page: Page) -> str:
 
 @cache
 def _template() -> Template:
-    """The layout. Its engine escapes whatever is not Markup, and that is made in this file alone."""
+    """The layout. Jinja escapes everything but Markup, which only this file makes."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -150,7 +150,7 @@ class _Cell(NamedTuple):
     text: str
     kind: str
     full: str = ""
-    """What is sorted by, where that is not the text."""
+    """The value to sort by, if not the text."""
 
 
 class _Column(NamedTuple):

@@ -101,7 +101,7 @@ class Drawing:
         return f"{safe_name(self.slug)}-{'n' if self.narrow else 'w'}-{name}"
 
     def point(self, shape: str, tip: Tip) -> str:
-        """A shape (an element without its end) with its tooltip, in the way of a file or of a page."""
+        """A shape (an element without its end) with its tooltip, as a lone file or as a page needs it."""
         if self.standalone:
             names = (tip.head, _named(self.x_name, tip.x), _named(self.y_name, tip.y), tip.note)
             words = "\n".join(line for line in names if line)

@@ -1,4 +1,4 @@
-"""The merge rules: pure functions, tensors in, tensor out. One family a file."""
+"""The merge rules: pure functions, tensors in, tensor out. One family per file."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def fa1(
 ) -> Tensor:
     """(F_0 θ_0 + Σ w_t F_t Δ_t) / (F_0 + Σ |w_t| F_t), with F_t evaluated at Δ_t.
 
-    F_0 includes the damping. The curvature files of the tuned models must hold the Fisher measured with the
+    F_0 includes the damping. The curvature files of the tuned models must hold the Fisher estimated with the
     weights set to Δ_t = θ_t − θ_0. Where the denominator is 0 the entry falls back to task arithmetic.
     """
     scaling = prior + damping

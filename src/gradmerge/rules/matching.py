@@ -102,7 +102,7 @@ def removal(
     *,
     base_saw_removed: Annotated[
         bool,
-        Help("the base's curvature was measured on data that held the removed part too: subtract Σ α_t F_t from it"),
+        Help("the base's curvature was estimated on data that held the removed part too: subtract Σ α_t F_t from it"),
     ] = False,
 ) -> Tensor:
     """θ_0 − Σ α_t H̄_rest⁻¹ (H_0 + H_t) Δ_t, what the tuned models learned, taken out of the base.

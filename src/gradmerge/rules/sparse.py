@@ -14,7 +14,7 @@ from .spec import Help, rule, unusual
 Density = Annotated[float, Help("share of the entries of each Δ_t that is kept", gt=0, le=1)]
 Scope = Annotated[
     Literal["model", "tensor"],
-    Help("one threshold over all merged tensors of a model, or one a tensor"),
+    Help("one threshold over all merged tensors of a model, or one per tensor"),
 ]
 
 
@@ -56,7 +56,7 @@ def elect_and_average(deltas: Sequence[Tensor], weights: Sequence[float], base: 
 
     Overwrites the differences, so that few blocks are in use at a time.
     """
-    if unusual(weights, {}):  # Δ itself stays as it was rounded: thresholds were measured so
+    if unusual(weights, {}):  # Δ itself stays as it was rounded: thresholds were found so
         base, deltas = base.double(), [delta.double() for delta in deltas]
     elected = _weighted_sum(deltas, weights).sign_()
     for delta in deltas:

@@ -23,16 +23,16 @@ from torch import Tensor
 INPUTS = {
     "base": "θ_0, a block of the base model",
     "tuned": "θ_t, the same block of every tuned model",
-    "weights": "w_t, one number a tuned model",
+    "weights": "w_t, one number per tuned model",
     "base_weight": "the base's own weight, or None when the recipe gives none",
     "prior": "F_0, the base's reduced curvature (without damping)",
     "curvature": "F_t, every tuned model's reduced curvature",
     "penalty": "the matrix of the penalty that the models were tuned under, or None for F_0 + δ",
     "damping": "δ",
-    "thresholds": "the magnitude from which an entry of Δ_t counts as large, one a tuned model",
-    "kept": "boolean masks drawn with probability `density`, one a tuned model",
+    "thresholds": "the magnitude from which an entry of Δ_t counts as large, one per tuned model",
+    "kept": "boolean masks drawn with probability `density`, one per tuned model",
     "geometry": "inner product and norms of the whole tensors that the blocks are cut from",
-    "grams": "XᵀX of the inputs of the linear layer, one matrix a tuned model",
+    "grams": "XᵀX of the inputs of the linear layer, one matrix per tuned model",
 }
 
 

@@ -9,7 +9,7 @@ from ..errors import InputError
 
 
 def lies_within(path: Path, folder: Path) -> bool:
-    """True if what ``path`` is, once its links are followed, lies inside ``folder``.
+    """True if ``path``, with all links followed, lies inside ``folder``.
 
     Also true where the folder is, or lies in, a snapshot of a Hub cache (…/snapshots/REVISION with …/blobs beside) and
     the file is one of these blobs. The folder may itself be a link.

@@ -1,4 +1,4 @@
-"""Which settings of a model's config would have code fetched and run, weights read from elsewhere, or no end."""
+"""Refusing model configs that would fetch and run code, read weights from elsewhere, or build endless layers."""
 
 from __future__ import annotations
 

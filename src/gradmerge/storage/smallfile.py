@@ -15,7 +15,7 @@ from ..text import size
 MAX_CONFIG = 10_000_000
 #: Bytes of a tokenizer's file: the largest vocabularies in use take a third of this.
 MAX_TOKENIZER = 100_000_000
-#: What a packed file may become: this many bytes, or this many times its size. gzip packs up to a thousandfold, and a
+#: What a file may unpack to: this many bytes, or this many times its size. gzip packs up to a thousandfold, and a
 #: parquet file or a pickle may repeat one value a billion times.
 UNPACKED_BYTES, UNPACKED_TIMES = 1_000_000_000, 100
 

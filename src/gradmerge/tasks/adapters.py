@@ -50,7 +50,7 @@ def classes_of(folder: Path) -> int | None:
 
 
 def with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingInfo) -> nn.Module:
-    """The base with the adapter's weights in it, a model like any other. What the adapter brings is missing no more."""
+    """The base with the adapter merged into it. ``info`` no longer names as missing what the adapter brings."""
     try:
         from peft import PeftConfig, PeftModel
     except ImportError as error:

@@ -17,7 +17,7 @@ from .patience import little_memory, patience
 from .rows import Rows, shown
 from .tokens import Tokens, padded, padded_labels
 
-#: What a chat template may take to write down one conversation: it takes a millisecond, unless it was made not to end.
+#: Limits for a chat template to write down one conversation, which takes a millisecond unless it was made not to end.
 SECONDS, MEMORY = 20.0, 4_000_000_000
 
 
@@ -78,7 +78,7 @@ class LanguageExamples:
         if eos is not None:
             completion.append(eos)
         if len(prompt) + len(completion) > self.tokens.max_length:
-            # The beginning of the prompt goes first: without a completion there is nothing to measure.
+            # The beginning of the prompt goes first: without a completion no token counts.
             self.tokens.truncated.add(index)
             completion = completion[: self.tokens.max_length - 1]
             start = prompt[:1] if prompt and prompt[0] in tokenizer.all_special_ids else []
@@ -91,7 +91,7 @@ class LanguageExamples:
         where = str(self.rows.wrong(index, ""))
         apply = self.tokens.tokenizer.apply_chat_template
         try:
-            # Text first, within limits: templates are programs. What makes tokens dies where it is denied memory.
+            # Text first, within limits: templates are programs. (A tokenizer that runs out of memory ends the process.)
             with patience(SECONDS, f"{where}: the chat template"), little_memory(MEMORY, f"{where}: the chat template"):
                 text = apply(list(messages), tokenize=False)
             if len(text) > LONGEST_ROW:
@@ -102,7 +102,7 @@ class LanguageExamples:
                 )
         except InputError:
             raise
-        except Exception as error:  # and they have errors of their own
+        except Exception as error:  # templates may raise anything
             refused = f"{shown(messages)} is no conversation that the chat template takes"
             raise InputError(f"{where}: {refused}: {first_line(error)}") from error
         ids = list(encoded["input_ids"])

@@ -264,7 +264,7 @@ def _arrays(source: str, path: Path, split: str | None, limit: int | None) -> Ro
                 raise InputError(f"{source}: {x_name} or {y_name} is no array")
     except InputError:
         raise
-    except Exception as error:  # of the archive, of a way to pack it, of a header; or an array beyond all memory
+    except Exception as error:  # a broken archive, packing or header; or an array beyond all memory
         raise InputError(f"{source}: the arrays cannot be read: {first_line(error)}") from error
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]

@@ -1,4 +1,4 @@
-"""How good a model is on data."""
+"""Evaluating a model on data."""
 
 from __future__ import annotations
 

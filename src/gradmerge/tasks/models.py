@@ -31,8 +31,8 @@ _AUTO_CLASSES = {
 }
 _ADAPTER_TASKS = {"SEQ_CLS": "classify", "CAUSAL_LM": "causal-lm", "SEQ_2_SEQ_LM": "seq2seq"}
 
-#: A model may have so many parameters more than its files, and so many times as many: a new head, or eight codes in an
-#: integer.
+#: A model may have this many parameters for a new head, and this many times what its files hold, where one stored
+#: integer packs eight codes.
 MOST_INFLATED = (50_000_000, 16)
 
 
@@ -135,7 +135,7 @@ def _architectures(config: Any) -> list[str]:
 
 
 def model_with(model: Any, state: Mapping[str, Tensor], name: str | None = None) -> Any:
-    """A model like this one, of its type and on its device, with weights that go by the names of checkpoint files.
+    """A model like this one, in its dtype and on its device, with weights given by the names of checkpoint files.
 
     transformers renames some weights between files and memory, so it is the one to load them. ``name`` is for errors.
     """
@@ -222,7 +222,7 @@ def _refuse_inflated(reference: str, folder: Path, kind: Any, config: Any) -> No
     try:
         with torch.device("meta"):
             empty = kind.from_config(config, trust_remote_code=False)
-    except Exception:  # which loading it tells better
+    except Exception:  # loading it gives the better message
         return
     wanted = sum(parameter.numel() for parameter in empty.parameters())
     files = open_files(folder, "model") or []

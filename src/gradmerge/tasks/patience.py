@@ -17,7 +17,7 @@ from ..text import size
 
 
 class _TooLate(BaseException):
-    """No ``Exception``, so that nothing on the way holds it for one of its own."""
+    """Not an ``Exception``, so that code that is stopped does not catch it."""
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def _watch(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def little_memory(nbytes: int, what: str) -> Iterator[None]:
-    """Refuse what asks for so much more memory than the process has; on the main thread only."""
+    """Refuse what takes ``nbytes`` more memory than the process has now; on the main thread only."""
     statm = Path("/proc/self/statm")
     if threading.current_thread() is not threading.main_thread() or not statm.exists():
         yield

@@ -61,6 +61,6 @@ def load_image_processor(reference: str, info: LoadingInfo) -> Any:
             f"{reference}: the image processor in {folder} cannot be loaded: {first_line(error)}"
         ) from error
     if any(isinstance(n, int) and n > LONGEST_EDGE for n in sizes):
-        large = f"makes images of {max(sizes)} pixels an edge; {LONGEST_EDGE} is the limit"
+        large = f"makes images of {max(sizes)} pixels per edge; {LONGEST_EDGE} is the limit"
         raise InputError(f"{reference}: the image processor in {folder} {large}")
     return processor

@@ -28,7 +28,7 @@ class Rows(Displayed):
     stored: Sequence[int] | None = None
     """The number that each row has in the data, where some were left out."""
     whole_column: Callable[[str], Iterable[Any]] | None = None
-    """A quicker way to all of a column than row by row, where there is one."""
+    """Reads a whole column, where that is quicker than row by row."""
     notes: list[str] = field(default_factory=list)
     """What a user should know of how the rows were understood."""
 
@@ -74,7 +74,7 @@ class Rows(Displayed):
         raise self.wrong(index, f": {column!r} holds no text but {type(value).__name__}: {shown(value)}")
 
     def without(self, left_out: Sequence[int]) -> Rows:
-        """The same rows but some."""
+        """The rows without ``left_out``."""
         gone = set(left_out)
         kept = [index for index in range(len(self)) if index not in gone]
         stored = [self.number(index) - 1 for index in kept]

@@ -104,7 +104,7 @@ class _Place:
     """Where the entries of a parameter are among named tensors."""
 
     parts: list[tuple[str, Tensor | None]]
-    """Tensors by name: None for the parameter as a whole, else which of its entries (−1: none) each entry is."""
+    """(tensor, index): None for the whole parameter, else which of its entries (−1: none) each entry holds."""
 
     def misfit(self, name: str, value: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         for stored, index in self.parts:
@@ -147,7 +147,7 @@ def _places(model: nn.Module, known: Iterable[str]) -> dict[str, _Place]:
 def _stored_places(model: nn.Module, names_of: Mapping[Tensor, list[str]]) -> dict[Tensor, _Place]:
     """By parameter: the tensors of a checkpoint that hold it.
 
-    Numbers of entries are sent the way that weights go when they are saved; where they arrive, the weights do.
+    Entries are numbered, and the numbers renamed and rearranged as the weights are when they are saved.
     """
     owner = {name: parameter for parameter, names in names_of.items() for name in names}
     numbers = {names[0]: torch.empty(parameter.shape, device="meta") for parameter, names in names_of.items()}

@@ -42,7 +42,7 @@ class CurvatureCallback(TrainerCallback):
       `max_grad_norm=0`, or expect a warning. It needs an Adam of PyTorch or `gm.PriorAdamW`.
     - `online`: N·E, with the bias-corrected running average E ← decay·E + (1 − decay)·(1/n) Σ_i [∇ℓ_i]² over the n
       examples of every ``every``-th step, which costs about one training step more. The average takes 4 bytes per
-      weight; measuring a step takes 4 more, the first time 12.
+      weight; such a step takes 4 more, the first time 12.
     - `pass`: Σ_i [∇ℓ_i]² at the trained weights, over the first ``limit`` training examples. It costs a pass over them,
       and of the checkpoints only the one with the trained weights gets it.
 
@@ -62,17 +62,17 @@ class CurvatureCallback(TrainerCallback):
     - **Data without a length** (streamed): N is the number of examples seen. `pass` needs a length.
 
     An old curvature folder is replaced, whole or not at all. Wrong settings raise when training begins, or at the first
-    measurement. If a curvature cannot be written later, that is logged as an error and training goes on.
+    estimate. If a curvature cannot be written later, that is logged as an error and training goes on.
 
     Args:
         source: `adam`, `online` or `pass`.
-        every: With `online`, measure optimizer steps whose number is a multiple of this.
-        decay: With `online`, how much of the average stays at each measured step, in [0, 1): it reaches back over about
+        every: With `online`, use optimizer steps whose number is a multiple of this.
+        decay: With `online`, how much of the average stays at each step used, in [0, 1): it reaches back over about
             1/(1 − decay) of them.
         likelihood: With `online` and `pass`: `empirical`, `sampled` or `exact` labels, as in `gm.estimate_curvature`.
         limit: With `pass`, how many examples, the first of the data; all by default.
         batch_size: With `pass`, examples in a forward pass; by default that of training.
-        adapted: Measure the full weights under a LoRA adapter instead of the adapter's tensors. Not with `adam`.
+        adapted: Estimate for the full weights under a LoRA adapter instead of the adapter's tensors. Not with `adam`.
         precision: `float32`, `bfloat16` or `log8`: how values are stored.
         seed: Of labels that are drawn, and of random numbers in the data's collator during `pass`.
 
@@ -130,9 +130,9 @@ class CurvatureCallback(TrainerCallback):
         model: nn.Module = kwargs["model"]
         if kind := sharding(args, model):
             raise InputError(
-                f"CurvatureCallback: parameters are spread over processes ({kind}), and curvature is measured where "
+                f"CurvatureCallback: parameters are spread over processes ({kind}), and curvature is estimated where "
                 "each process holds them whole, as in data-parallel training (DDP). Leave the callback out, and "
-                "measure the trained model: gradmerge curvature estimate."
+                "run on the trained model: gradmerge curvature estimate."
             )
         _check_replaceable(Path(str(args.output_dir)) / STEM)
         found = state.train_batch_size if args.auto_find_batch_size else None
@@ -192,7 +192,7 @@ class CurvatureCallback(TrainerCallback):
         held = Path(best) if best else out / f"checkpoint-{step}"
         is_other = best is not None and state.best_global_step != step
         if self.source != "pass" and (is_other or step == origin.training.first_step):
-            # The weights are those of a checkpoint, whose curvature was measured when it was written.
+            # The weights are those of a checkpoint, whose curvature was estimated when it was written.
             if args.should_save:
                 _copy(held / STEM, out / STEM)
             return

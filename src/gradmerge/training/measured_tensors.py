@@ -1,4 +1,4 @@
-"""Which tensors of a model are measured during training, and how the files of its checkpoint name them."""
+"""Which tensors of a model get curvature during training, and how the files of its checkpoint name them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..curvature.stored_names import skeleton, stored_shapes, stored_tensors
 from ..errors import InputError
 from ..text import listed
 
-#: What to do about adapters whose full weights cannot be measured in place.
-_INSTEAD = "Merge the adapter into its base (merge_and_unload) and measure the result: gradmerge curvature estimate."
+#: What to do about adapters whose full weights get no curvature during training.
+_INSTEAD = "Merge the adapter into its base (merge_and_unload), then run gradmerge curvature estimate on it."
 
 
 class MeasuredTensors(ABC):
-    """The parameters of a model whose curvature is measured, and their names in files."""
+    """The parameters of a model whose curvature is estimated, and their names in files."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self.model = model
         self.parameters = dict(parameters)
         """By the names of ``model.named_parameters()``."""
         if not self.parameters:
-            raise InputError("no parameter of the model is trained (requires_grad=False for all): nothing to measure")
+            raise InputError("no parameter of the model is trained (requires_grad=False for all): nothing to estimate")
         # Names that cannot be worked out raise here, before training, and not after it.
         self.stored({n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in self.parameters.items()})
 
@@ -47,7 +47,7 @@ class MeasuredTensors(ABC):
 
     @contextlib.contextmanager
     def chosen(self) -> Iterator[None]:
-        """Inside, only these parameters ask for a gradient."""
+        """Inside, only these parameters require a gradient."""
         wanted = [(p, p.requires_grad) for p in self.model.parameters() if p.is_floating_point()]
         own = {id(parameter) for parameter in self.parameters.values()}
         try:
@@ -107,8 +107,8 @@ class AdaptedWeights(MeasuredTensors):
     """The full weights of a model under a LoRA adapter, W + s·BA for y = Wx + s·BAx, by the names of the base's files.
 
     ∂ℓ/∂(W + s·BA) = ∂ℓ/∂W: the full weight has the gradient that the base's weight has in the adapted model. So the
-    base's weights are measured in place, and with them every other weight, as the adapter replaces it where it does.
-    The result is what merging the adapter into its base and measuring that would give.
+    squared gradients of the base's weights are taken in place, with those of the modules that the adapter replaces.
+    The result is what merging the adapter into its base and estimating there would give.
     """
 
     def __init__(self, model: Any) -> None:
@@ -128,13 +128,13 @@ class AdaptedWeights(MeasuredTensors):
 
 
 def measured_tensors(model: nn.Module, adapted: bool) -> MeasuredTensors:
-    """What of a model is measured; with ``adapted``, the full weights under its LoRA adapter."""
+    """The tensors of a model that get curvature; with ``adapted``, the full weights under its LoRA adapter."""
     if not adapted:
         return AdapterTensors(model) if is_adapter(model) else TrainedTensors(model)
     if not is_adapter(model):
         raise InputError(
             f"adapted=True is for PEFT models with a LoRA adapter, and this is a {type(model).__name__}. Without it, "
-            "all trained weights of a model are measured."
+            "all trained weights of a model get curvature."
         )
     return AdaptedWeights(model)
 

@@ -1,4 +1,4 @@
-"""Measuring curvature in the middle of training, which goes on as if nothing had happened."""
+"""Estimating curvature in the middle of training, which goes on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_labels(inputs: Batch) -> None:
 
 @contextlib.contextmanager
 def random_states_kept(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn inside, the random numbers that come afterwards are the same."""
+    """Restore the states of all random number generators afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type
@@ -86,7 +86,7 @@ def _running_statistics(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Modules are in training or evaluation mode afterwards as they were before."""
+    """Restore the training or evaluation mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield

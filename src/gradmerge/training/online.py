@@ -22,12 +22,12 @@ _ANEW = "Remove it to begin the average anew."
 
 
 class RunningAverage:
-    """E_k = decay·E_{k−1} + (1 − decay)·s_k / n_k, E_0 = 0: s_k sums over the n_k examples of measured step k."""
+    """E_k = decay·E_{k−1} + (1 − decay)·s_k / n_k, E_0 = 0: s_k sums over the n_k examples of the k-th step used."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
         self.steps = 0
-        """k, the number of steps measured."""
+        """k, the number of steps in the average."""
         self.examples = 0
         """Σ n_k."""
         self._average: dict[str, Tensor] = {}

@@ -70,7 +70,7 @@ class Training:
 
 
 class Origin:
-    """What follows a training run step by step, and gives its curvature at checkpoints and at the end."""
+    """Follows a training run step by step, and gives its curvature at checkpoints and at the end."""
 
     def __init__(self, training: Training, options: CallbackOptions) -> None:
         self.training = training
@@ -106,7 +106,7 @@ class Origin:
         return Curvature(self.training.measured.stored(sums), examples, likelihood, name)
 
     def _summed(self, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Sums that every process makes from its own examples, added up. If one fails, all of them raise."""
+        """Add up the sums that every process makes from its own examples. If one fails, all of them raise."""
         sums: dict[str, Tensor] = {}
         problem: GradmergeError | None = None
         try:
@@ -114,7 +114,7 @@ class Origin:
         except GradmergeError as error:
             problem = error
         if any(processes.numbers_of_all(int(problem is not None), self.training.measured.device)):
-            raise problem or InputError("another process could not measure its examples")
+            raise problem or InputError("another process failed on its examples")
         processes.add_up(sums.values())
         return sums
 
@@ -132,7 +132,7 @@ class FromAdam(Origin):
         self._scale = 1
         self._limit = float(training.args.max_grad_norm or 0)
         """The norm that gradients are clipped to; 0 without clipping, and once it has been told."""
-        # The loss may only be out of scale where several batches make a step.
+        # The loss can be out of scale only if several batches make a step.
         several = training.args.gradient_accumulation_steps > 1 or processes.is_distributed()
         self._watch = BatchWatch(training.measured.model) if several else None
         inner = getattr(training.measured.model, "get_base_model", None)
@@ -204,12 +204,12 @@ class FromAdam(Origin):
 
 
 class FromRunningAverage(Origin):
-    """N·E, where E is a running average, over measured steps, of the mean of g_i² over a step's examples."""
+    """N·E, where E is a running average, over every ``every``-th step, of the mean of g_i² over a step's examples."""
 
     def __init__(self, training: Training, options: CallbackOptions, max_steps: int) -> None:
         super().__init__(training, options)
         if max_steps < options.every:
-            raise InputError(f"every={options.every}, but training has {max_steps} steps: none would be measured")
+            raise InputError(f"every={options.every}, but training has {max_steps} steps: none would be used")
         if training.args.torch_compile:
             raise InputError(
                 "source='online' looks at the model's inputs, which torch_compile=True hides. Train without it, or use "
@@ -269,7 +269,7 @@ class FromRunningAverage(Origin):
 
     def at_checkpoint(self, step: int) -> Curvature | None:
         if self._average.steps == 0:
-            self.training.say(f"no step has been measured yet (every={self.options.every}): no curvature is written")
+            self.training.say(f"no step has been used yet (every={self.options.every}): no curvature is written")
             return None
         examples = self.training.examples(step)
         sums = {name: (mean * examples).cpu() for name, mean in self._average.means()}
@@ -329,13 +329,13 @@ def _adam_inside(optimizer: Any) -> torch.optim.Optimizer:
         raise InputError(
             "source='adam' needs the second moments of Adam or AdamW as PyTorch keeps them (optim='adamw_torch' or "
             f"'adamw_torch_fused', or gm.PriorAdamW); the optimizer is {type(inner).__module__}."
-            f"{type(inner).__name__}. Use source='online' or 'pass', which measure gradients themselves."
+            f"{type(inner).__name__}. Use source='online' or 'pass', which take gradients themselves."
         )
     return inner
 
 
 def _loss_scale(training: Training, batch: dict[str, Any]) -> int:
-    """How many times the mean gradient of a step's examples the optimizer's gradient is.
+    """s: the optimizer's gradient is s times the mean gradient of a step's examples.
 
     The Trainer adds up the losses of accumulated batches and of processes, and expects a model to divide each by
     `num_items_in_batch`, the number of labels in the whole step. A model that divides by the number in its own batch

@@ -17,7 +17,7 @@ from .prior_kernels import Moments, Pull, pull
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
-#: CallbackOptions of a group that torch's AdamW does not have.
+#: Options of a group that torch's AdamW does not have.
 _OPTIONS = ("strength", "coupling", "prior", "keep_on", "keep_dtype")
 #: Where anchor and prior of a group come from. Not kept in the group.
 _GIVEN = ("prior", "anchor", "reduction", "damping")
@@ -47,9 +47,9 @@ class PriorAdamW(torch.optim.AdamW):
         strength: Factor of the penalty; an option of groups, which may change during training.
         anchor: θ_base: a state dict or the path of a checkpoint. By default the parameters as they are now.
         reduction: How a `Curvature` or a curvature folder is read: ``"mean"`` divides it by the number M of examples
-            that it was measured on, ``"sum"`` does not. A plain mapping is used as it is. The default differs from that
-            of a recipe, `sum`, because the loss differs: a merge deals with the **sum** of the losses of N examples, a
-            training loss is usually their mean, and then the penalty must be divided by N too. With a mean loss,
+            that it was estimated on, ``"sum"`` does not. A plain mapping is used as it is. A recipe's default is
+            `sum`, because a merge deals with the **sum** of the losses of N examples; a training loss is usually their
+            mean, and then the penalty must be divided by N too. With a mean loss,
             ``"mean"`` and ``strength`` M/N, or ``"sum"`` and 1/N, give the penalty of the method.
         damping: δ ≥ 0, added to H_0.
         coupling: ``"decoupled"`` is the step above, decoupled as AdamW's weight decay is. Adam divides the gradient of
@@ -164,7 +164,7 @@ class PriorAdamW(torch.optim.AdamW):
         return result
 
     def _require(self, group: Mapping[str, Any]) -> None:
-        """Refuse a step of which the penalty has nothing to go by, before anything is changed."""
+        """Refuse a step without the anchor or prior that the penalty needs, before anything is changed."""
         if group["strength"] == 0:
             return
         needed = KEPT if group["prior"] == CURVATURE else ("anchor",)

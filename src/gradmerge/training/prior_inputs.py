@@ -24,11 +24,11 @@ KEPT = ("anchor", "prior")
 
 
 class Gone:
-    """Stands for a mapping that was used when the optimizer was made, and let go of."""
+    """Stands for a mapping that was used when the optimizer was made, and is not kept."""
 
 
 def check_options(options: Mapping[str, Any]) -> float | str | None:
-    """Raise if an option is wrong; what a group says of its prior otherwise: None, a number, or `CURVATURE`."""
+    """Raise if an option is wrong; returns what the group keeps as its prior: None, a number, or `CURVATURE`."""
     prior, anchor, keep_on = options["prior"], options["anchor"], options["keep_on"]
     for name in ("strength", "damping"):
         if not isinstance(options[name], (int, float)) or not 0 <= options[name] < math.inf:

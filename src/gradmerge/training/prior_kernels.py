@@ -1,6 +1,6 @@
 """The pull towards an anchor after a step of Adam: θ ← θ + t ⊙ (a − θ), in one pass where possible.
 
-With the rate c = lr·strength and the prior H, the share t of the way that is gone is
+With the rate c = lr·strength and the prior H, the share t of the distance to the anchor is
 
     c               without a prior: one explicit step of gradient descent on ½ c‖θ − a‖²
     cH / (1 + cH)   with one: the minimiser of ½‖θ − θ_Adam‖² + ½ c‖θ − a‖²_H
@@ -22,7 +22,7 @@ from torch import Tensor
 
 #: Entries up to which PyTorch works on one thread on a CPU. Their temporary fits into its cache.
 GRAIN = 1 << 15
-#: Entries of which a CPU takes roots at once.
+#: Entries whose roots a CPU takes at once.
 ROOTS = 1 << 19
 #: Entries that are worked on together on a GPU: this bounds the memory for temporaries.
 TOGETHER = 1 << 26
@@ -127,9 +127,9 @@ def _pull_in_cache(one: Pull, rate: float) -> None:
     prior = one.prior.view(-1) if isinstance(one.prior, Tensor) else None
     squares = one.moments.squares.view(-1) if one.moments else None
     threads = torch.get_num_threads()
-    # Two threads lose more by waiting for each other at every piece than they win.
+    # Two threads lose more by waiting for each other at every piece than they gain.
     size = min(GRAIN if threads <= 2 else 2 * GRAIN * threads, parameter.numel())
-    # PyTorch's root starts all threads for far fewer entries than other operations: many pieces' are taken at once.
+    # torch.sqrt starts all threads at far fewer entries than other operations do: take roots for many pieces at once.
     ahead = size * max(1, ROOTS // max(size, 1))
     roots = torch.empty(min(ahead, parameter.numel()) if squares is not None else 0, dtype=kind)
     room = [torch.empty(size, dtype=kind) for _ in range(4)]

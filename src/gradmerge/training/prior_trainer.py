@@ -50,7 +50,7 @@ class PriorTrainer(Trainer):
         reduction: `mean` or `sum`: how a curvature file or `Curvature` is read. The default fits the Trainer's
             losses, which are means over examples; a recipe's is `sum`. `PriorAdamW` says how they relate.
         damping: Added to H_0.
-        missing: What it means that the prior lacks a parameter: `error`, or `zero` for H_0 = 0, as for a new head. With
+        missing: If the prior lacks a parameter: `error`, or `zero` for H_0 = 0, as for a new head. With
             `zero`, a parameter that ``anchor`` lacks is anchored where it is.
         keep_on: Device of anchor and H_0, as in `PriorAdamW`.
         keep_dtype: Their type.
@@ -137,7 +137,7 @@ class PriorTrainer(Trainer):
         return optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As the Trainer, which is silent where there is no state: the anchor would be the checkpoint's weights."""
+        """As the Trainer, but refuses a checkpoint without state: the anchor would be the checkpoint's weights."""
         if checkpoint is not None and self._anchor is None and self._options["strength"] != 0:
             lacking = [name for name in ("optimizer.pt", "scheduler.pt") if not (Path(checkpoint) / name).is_file()]
             if lacking:
@@ -148,7 +148,7 @@ class PriorTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _found(self, model: nn.Module, tensors: NamedTensors) -> dict[str, Tensor]:
-        """By names in memory; some may be missing if they are allowed to."""
+        """Tensors by names in memory; some may be missing with ``missing="zero"``."""
         if is_adapter(model):
             return _of_adapter(model, tensors)
         parameters = trainable(model)

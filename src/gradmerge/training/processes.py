@@ -27,7 +27,7 @@ def add_up(tensors: Iterable[Tensor]) -> None:
 
 
 def numbers_of_all(number: int, device: torch.device) -> list[int]:
-    """What every process says, in the order of the processes."""
+    """The ``number`` of every process, in the order of the processes."""
     if not is_distributed():
         return [number]
     own = torch.tensor([number], device=device)
@@ -37,7 +37,7 @@ def numbers_of_all(number: int, device: torch.device) -> list[int]:
 
 
 def share(number: int) -> range:
-    """This process's part of so many rows: one stretch, in the order of the processes."""
+    """This process's part of ``number`` rows: one stretch, in the order of the processes."""
     rank, processes = rank_and_number()
     return range(number * rank // processes, number * (rank + 1) // processes)
 
