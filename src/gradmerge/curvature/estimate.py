@@ -43,7 +43,7 @@ def estimate_curvature(
 ) -> Curvature:
     """Σ_i [∇ℓ_i(θ)]² over the examples of ``batches``; :func:`gradmerge.estimate_curvature` explains the arguments.
 
-    How the sums come about is explained in :mod:`gradmerge.curvature.accumulate`. ``device`` is where batches are moved to,
+    How the sums come about: :mod:`gradmerge.curvature.accumulate`. ``device`` is where batches are moved to,
     by default where the model is. Of many calls with one ``trial``, only the first tries out on two examples which
     formula fits each layer; the others check that now and then.
     """
