@@ -28,10 +28,7 @@ _IN_WORDS |= {Mapping: "a mapping", Sequence: "a list", Iterable: "batches", Cal
 
 
 def checked(*own: str) -> Callable[[Function], Function]:
-    """A function whose arguments are checked at every call but its ``own``, which it looks at itself.
-
-    A missing or unknown argument stays Python's TypeError.
-    """
+    """Arguments are checked at every call, but the function's ``own``; a missing one stays Python's TypeError."""
 
     def decorate(function: Function) -> Function:
         signature, hints = inspect.signature(function), functools.cache(lambda: get_type_hints(function))

@@ -19,19 +19,23 @@ LONGEST, LONGEST_PART, ROWS = 100, 44, 40
 View = tuple[Sequence[str], Sequence[Sequence[Any]], Sequence[str]]
 
 
-class Displayed:
-    """A result that shows a line of parts, and a table; by default of its fields."""
+class OneLine:
+    """What shows itself as a line of parts; what a dataclass would print of itself may be endless."""
 
     def _line(self) -> list[str]:
         raise NotImplementedError
 
-    def _view(self) -> View:
-        facts = {name: str(value) for name, value in vars(self).items() if name != "notes"}
-        return [*facts], [[*facts.values()]], getattr(self, "notes", ())
-
     def __repr__(self) -> str:
         parts = ", ".join(_cut(one_line(part), LONGEST_PART) for part in self._line())
         return f"{type(self).__name__}({_cut(parts, LONGEST)})"
+
+
+class Displayed(OneLine):
+    """A result that is also a table; by default of its fields."""
+
+    def _view(self) -> View:
+        facts = {name: str(value) for name, value in vars(self).items() if name != "notes"}
+        return [*facts], [[*facts.values()]], getattr(self, "notes", ())
 
     def _repr_html_(self) -> str:
         columns, rows, words = self._view()

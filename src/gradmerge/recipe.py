@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from .arguments import checked
-from .display import Displayed, View
+from .display import OneLine
 from .errors import InputError
 from .rules import RULES, Rule
 from .rules.spec import Option
@@ -134,7 +134,7 @@ class Output(_RecipePart):
     )
 
 
-class Recipe(Displayed, _RecipePart):
+class Recipe(OneLine, _RecipePart):
     """A merge, as written in YAML."""
 
     method: str = Field(description="The method; `gradmerge methods` lists them.")
@@ -166,9 +166,6 @@ class Recipe(Displayed, _RecipePart):
     def _line(self) -> list[str]:
         base = "no base" if self.base is None else f"base {self.base.model}"
         return [self.method, base, f"{len(self.models)} models"]
-
-    def _view(self) -> View:
-        return ["model", "weight"], [[model.model, model.weight] for model in self.models], ()
 
     @property
     def folder(self) -> Path:

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..display import Displayed, View
+from ..display import OneLine
 from ..storage.bytesof import bytes_of
 from ..storage.tensorfile import ITEM_SIZE, PositionalFile, TensorInfo
 from ..text import count
@@ -38,7 +38,7 @@ class Buffers:
         return buffer[:nbytes]
 
 
-class Checkpoint(Displayed):
+class Checkpoint(OneLine):
     """Named tensors in file order, from files, from memory, or from both."""
 
     kind = "checkpoint"
@@ -76,9 +76,6 @@ class Checkpoint(Displayed):
 
     def _line(self) -> list[str]:
         return [self.label, self.kind, f"{len(self.tensors)} tensors", f"{count(self.parameters)} parameters"]
-
-    def _view(self) -> View:
-        return ["tensor", "type and shape"], [[name, str(info)] for name, info in self.tensors.items()], ()
 
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened tensor, in its stored type.

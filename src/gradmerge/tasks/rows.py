@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..display import Displayed, View
+from ..display import OneLine
 from ..errors import InputError
 
 Row = Mapping[str, Any]
 
 
 @dataclass(repr=False)
-class Rows(Displayed):
+class Rows(OneLine):
     """A data set: rows by number, and what is known of its columns."""
 
     label: str
@@ -34,10 +34,6 @@ class Rows(Displayed):
 
     def _line(self) -> list[str]:
         return [self.label, f"{len(self)} rows", f"columns {', '.join(self.columns)}"]
-
-    def _view(self) -> View:
-        first = range(min(5, len(self)))
-        return self.columns, [[shown(self.rows[i].get(name)) for name in self.columns] for i in first], ()
 
     def __len__(self) -> int:
         return len(self.rows)
