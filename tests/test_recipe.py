@@ -49,7 +49,9 @@ def test_defaults_are_those_of_the_design() -> None:
     assert recipe.missing == "error"
 
 
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5e9), ("2GiB", 2**31), ("1.5 kB", 1500), (1234, 1234), ("7", 7)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5e9), ("500MB", 5e8), ("2GiB", 2**31), ("1.5 kB", 1500), (1234, 1234), ("7", 7)]
+)
 def test_sizes_are_read(text: str | int, size: float) -> None:
     recipe = make_recipe({"method": "average", "models": ["a"], "output": {"shard_size": text}})
     assert recipe.output.shard_size == size

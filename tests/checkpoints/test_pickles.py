@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import zipfile
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from gradmerge.checkpoints import open_checkpoint, pickles
 from gradmerge.checkpoints.model import Buffers
+from gradmerge.checkpoints.pickles import PickleFile
 from gradmerge.errors import InputError, MachineError
 from gradmerge.storage import smallfile
 
@@ -149,6 +151,28 @@ def test_a_map_that_is_made_anew_while_it_is_read_gives_the_same_numbers(
                 checkpoint.read(name, i, min(i + 3, value.numel()), Buffers()) for i in range(0, value.numel(), 3)
             ]
             assert torch.equal(torch.cat(blocks).reshape(value.shape), value), name
+
+
+def test_maps_of_many_files_together_hold_no_more_memory_than_that_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickles, "SMALL", 0)
+    monkeypatch.setattr(pickles, "REMAPPED_AFTER", 400)
+    state = {f"{n}.w": torch.arange(50.0) + n for n in range(10)}
+    for n in range(10):
+        saved(tmp_path / f"pytorch_model-{n}.bin", {f"{n}.w": state[f"{n}.w"]})
+    index = {"weight_map": {f"{n}.w": f"pytorch_model-{n}.bin" for n in range(10)}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    anew: list[str] = []
+    plain = PickleFile._map
+    with open_checkpoint(str(tmp_path), allow_pickle=True) as checkpoint:
+        monkeypatch.setattr(PickleFile, "_map", lambda self, t: (anew.append(self.path.name), plain(self, t)))
+        for name, value in state.items():
+            assert torch.equal(checkpoint.read(name, 0, 50, Buffers()), value)
+            assert sum(PickleFile._read.values()) <= 400
+    # Those that were read longest ago are mapped anew; the last two still count.
+    assert anew == [f"pytorch_model-{n}.bin" for n in range(8)]
+    assert PickleFile._read == {}
 
 
 @pytest.mark.parametrize("how", ["replaced", "removed"])

@@ -39,6 +39,15 @@ def test_a_plan_to_look_at_reads_what_is_asked_for_whatever_the_method_is(recipe
     plan.inputs.close()
 
 
+def test_a_negative_weight_of_gradient_matching_is_noted_also_for_those_who_only_look(recipe: gm.Recipe) -> None:
+    negative = [model.model_copy(update={"weight": -0.5}) for model in recipe.models]
+    for method, noted in (("gradient-matching", 1), ("weighted-average", 0)):
+        looked_at = recipe.model_copy(update={"method": method, "models": negative})
+        plan = open_plan(looked_at, reads=frozenset({"base", "curvature"}))
+        assert ["a weight is negative" in note for note in plan.notes] == [True] * noted
+        plan.inputs.close()
+
+
 def test_who_wants_curvature_that_is_not_there_is_named(recipe: gm.Recipe) -> None:
     with pytest.raises(gm.InputError, match=r"base\.curvature: looking at a merge needs the curvature of"):
         open_plan(recipe, reads=frozenset({"base", "prior"}), wanted_by="looking at a merge")

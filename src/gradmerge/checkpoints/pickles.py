@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import bisect
 import os
+import threading
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,12 +18,18 @@ from ..storage.tensorfile import Entry, PositionalFile, is_text
 from .model import STORED_TYPES
 
 SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
-#: Bytes read from a map before it is made anew: until then all pages that were read count as memory of this process.
+#: Bytes read from all maps before one is made anew: until then pages that were read count as memory of this process.
 REMAPPED_AFTER = 1 << 27
+#: A read of fewer bytes than this counts as a huge page, which the operating system may map for it.
+SMALL, HUGE_PAGE = 1 << 17, 1 << 21
 
 
 class PickleFile(PositionalFile):
     """A ``torch.save`` file, mapped and not loaded; positions count through its mapped tensors, one after the other."""
+
+    _read: ClassVar[dict[PickleFile, int]] = {}
+    """Bytes that were read from the map of each open file; the file that was read last is last."""
+    _lock: ClassVar = threading.Lock()
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -58,15 +65,18 @@ class PickleFile(PositionalFile):
 
     def _map(self, tensors: dict[str, Tensor]) -> None:
         self._mapped = [tensors[name].detach().reshape(-1).view(torch.uint8) for name in self._names]
-        self._left = REMAPPED_AFTER
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         size = os.fstat(self._fd).st_size
         if size < self._opened.st_size:  # reading behind the end of a mapped file would end the process
             raise MachineError(f"{self.path}: ends at byte {size}; it was longer when the merge began")
-        self._left -= len(buffer)
-        if self._left < 0 and self._is_as_opened():
-            self._map(_load(self.path, mapped=True))
+        with self._lock:
+            self._read[self] = self._read.pop(self, 0) + (HUGE_PAGE if len(buffer) < SMALL else len(buffer))
+            idle, due = next(iter(self._read)), sum(self._read.values()) > REMAPPED_AFTER
+            if due:
+                del self._read[idle]
+        if due and idle._is_as_opened():
+            idle._map(_load(idle.path, mapped=True))
         place = bisect.bisect_right(self._starts, offset) - 1
         begin = offset - self._starts[place]
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(self._mapped[place][begin : begin + len(buffer)])
@@ -84,6 +94,8 @@ class PickleFile(PositionalFile):
 
     def close(self) -> None:
         super().close()
+        with self._lock:
+            self._read.pop(self, 0)
         self._mapped = []
 
 

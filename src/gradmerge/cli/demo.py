@@ -67,7 +67,7 @@ def demo(
 
 
 def _print_tables(outcome: DemoResult) -> None:
-    from ..demo.settings import REMOVED
+    from ..demo.demo_settings import REMOVED
     from ..demo.tables import merge_table, removal_table
 
     say(f"Accuracy on {outcome.results['images']['test']} test images per task, per cent:\n")

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .demo_settings import BASE, REMOVED, TASKS, Settings
 from .recipes import MATCHING, NEGATION, REMOVAL
-from .settings import BASE, REMOVED, TASKS, Settings
 
 Command = list[str]
 

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from ..errors import InputError
-from .settings import BASE, REMOVED, TASKS, Settings
+from .demo_settings import BASE, REMOVED, TASKS, Settings
 
 Array = np.ndarray[Any, np.dtype[Any]]
 SPLITS = ("train", "valid", "test")

@@ -11,7 +11,7 @@ from ..api import planned
 from ..engine.trust import DAMPINGS, judge
 from ..errors import InputError
 from ..recipe import make_recipe
-from .settings import REMOVED, TASKS, Settings
+from .demo_settings import REMOVED, TASKS, Settings
 from .stages import write_text
 
 TUNED = "task-arithmetic-tuned"

@@ -24,9 +24,9 @@ from ..recipe import load_recipe
 from ..text import to_json
 from . import commands, recipes, tables
 from .commands import Command, EstimateRun, data_of
+from .demo_settings import BASE, REMOVED, TASKS, Settings
 from .digits import load_digits, write_data
 from .recipes import MATCHING, NEGATION, REMOVAL, TUNED
-from .settings import BASE, REMOVED, TASKS, Settings
 from .stages import Advance, Stage, Stages, claimed, run_all, whole_folder, write_text
 from .training import accuracies, steps_of, train
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .demo_settings import BASE, REMOVED, TASKS
 from .recipes import MATCHING, NEGATION, REMOVAL, TUNED
-from .settings import BASE, REMOVED, TASKS
 
 EVERY = (BASE, *TASKS)
 REST = tuple(task for task in EVERY if task != REMOVED)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..quiet import quiet_transformers
 from ..tasks import evaluate_model, load_model, load_task
+from .demo_settings import Settings
 from .digits import read_array
-from .settings import Settings
 
 PREPROCESSOR = {
     "image_processor_type": "ViTImageProcessor",

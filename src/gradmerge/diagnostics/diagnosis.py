@@ -203,6 +203,7 @@ def _evaluate(
             gradients[model][name] = gradient
             if at_goal is not None:
                 found.mismatch[model, name] = _distance(gradient, at_goal) / data.loaded.examples
+        data.forget()
     if not {task for task in tasks if task != BASE} <= set(loaded):
         found.notes.append("the residual needs data of every task, and is left out")
         return

@@ -85,9 +85,15 @@ class TaskData:
             nbytes += sum(value.nbytes for value in batch.values())
             if nbytes <= KEPT:
                 kept.append(batch)
+            else:
+                kept.clear()
             yield batch
         if nbytes <= KEPT:
             self._kept = kept
+
+    def forget(self) -> None:
+        """Free the batches that were kept."""
+        self._kept = None
 
     def evaluate(self, model: nn.Module) -> dict[str, Any]:
         """The task's metrics for a model."""

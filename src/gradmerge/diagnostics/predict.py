@@ -12,10 +12,12 @@ merges and layers; they are no losses in nats.
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -34,8 +36,15 @@ from ..text import natural
 BASE = "base"
 
 
+class _Additive:
+    """Adds up field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(operator.add, vars(self).values(), vars(other).values()))
+
+
 @dataclass
-class Cost:
+class Cost(_Additive):
     """What a merge costs one task in one layer group."""
 
     excess: float = 0.0
@@ -43,21 +52,15 @@ class Cost:
     mismatch: float = 0.0
     """Σ (H (θ̂ − θ_t))²: the square of the norm, so that groups add up."""
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.excess + other.excess, self.mismatch + other.mismatch)
-
 
 @dataclass
-class Interference:
+class Interference(_Additive):
     """How much two tasks move the same entries, and how much of that in opposite directions."""
 
     overlap: float = 0.0
     """Σ √(H_s H_t) |Δ_s Δ_t|"""
     opposed: float = 0.0
     """The same over entries that the two move in opposite directions."""
-
-    def __add__(self, other: Interference) -> Interference:
-        return Interference(self.overlap + other.overlap, self.opposed + other.opposed)
 
     @property
     def share(self) -> float:

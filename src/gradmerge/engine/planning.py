@@ -154,18 +154,20 @@ def make_plan(
     plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
     plan.note(comparison.notes)
     plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
+    plan.note(_method_notes(recipe, looking=reads is not None))
     if reads is None:
-        plan.note(_method_notes(recipe))
         rehearse(plan)
     return plan
 
 
-def _method_notes(recipe: Recipe) -> Iterator[Note]:
+def _method_notes(recipe: Recipe, looking: bool) -> Iterator[Note]:
     if recipe.method == "gradient-matching" and min(recipe.weights) < 0:
         yield Note(
             "a weight is negative: where H̄ = H_0 + Σ α_t H_t is not positive the merged loss has no minimum, and 0 is "
             "written as its curvature. To take a task out of the base, use removal."
         )
+    if looking:
+        return
     # Curvature that the recipe names and the method does not read is fine when methods are compared, but worth a note.
     needs = recipe.rule.needs(recipe.resolved_options)
     unused = ["base.curvature"] if recipe.base and recipe.base.curvature is not None and "prior" not in needs else []
