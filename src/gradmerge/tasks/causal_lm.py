@@ -28,21 +28,17 @@ class LanguageExamples(Tokens):
 
     def __init__(self, rows: Rows, fields: Fields, model: nn.Module, tokenizer: Any, max_length: int | None) -> None:
         super().__init__(rows, fields, model, tokenizer, max_length)
-        self._all_counts = False
-        if "messages" in fields:
-            self._prepare_chat()
-
-    def _prepare_chat(self) -> None:
-        template = getattr(self.tokenizer, "chat_template", None)
-        if not template:
+        template = getattr(tokenizer, "chat_template", None)
+        marked = isinstance(template, str) and re.search(r"\{%-?\s*generation\s*-?%\}", template)
+        self._all_counts = not marked
+        if "messages" in fields and not template:
             raise InputError(
-                f"{self.rows.label}: the tokenizer has no chat template to turn {self.fields['messages'][0]!r} into "
+                f"{rows.label}: the tokenizer has no chat template to turn {fields['messages'][0]!r} into "
                 "text. Use a tokenizer that has one, --tokenizer PATH, or data with text, or with prompt and completion"
             )
-        if not isinstance(template, str) or not re.search(r"\{%-?\s*generation\s*-?%\}", template):
-            self._all_counts = True
+        if "messages" in fields and not marked:
             unmarked = "the chat template does not mark what the assistant says"
-            self.rows.notes.append(f"{unmarked}, so every token of a conversation counts")
+            rows.notes.append(f"{unmarked}, so every token of a conversation counts")
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         ids, labels = zip(*(self._example(index) for index in indices), strict=True)

@@ -74,8 +74,7 @@ class ImageExamples:
         except MemoryError:
             raise
         except Exception as error:  # as many kinds as there are processors
-            wrong = f": the model's image processor refuses the image: {error}"
-            raise self.rows.wrong(indices[0], wrong) from error
+            raise self.rows.wrong(indices[0], f": the model's image processor refuses the image: {error}") from error
         return pixels
 
     def _as_stored(self, index: int) -> Tensor:
