@@ -130,7 +130,7 @@ def measure_all(args: argparse.Namespace, names: list[str]) -> dict[str, int]:
         folder = args.work / f"{name}-curvature"
         given = {"limit": args.limit, "batch_size": 64, "max_length": 256, "device": args.device}
         data = rows_of(args, name, "train")
-        gm.estimate_curvature(str(args.work / name), data, folder / "float32", force=True, **given)
+        gm.estimate_curvature(str(args.work / name), data, out=folder / "float32", force=True, **given)
         whole = gm.Curvature.load(folder / "float32")
         for precision in PRECISIONS:
             if precision != "float32":

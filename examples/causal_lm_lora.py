@@ -112,7 +112,7 @@ tokenizer.save_pretrained(out / "base")
 # The curvature of the base, disk to disk this time. The loss of a paragraph is the sum over its tokens.
 
 gm.estimate_curvature(
-    str(out / "base"), str(out / "data" / "base-train.jsonl"), out / "base" / "curvature", batch_size=32, max_length=96
+    out / "base", out / "data" / "base-train.jsonl", out=out / "base" / "curvature", batch_size=32, max_length=96
 )
 
 # An adapter W + s·BA starts at B = 0, and only A and B are trained. The prior therefore is on them:

@@ -146,7 +146,7 @@ save(model, "stdlib")
 # The curvature of the base, on its own data: what should not be lost.
 
 data = str(out / "data" / "stdlib-train.jsonl")
-gm.estimate_curvature(str(out / "stdlib"), data, out / "stdlib" / "curvature", batch_size=32)
+gm.estimate_curvature(str(out / "stdlib"), data, out=out / "stdlib" / "curvature", batch_size=32)
 
 # Fine-tuning under that curvature. At strength 1 the base counts as if its curvature came from as many examples as the
 # task has. Adam rescales gradients, so how much a strength does in training is something to try. The callback estimates

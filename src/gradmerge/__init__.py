@@ -4,99 +4,93 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .api import MergeResult, evaluate, merge, merge_state_dicts
-    from .api.diagnosing import write_diagnosis
-    from .api.estimating import Estimate, estimate_curvature
-    from .api.previewing import preview, suggest_weights
-    from .api.sampling import sample_posterior
-    from .checkpoints import open_checkpoint
-    from .curvature import Curvature
-    from .curvature.gram import Gram, estimate_gram
-    from .curvature.optimizers import import_curvature
-    from .errors import GradmergeError, InputError, MachineError
-    from .recipe import Recipe, load_recipe
-    from .rules import RULES, gradient_matching_full, removal_full
-    from .tasks.data_sources import read_rows
-    from .tasks.loading import Loading
-    from .training.callback import CurvatureCallback
-    from .training.prior_adamw import PriorAdamW
-    from .training.prior_trainer import PriorTrainer
+    from .api import diagnose as diagnose
+    from .api import evaluate as evaluate
+    from .api import merge as merge
+    from .api import merge_state_dicts as merge_state_dicts
+    from .api.estimating import Estimate as Estimate
+    from .api.estimating import estimate_curvature as estimate_curvature
+    from .api.previewing import preview as preview
+    from .api.previewing import suggest_weights as suggest_weights
+    from .api.sampling import sample_posterior as sample_posterior
+    from .checkpoints import Checkpoint as Checkpoint
+    from .checkpoints import open_checkpoint as open_checkpoint
+    from .curvature import Curvature as Curvature
+    from .curvature.gram import Gram as Gram
+    from .curvature.gram import estimate_gram as estimate_gram
+    from .curvature.optimizers import import_curvature as import_curvature
+    from .diagnostics.diagnosis import Diagnosis as Diagnosis
+    from .diagnostics.preview import Preview as Preview
+    from .diagnostics.suggest import Suggestion as Suggestion
+    from .engine.to_folder import MergeResult as MergeResult
+    from .errors import GradmergeError as GradmergeError
+    from .errors import InputError as InputError
+    from .errors import MachineError as MachineError
+    from .notes import Note as Note
+    from .progress import Progress as Progress
+    from .recipe import Recipe as Recipe
+    from .recipe import load_recipe as load_recipe
+    from .rules import RULES as RULES
+    from .rules import gradient_matching_full as gradient_matching_full
+    from .rules import removal_full as removal_full
+    from .tasks.data_sources import read_rows as read_rows
+    from .tasks.loading import Loading as Loading
+    from .tasks.rows import Rows as Rows
+    from .training.callback import CurvatureCallback as CurvatureCallback
+    from .training.prior_adamw import PriorAdamW as PriorAdamW
+    from .training.prior_trainer import PriorTrainer as PriorTrainer
 
-# Where each name comes from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
-_WHERE = {
-    "merge": "api",
-    "merge_state_dicts": "api",
-    "MergeResult": "api",
-    "evaluate": "api",
-    "open_checkpoint": "checkpoints",
-    "Curvature": "curvature",
-    "Estimate": "api.estimating",
-    "estimate_curvature": "api.estimating",
-    "Gram": "curvature.gram",
-    "estimate_gram": "curvature.gram",
-    "import_curvature": "curvature.optimizers",
-    "preview": "api.previewing",
-    "suggest_weights": "api.previewing",
-    "sample_posterior": "api.sampling",
-    "write_diagnosis": "api.diagnosing",
-    "GradmergeError": "errors",
-    "InputError": "errors",
-    "MachineError": "errors",
-    "Recipe": "recipe",
-    "load_recipe": "recipe",
-    "RULES": "rules",
-    "gradient_matching_full": "rules",
-    "removal_full": "rules",
-    "Loading": "tasks.loading",
-    "read_rows": "tasks.data_sources",
-    "CurvatureCallback": "training.callback",
-    "PriorAdamW": "training.prior_adamw",
-    "PriorTrainer": "training.prior_trainer",
+# Where names come from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
+_NAMES = {
+    "api": "diagnose evaluate merge merge_state_dicts",
+    "api.estimating": "Estimate estimate_curvature",
+    "api.previewing": "preview suggest_weights",
+    "api.sampling": "sample_posterior",
+    "checkpoints": "Checkpoint open_checkpoint",
+    "curvature": "Curvature",
+    "curvature.gram": "Gram estimate_gram",
+    "curvature.optimizers": "import_curvature",
+    "diagnostics.diagnosis": "Diagnosis",
+    "diagnostics.preview": "Preview",
+    "diagnostics.suggest": "Suggestion",
+    "engine.to_folder": "MergeResult",
+    "errors": "GradmergeError InputError MachineError",
+    "notes": "Note",
+    "progress": "Progress",
+    "recipe": "Recipe load_recipe",
+    "rules": "RULES gradient_matching_full removal_full",
+    "tasks.data_sources": "read_rows",
+    "tasks.loading": "Loading",
+    "tasks.rows": "Rows",
+    "training.callback": "CurvatureCallback",
+    "training.prior_adamw": "PriorAdamW",
+    "training.prior_trainer": "PriorTrainer",
+}
+_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
+# Earlier names: where what they meant is now, and what to call it.
+_RENAMED = {
+    "measure_curvature": ("api.estimating", "estimate_to_disk", "estimate_curvature(model, data, out=…)"),
+    "write_diagnosis": ("api.diagnosing", "diagnose", "diagnose(recipe, out)"),
 }
 
-__all__ = [
-    "RULES",
-    "Curvature",
-    "CurvatureCallback",
-    "Estimate",
-    "GradmergeError",
-    "Gram",
-    "InputError",
-    "Loading",
-    "MachineError",
-    "MergeResult",
-    "PriorAdamW",
-    "PriorTrainer",
-    "Recipe",
-    "__version__",
-    "estimate_curvature",
-    "estimate_gram",
-    "evaluate",
-    "gradient_matching_full",
-    "import_curvature",
-    "load_recipe",
-    "merge",
-    "merge_state_dicts",
-    "open_checkpoint",
-    "preview",
-    "read_rows",
-    "removal_full",
-    "sample_posterior",
-    "suggest_weights",
-    "write_diagnosis",
-]
+__all__ = sorted([*_WHERE, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        import importlib
+    import importlib
+    import warnings
 
+    if name in _RENAMED:
+        module, present, call = _RENAMED[name]
+        warnings.warn(f"gradmerge.{name} is now gradmerge.{call}", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(f".{module}", __name__), present)
+    if name in _WHERE:
         return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -21,6 +21,8 @@ from pydantic import (
     create_model,
 )
 
+from .arguments import checked
+from .display import OneLine
 from .errors import InputError
 from .rules import RULES, Rule
 from .rules.spec import Option
@@ -132,7 +134,7 @@ class Output(_RecipePart):
     )
 
 
-class Recipe(_RecipePart):
+class Recipe(OneLine, _RecipePart):
     """A merge, as written in YAML."""
 
     method: str = Field(description="The method; `gradmerge methods` lists them.")
@@ -161,6 +163,10 @@ class Recipe(_RecipePart):
     _folder: Path = PrivateAttr(default_factory=Path)
     _file: Path | None = PrivateAttr(default=None)
 
+    def _line(self) -> list[str]:
+        base = "no base" if self.base is None else f"base {self.base.model}"
+        return [self.method, base, f"{len(self.models)} models"]
+
     @property
     def folder(self) -> Path:
         """The folder that relative paths start from."""
@@ -185,8 +191,19 @@ class Recipe(_RecipePart):
         return [model.weight for model in self.models]
 
 
+@checked()
 def load_recipe(path: str | Path) -> Recipe:
-    """Read and check a recipe file. Relative paths in it start from its folder."""
+    """Read and check a recipe file. Relative paths in it start from its folder.
+
+    Args:
+        path: The YAML file.
+
+    Returns:
+        The recipe, with defaults filled in.
+
+    >>> load_recipe("recipe.yml").weights  # doctest: +SKIP
+    [0.3, 0.5]
+    """
     path = Path(path)
     if path.is_dir():
         raise InputError(f"{path}: is a folder; a recipe is a YAML file")

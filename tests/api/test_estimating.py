@@ -74,7 +74,7 @@ OUTPUT = {"bert": "classes", "gpt2": "next-token", "t5": "tokens", "vit": "class
 
 def measure(place: Path, name: str, out: Path, **options: Any) -> Estimate:
     return estimate_curvature(
-        str(place / name), str(place / DATA.get(name, "labels.jsonl")), out, device="cpu", **options
+        str(place / name), str(place / DATA.get(name, "labels.jsonl")), out=out, device="cpu", **options
     )
 
 
@@ -190,7 +190,7 @@ class Clock:
         self.left -= 1
         if not self.left:
             os.kill(os.getpid(), signal.SIGKILL)
-estimate_curvature({str(place / "bert")!r}, {str(place / "labels.jsonl")!r}, {str(tmp_path / "c")!r}, device="cpu",
+estimate_curvature({str(place / "bert")!r}, {str(place / "labels.jsonl")!r}, out={str(tmp_path / "c")!r}, device="cpu",
                   batch_size=2, save_every=0, progress=Clock())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -238,7 +238,9 @@ def test_another_model_or_data_does_not_go_on_with_what_was_measured(place: Path
     with pytest.raises(gm.InputError, match="without --resume"):
         measure(place, "other", tmp_path / "c", resume=True)
     with pytest.raises(gm.InputError, match="without --resume"):
-        estimate_curvature(str(place / "bert"), str(place / "more.jsonl"), tmp_path / "c", device="cpu", resume=True)
+        estimate_curvature(
+            str(place / "bert"), str(place / "more.jsonl"), out=tmp_path / "c", device="cpu", resume=True
+        )
     assert measure(place, "bert", tmp_path / "c", resume=True).resumed_from == 4
 
 
@@ -311,7 +313,7 @@ def test_a_loss_that_is_no_number_is_told_although_what_is_measured_is_saved(pla
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(gm.InputError, match=r"example 0 \(counted from 0\): the loss is nan"):
         estimate_curvature(
-            str(model), str(place / "labels.jsonl"), tmp_path / "c", device="cpu", batch_size=2, save_every=0
+            str(model), str(place / "labels.jsonl"), out=tmp_path / "c", device="cpu", batch_size=2, save_every=0
         )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bert"]
 

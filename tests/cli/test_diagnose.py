@@ -31,7 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("first", "one", "two", "joint")):
         tiny_bert_checkpoint(folder / name, seed=seed)
         write_jsonl(folder / f"{name}.jsonl", labelled(10, seed=seed))
-        gm.estimate_curvature(str(folder / name), str(folder / f"{name}.jsonl"), folder / f"{name}-c", device="cpu")
+        gm.estimate_curvature(str(folder / name), str(folder / f"{name}.jsonl"), out=folder / f"{name}-c", device="cpu")
     write_recipe(folder / "recipe.yml", recipe())
     data = ["--data", f"one={folder / 'one.jsonl'}", "--data", f"two={folder / 'two.jsonl'}"]
     more = ["--target", folder / "joint", "--device", "cpu"]

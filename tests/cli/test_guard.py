@@ -65,13 +65,13 @@ def test_estimate_with_force_deletes_none_of_its_inputs(
 
 def test_estimate_may_write_into_its_model(bert: Path) -> None:
     estimate_curvature(
-        str(bert / "models" / "a"), str(bert / "data" / "rows.jsonl"), bert / "models" / "a" / "curvature"
+        str(bert / "models" / "a"), str(bert / "data" / "rows.jsonl"), out=bert / "models" / "a" / "curvature"
     )
     other = bert / "models" / "a" / "other"
     other.mkdir()
     (other / "mine").touch()
     with pytest.raises(gm.InputError, match="was not written by gradmerge"):
-        estimate_curvature(str(bert / "models" / "a"), str(bert / "data" / "rows.jsonl"), other, force=True)
+        estimate_curvature(str(bert / "models" / "a"), str(bert / "data" / "rows.jsonl"), out=other, force=True)
 
 
 def test_import_with_force_does_not_delete_the_checkpoint(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def stop_after_saving(model: Path, data: str, out: Path, **options: Any) -> None
 
     with pytest.raises(KeyboardInterrupt):
         estimate_curvature(
-            str(model), data, out, batch_size=1, save_every=0, progress=Stop(after=3), device="cpu", **options
+            str(model), data, out=out, batch_size=1, save_every=0, progress=Stop(after=3), device="cpu", **options
         )
     assert (out.with_name(out.name + ".gradmerge-partial") / "so-far.json").is_file()
 
@@ -148,7 +148,7 @@ def test_neither_a_merge_nor_another_measurement_takes_over_an_unfinished_one(be
         estimate = ("curvature", "estimate", model, "-d", rows, "-o", out, "--kind", "gram", "--device", "cpu")
         refused(*estimate, *more, says="unfinished measurement of diagonal curvature")
     assert contents(bert / "out.gradmerge-partial") == before
-    done = estimate_curvature(str(model), rows, out, batch_size=1, resume=True, device="cpu")
+    done = estimate_curvature(str(model), rows, out=out, batch_size=1, resume=True, device="cpu")
     assert done.resumed_from > 0
 
 
@@ -157,7 +157,7 @@ def test_a_kill_while_sums_are_being_replaced_loses_none_of_them(bert: Path) -> 
     stop_after_saving(model, rows, out)
     so_far = bert / "out.gradmerge-partial" / "so-far"
     so_far.rename(so_far.with_name("so-far.gradmerge-replaced"))
-    assert estimate_curvature(str(model), rows, out, batch_size=1, resume=True, device="cpu").resumed_from > 0
+    assert estimate_curvature(str(model), rows, out=out, batch_size=1, resume=True, device="cpu").resumed_from > 0
     assert [path.name for path in out.iterdir()] == ["curvature.safetensors"]
 
 
@@ -234,7 +234,7 @@ def test_a_measurement_does_not_go_on_with_changed_inputs(vit: Path, source: str
     stop_after_saving(vit / "vit", data, vit / "out")
     change(vit)
     with pytest.raises(gm.InputError, match="other data or other options"):
-        estimate_curvature(str(vit / "vit"), data, vit / "out", batch_size=1, resume=True, device="cpu")
+        estimate_curvature(str(vit / "vit"), data, out=vit / "out", batch_size=1, resume=True, device="cpu")
 
 
 @pytest.mark.parametrize("changed", ["tokenizer/tokenizer.json", "data/rows.jsonl", "models/a/config.json"])
@@ -245,7 +245,13 @@ def test_a_measurement_does_not_go_on_with_a_changed_tokenizer(bert: Path, chang
         file.write("\n")
     with pytest.raises(gm.InputError, match="other data or other options"):
         estimate_curvature(
-            str(model), data, bert / "out", batch_size=1, resume=True, device="cpu", tokenizer=str(bert / "tokenizer")
+            str(model),
+            data,
+            out=bert / "out",
+            batch_size=1,
+            resume=True,
+            device="cpu",
+            tokenizer=str(bert / "tokenizer"),
         )
 
 
@@ -259,7 +265,7 @@ def test_a_measurement_whose_data_change_meanwhile_writes_nothing(bert: Path) ->
             write_jsonl(data, labelled(7, seed=5))
 
     with pytest.raises(gm.GradmergeError, match=r"rows\.jsonl: changed") as failed:
-        estimate_curvature(str(model), str(data), bert / "out", progress=Change(), device="cpu")
+        estimate_curvature(str(model), str(data), out=bert / "out", progress=Change(), device="cpu")
     assert failed.value.status == 1 and not list(bert.glob("out*"))
 
 

@@ -77,6 +77,6 @@ def test_a_diagnosis_frees_the_batches_of_a_task_before_the_next(
         random_curvature(seed, read_model(texts / name)).save(tmp_path / name)
         models.append({"model": str(texts / name), "curvature": str(tmp_path / name)})
     recipe = make_recipe({"method": "task-arithmetic", "base": str(texts / "base"), "models": models})
-    found = diagnosis.diagnose(recipe, data={name: str(texts / f"{name}.jsonl") for name in "ab"})
+    found = diagnosis.find_costs(recipe, data={name: str(texts / f"{name}.jsonl") for name in "ab"})
     assert found.metrics["tuned"].keys() == {"a", "b"} and len(held) > 2
     assert not any(held) and [data._kept for data in loaded] == [None, None]

@@ -127,7 +127,7 @@ class Reports(Kind):
         if rng is None or rng.random() < 0.5:
             gm.preview("recipe.yml", self.place.out, weights=["0:1:0.5"], threads=1)
         else:
-            gm.write_diagnosis("recipe.yml", self.place.out, threads=1)
+            gm.diagnose("recipe.yml", self.place.out, threads=1)
 
     def check(self, outcome: str) -> None:
         left = sorted(path.name for path in self.place.out.parent.iterdir())
@@ -320,7 +320,7 @@ class SoFar(Kind):
         from .data import models_kept
 
         with models_kept():
-            estimate_curvature("bert", "data.jsonl", self.place.out, batch_size=2, device="cpu", **settings)
+            estimate_curvature("bert", "data.jsonl", out=self.place.out, batch_size=2, device="cpu", **settings)
 
     def run(self, rng: random.Random | None) -> None:
         left = dict(self.left)

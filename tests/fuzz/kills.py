@@ -141,7 +141,7 @@ class Estimate(Scenario):
 
     def run(self, *, old: bool = False, force: bool = False, resume: bool = False) -> None:
         options = {"limit": 8 if old else None, "batch_size": 4, "device": "cpu", "save_every": 0.05}
-        estimate_curvature("bert", "data.jsonl", self.out, force=force, resume=resume, **options)
+        estimate_curvature("bert", "data.jsonl", out=self.out, force=force, resume=resume, **options)
 
     def content(self) -> Content:
         return {**gm.Curvature.load(self.out), "examples": gm.Curvature.load(self.out).examples}

@@ -18,10 +18,10 @@ RECIPE = {"method": "task-arithmetic", "base": "./base", "models": ["./a"]}
 TAKES: dict[str, Callable[..., Any]] = {
     "evaluate": lambda **options: gm.evaluate("./model", "data.jsonl", **options),
     "load_task": lambda **options: load_task("./model", "data.jsonl", **options),
-    "estimate_curvature": lambda **options: gm.estimate_curvature("./model", "data.jsonl", "./out", **options),
+    "estimate_curvature": lambda **options: gm.estimate_curvature("./model", "data.jsonl", out="./out", **options),
     "preview": lambda **options: gm.preview(RECIPE, **options),
     "suggest_weights": lambda **options: gm.suggest_weights(RECIPE, **options),
-    "write_diagnosis": lambda **options: gm.write_diagnosis(RECIPE, "./out", **options),
+    "diagnose": lambda **options: gm.diagnose(RECIPE, "./out", **options),
 }
 WRONG = {
     "a slip of the pen": ({"batchsize": 4}, "there is no option 'batchsize'; did you mean 'batch_size'?"),

@@ -1,20 +1,22 @@
-"""Diagnosing a recipe, and writing what was found."""
+"""What a recipe's merge costs, and the report on it."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
 
 from .._version import __version__
-from ..diagnostics.diagnosis import Diagnosis, diagnose
+from ..arguments import checked
+from ..diagnostics.diagnosis import Diagnosis, find_costs
 from ..engine.card import to_yaml
-from ..engine.progress import Progress
 from ..engine.reads import model_paths, recipe_paths
+from ..progress import Progress, shown
 from ..recipe import Recipe
-from ..report.diagnosis_page import costliest, diagnosis_page, rank, reference_of, relative
+from ..report.diagnosis_page import costliest, diagnosis_page, verdict
 from ..report.page import write_report
 from ..storage.staging import Staging
 from ..tasks import Loading, complete
@@ -23,30 +25,47 @@ from ..text import to_json
 from .merging import as_recipe, default_threads
 
 
-def write_diagnosis(
+@checked()
+def diagnose(
     recipe: str | Path | Recipe | Mapping[str, Any],
-    out: str | Path,
+    out: str | Path | None = None,
     *,
-    merged: str | None = None,
-    target: str | None = None,
+    merged: str | Path | None = None,
+    target: str | Path | None = None,
     data: Mapping[str, str] | None = None,
     threads: int | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
     force: bool = False,
-    progress: Progress | None = None,
+    progress: bool | Progress = True,
     command: str = "",
     **loading: Unpack[Loading],
 ) -> Diagnosis:
-    """Diagnose a recipe's merge; write `report.html`, its figures and tables, and `diagnosis.json` into a new folder.
+    """Say what a recipe's merge costs: which task loses, in which layers, and where tasks pull apart.
 
-    The options are those of `gradmerge diagnose`; ``command`` is what the report says to repeat it with.
-    How models and data are loaded: :class:`gradmerge.Loading`.
+    Args:
+        recipe: A recipe file, a mapping with its keys, or a :class:`Recipe`, with curvature of every model.
+        out: A new folder for `report.html`, its figures and tables, and `diagnosis.json`; without it none is written.
+        merged: A model that was merged already, to look at instead of what the recipe would give.
+        target: A model that was trained on everything, for the true mismatch; it needs ``data``.
+        data: Task (the name of its model's folder, or `base`) → data, on which the merges are then also evaluated.
+        threads, allow_pickle, allow_config, force, progress: As of :func:`gradmerge.merge`.
+        command: What the report says to repeat it with.
+        loading: How models and data are loaded: the keywords of :class:`gradmerge.Loading`.
+
+    Returns:
+        Predictions (multiples of a reference merge's, and ranks), what data says, and a verdict in sentences.
+
+    >>> print(*diagnose("recipe.yml", "./report").verdict)  # doctest: +SKIP
     """
-    options = complete(loading, write_diagnosis)
+    options = complete(loading, diagnose)
     recipe = as_recipe(recipe)
-    with report_folder(recipe, out, data or {}, force, merged, target, options["tokenizer"]) as staging:
-        found = diagnose(
+    merged, target = (None if model is None else str(model) for model in (merged, target))
+    with (
+        report_folder(recipe, out, data or {}, force, merged, target, options["tokenizer"]) as staging,
+        shown(progress) as told,
+    ):
+        found = find_costs(
             recipe,
             merged=merged,
             target=target,
@@ -54,21 +73,25 @@ def write_diagnosis(
             threads=threads or default_threads(),
             allow_pickle=allow_pickle,
             allow_config=allow_config,
-            progress=progress,
+            progress=told,
             **options,
         )
-        text = recipe_text(recipe)
-        page = diagnosis_page(found, provenance(recipe, data or {}), text, [command] if command else [])
-        write_report(staging.folder, page)
-        (staging.folder / "recipe.yml").write_text(text, "utf-8")
-        (staging.folder / "diagnosis.json").write_text(to_json(as_json(found)) + "\n", "utf-8")
+        found.verdict = verdict(found)
+        if staging is not None:
+            text = recipe_text(recipe)
+            page = diagnosis_page(found, provenance(recipe, data or {}), text, [command] if command else [])
+            write_report(staging.folder, page)
+            (staging.folder / "recipe.yml").write_text(text, "utf-8")
+            (staging.folder / "diagnosis.json").write_text(to_json(as_json(found)) + "\n", "utf-8")
     return found
 
 
 def report_folder(
-    recipe: Recipe, out: str | Path, data: Mapping[str, str], force: bool, *models: str | None
-) -> Staging:
-    """A folder for a report on a recipe, which appears if all goes well; ``models`` are others that are read."""
+    recipe: Recipe, out: str | Path | None, data: Mapping[str, str], force: bool, *models: str | None
+) -> AbstractContextManager[Staging | None]:
+    """A folder for a report, if one is wanted, which appears if all goes well; ``models`` are others that are read."""
+    if out is None:
+        return nullcontext()
     reads = recipe_paths(recipe)
     reads += [path for model in models for path in model_paths(model)]
     reads += [path for source in data.values() for path in data_paths(source)]
@@ -101,12 +124,12 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "merge": found.own,
         "tasks": tasks,
         "candidates": found.candidates,
-        "reference": reference_of(found),
+        "reference": found.reference,
         "predicted": {
             candidate: {
                 task: {
-                    "relative_loss": relative(found, candidate, task),
-                    "rank": rank(found, candidate, task),
+                    "relative_loss": found.relative(candidate, task),
+                    "rank": found.rank(candidate, task),
                     "quadratic_form": prediction.excess(candidate, task),
                     "mismatch_norm": prediction.mismatch(candidate, task),
                     "by_layer": {group: prediction.excess(candidate, task, group) for group in prediction.groups},

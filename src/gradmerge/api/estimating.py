@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, Unpack, cast, overload
 
 import torch
 from torch import nn
 
-from ..curvature.batches import Again
+from ..arguments import checked
+from ..curvature.batches import Again, watched
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import LIKELIHOODS
 from ..curvature.estimate import estimate_curvature as estimate_in_memory
 from ..curvature.files import PRECISIONS
 from ..curvature.gram import Gram, estimate_gram
-from ..curvature.losses import TokenLoss
+from ..curvature.losses import ExampleLoss, TokenLoss
 from ..curvature.stored_names import for_files
-from ..engine.progress import NoProgress, Progress
+from ..curvature.trial import Trial
+from ..display import Displayed
 from ..engine.reads import changed, digest_of_state, model_paths, state_of
 from ..errors import GradmergeError, InputError, MachineError
+from ..progress import Progress, shown
 from ..storage.smallfile import read_json
 from ..storage.staging import MARK, REPLACED, Staging
 from ..tasks import LoadedTask, Loading, complete, load_model, load_task
@@ -37,9 +41,9 @@ KINDS = {"diagonal": "measurement of diagonal curvature", "gram": "measurement o
 SAVE_EVERY = 180.0
 
 
-@dataclass
-class Estimate:
-    """What was estimated and written."""
+@dataclass(repr=False)
+class Estimate(Displayed):
+    """What was estimated and written: sums over examples."""
 
     out: Path
     kind: str
@@ -53,30 +57,103 @@ class Estimate:
     """Examples that an earlier run had gone through."""
     notes: list[str] = field(default_factory=list)
 
+    def _line(self) -> list[str]:
+        return [str(self.out), self.kind, f"{self.tensors} tensors", f"{self.examples} examples", self.task]
+
 
 @overload
 def estimate_curvature(
-    model: nn.Module, batches: Iterable[Any], likelihood: str = "empirical", **options: Any
+    model: nn.Module, batches: Iterable[Any], likelihood: str = ..., **options: Any
 ) -> Curvature: ...
 @overload
-def estimate_curvature(model: str | Path, source: str | Path, out: str | Path, **options: Any) -> Estimate: ...
-def estimate_curvature(model: Any, *data: Any, **options: Any) -> Curvature | Estimate:
-    """The curvature of a model on data: Σ_i [∇ℓ_i(θ)]², a sum over examples of squared gradients.
+def estimate_curvature(
+    model: str | Path, batches: str | Path, likelihood: str = ..., *, out: str | Path, **options: Any
+) -> Estimate: ...
+@checked()
+def estimate_curvature(
+    model: nn.Module | str | Path,
+    batches: Iterable[Any] | str | Path,
+    likelihood: str = "empirical",
+    *,
+    out: str | Path | None = None,
+    seed: int = 0,
+    progress: bool | Progress = True,
+    output: str | ExampleLoss | None = None,
+    start: Curvature | None = None,
+    each_batch: Callable[[Callable[[], Curvature]], None] | None = None,
+    trial: Trial | None = None,
+    kind: str = "diagonal",
+    at_delta: str | Path | None = None,
+    precision: str = "float32",
+    shard_size: int = 5_000_000_000,
+    resume: bool = False,
+    force: bool = False,
+    durable: bool = False,
+    save_every: float = SAVE_EVERY,
+    **loading: Any,
+) -> Curvature | Estimate:
+    """The diagonal curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the square of every single example's gradient.
+
+    ℓ_i is the negative log-likelihood of example i: of a sequence it is the sum over its tokens, never their mean.
+    Neither batch size nor padding changes the result. It costs about a training step per batch.
 
     Args:
-        model: A module; or, to go from disk to disk, the folder or Hub id of a model.
-        data: For a module, its batches, and the likelihood (``empirical`` if left out). For a model on disk, its data,
-            as `gradmerge curvature estimate --data` takes it, and the folder to write.
-        options: For a module, those of :func:`gradmerge.curvature.estimate.estimate_curvature`; for a model on disk,
-            those of :func:`gradmerge.api.estimating.estimate_to_disk`.
+        model: A module, such as a model of transformers with a head, which is left as it was found (parameters with
+            ``requires_grad=False`` are left out). Or the folder or Hub id of a model: then ``out`` is written.
+        batches: For a module: mappings of keyword arguments with ``labels``, or tuples that end with the labels. A list
+            or a DataLoader lets the estimate begin anew where a quick formula turns out wrong; an iterator does not.
+            For a model on disk: its data, as `gradmerge curvature estimate --data` takes it.
+        likelihood: ``empirical`` takes the data's labels, ``sampled`` draws them from the model, ``exact`` takes the
+            expectation over the model's classes.
+        out: For a model on disk: the new folder to write, such as the model's own `curvature/`.
+        seed: Of the labels that are drawn. They depend on the seed and the example's place in the data alone.
+        progress: A bar on long work; False for none; or what is told how far it is, in batches or, on disk, examples.
+        output: For a module: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``, where the model and
+            its labels do not tell. See :mod:`gradmerge.curvature.losses`.
+        start: For a module: the curvature of the examples before the first of ``batches``, to go on from.
+        each_batch: For a module: called after every batch with a function that gives the curvature so far.
+        trial: For many estimates of one module: `gradmerge.curvature.trial.Trial()`, the same one in every call.
+        kind: On disk: ``diagonal``, or ``gram`` as of :func:`gradmerge.estimate_gram`.
+        at_delta: On disk: a base, to estimate at MODEL − BASE, for ``fa1``.
+        precision, shard_size, force: On disk: as of :meth:`Curvature.save`.
+        resume: On disk: go on with a run that was stopped, from the sums that it saved every ``save_every`` seconds.
+        durable: On disk: have the folder on the disk before it gets its name.
+        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says. For a module only
+            ``device``: where batches are moved to, by default where the model is.
 
     Returns:
-        The curvature of the module; or, from disk to disk, what was written.
+        For a module its :class:`Curvature`, **sums** over examples; for a model on disk what was written.
 
     >>> estimate_curvature(module, batches).save("./yelp/curvature")  # doctest: +SKIP
-    >>> estimate_curvature("./yelp", "reviews.jsonl", "./yelp/curvature", limit=1000)  # doctest: +SKIP
+    >>> estimate_curvature("./yelp", "reviews.jsonl", out="./yelp/curvature", limit=1000)  # doctest: +SKIP
     """
-    return (estimate_to_disk if isinstance(model, str | Path) else estimate_in_memory)(model, *data, **options)
+    of_modules: Any = {"output": output, "start": start, "each_batch": each_batch, "trial": trial}
+    of_disk: Any = {"out": out, "kind": kind, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
+    of_disk |= {"resume": resume, "force": force, "durable": durable, "save_every": save_every}
+    on_disk = not isinstance(model, nn.Module)
+    if on_disk is not isinstance(batches, str | os.PathLike):
+        expected = "the path or name of its data, for a model on disk" if on_disk else "batches in memory, for a module"
+        raise InputError(f"batches is {type(batches).__name__}, but must be {expected}")
+    if isinstance(model, nn.Module):
+        device = loading.pop("device", None)
+        complete(cast(Loading, loading), estimate_curvature)
+        _refuse(of_disk | loading, "a model on disk, not for a module")
+        with shown(progress, "batches") as told:
+            seen = watched(cast(Iterable[Any], batches), told, "estimating")
+            return estimate_in_memory(model, seen, likelihood, seed=seed, device=device, **of_modules)
+    _refuse(of_modules, "a module, not for a model on disk")
+    if out is None:
+        raise InputError("out is None, but must be the folder to write, for a model on disk: out=…")
+    data = str(batches)
+    return estimate_to_disk(model, data, likelihood=likelihood, seed=seed, progress=progress, **of_disk, **loading)
+
+
+def _refuse(options: Mapping[str, Any], whose: str) -> None:
+    """Raise if one of these was given: it would be dropped."""
+    parameters = inspect.signature(estimate_curvature).parameters
+    for name, value in options.items():
+        if name not in parameters or value != parameters[name].default:
+            raise InputError(f"{name} is an option for {whose}")
 
 
 def estimate_to_disk(
@@ -86,30 +163,26 @@ def estimate_to_disk(
     *,
     likelihood: str = "empirical",
     kind: str = "diagonal",
-    at_delta: str | None = None,
+    at_delta: str | Path | None = None,
     seed: int = 0,
     precision: str = "float32",
     shard_size: int = 5_000_000_000,
     resume: bool = False,
     force: bool = False,
     durable: bool = False,
-    progress: Progress | None = None,
+    progress: bool | Progress = True,
     save_every: float = SAVE_EVERY,
     **loading: Unpack[Loading],
 ) -> Estimate:
-    """Estimate the curvature of a model (folder, Hub id or adapter) on data, and write a curvature folder.
-
-    The options are those of `gradmerge curvature estimate`. Every ``save_every`` seconds the sums so far are saved
-    beside ``out``; with ``resume`` a run that was stopped goes on from there.
-    """
+    """``estimate_curvature`` of a model on disk."""
     options = complete(loading, estimate_to_disk)
     _check_options(likelihood, kind, precision, at_delta)
     begun = time.perf_counter()
-    model, source, progress = str(model), str(source), progress or NoProgress()
+    model, source, at_delta = str(model), str(source), None if at_delta is None else str(at_delta)
     models = [path for reference in (model, at_delta, options["tokenizer"]) for path in model_paths(reference)]
     data = data_paths(source)
     # A model's curvature may lie in its folder; that is where merges look for it.
-    with Staging(
+    place = Staging(
         Path(out),
         KINDS[kind],
         force=force,
@@ -117,7 +190,8 @@ def estimate_to_disk(
         reads=[*models, *data],
         inside=model_paths(model),
         durable=durable,
-    ) as staging:
+    )
+    with place as staging, shown(progress, "examples") as told:
         saved = _Saved(staging, save_every)
         files = state_of(models) + state_of(data, deep=True)
         loaded = load_task(model, source, **options)
@@ -127,8 +201,10 @@ def estimate_to_disk(
         result: Curvature | Gram
         start = None
         if kind == "gram":
-            progress.begin("measuring", loaded.examples)
-            result = estimate_gram(loaded.model, loaded.batches(), device=loaded.device, each_batch=progress.advance)
+            told.begin("measuring", loaded.examples)
+            result = estimate_gram(
+                loaded.model, loaded.batches(), device=loaded.device, each_batch=told.advance, progress=False
+            )
         else:
             asked = dict(options)
             saved.request = {
@@ -143,7 +219,7 @@ def estimate_to_disk(
                 **{name: asked[name] for name in ("limit", "max_length", "dtype", "tokenizer")},
             }
             start = saved.read() if resume else None
-            result = _estimate(loaded, likelihood, seed, start, saved, progress)
+            result = _estimate(loaded, likelihood, seed, start, saved, told)
         if path := changed(files, state_of(models) + state_of(data, deep=True)):
             staging.keep = False
             raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Measure again.")
@@ -166,7 +242,7 @@ def estimate_to_disk(
     )
 
 
-def _check_options(likelihood: str, kind: str, precision: str, at_delta: str | None) -> None:
+def _check_options(likelihood: str, kind: str, precision: str, at_delta: str | Path | None) -> None:
     for option, value, known in (
         ("likelihood", likelihood, LIKELIHOODS),
         ("kind", kind, tuple(KINDS)),

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from ..arguments import checked
 from ..engine.plan import BLOCK, Plan
 from ..engine.planning import open_plan
-from ..engine.progress import Progress
 from ..engine.to_folder import MergeResult, merge_to_folder
 from ..errors import InputError
+from ..progress import Progress, shown
 from ..recipe import Recipe, load_recipe, make_recipe
 
 
@@ -28,8 +29,6 @@ def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
     """A recipe from a file, a mapping, or itself."""
     if isinstance(recipe, Recipe):
         return recipe
-    if not isinstance(recipe, str | os.PathLike | Mapping):
-        raise InputError(f"recipe: give a path, a mapping or a Recipe, not {type(recipe).__name__}")
     return make_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
 
 
@@ -43,6 +42,7 @@ def planned(
         yield plan
 
 
+@checked()
 def merge(
     recipe: str | Path | Recipe | Mapping[str, Any],
     out: str | Path,
@@ -56,7 +56,7 @@ def merge(
     allow_nonfinite: bool = False,
     accept_untrusted: bool = False,
     durable: bool = False,
-    progress: Progress | None = None,
+    progress: bool | Progress = True,
     block: int = BLOCK,
 ) -> MergeResult:
     """Merge checkpoints as a recipe says and write the result to the folder ``out``.
@@ -76,7 +76,8 @@ def merge(
         allow_nonfinite: Go on when weights are NaN or infinite.
         accept_untrusted: Write a removal although its step is too long to be trusted.
         durable: Have the folder on the disk before it gets its name.
-        progress: Is told how far the merge is, in bytes.
+        progress: A bar on long work, on a terminal or in a notebook; False for none; or what is told how far the merge
+            is, in bytes: an object with ``begin(what, total, done)`` and ``advance(amount)``.
         block: Elements that go through the rule at once; the weights do not depend on it.
 
     Returns:
@@ -86,14 +87,12 @@ def merge(
     148
     """
     recipe = as_recipe(recipe)
-    if not isinstance(out, str | os.PathLike):
-        raise InputError(f"out: give the folder to write, not {type(out).__name__}")
     out = Path(out)
     if out.suffix == ".safetensors":
         raise InputError(f"{out}: the result is a folder; give a name without .safetensors")
     _check_device(device)
     _allow_many_files()
-    with planned(recipe, allow_pickle=allow_pickle, allow_config=allow_config) as plan:
+    with planned(recipe, allow_pickle=allow_pickle, allow_config=allow_config) as plan, shown(progress) as told:
         plan.block = block
         return merge_to_folder(
             recipe,
@@ -106,7 +105,7 @@ def merge(
             allow_nonfinite=allow_nonfinite,
             accept_untrusted=accept_untrusted,
             durable=durable,
-            progress=progress,
+            progress=told,
         )
 
 

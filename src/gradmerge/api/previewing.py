@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from ..arguments import checked
 from ..diagnostics.evaluator import Evaluator
 from ..diagnostics.grid import Weights, check_methods, grid, parse_weights, recipe_with, sample
 from ..diagnostics.predict import task_names
@@ -15,12 +16,12 @@ from ..diagnostics.predictor import Predictor
 from ..diagnostics.preview import Looker, Outcome, Preview, compare
 from ..diagnostics.suggest import Suggestion, check_objective, search_ranges, suggest
 from ..engine.card import recipe_as_written, to_yaml
-from ..engine.progress import NoProgress, Progress
 from ..engine.to_folder import MergeResult
 from ..errors import InputError
+from ..progress import Progress, shown
 from ..recipe import Base, Identity, Model, Recipe
 from ..report.page import write_report
-from ..report.preview_page import preview_page, settings_table
+from ..report.preview_page import preview_page, settings_table, verdict
 from ..storage.staging import Staging
 from ..storage.tensorfile import local_path
 from ..tasks import Loading, complete
@@ -29,6 +30,7 @@ from .diagnosing import provenance, recipe_text, report_folder
 from .merging import as_recipe, default_threads, merge
 
 
+@checked()
 def preview(
     recipe: str | Path | Recipe | Mapping[str, Any],
     out: str | Path | None = None,
@@ -43,17 +45,33 @@ def preview(
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
     force: bool = False,
-    progress: Progress | None = None,
+    progress: bool | Progress = True,
     command: str = "",
     **loading: Unpack[Loading],
 ) -> Preview:
     """Look at a recipe's merge under many weights and methods, without writing any model.
 
-    ``weights`` is `0:1:0.1` (both ends, one weight for all tasks), `["yelp=0:1:0.25", "sst2=0.5"]`, or task → range;
-    with ``samples`` so many random points of the ranges are taken. With ``data`` (task, or `base`, → source) each merge
-    is formed in memory and evaluated, and the best has the best average metric. Without, losses are predicted from
-    curvature, and the best has the smallest loss of its worst task (``objective`` "worst") or of all ("sum"). With
-    ``out`` a report is written to that new folder. How models and data are loaded: :class:`gradmerge.Loading`.
+    Without data, losses are predicted from curvature: they rank merges, and are no losses in nats.
+
+    Args:
+        recipe: A recipe file, a mapping with its keys, or a :class:`Recipe`.
+        out: A new folder for a report; without it none is written.
+        weights: `"0:1:0.1"` (both ends, one weight for all tasks), `["yelp=0:1:0.25", "sst2=0.5"]`, or task → range.
+        methods: Those to compare, a list or `"ties,dare"`; by default the recipe's.
+        data: Task (the name of its model's folder, or `base`) → data. Each merge is then formed in memory and
+            evaluated, and the best has the best average metric.
+        samples, seed: Take so many random points of the ranges instead of a grid.
+        objective: Without data, the best has the smallest loss of its worst task ("worst") or of all ("sum").
+        threads, allow_pickle, allow_config, force: As of :func:`gradmerge.merge`.
+        progress: A bar on long work; False for none; or what is told how far it is, in merges.
+        command: What the report says to repeat it with.
+        loading: How models and data are loaded: the keywords of :class:`gradmerge.Loading`.
+
+    Returns:
+        Every setting with its results and rank; ``.best()`` is the best of them.
+
+    >>> preview("recipe.yml", weights="0:1:0.25").best().setting.name  # doctest: +SKIP
+    'gradient-matching 0.75'
     """
     options = complete(loading, preview)
     recipe = as_recipe(recipe)
@@ -62,15 +80,17 @@ def preview(
     ranges = parse_weights(weights, tasks, recipe)
     check_objective(objective)
     settings = grid(chosen, ranges) if samples is None else sample(chosen, ranges, samples, seed)
-    progress = progress or NoProgress()
-    with _folder(recipe, out, data or {}, force, options) as staging:
-        with _looker(recipe, chosen, data, options, threads, allow_pickle, allow_config) as looker:
-            found = compare(recipe, looker, settings, ranges.axis, objective=objective, progress=progress)
-        if staging is not None:
-            _write(staging, found, None, data or {}, command)
+    with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
+        with (
+            shown(progress, "merges") as told,
+            _looker(recipe, chosen, data, options, threads, allow_pickle, allow_config) as looker,
+        ):
+            found = compare(recipe, looker, settings, ranges.axis, objective=objective, progress=told)
+        _tell(staging, found, None, data or {}, command)
     return found
 
 
+@checked()
 def suggest_weights(
     recipe: str | Path | Recipe | Mapping[str, Any],
     out: str | Path | None = None,
@@ -86,16 +106,29 @@ def suggest_weights(
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
     force: bool = False,
-    progress: Progress | None = None,
+    progress: bool | Progress = True,
     command: str = "",
     **loading: Unpack[Loading],
 ) -> Suggestion:
     """Search the weights with which the worst task (``objective`` "worst") or the sum over tasks ("sum") loses least.
 
-    Every task has a weight of its own in [0, 1.5], or in the ranges of ``weights``; with ``shared`` all have the same.
     Without data what is lost is predicted from curvature, on the base's data too. With a few labelled rows of each task
     it is measured, as a share: (loss − loss of the tuned model) / (loss of the base − loss of the tuned model), mean
-    losses per example. The same ``seed`` gives the same weights.
+    losses per example.
+
+    Args:
+        recipe, out, data, methods: As of :func:`gradmerge.preview`.
+        objective: What is to be small.
+        shared: One weight for all tasks, instead of one for each.
+        samples, seed: Points of the first round of the search; the same seed gives the same weights.
+        weights: Ranges to search, by default 0 to 1.5.
+        threads, allow_pickle, allow_config, force, progress, command, loading: As of :func:`gradmerge.preview`.
+
+    Returns:
+        The method, a weight for each task, and every setting that was looked at.
+
+    >>> suggest_weights("recipe.yml").weights  # doctest: +SKIP
+    {'yelp': 0.62, 'sst2': 0.9}
     """
     options = complete(loading, suggest_weights)
     recipe = as_recipe(recipe)
@@ -103,14 +136,15 @@ def suggest_weights(
     chosen = check_methods(methods, recipe)
     given = parse_weights(weights, tasks, recipe) if weights is not None else None
     ranges = search_ranges(given, tasks, recipe, shared)
-    progress = progress or NoProgress()
-    with _folder(recipe, out, data or {}, force, options) as staging:
-        with _looker(recipe, chosen, data, options, threads, allow_pickle, allow_config) as looker:
+    with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
+        with (
+            shown(progress, "merges") as told,
+            _looker(recipe, chosen, data, options, threads, allow_pickle, allow_config) as looker,
+        ):
             found = suggest(
-                recipe, looker, chosen, ranges, objective=objective, samples=samples, seed=seed, progress=progress
+                recipe, looker, chosen, ranges, objective=objective, samples=samples, seed=seed, progress=told
             )
-        if staging is not None:
-            _write(staging, found.evaluated, found, data or {}, command)
+        _tell(staging, found.evaluated, found, data or {}, command)
     return found
 
 
@@ -151,18 +185,13 @@ def _looker(
         looker.plan.inputs.close()
 
 
-def _folder(
-    recipe: Recipe, out: str | Path | None, data: Mapping[str, str], force: bool, loading: Loading
-) -> contextlib.AbstractContextManager[Staging | None]:
-    """A folder for the report, if one is wanted."""
-    if out is None:
-        return contextlib.nullcontext()
-    return report_folder(recipe, out, data, force, loading["tokenizer"])
-
-
-def _write(
-    staging: Staging, found: Preview, suggestion: Suggestion | None, data: Mapping[str, str], command: str
+def _tell(
+    staging: Staging | None, found: Preview, suggestion: Suggestion | None, data: Mapping[str, str], command: str
 ) -> None:
+    """The verdict, and the report if one is wanted."""
+    found.verdict = verdict(found, suggestion)
+    if staging is None:
+        return
     folder = staging.folder
     page = preview_page(
         found, suggestion, recipe_text(found.recipe), provenance(found.recipe, data), [command] if command else []

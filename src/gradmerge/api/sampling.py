@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
+from ..arguments import checked
 from ..checkpoints.model import TORCH_TYPES, Buffers, Checkpoint
 from ..checkpoints.opening import open_checkpoint
 from ..checkpoints.sidecars import copy_sidecars, sidecars
@@ -82,6 +83,7 @@ def sample_posterior(
 ) -> list[Path]: ...
 
 
+@checked("n", "seed", "temperature", "damping")
 def sample_posterior(
     folder: str | Path,
     n: int,
@@ -121,7 +123,7 @@ def sample_posterior(
     threads = threads or default_threads()
     with _opened(folder, settings) as posterior:
         for text in posterior.notes(threads):
-            warnings.warn(text, UserWarning, stacklevel=2)
+            warnings.warn(text, UserWarning, stacklevel=3)
         if out is not None:
             return _write(posterior, n, Path(out), force, threads)
     return _states(folder, settings, n, threads)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..checkpoints.model import STORED_TYPES, Checkpoint
 from ..curvature.curvature import Curvature
 from ..engine.inputs import CurvatureInput
@@ -23,6 +24,7 @@ from .merging import default_threads
 CurvatureLike = Mapping[str, Tensor] | float
 
 
+@checked("base", "tuned", "prior", "curvature", "penalty")
 def merge_state_dicts(
     base: Mapping[str, Tensor] | None,
     tuned: Sequence[Mapping[str, Tensor]],
@@ -56,8 +58,8 @@ def merge_state_dicts(
         weights: One per tuned model, 1 by default.
         base_weight: The base's own, for ``weighted-average``.
         damping: δ, added to the prior, or where the method has none to the curvature of every model.
-        reduction: Whether :class:`Curvature` counts as the sum over its examples or as their mean. Tensors and numbers
-            are taken as they are.
+        reduction: Whether :class:`Curvature` counts as the sum over its examples, as in a recipe, or as their mean.
+            Tensors and numbers are taken as they are.
         include, exclude: Glob patterns of tensors to merge; others are copied from the base.
         missing: "error", or "zero" where curvature lacks a tensor.
         options: The method's own.

@@ -10,8 +10,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ..display import OneLine
 from ..storage.bytesof import bytes_of
 from ..storage.tensorfile import ITEM_SIZE, PositionalFile, TensorInfo
+from ..text import count
 
 TORCH_TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -36,7 +38,7 @@ class Buffers:
         return buffer[:nbytes]
 
 
-class Checkpoint:
+class Checkpoint(OneLine):
     """Named tensors in file order, from files, from memory, or from both."""
 
     kind = "checkpoint"
@@ -71,6 +73,9 @@ class Checkpoint:
         }
         for name, tensor in self._memory.items():
             self.tensors[name] = TensorInfo(STORED_TYPES[tensor.dtype], tuple(tensor.shape))
+
+    def _line(self) -> list[str]:
+        return [self.label, self.kind, f"{len(self.tensors)} tensors", f"{count(self.parameters)} parameters"]
 
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened tensor, in its stored type.

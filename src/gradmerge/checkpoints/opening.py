@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from ..arguments import checked
 from ..errors import InputError
 from ..storage.links import require_within
 from ..storage.smallfile import MAX_CONFIG, read_bounded, read_json
@@ -26,8 +27,9 @@ HUB_FILES = (
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
+@checked()
 def open_checkpoint(
-    reference: str,
+    reference: str | Path,
     *,
     relative_to: Path | None = None,
     adapter_base: Checkpoint | None = None,
@@ -35,9 +37,19 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a model folder, a `.safetensors` file, a Hub id (`org/name@revision`) or a PEFT LoRA adapter folder.
 
-    ``relative_to`` is the folder that relative paths start from. An adapter goes on top of ``adapter_base``, or of the
-    base that its own config names.
+    Args:
+        reference: What to open, as a recipe names it.
+        relative_to: The folder that relative paths start from.
+        adapter_base: What an adapter goes on top of, if not the base that its own config names.
+        allow_pickle: Also read .bin and .pt files, of which only the tensors are taken.
+
+    Returns:
+        A :class:`Checkpoint`: tensors by name, read when they are asked for. Close it, or use it with ``with``.
+
+    >>> with open_checkpoint("./yelp") as model:  # doctest: +SKIP
+    ...     print(model.parameters, list(model.tensors))
     """
+    reference = str(reference)
     path = local_path(reference, relative_to)
     if path.is_dir():
         return _open_folder(reference, path, adapter_base, allow_pickle)

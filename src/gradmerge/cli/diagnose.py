@@ -51,11 +51,12 @@ def diagnose(
     with --data also measured.
     """
     with heavy_imports():
-        from ..api.diagnosing import as_json, write_diagnosis
-        from ..report.diagnosis_page import prediction_table, verdict
+        from .. import api
+        from ..api.diagnosing import as_json
+        from ..report.diagnosis_page import prediction_table
 
     with progress(printing.silent) as shown:
-        found = write_diagnosis(
+        found = api.diagnose(
             recipe,
             out,
             merged=merged,
@@ -75,7 +76,7 @@ def diagnose(
     table = prediction_table(found)
     print_table(table.columns, table.rows, right=range(1, len(table.columns)), digits=3)
     if not printing.quiet:
-        say("\n" + "\n".join(map(one_line, verdict(found))))
+        say("\n" + "\n".join(map(one_line, found.verdict)))
         say(f"\n{out / 'report.html'} has the rest. Predictions rank; they are no losses in nats.")
 
 

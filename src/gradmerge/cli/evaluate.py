@@ -26,9 +26,8 @@ def evaluate(*, model: Model, data: Data, loading: LoadingOptions, printing: Pri
     begun = time.perf_counter()
     loaded = tasks.load_task(model, data, **loading.as_keywords())
     with progress(printing.silent, "examples") as shown:
-        if shown is not None:
-            shown.begin("evaluating", loaded.examples)
-        numbers = tasks.evaluate(loaded, advance=shown.advance if shown is not None else None)
+        shown.begin("evaluating", loaded.examples)
+        numbers = tasks.evaluate(loaded, advance=shown.advance)
     facts: dict[str, Any] = {
         "model": model,
         "data": data,

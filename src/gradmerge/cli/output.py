@@ -12,16 +12,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import GradmergeError, MachineError
+from ..progress import BarProgress, NoProgress, Progress, on_terminal
 from ..text import one_line, size, to_json
 from .streams import say, write
-
-if TYPE_CHECKING:
-    from rich.progress import TaskID
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
@@ -213,44 +211,15 @@ class PlainProgress:
         return f"{self._done} of {self._total} {self._unit}, {rate:.3g}"
 
 
-class BarProgress:
-    """A bar with rate and time left, for terminals."""
-
-    def __init__(self, unit: str = "bytes") -> None:
-        from rich import progress as rich
-        from rich.console import Console
-
-        amounts: tuple[rich.ProgressColumn, ...] = (rich.DownloadColumn(), rich.TransferSpeedColumn())
-        if unit != "bytes":
-            amounts = (rich.MofNCompleteColumn(), rich.TextColumn(f"{unit}, {{task.fields[rate]:.3g}}/s"))
-        columns = (rich.TextColumn("{task.description:<10}"), rich.BarColumn(), *amounts, rich.TimeRemainingColumn())
-        self._bar = rich.Progress(*columns, console=Console(stderr=True))
-        self._task: TaskID | None = None
-
-    def begin(self, what: str, total: int, done: int = 0) -> None:
-        self._task = self._bar.add_task(what, total=total, completed=done, rate=0.0)
-
-    def advance(self, amount: int) -> None:
-        if self._task is not None:
-            self._bar.update(self._task, advance=amount, rate=self._bar.tasks[self._task].speed or 0.0)
-
-    def __enter__(self) -> BarProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-
 @contextlib.contextmanager
-def progress(quiet: bool, unit: str = "bytes") -> Iterator[PlainProgress | BarProgress | None]:
+def progress(quiet: bool, unit: str = "bytes") -> Iterator[Progress]:
     """What shows how far a long command is: a bar on a terminal, lines elsewhere, nothing with --quiet.
 
     ``unit`` is what is counted, such as "examples".
     """
     if quiet:
-        yield None
-    elif sys.stderr is not None and sys.stderr.isatty():
+        yield NoProgress()
+    elif on_terminal():
         with BarProgress(unit) as bar:
             yield bar
     else:

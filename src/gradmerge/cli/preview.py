@@ -95,7 +95,7 @@ def preview(
         from .. import api
         from ..api.previewing import as_json, merge_best, suggest_weights
         from ..api.previewing import preview as run
-        from ..report.preview_page import best_table, verdict
+        from ..report.preview_page import best_table
 
     if shared and not suggest:
         raise InputError("--shared goes with --suggest; for a grid, --weights 0:1:0.1 is shared by all tasks")
@@ -139,7 +139,7 @@ def preview(
     print_table(table.columns, table.rows, right=range(2, len(table.columns) - 1))
     if printing.quiet:
         return
-    say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in verdict(found, suggestion)))
+    say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in found.verdict))
     say(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
     if saved is not None:
         say(f"{save_best} holds the best setting; {out / 'recipe.yml'} is its recipe.")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import length_hint
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import MachineError
+from ..errors import InputError, MachineError
+from ..progress import Progress
 
 
 class Again:
@@ -20,6 +22,18 @@ class Again:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._make())
+
+
+def watched(batches: Iterable[Any], progress: Progress, what: str) -> Iterable[Any]:
+    """The batches, counted as they are gone through; those that can be gone through again still can."""
+
+    def count() -> Iterator[Any]:
+        progress.begin(what, length_hint(batches))
+        for batch in batches:
+            yield batch
+            progress.advance(1)
+
+    return count() if isinstance(batches, Iterator) else Again(count)
 
 
 def values_of(batch: Any) -> Iterable[Any]:
@@ -42,6 +56,8 @@ def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def moved(batch: Any, device: torch.device) -> Any:
     """A batch on a device."""
+    if not isinstance(batch, Mapping | Sequence) or isinstance(batch, str) or not batch:
+        raise InputError(f"a batch is a mapping with labels or a tuple that ends with them, not {type(batch).__name__}")
     return _each(batch, lambda value: value.to(device, non_blocking=True))
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..arguments import checked
+from ..display import Displayed, View
 from ..errors import InputError
 from ..storage.bytesof import bytes_of
 from ..storage.staging import Staging, require_space
@@ -21,7 +23,7 @@ from .summary import GroupSummary, summarize
 SHARD_SIZE = 5_000_000_000
 
 
-class NamedSums(Mapping[str, Tensor]):
+class NamedSums(Displayed, Mapping[str, Tensor]):
     """What `Curvature` and `Gram` have in common: names → sums over the examples of one data set, of one model."""
 
     def __init__(self, sums: Mapping[str, Tensor], examples: int, model: str = "") -> None:
@@ -40,10 +42,20 @@ class NamedSums(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._sums)
 
+    @checked()
     def save(
         self, path: str | Path, *, precision: str = "float32", shard_size: int = SHARD_SIZE, force: bool = False
     ) -> None:
-        """Write a curvature folder, whole or not at all. ``precision``: float32, bfloat16, log8; Gram: float32 only."""
+        """Write a curvature folder, whole or not at all.
+
+        Args:
+            path: The new folder, such as the model's own `curvature/`, where merges look for it.
+            precision: ``float32``, ``bfloat16`` or ``log8`` (8 bits per entry); of Gram matrices ``float32`` only.
+            shard_size: Largest size of one file, in bytes.
+            force: Replace ``path`` if gradmerge wrote it, or it is empty.
+
+        >>> curvature.save("./yelp/curvature", precision="log8")  # doctest: +SKIP
+        """
         with Staging(Path(path), "curvature", force=force) as staging:
             self.write(staging.folder, precision, shard_size)
 
@@ -53,11 +65,13 @@ class NamedSums(Mapping[str, Tensor]):
 
 
 class Curvature(NamedSums):
-    """The diagonal curvature of one model on one data set.
+    """The diagonal curvature of one model on one data set: a mapping from parameter names to sums over examples.
 
-    A mapping from parameter names to the **sum** over examples of squared per-example gradients, with the number of
-    examples and the likelihood that the gradients were taken of. Names are those of the model in memory; ``stored``
-    turns them into those of its files, where the two differ, when the curvature is saved.
+    Args:
+        sums: Name of a parameter in memory → Σ_i [∇ℓ_i]², the **sum** over examples of squared gradients.
+        examples, model: How many examples, of which model.
+        likelihood: What the gradients were taken of; see :func:`gradmerge.estimate_curvature`.
+        stored: Turns the names into those of the model's files, where the two differ, when the curvature is saved.
     """
 
     def __init__(
@@ -72,8 +86,12 @@ class Curvature(NamedSums):
         self.likelihood = likelihood
         self._stored = stored
 
-    def __repr__(self) -> str:
-        return f"Curvature({len(self)} tensors, {self.examples} examples, {self.likelihood})"
+    def _line(self) -> list[str]:
+        return [f"{len(self)} tensors", f"{self.examples} examples", self.likelihood]
+
+    def _view(self) -> View:
+        columns = ["layers", "entries", "mean per entry (sum over examples)", "share of zeros", "largest"]
+        return columns, [[g.name, g.entries, g.per_entry, g.share_of_zeros, g.largest] for g in self.summary()], ()
 
     def sum(self) -> dict[str, Tensor]:
         """Σ_i [∇ℓ_i]² over the examples."""
@@ -115,8 +133,19 @@ class Curvature(NamedSums):
         write_sums(folder, sums, metadata(self.examples, self.likelihood, self.model, precision), shard_size)
 
     @classmethod
+    @checked()
     def load(cls, path: str | Path) -> Curvature:
-        """Read a curvature folder or file whole, in float32."""
+        """Read a curvature folder or file whole, in float32.
+
+        Args:
+            path: The folder or file.
+
+        Returns:
+            The curvature, as sums over examples.
+
+        >>> Curvature.load("./yelp/curvature").examples  # doctest: +SKIP
+        560000
+        """
         with open_curvature(str(path)) as file:
             if file.kind != "diagonal":
                 raise InputError(f"{path}: holds {file.kind} matrices, not a diagonal")

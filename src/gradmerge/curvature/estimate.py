@@ -41,35 +41,11 @@ def estimate_curvature(
     each_batch: Callable[[Callable[[], Curvature]], None] | None = None,
     trial: Trial | None = None,
 ) -> Curvature:
-    """The diagonal curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the square of every single example's gradient.
+    """Σ_i [∇ℓ_i(θ)]² over the examples of ``batches``; :func:`gradmerge.estimate_curvature` explains the arguments.
 
-    ℓ_i is the negative log-likelihood of example i (see :mod:`gradmerge.curvature.losses`): of a sequence it is the
-    sum over its tokens, never their mean. Neither batch size nor padding changes the result. How the sums come about
-    is explained in :mod:`gradmerge.curvature.accumulate`.
-
-    Args:
-        model: A model of transformers with a head, or any module. Its mode, gradients and hooks are left as they were
-            found; parameters with ``requires_grad=False`` are left out.
-        batches: Mappings of keyword arguments with ``labels``, as transformers takes them, or tuples that end with the
-            labels. Batches that can be gone through again (a list, a DataLoader) let the estimate begin anew where a
-            quick formula turns out to be wrong for some of them; with an iterator that is an error.
-        likelihood: ``empirical`` takes the data's labels, ``sampled`` draws them from the model, ``exact`` takes the
-            expectation over the model's classes.
-        output: What the model's output means: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``. By
-            default it is read off the model and its labels.
-        seed: Of the labels that are drawn. They depend on the seed and the example's place in the data alone.
-        device: Where batches are moved to; by default where the model is.
-        start: The curvature of the examples before the first of ``batches``, to go on from.
-        each_batch: Called after every batch with a function that gives the curvature so far.
-        trial: For many estimates of one model: `gradmerge.curvature.trial.Trial()`, the same one in every call. Only
-            the first tries out on two examples which formula fits each layer; the others check that now and then.
-
-    Returns:
-        The **sums** over examples, per parameter, with the number of examples.
-
-    Example:
-        >>> curvature = gm.estimate_curvature(model, [(inputs, labels)])
-        >>> curvature.save("tuned/curvature")
+    How the sums come about: :mod:`gradmerge.curvature.accumulate`. ``device`` is where batches are moved to,
+    by default where the model is. Of many calls with one ``trial``, only the first tries out on two examples which
+    formula fits each layer; the others check that now and then.
     """
     if likelihood not in LIKELIHOODS:
         known = f"{', '.join(LIKELIHOODS)}{nearest(likelihood, LIKELIHOODS)}"

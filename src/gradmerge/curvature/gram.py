@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import checked
+from ..display import View
 from ..errors import InputError
-from .batches import examples_in, moved
+from ..progress import Progress, shown
+from .batches import examples_in, moved, watched
 from .curvature import SHARD_SIZE, NamedSums, write_sums
 from .files import metadata
 from .formulas import is_conv1d
@@ -23,7 +26,10 @@ from .stored_names import stored_sources
 class Gram(NamedSums):
     """XᵀX of the inputs of every linear layer of one model on one data set, by the name of the layer's weight.
 
-    A mapping from names to **sums** over all inputs of all examples.
+    Args:
+        sums: The matrices, **sums** over all inputs of all examples.
+        examples, model: How many examples, of which model.
+        transposed: Weights whose first axis is the input's, as of GPT-2's Conv1D.
     """
 
     def __init__(
@@ -31,10 +37,13 @@ class Gram(NamedSums):
     ) -> None:
         super().__init__(sums, examples, model)
         self.transposed = frozenset(transposed)
-        """Weights whose first axis is the input's, as of GPT-2's Conv1D."""
 
-    def __repr__(self) -> str:
-        return f"Gram({len(self)} matrices, {self.examples} examples)"
+    def _line(self) -> list[str]:
+        return [f"{len(self)} matrices", f"{self.examples} examples"]
+
+    def _view(self) -> View:
+        rows = [[name, len(value), float(value.diagonal().mean())] for name, value in self.items()]
+        return ["weight", "inputs", "mean of the diagonal (sum over examples)"], rows, ()
 
     def write(self, folder: Path, precision: str = "float32", shard_size: int = SHARD_SIZE) -> None:
         """Write the files into a folder that is there; ``precision`` is ``float32``, the only one of Gram matrices."""
@@ -47,12 +56,14 @@ class Gram(NamedSums):
         write_sums(folder, self, metadata(self.examples, "", self.model, **more), shard_size)
 
 
+@checked()
 def estimate_gram(
     model: nn.Module,
     batches: Iterable[Any],
     *,
     device: str | torch.device | None = None,
     each_batch: Callable[[int], None] | None = None,
+    progress: bool | Progress = True,
 ) -> Gram:
     """XᵀX of the inputs of every linear layer, over the tokens of all examples that are not padding.
 
@@ -63,6 +74,7 @@ def estimate_gram(
         batches: As of :func:`gradmerge.estimate_curvature`; labels are not used.
         device: Where batches are moved to; by default where the model is.
         each_batch: Called after every batch with its number of examples.
+        progress: A bar on long work; False for none; or what is told how far it is, in batches.
 
     Returns:
         The matrices, as **sums** over all inputs.
@@ -82,14 +94,14 @@ def estimate_gram(
     masks: dict[str, Tensor | None] = {}
     place = torch.device(device) if device is not None else next(model.parameters()).device
     examples = 0
-    with contextlib.ExitStack() as stack, torch.no_grad():
+    with contextlib.ExitStack() as stack, torch.no_grad(), shown(progress, "batches") as told:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
         model.eval()
         for name, layer in layers.items():
             hook = _adder(name, matrices, masks)
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for batch in batches:
+        for batch in watched(batches, told, "estimating"):
             batch = moved(batch, place)
             if isinstance(batch, Mapping):
                 masks["encoder"] = batch.get("attention_mask")

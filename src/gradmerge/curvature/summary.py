@@ -30,9 +30,12 @@ class GroupSummary:
     def per_entry(self) -> float:
         return self.total / max(1, self.entries)
 
+    @property
+    def share_of_zeros(self) -> float:
+        return self.zeros / max(1, self.entries)
+
     def as_dict(self) -> dict[str, float | int | str]:
-        zeros = self.zeros / max(1, self.entries)
-        return asdict(self) | {"mean_per_entry": self.per_entry, "share_of_zeros": zeros}
+        return asdict(self) | {"mean_per_entry": self.per_entry, "share_of_zeros": self.share_of_zeros}
 
 
 def group_of(name: str) -> str:

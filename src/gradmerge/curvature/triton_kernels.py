@@ -27,17 +27,22 @@ OUT, IN, TOKENS, SHORT = 128, 128, 64, 128
 
 
 @triton.jit
+def _share_of(inputs, examples, share, BO: tl.constexpr, BI: tl.constexpr):
+    """The rows and columns of a program's tile, and the first and last of its examples."""
+    tiles, first = tl.cdiv(inputs, BI), tl.program_id(1) * share
+    o = (tl.program_id(0) // tiles) * BO + tl.arange(0, BO)
+    i = (tl.program_id(0) % tiles) * BI + tl.arange(0, BI)
+    return o, i, first, tl.minimum(first + share, examples)
+
+
+@triton.jit
 def _short(
     y, x, out, examples, tokens, width, inputs, y_example, y_token, x_example, x_token, share,
     BO: tl.constexpr, BI: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Sequences of at most BT tokens: one product per example."""
-    tiles = tl.cdiv(inputs, BI)
-    o = (tl.program_id(0) // tiles) * BO + tl.arange(0, BO)
-    i = (tl.program_id(0) % tiles) * BI + tl.arange(0, BI)
+    o, i, first, last = _share_of(inputs, examples, share, BO, BI)
     t = tl.arange(0, BT)
-    first = tl.program_id(1) * share
-    last = tl.minimum(first + share, examples)
     y_place = t[:, None] * y_token + o[None, :]
     x_place = t[:, None] * x_token + i[None, :]
     total = tl.zeros((BO, BI), dtype=tl.float32)
@@ -59,11 +64,7 @@ def _long(
     BO: tl.constexpr, BI: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Longer ones: products of BT tokens."""
-    tiles = tl.cdiv(inputs, BI)
-    o = (tl.program_id(0) // tiles) * BO + tl.arange(0, BO)
-    i = (tl.program_id(0) % tiles) * BI + tl.arange(0, BI)
-    first = tl.program_id(1) * share
-    last = tl.minimum(first + share, examples)
+    o, i, first, last = _share_of(inputs, examples, share, BO, BI)
     total = tl.zeros((BO, BI), dtype=tl.float32)
     for e in tl.range(first, last):
         y_here = y + e.to(tl.int64) * y_example + o[None, :]

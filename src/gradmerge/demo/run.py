@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from .._version import __version__
-from ..api import Progress, merge
-from ..api.diagnosing import write_diagnosis
+from ..api import diagnose, merge
 from ..api.estimating import estimate_curvature
 from ..api.previewing import preview
-from ..engine.progress import NoProgress
 from ..engine.workers import one_thread_each
+from ..progress import NoProgress, Progress
 from ..recipe import load_recipe
 from ..text import to_json
 from . import commands, recipes, tables
@@ -151,6 +150,7 @@ class _Work:
             batch_size=64,
             device="cpu",
             force=True,
+            progress=False,
             command=shlex.join(commands.preview(self.settings)),
         )
 
@@ -196,7 +196,8 @@ class _Work:
 
 def _estimate(asked: EstimateRun, advance: Advance) -> None:
     model, data = f"models/{asked.model}", f"data/{asked.data}.npz:train"
-    estimate_curvature(model, data, asked.out, batch_size=64, device="cpu", force=True, **asked.options)
+    options = {"batch_size": 64, "device": "cpu", "force": True, "progress": False, **asked.options}
+    estimate_curvature(model, data, out=asked.out, **options)
 
 
 def _merge(
@@ -205,11 +206,11 @@ def _merge(
     """The recipe's file, and what it makes."""
     path = f"recipes/{name}.yml"
     yield Stage(path, lambda advance: recipes.write_recipe(Path(path), recipe(), out), needs, facts, told=False)
-    yield Stage(out, lambda advance: merge(path, out, force=True), [path])
+    yield Stage(out, lambda advance: merge(path, out, force=True, progress=False), [path])
 
 
 def _diagnose(advance: Advance) -> None:
-    write_diagnosis(
+    diagnose(
         f"recipes/{MATCHING}.yml",
         "diagnose",
         target="models/joint",
@@ -217,6 +218,7 @@ def _diagnose(advance: Advance) -> None:
         device="cpu",
         batch_size=64,
         force=True,
+        progress=False,
         command=shlex.join(commands.diagnose()),
     )
 

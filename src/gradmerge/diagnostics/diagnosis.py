@@ -14,10 +14,11 @@ from torch import Tensor
 from ..checkpoints.model import Checkpoint
 from ..checkpoints.opening import open_checkpoint
 from ..curvature.summary import group_of
+from ..display import Displayed, View
 from ..engine.candidates import Block, Candidate, look_at
 from ..engine.plan import Plan
-from ..engine.progress import NoProgress, Progress
 from ..errors import InputError
+from ..progress import NoProgress, Progress
 from ..recipe import Recipe
 from ..rules import RULES
 from ..tasks import Loading
@@ -26,6 +27,8 @@ from .predict import BASE, Prediction, open_to_look, predict, task_names
 
 #: What a merge is compared with, besides itself.
 OTHERS = ("task-arithmetic", "average", "fisher-averaging", "gradient-matching")
+#: The method that predictions are shown relative to.
+REFERENCES = ("task-arithmetic", "task-arithmetic (negated)")
 
 
 @dataclass
@@ -44,8 +47,8 @@ class Residual:
     """‖H̄⁻¹ r‖ of each layer group."""
 
 
-@dataclass
-class Diagnosis:
+@dataclass(repr=False)
+class Diagnosis(Displayed):
     """Everything that was found out about a recipe's merge."""
 
     recipe: Recipe
@@ -61,13 +64,39 @@ class Diagnosis:
     examples: dict[str, int] = field(default_factory=dict)
     """Examples of each task's data that were looked at."""
     notes: list[str] = field(default_factory=list)
+    verdict: list[str] = field(default_factory=list)
+    """What a user should know, in sentences."""
 
     @property
     def candidates(self) -> list[str]:
         return self.prediction.candidates
 
+    @property
+    def reference(self) -> str:
+        """The merge that others are shown relative to: task arithmetic at the same weights, or the recipe's own."""
+        return next((name for name in REFERENCES if name in self.candidates), self.own)
 
-def diagnose(
+    def relative(self, candidate: str, task: str) -> float | None:
+        """Predicted excess loss of a task, as a multiple of the reference merge's."""
+        whole = self.prediction.excess(self.reference, task)
+        return self.prediction.excess(candidate, task) / whole if whole else None
+
+    def rank(self, candidate: str, task: str) -> int:
+        """1 for the candidate that is predicted to cost a task least."""
+        own = self.prediction.excess(candidate, task)
+        return 1 + sum(self.prediction.excess(other, task) < own for other in self.candidates)
+
+    def _line(self) -> list[str]:
+        data = f"data of {len(self.examples)}" if self.examples else "predicted"
+        return [self.own, f"{len(self.prediction.tasks)} tasks", f"{len(self.candidates)} merges", data]
+
+    def _view(self) -> View:
+        tasks = self.prediction.tasks
+        rows = [[name, *(self.relative(name, task) for task in tasks)] for name in self.candidates]
+        return ["merge", *(f"{task}, predicted × {self.reference}" for task in tasks)], rows, self.verdict
+
+
+def find_costs(
     recipe: Recipe,
     *,
     merged: str | None = None,
@@ -79,7 +108,7 @@ def diagnose(
     progress: Progress | None = None,
     **loading: Unpack[Loading],
 ) -> Diagnosis:
-    """Diagnose a recipe's merge.
+    """What a recipe's merge costs.
 
     ``merged`` is a model that was merged already, to look at instead of what the recipe would give; ``target`` one that
     was trained on everything. ``data`` maps names of tasks (or `base`) to data.

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..display import Displayed, View
 from ..engine.plan import Plan
-from ..engine.progress import Progress
+from ..progress import Progress
 from ..recipe import Recipe
 from .grid import Setting, takes_weights
 from .predict import task_names
@@ -42,8 +43,8 @@ class Outcome:
     """Task → the same, for that task alone."""
 
 
-@dataclass
-class Preview:
+@dataclass(repr=False)
+class Preview(Displayed):
     """The settings of a preview and their results."""
 
     recipe: Recipe
@@ -64,6 +65,19 @@ class Preview:
     examples: dict[str, int] = field(default_factory=dict)
     """Task → number of rows of its data."""
     notes: list[str] = field(default_factory=list)
+    verdict: list[str] = field(default_factory=list)
+    """What a user should know, in sentences."""
+
+    def _line(self) -> list[str]:
+        best = self.best()
+        found = f"best: {best.setting.name}" if best is not None else "no best"
+        return [f"{len(self.rows)} settings", found, "measured" if self.measured else "predicted"]
+
+    def _view(self) -> View:
+        score = (lambda row: row.score) if self.measured else self.relative_score
+        ranked = sorted(self.rows, key=lambda row: (row.rank is None, row.rank))
+        how = self.criterion.name + ("" if self.measured else ", × reference")
+        return ["rank", "setting", how], [[row.rank, row.setting.name, score(row)] for row in ranked], self.verdict
 
     @property
     def methods(self) -> list[str]:

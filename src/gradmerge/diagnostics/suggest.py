@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from ..engine.progress import Progress
+from ..display import Displayed, View
 from ..errors import InputError
+from ..progress import Progress
 from ..recipe import Recipe
 from .grid import HIGH, LOW, Range, Ranges, Setting, rounded, settings_of, takes_weights
 from .preview import Looker, Outcome, Preview, make_preview, reference_setting, score_by_costs, worst_or_sum
@@ -30,8 +31,8 @@ DIAGONAL = 16
 GUESSES = 4
 
 
-@dataclass(frozen=True)
-class Suggestion:
+@dataclass(frozen=True, repr=False)
+class Suggestion(Displayed):
     """Weights to merge with, and what was looked at to find them."""
 
     method: str
@@ -45,6 +46,15 @@ class Suggestion:
     """Task → predicted loss as a multiple of the recipe's own merge; on data, the lost share of fine-tuning's gain."""
     evaluated: Preview
     """Every setting that was looked at."""
+
+    def _line(self) -> list[str]:
+        weights = " ".join(f"{task} {weight:g}" for task, weight in self.weights.items())
+        return [self.method, weights or "no weights", "measured" if self.measured else "predicted"]
+
+    def _view(self) -> View:
+        cost = "lost share of what fine-tuning gained" if self.measured else "predicted loss, × the recipe's merge"
+        rows = [[task, self.weights.get(task), self.costs.get(task)] for task in self.evaluated.tasks]
+        return ["task", "weight", cost], rows, self.evaluated.verdict
 
 
 def check_objective(objective: str) -> None:

@@ -14,18 +14,19 @@ from .._version import __version__
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Checkpoint
 from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..display import Displayed
 from ..errors import InputError, MachineError
 from ..notes import Note
+from ..progress import NoProgress, Progress
 from ..recipe import Recipe
 from ..storage.smallfile import MAX_TOKENIZER, read_json
 from ..storage.staging import Staging
-from ..text import to_json
+from ..text import size, to_json
 from .card import model_card
 from .journal import Journal
 from .local import Watch, run
 from .memory import keep_freed_memory
 from .plan import Plan
-from .progress import NoProgress, Progress
 from .reads import State, changed, recipe_paths, state_of
 from .record import merge_record
 from .statistics import Statistics, begin_search, find_statistics
@@ -35,9 +36,9 @@ from .trust import judge_removal
 RECORD = "gradmerge.json"
 
 
-@dataclass
-class MergeResult:
-    """What a merge did."""
+@dataclass(repr=False)
+class MergeResult(Displayed):
+    """What a merge did; sizes are in bytes."""
 
     output: Path
     merged: int
@@ -48,6 +49,10 @@ class MergeResult:
     seconds: float = 0.0
     notes: list[Note] = field(default_factory=list)
     already_done: bool = False
+
+    def _line(self) -> list[str]:
+        done = "complete already" if self.already_done else f"{size(self.bytes_written)} in {self.seconds:.1f} s"
+        return [str(self.output), f"{self.merged} tensors merged", f"{self.copied} copied", done]
 
 
 def merge_to_folder(

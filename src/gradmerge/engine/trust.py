@@ -19,9 +19,9 @@ from ..checkpoints.model import Buffers
 from ..curvature.summary import group_of
 from ..errors import InputError
 from ..notes import Kind, Note
+from ..progress import Progress
 from ..text import count
 from .plan import BLOCK, Job, Plan, rule_arguments
-from .progress import Progress
 from .reading import read_block
 from .statistics import Advance
 from .workers import run_parallel, with_buffers

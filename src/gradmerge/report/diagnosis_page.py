@@ -11,30 +11,12 @@ from ..diagnostics.scores import headline, higher_is_better, loss_of
 from .charts import BarChart, HeatMap, ScatterChart, Series
 from .page import Page, Section, Table, Value
 
-#: The method that predictions are shown relative to.
-REFERENCES = ("task-arithmetic", "task-arithmetic (negated)")
 TRUST = (
     "Predictions come from curvature alone and are shown relative to a reference merge, because a diagonal sees little "
     "of the loss along the path: in an independent study of five sentiment models they ranked 50 to 70 merges by true "
     "loss with Spearman's ρ of 0.4 to 0.5 on average (0.9 on one task, 0 on another) and hardly ranked accuracy. They "
     "are good at telling which layers cost most. A handful of labelled rows (`--data NAME=SRC`) overrides them."
 )
-
-
-def reference_of(found: Diagnosis) -> str:
-    """The merge that others are shown relative to: task arithmetic at the same weights, or else the recipe's own."""
-    return next((name for name in REFERENCES if name in found.candidates), found.own)
-
-
-def relative(found: Diagnosis, candidate: str, task: str) -> float | None:
-    """Predicted excess loss of a task, as a multiple of the reference merge's."""
-    return _ratio(found.prediction.excess(candidate, task), found.prediction.excess(reference_of(found), task))
-
-
-def rank(found: Diagnosis, candidate: str, task: str) -> int:
-    """1 for the candidate that is predicted to cost a task least."""
-    own = found.prediction.excess(candidate, task)
-    return 1 + sum(found.prediction.excess(other, task) < own for other in found.candidates)
 
 
 def costliest(found: Diagnosis, count: int = 5) -> list[tuple[str, float]]:
@@ -81,10 +63,10 @@ def diagnosis_page(found: Diagnosis, provenance: dict[str, str], recipe: str, co
 
 def prediction_table(found: Diagnosis) -> Table:
     """Predicted loss and rank of every candidate on every task."""
-    tasks, reference = found.prediction.tasks, reference_of(found)
+    tasks, reference = found.prediction.tasks, found.reference
     columns = ["merge", *(f"{task}, {what}" for task in tasks for what in (f"× {reference}", "rank"))]
     rows = [
-        [candidate, *(cell(found, candidate, task) for task in tasks for cell in (relative, rank))]
+        [candidate, *(cell(candidate, task) for task in tasks for cell in (found.relative, found.rank))]
         for candidate in found.candidates
     ]
     note = "Relative to the reference merge; rank 1 is best."
@@ -109,10 +91,10 @@ def _ratio(value: float, whole: float) -> float | None:
 
 
 def _predicted_words(found: Diagnosis) -> list[str]:
-    reference = reference_of(found)
+    reference = found.reference
     if reference == found.own:
         return []
-    times = {task: relative(found, found.own, task) for task in found.prediction.tasks}
+    times = {task: found.relative(found.own, task) for task in found.prediction.tasks}
     parts = [f"{value:.2g}× for {task}" for task, value in times.items() if value is not None]
     return [f"Beside {reference} at the same weights, its predicted loss is {', '.join(parts)}."] if parts else []
 
@@ -143,7 +125,7 @@ def _interference_words(found: Diagnosis) -> list[str]:
 
 def _advice(found: Diagnosis) -> str:
     def loss(candidate: str, task: str) -> float:
-        return relative(found, candidate, task) or 0.0
+        return found.relative(candidate, task) or 0.0
 
     tasks = found.prediction.tasks
     worst = {candidate: max(loss(candidate, task) for task in tasks) for candidate in found.candidates}
@@ -157,7 +139,7 @@ def _advice(found: Diagnosis) -> str:
 
 
 def _prediction_section(found: Diagnosis) -> Section:
-    tasks, reference = found.prediction.tasks, reference_of(found)
+    tasks, reference = found.prediction.tasks, found.reference
 
     def bars(title: str, slug: str, of: Callable[[str, str], float]) -> BarChart:
         """What a merge costs a task, as a multiple of the reference's."""

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+from ..arguments import checked
 from ..errors import InputError, MachineError
 from ..storage.smallfile import require_unpackable
 from ..storage.tensorfile import in_utf8, local_path
@@ -36,8 +37,21 @@ BATCH_BYTES = 500_000_000
 MOST_COLUMNS = 10_000
 
 
-def read_rows(source: str, *, limit: int | None = None, split: str | None = None) -> Rows:
-    """The rows of ``source``, at most ``limit``; no more of a file is read than that takes, where the format allows."""
+@checked()
+def read_rows(source: str | Path, *, limit: int | None = None, split: str | None = None) -> Rows:
+    """The rows of a data set. Where the format allows, no more of a file is read than ``limit`` takes.
+
+    Args:
+        source: .jsonl, .csv, .parquet or .txt (each also .gz), .npz, a folder of images by class, or Hub id:split.
+        limit, split: How many rows at most; of which split, if ``source`` does not name it.
+
+    Returns:
+        The rows, each a mapping from columns to values, as ``.rows``, and what is known of the ``.columns``.
+
+    >>> read_rows("reviews.jsonl", limit=1).rows[0]  # doctest: +SKIP
+    {'text': 'Great food.', 'label': 1}
+    """
+    source = str(source)
     if limit is not None and limit < 1:
         raise InputError(f"--limit {limit}: at least one example is needed")
     place, split = place_and_split(source, split)

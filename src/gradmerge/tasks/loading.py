@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
-from types import NoneType
-from typing import Any, Protocol, TypedDict, Unpack, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, TypedDict, Unpack, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check
 from ..curvature.losses import ExampleLoss
 from ..errors import InputError
 from ..quiet import quiet_transformers
@@ -61,7 +60,6 @@ DEFAULTS = Loading(
     attn=None,
     tokenizer=None,
 )
-_IN_WORDS = {str: "text", Integral: "a whole number", Mapping: "a mapping", NoneType: "None"}
 
 
 def complete(given: Loading, function: Callable[..., Any]) -> Loading:
@@ -72,11 +70,7 @@ def complete(given: Loading, function: Callable[..., Any]) -> Loading:
             known = [known for known in inspect.signature(function).parameters if known != "loading"] + [*types]
             hint = f"{nearest(name, known)}\n  Known are {', '.join(known)}."
             raise InputError(f"there is no option {name!r}{hint}")
-        several = [get_origin(one) or one for one in get_args(types[name]) or [types[name]]]
-        kinds: list[Any] = [Integral if one is int else one for one in several]
-        if isinstance(value, bool) or not isinstance(value, tuple(kinds)):
-            expected = " or ".join(_IN_WORDS[kind] for kind in kinds)
-            raise InputError(f"{name} is {value!r}, but must be {expected}")
+        check(name, value, types[name])
     return DEFAULTS | given
 
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..display import OneLine
 from ..errors import InputError
 
 Row = Mapping[str, Any]
 
 
-@dataclass
-class Rows:
+@dataclass(repr=False)
+class Rows(OneLine):
     """A data set: rows by number, and what is known of its columns."""
 
     label: str
@@ -30,6 +31,9 @@ class Rows:
     """Reads a whole column, where that is quicker than row by row."""
     notes: list[str] = field(default_factory=list)
     """What a user should know of how the rows were understood."""
+
+    def _line(self) -> list[str]:
+        return [self.label, f"{len(self)} rows", f"columns {', '.join(self.columns)}"]
 
     def __len__(self) -> int:
         return len(self.rows)
