@@ -43,6 +43,11 @@ class Comparison:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def refuse(self, lines: Sequence[str], what: str, advice: str = "", limit: int = 8) -> None:
+        """A problem, if there are lines that show it."""
+        if lines:
+            self.problems.append(f"{what}\n{listed(lines, limit)}" + (f"\n  {advice}" if advice else ""))
+
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
@@ -138,18 +143,14 @@ def _compare_one(
             types.append(f"{name}: {here} in {first.label}, {there} in {other.label}")
     extra = [n for n in other.tensors if n not in first.tensors and chosen(n) and not is_buffer(n, other.tensors[n])]
     extra = [n for n in extra if not _is_copy_of_tied(n, first, other, result)]
-
-    def refuse(names: Sequence[str], what: str, advice: str = "") -> None:
-        if names:
-            result.problems.append(f"{other.label}: {what}\n{listed(names)}{advice}")
-
     what = f"another vocabulary than {first.label}; rows of the embeddings would not mean the same tokens"
-    refuse(vocabulary, what, "\n  Resize one of them, or exclude these tensors.")
-    refuse(missing, f"{_count(missing)} of {first.label} missing{_prefix_hint(first, other) if missing else ''}")
-    hint = "" if missing else "\n  If they are heads that should stay out of the merge, exclude them."
-    refuse(extra, f"{_count(extra)} that {first.label} does not have", hint)
-    refuse(shapes, f"other shapes than {first.label}")
-    refuse(types, "weights that are no floating-point numbers")
+    result.refuse(vocabulary, f"{other.label}: {what}", "Resize one of them, or exclude these tensors.")
+    hint = _prefix_hint(first, other) if missing else ""
+    result.refuse(missing, f"{other.label}: {_count(missing)} of {first.label} missing{hint}")
+    advice = "" if missing else "If they are heads that should stay out of the merge, exclude them."
+    result.refuse(extra, f"{other.label}: {_count(extra)} that {first.label} does not have", advice)
+    result.refuse(shapes, f"{other.label}: other shapes than {first.label}")
+    result.refuse(types, f"{other.label}: weights that are no floating-point numbers")
     if aliases:
         pairs = ", ".join(f"{name} = {tied}" for name, tied in aliases.items())
         result.notes.append(f"{other.label}: tied weights are stored once: {pairs}")
@@ -179,11 +180,9 @@ def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, 
             refused.append(f"{name}: {here}, with other values")
         else:
             noted.append(name)
-    if refused:
-        result.problems.append(
-            f"{other.label}: integers, which are not merged, differ from those of {first.label}\n{listed(refused)}\n"
-            f"  Convert the model, or exclude these tensors to keep those of {first.label}."
-        )
+    what = f"{other.label}: integers, which are not merged, differ from those of {first.label}"
+    advice = f"Convert the model, or exclude these tensors to keep those of {first.label}."
+    result.refuse(refused, what, advice)
     if noted:
         result.notes.append(f"{other.label}: integers that differ are taken from {first.label}: {some(noted)}")
 
@@ -204,12 +203,9 @@ def _compare_configs(
     lines |= dict(_other_labels(first, other, result))
     allowing = {key: by for key in lines if (by := allows(allowed, key))}
     refused = [line for key, line in lines.items() if key not in allowing]
-    if refused:
-        result.problems.append(
-            f"{other.label}: its config makes another function of the weights than that of {first.label}\n"
-            f"{listed(refused, 20)}\n"
-            "  Take models that agree; if a difference is meant, pass --allow-config KEY for each key."
-        )
+    what = f"{other.label}: its config makes another function of the weights than that of {first.label}"
+    advice = "Take models that agree; if a difference is meant, pass --allow-config KEY for each key."
+    result.refuse(refused, what, advice, limit=20)
     if allowing:
         result.notes.append(
             f"{other.label}: merged with another config, as --allow-config says; the result has that of {first.label}. "

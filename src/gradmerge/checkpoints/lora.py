@@ -150,12 +150,11 @@ class AdapterCheckpoint(Checkpoint):
                 continue
             for letter, key in pair.items():
                 only(used[letter], target, key)
-            shapes = [self.adapter.tensors[key].shape for key in pair.values()]
-            if any(len(shape) < 2 or 0 in shape for shape in shapes):
-                found = " and ".join(str(list(shape)) for shape in shapes)
+            a, b = (self.adapter.tensors[pair[letter]].shape for letter in "AB")
+            if min(len(a), len(b)) < 2 or 0 in a + b:
+                found = f"{list(a)} and {list(b)}"
                 raise self._refused(f"LoRA's factors of {module} are no matrices: {found}. Save the adapter again.")
-            rank = self.adapter.tensors[pair["A"]].shape[0]
-            scale = self._alpha(config, module) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            scale = self._alpha(config, module) / (math.sqrt(a[0]) if config.get("use_rslora") else a[0])
             transposed = "lora_embedding_" in pair["A"] or bool(config.get("fan_in_fan_out"))
             factors[target] = Factors(pair["A"], pair["B"], scale, self._orientation(target, pair, transposed))
         if twice:

@@ -113,11 +113,8 @@ def _stored_sizes(path: Path) -> set[int]:
     """The sizes of an archive's records; empty if it is no archive or is compressed, and so cannot be mapped."""
     if not zipfile.is_zipfile(path):
         return set()
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise _unreadable(path, error) from error
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
     require_unpackable(path, sum(record.file_size for record in records))
     stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
     return {record.file_size for record in records} if stored and is_text(str(path)) else set()

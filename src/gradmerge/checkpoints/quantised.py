@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,7 +123,7 @@ def _codes(tensors: dict[str, TensorInfo]) -> Iterator[tuple[str, str]]:
             yield name, CODES[last]
         elif ".quant_state." in name:
             yield name, "bitsandbytes"
-        elif re.search(r"_blocks$", last) and f"{name.removesuffix('_blocks')}_scales" in tensors:
+        elif last.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors:
             yield name, "mxfp4"
         elif last == "weight":
             beside = next((scale for scale in SCALES if f"{module}{dot}{scale}" in tensors), None)

@@ -6,12 +6,11 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..storage.links import lies_within
 from ..storage.smallfile import read_json
-from .compare import some
+from .compare import matches, some
 from .lora import AdapterCheckpoint
 from .model import Checkpoint
 
@@ -63,12 +62,13 @@ def sidecars(checkpoint: Checkpoint) -> Sidecars:
     left_out: list[str] = []
     for module, path in _candidates(folder, checkpoint.modules):
         name = path.relative_to(folder).as_posix()
-        needed = _fits(path.relative_to(folder / module).as_posix(), NEEDED_OF_MODULES if module else NEEDED)
+        patterns = NEEDED_OF_MODULES if module else NEEDED
+        needed = matches(path.relative_to(folder / module).as_posix(), patterns.split())
         # A regular file of this model, also behind a link, and not too large to be a side file.
         can_be_copied = path.is_file() and lies_within(path, folder) and path.stat().st_size <= MAX_BYTES
-        if needed and can_be_copied and not _fits(name.lower(), NEVER):
+        if needed and can_be_copied and not matches(name.lower(), NEVER.split()):
             copied[name] = path
-        elif not _fits(name, EXPECTED):
+        elif not matches(name, EXPECTED.split()):
             left_out.append(name + ("/" if path.is_dir() else ""))
     return Sidecars(copied, left_out)
 
@@ -84,10 +84,6 @@ def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, P
     for module in modules:
         for path in sorted((folder / module).iterdir()):
             yield module, path
-
-
-def _fits(name: str, patterns: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns.split())
 
 
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:

@@ -15,45 +15,34 @@ from .columns import Fields
 from .data_sources import LONGEST_ROW
 from .patience import little_memory, patience
 from .rows import Rows, shown
-from .tokens import Tokens, padded, padded_labels
+from .tokens import Tokens
 
 #: Limits for a chat template to write down one conversation, which takes a millisecond unless it was made not to end.
 SECONDS, MEMORY = 20.0, 4_000_000_000
 
 
-class LanguageExamples:
-    """Texts, prompts with completions, or conversations. Padding is on the right and never counts."""
+class LanguageExamples(Tokens):
+    """Texts, prompts with completions, or conversations."""
 
     output: ExampleLoss = LOSSES["next-token"]
 
     def __init__(self, rows: Rows, fields: Fields, model: nn.Module, tokenizer: Any, max_length: int | None) -> None:
-        self.rows, self.fields = rows, fields
-        self.tokens = Tokens(rows, tokenizer, model, max_length)
-        self._notes: list[str] = []
-        self._all_counts = False
-        if "messages" in fields:
-            self._prepare_chat()
-
-    def _prepare_chat(self) -> None:
-        template = getattr(self.tokens.tokenizer, "chat_template", None)
-        if not template:
+        super().__init__(rows, fields, model, tokenizer, max_length)
+        template = getattr(tokenizer, "chat_template", None)
+        marked = isinstance(template, str) and re.search(r"\{%-?\s*generation\s*-?%\}", template)
+        self._all_counts = not marked
+        if "messages" in fields and not template:
             raise InputError(
-                f"{self.rows.label}: the tokenizer has no chat template to turn {self.fields['messages'][0]!r} into "
+                f"{rows.label}: the tokenizer has no chat template to turn {fields['messages'][0]!r} into "
                 "text. Use a tokenizer that has one, --tokenizer PATH, or data with text, or with prompt and completion"
             )
-        if not isinstance(template, str) or not re.search(r"\{%-?\s*generation\s*-?%\}", template):
-            self._all_counts = True
+        if "messages" in fields and not marked:
             unmarked = "the chat template does not mark what the assistant says"
-            self._notes.append(f"{unmarked}, so every token of a conversation counts")
+            rows.notes.append(f"{unmarked}, so every token of a conversation counts")
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        made = [self._example(index) for index in indices]
-        ids = [example[0] for example in made]
-        return {
-            "input_ids": padded(ids, self.tokens.pad),
-            "attention_mask": padded([[1] * len(i) for i in ids], 0),
-            "labels": padded_labels([example[1] for example in made]),
-        }
+        ids, labels = zip(*(self._example(index) for index in indices), strict=True)
+        return self.batch_of(ids, labels)
 
     def _example(self, index: int) -> tuple[list[int], list[int]]:
         """Tokens of a row, and the label of each."""
@@ -62,34 +51,33 @@ class LanguageExamples:
         elif "prompt" in self.fields:
             ids, labels = self._completion(index)
         else:
-            ids = self.tokens.encode(index, self.rows.text(index, self.fields["text"]))["input_ids"]
+            ids = self.encode(index, self.rows.text(index, self.fields["text"]))["input_ids"]
             labels = list(ids)
-        self.tokens.check(index, ids)
+        self.check(index, ids)
         return ids, labels
 
     def _completion(self, index: int) -> tuple[list[int], list[int]]:
-        tokenizer = self.tokens.tokenizer
-        eos = tokenizer.eos_token_id
-        prompt = self.tokens.all_of(index, self.rows.text(index, self.fields["prompt"]))["input_ids"]
+        eos = self.tokenizer.eos_token_id
+        prompt = self.all_of(index, self.rows.text(index, self.fields["prompt"]))["input_ids"]
         if prompt and prompt[-1] == eos:  # put there by the tokenizer, but the text goes on
             prompt.pop()
         answer = self.rows.text(index, self.fields["completion"])
-        completion = self.tokens.all_of(index, answer, add_special_tokens=False)["input_ids"]
+        completion = self.all_of(index, answer, add_special_tokens=False)["input_ids"]
         if eos is not None:
             completion.append(eos)
-        if len(prompt) + len(completion) > self.tokens.max_length:
+        if len(prompt) + len(completion) > self.max_length:
             # The beginning of the prompt goes first: without a completion no token counts.
-            self.tokens.truncated.add(index)
-            completion = completion[: self.tokens.max_length - 1]
-            start = prompt[:1] if prompt and prompt[0] in tokenizer.all_special_ids else []
-            room = self.tokens.max_length - len(completion) - len(start)
+            self.truncated.add(index)
+            completion = completion[: self.max_length - 1]
+            start = prompt[:1] if prompt and prompt[0] in self.tokenizer.all_special_ids else []
+            room = self.max_length - len(completion) - len(start)
             prompt = start + prompt[len(prompt) - room :]
         return prompt + completion, [MASKED] * len(prompt) + completion
 
     def _conversation(self, index: int) -> tuple[list[int], list[int]]:
         messages = self.rows.cell(index, self.fields["messages"][0])
         where = str(self.rows.wrong(index, ""))
-        apply = self.tokens.tokenizer.apply_chat_template
+        apply = self.tokenizer.apply_chat_template
         try:
             # Text first, within limits: templates are programs. (A tokenizer that runs out of memory ends the process.)
             with patience(SECONDS, f"{where}: the chat template"), little_memory(MEMORY, f"{where}: the chat template"):
@@ -107,13 +95,10 @@ class LanguageExamples:
             raise InputError(f"{where}: {refused}: {first_line(error)}") from error
         ids = list(encoded["input_ids"])
         counts = [1] * len(ids) if self._all_counts else list(encoded["assistant_masks"])
-        if len(ids) > self.tokens.max_length:
-            self.tokens.truncated.add(index)
-        ids, counts = ids[: self.tokens.max_length], counts[: self.tokens.max_length]
+        if len(ids) > self.max_length:
+            self.truncated.add(index)
+        ids, counts = ids[: self.max_length], counts[: self.max_length]
         return ids, [token if count else MASKED for token, count in zip(ids, counts, strict=True)]
-
-    def notes(self) -> list[str]:
-        return self._notes + self.tokens.notes()
 
 
 def without_empty(rows: Rows, fields: Fields) -> tuple[Rows, list[str]]:

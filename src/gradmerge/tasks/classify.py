@@ -17,32 +17,28 @@ from .tokens import Tokens, padded
 _PADDED_LEFT = {"xlnet"}
 
 
-class TextExamples:
+class TextExamples(Tokens):
     """Texts with labels."""
 
     def __init__(self, rows: Rows, fields: Fields, model: nn.Module, tokenizer: Any, max_length: int | None) -> None:
+        super().__init__(rows, fields, model, tokenizer, max_length)
         config: Any = model.config
-        self.rows, self.fields = rows, fields
-        self.tokens = Tokens(rows, tokenizer, model, max_length)
         self.labels = read_labels(rows, fields, config)
         self.output: ExampleLoss = loss_of(model, self.labels)
-        self.left = config.model_type in _PADDED_LEFT
+        self.side = "left" if config.model_type in _PADDED_LEFT else "right"
         if config.get_text_config().pad_token_id is None:
             # Decoders read their answer off the last token that is not padding, and must know which that is.
-            config.get_text_config().pad_token_id = self.tokens.pad
+            config.get_text_config().pad_token_id = self.pad
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         encoded = [self._encoded(index) for index in indices]
-        pad_type = getattr(self.tokens.tokenizer, "pad_token_type_id", 0)
-        fill = {"input_ids": self.tokens.pad, "token_type_ids": pad_type if isinstance(pad_type, int) else 0}
-        inputs = {n: padded([e[n] for e in encoded], fill.get(n, 0), self.left) for n in encoded[0]}
+        pad_type = getattr(self.tokenizer, "pad_token_type_id", 0)
+        fill = {"input_ids": self.pad, "token_type_ids": pad_type if isinstance(pad_type, int) else 0}
+        inputs = {n: padded([e[n] for e in encoded], fill.get(n, 0), self.side) for n in encoded[0]}
         return inputs | {"labels": self.labels[list(indices)]}
 
     def _encoded(self, index: int) -> dict[str, list[int]]:
         texts = [self.rows.text(index, self.fields[role]) for role in ("text", "text2") if role in self.fields]
-        encoded = self.tokens.encode(index, *texts, return_attention_mask=True)
-        self.tokens.check(index, encoded["input_ids"])
+        encoded = self.encode(index, *texts, return_attention_mask=True)
+        self.check(index, encoded["input_ids"])
         return encoded
-
-    def notes(self) -> list[str]:
-        return self.rows.notes + self.tokens.notes()

@@ -8,7 +8,14 @@ from ..errors import InputError
 from ..text import nearest
 from .rows import Rows
 
-KEYS = ("text", "text2", "label", "labels", "prompt", "completion", "messages", "source", "target", "image")
+#: The keys of ``--columns`` that each task reads.
+READS: Mapping[str, tuple[str, ...]] = {
+    "classify": ("text", "text2", "label", "labels"),
+    "causal-lm": ("text", "prompt", "completion", "messages"),
+    "seq2seq": ("source", "target"),
+    "image": ("image", "label", "labels"),
+}
+KEYS = tuple(dict.fromkeys(key for keys in READS.values() for key in keys))
 
 TEXT = (
     *("text", "sentence", "review", "content", "comment", "document", "tweet", "message", "utterance", "query"),
@@ -93,20 +100,20 @@ class _Choice:
 
     def usual(self, names: Sequence[str], taken: Sequence[str] = ()) -> tuple[str, ...] | None:
         """The first usual name that is there and not taken."""
-        for name in names:
-            column = self.by_name.get(name)
-            if column is not None and column not in taken:
-                return (column,)
-        return None
+        there = (self.by_name[name] for name in names if name in self.by_name)
+        return next(((column,) for column in there if column not in taken), None)
 
     def only_text(self, taken: Sequence[str]) -> tuple[str, ...] | None:
         """The only column with text that is left, whatever its name."""
         left = [c for c in self.rows.columns if c not in taken and isinstance(self.rows.rows[0].get(c), str)]
         return (left[0],) if len(left) == 1 else None
 
-    def missing(self, what: str, example: str) -> InputError:
+    def needed(self, found: tuple[str, ...] | None, what: str, example: str) -> tuple[str, ...]:
+        """What was found, or an error with an example of how to name it."""
+        if found is not None:
+            return found
         hint = f"{self.found} Say which is which: --columns {example}"
-        return InputError(f"{self.rows.label}: task {self.task} needs {what}.\n  {hint}")
+        raise InputError(f"{self.rows.label}: task {self.task} needs {what}.\n  {hint}")
 
 
 def _classify(choice: _Choice) -> Fields:
@@ -116,8 +123,7 @@ def _classify(choice: _Choice) -> Fields:
         raise InputError("--columns: give either label (one column) or labels (several, joined by +)")
     given_text = [column for role in ("text", "text2") for column in fields.get(role, ())]
     label = fields.get(key) or choice.usual(LABEL, given_text)
-    if label is None:
-        raise choice.missing("labels", f"text={(*choice.rows.columns, 'COLUMN')[0]},label=COLUMN")
+    label = choice.needed(label, "labels", f"text={(*choice.rows.columns, 'COLUMN')[0]},label=COLUMN")
     if "text" not in fields:
         pair = next((p for p in PAIRS if all(n in choice.by_name and choice.by_name[n] not in label for n in p)), None)
         if pair is not None and "text2" not in fields:
@@ -125,9 +131,7 @@ def _classify(choice: _Choice) -> Fields:
         else:
             taken = (*label, *fields.get("text2", ()))
             text = choice.usual(TEXT, taken) or choice.only_text(taken)
-            if text is None:
-                raise choice.missing("a text", f"text=COLUMN,label={'+'.join(label)}")
-            fields["text"] = text
+            fields["text"] = choice.needed(text, "a text", f"text=COLUMN,label={'+'.join(label)}")
     return {**fields, key: label}
 
 
@@ -143,36 +147,29 @@ def _causal_lm(choice: _Choice) -> Fields:
             return {key: found}
     completion = given.get("completion") or choice.usual(COMPLETION, given.get("prompt", ()))
     prompt = given.get("prompt") or choice.usual(PROMPT, completion or ())
+    if given:
+        completion = choice.needed(completion, "a completion as well", "prompt=COLUMN,completion=COLUMN")
+        prompt = choice.needed(prompt, "a prompt as well", "prompt=COLUMN,completion=COLUMN")
     if prompt is not None and completion is not None:
         return {"prompt": prompt, "completion": completion}
-    if given:
-        lacking = "completion" if completion is None else "prompt"
-        raise choice.missing(f"a {lacking} as well", "prompt=COLUMN,completion=COLUMN")
     text = choice.usual(TEXT) or choice.only_text(())
-    if text is None:
-        raise choice.missing("a text, or a prompt and its completion", "text=COLUMN")
-    return {"text": text}
+    return {"text": choice.needed(text, "a text, or a prompt and its completion", "text=COLUMN")}
 
 
 def _seq2seq(choice: _Choice) -> Fields:
     target = choice.given.get("target") or choice.usual(TARGET, choice.given.get("source", ()))
-    if target is None:
-        raise choice.missing("a target", "source=COLUMN,target=COLUMN")
+    target = choice.needed(target, "a target", "source=COLUMN,target=COLUMN")
     source = choice.given.get("source") or choice.usual(SOURCE, target) or choice.only_text(target)
-    if source is None:
-        raise choice.missing("a source", f"source=COLUMN,target={'+'.join(target)}")
+    source = choice.needed(source, "a source", f"source=COLUMN,target={'+'.join(target)}")
     return {"source": source, "target": target}
 
 
 def _image(choice: _Choice) -> Fields:
     image = choice.given.get("image") or choice.usual(IMAGE)
-    if image is None:
-        raise choice.missing("images", "image=COLUMN,label=COLUMN")
+    image = choice.needed(image, "images", "image=COLUMN,label=COLUMN")
     key = "labels" if "labels" in choice.given else "label"
     label = choice.given.get(key) or choice.usual(("label", "labels", "fine_label", *LABEL), image)
-    if label is None:
-        raise choice.missing("labels", f"image={image[0]},label=COLUMN")
-    return {"image": image, key: label}
+    return {"image": image, key: choice.needed(label, "labels", f"image={image[0]},label=COLUMN")}
 
 
 _CHOOSERS: Mapping[str, Callable[[_Choice], Fields]] = {
@@ -180,12 +177,4 @@ _CHOOSERS: Mapping[str, Callable[[_Choice], Fields]] = {
     "causal-lm": _causal_lm,
     "seq2seq": _seq2seq,
     "image": _image,
-}
-
-#: The keys of ``--columns`` that each task reads.
-READS: Mapping[str, tuple[str, ...]] = {
-    "classify": ("text", "text2", "label", "labels"),
-    "causal-lm": ("text", "prompt", "completion", "messages"),
-    "seq2seq": ("source", "target"),
-    "image": ("image", "label", "labels"),
 }

@@ -60,8 +60,8 @@ def read_rows(source: str | Path, *, limit: int | None = None, split: str | None
         rows = _image_folder(source, path, split, limit)
     elif path.is_file():
         rows = _file(source, path, split, limit)
-    elif HUB.fullmatch(place) and _kind(Path(place)) is None:
-        rows = _hub(source, place, split, limit)
+    elif (hub := HUB.fullmatch(place)) and _kind(Path(place)) is None:
+        rows = _hub(source, hub["name"], hub["config"], split, limit)
     else:
         raise InputError(f"{source}: no such file or folder. Data is {FORMS}")
     if not len(rows):
@@ -324,7 +324,7 @@ def _inside(folder: Path) -> list[Path]:
         raise InputError(f"{folder}: cannot be read: {error.strerror}") from error
 
 
-def _hub(source: str, place: str, split: str | None, limit: int | None) -> Rows:
+def _hub(source: str, name: str, config: str | None, split: str | None, limit: int | None) -> Rows:
     if split is None:
         hub = f"For a data set of the Hub, name the split: {source}:test"
         raise InputError(f"{source}: there is no such file or folder here. {hub}")
@@ -333,14 +333,12 @@ def _hub(source: str, place: str, split: str | None, limit: int | None) -> Rows:
     except ImportError as error:
         lacking = "data sets of the Hub need the library datasets: pip install 'gradmerge[hub]'"
         raise InputError(f"{source}: {lacking}") from error
-    match = HUB.fullmatch(place)
-    assert match is not None
     try:
         # With a limit, only what it takes is fetched.
-        data = datasets.load_dataset(match["name"], match["config"], split=split, streaming=limit is not None)
-        for name, feature in (data.features or {}).items():
+        data = datasets.load_dataset(name, config, split=split, streaming=limit is not None)
+        for column, feature in (data.features or {}).items():
             if isinstance(feature, datasets.Image):
-                data = data.cast_column(name, datasets.Image(decode=False))
+                data = data.cast_column(column, datasets.Image(decode=False))
         features = data.features or {}
         rows = data if limit is None else list(data.take(limit))
     except Exception as error:  # the library passes on errors of every kind: of the network, of scripts, of formats

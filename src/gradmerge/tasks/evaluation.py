@@ -13,7 +13,7 @@ from ..curvature.losses import ExampleLoss, labels_of, logits_of
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import first_line
 from .loading import LoadedTask
-from .metrics import Number, metrics_for
+from .metrics import METRICS, Number
 
 Advance = Callable[[int], None]
 """Called with the number of examples of every batch that is done."""
@@ -32,7 +32,7 @@ def evaluate_model(
 
     The model is run in eval mode and left in the mode it was in. ``MEANINGS`` of `metrics` says what each number is.
     """
-    metrics = metrics_for(output)
+    metrics = METRICS[output.name]()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     training = model.training
     model.eval()

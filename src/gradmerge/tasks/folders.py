@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import stat
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,16 +56,12 @@ def check_small_files(folder: Path) -> None:
         raise InputError(f"{folder}: cannot be read: {error.strerror}") from error
     for path in found:
         require_within(path, folder)
-        try:
-            status = path.stat()
-        except OSError:  # a link to nothing is as good as no file
+        if not os.access(path, os.F_OK) or path.is_dir():  # a link to nothing is as good as no file
             continue
-        if stat.S_ISDIR(status.st_mode):
-            continue
-        if not stat.S_ISREG(status.st_mode):
+        if not path.is_file():
             raise InputError(f"{path}: is no file but a pipe or a device")
         limit = MAX_CONFIG if path.name.endswith("config.json") else MAX_TOKENIZER
-        if status.st_size > limit:
+        if path.stat().st_size > limit:
             raise InputError(f"{path}: larger than {size(limit)}, the limit for such a file")
     settings = folder / "tokenizer_config.json"
     if settings.is_file():

@@ -39,19 +39,17 @@ class ImageExamples:
         self.dtype = next(model.parameters()).dtype
         self.labels = read_labels(rows, fields, config)
         self.output: ExampleLoss = loss_of(model, self.labels)
-        self._notes: list[str] = []
         self.prepared = self._prepared()
         """The data is the model's input already: floating-point numbers beyond [0, 1]."""
         if self.prepared:
-            self._notes.append(
-                "the images are floating-point numbers beyond [0, 1]: taken as normalised, and not changed"
-            )
+            beyond = "the images are floating-point numbers beyond [0, 1]"
+            rows.notes.append(f"{beyond}: taken as normalised, and not changed")
         elif processor is None:
             if self.size is None:
                 nothing = "the model has no preprocessor_config.json, and its config no image_size"
                 raise InputError(f"{rows.label}: {nothing}, so how its images are made is not known")
             made = f"images are resized to {self.size[0]} × {self.size[1]} and scaled to [0, 1]"
-            self._notes.append(f"the model has no preprocessor_config.json: {made}")
+            rows.notes.append(f"the model has no preprocessor_config.json: {made}")
 
     def _prepared(self) -> bool:
         first = self.rows.cell(0, self.column)
@@ -76,8 +74,7 @@ class ImageExamples:
         except MemoryError:
             raise
         except Exception as error:  # as many kinds as there are processors
-            wrong = f": the model's image processor refuses the image: {error}"
-            raise self.rows.wrong(indices[0], wrong) from error
+            raise self.rows.wrong(indices[0], f": the model's image processor refuses the image: {error}") from error
         return pixels
 
     def _as_stored(self, index: int) -> Tensor:
@@ -112,7 +109,7 @@ class ImageExamples:
         raise self.rows.wrong(index, f": {what + ': ' if what else ''}{reason}")
 
     def notes(self) -> list[str]:
-        return self.rows.notes + self._notes
+        return self.rows.notes
 
 
 def _size_of(config: Any) -> tuple[int, int] | None:
@@ -133,13 +130,15 @@ def _opened(value: Any, folder: Path) -> Image:
 
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes):
-        return _within_limit(Image.open(io.BytesIO(value), formats=FORMATS))
-    if isinstance(value, str):
-        path = folder / Path(value).expanduser()
-        if path.exists() and not path.is_file():
+    if isinstance(value, bytes | str):
+        file = io.BytesIO(value) if isinstance(value, bytes) else folder / Path(value).expanduser()
+        if isinstance(file, Path) and file.exists() and not file.is_file():
             raise InputError("is no file")
-        picture = _within_limit(Image.open(path, formats=FORMATS))
+        picture = Image.open(file, formats=FORMATS)
+        # Refused by its header, before any of its pixels is unpacked.
+        if picture.width * picture.height > MOST_PIXELS:
+            size = f"{picture.width} × {picture.height}"
+            raise InputError(f"an image of {size}, beyond the limit of {count(MOST_PIXELS)} pixels")
         picture.load()  # and close the file
         return picture
     if isinstance(value, Image.Image):
@@ -147,14 +146,6 @@ def _opened(value: Any, folder: Path) -> Image:
     if isinstance(value, np.ndarray | list):
         return Image.fromarray(_bytes_of(_channels_last(np.asarray(value))))
     raise InputError(f"no image but {type(value).__name__}; a path, the bytes of an image file or an array is needed")
-
-
-def _within_limit(picture: Image) -> Image:
-    """Refuse a picture by its header, before any of its pixels is unpacked."""
-    if picture.width * picture.height > MOST_PIXELS:
-        size = f"{picture.width} × {picture.height}"
-        raise InputError(f"an image of {size}, beyond the limit of {count(MOST_PIXELS)} pixels")
-    return picture
 
 
 def _channels_last(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

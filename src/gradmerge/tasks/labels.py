@@ -100,11 +100,10 @@ class _Reader:
         if found:
             pairs = sorted(names.numbered.items(), key=lambda pair: pair[1])[:8]
             if self.by_name:
-                told = "these names: " + ", ".join(f"{name} is class {n}" for name, n in pairs)
+                how, each = "these names", [f"{name} is class {n}" for name, n in pairs]
             else:
-                told = "the classes' numbers from 0: " + ", ".join(
-                    f"{n} is the class named {name}" for name, n in pairs
-                )
+                how, each = "the classes' numbers from 0", [f"{n} is the class named {name}" for name, n in pairs]
+            told = f"{how}: {', '.join(each)}"
             rows.notes.append(f"the model's classes have numbers for names, and those in {column!r} are read as {told}")
 
     def __call__(self, index: int, cell: Any) -> int:
@@ -112,12 +111,9 @@ class _Reader:
         key = _key(cell)
         if key is None:
             raise self.rows.wrong(index, f"{said}; a class is needed, as its number or its name")
-        if _is_number(key) and not self.by_name:
-            number: int | None = int(key)
-        else:
-            number = self.names.number(key)
-            if number is None:
-                number = {"true": 1, "false": 0}.get(key)
+        number = int(key) if _is_number(key) and not self.by_name else self.names.number(key)
+        if number is None:
+            number = {"true": 1, "false": 0}.get(key)
         if number is None:
             values = list(dict.fromkeys(str(cell)[:40] for cell in self.rows.column(self.column)))
             some = ", ".join(values[:8]) + (" …" if len(values) > 8 else "")
@@ -177,8 +173,7 @@ def _several_columns(rows: Rows, columns: Sequence[str], names: ClassNames) -> T
             number = {"true": 1, "false": 0}.get(cell.lower()) if isinstance(cell, str) else None
             number = _whole(cell) if number is None else number
             if number not in (0, 1):
-                wrong = f": {column!r} is {shown(cell)}; labels of a multi-label model are 0 or 1"
-                raise rows.wrong(index, wrong)
+                raise rows.wrong(index, f": {column!r} is {shown(cell)}; labels of a multi-label model are 0 or 1")
             labels[index, place] = number
     return labels
 
@@ -187,7 +182,8 @@ def _lists(rows: Rows, column: str, cells: Sequence[Any], names: ClassNames) -> 
     for index, cell in enumerate(cells):
         if not isinstance(cell, list | tuple):
             raise rows.wrong(index, f": {column!r} is {shown(cell)} and no list of labels")
-    if all(len(cell) == names.count and all(map(_is_bit, cell)) for cell in cells):
+    bits = (not isinstance(value, str) and value in (0, 1) for cell in cells for value in cell)
+    if all(len(cell) == names.count for cell in cells) and all(bits):
         return torch.tensor([[float(value) for value in cell] for cell in cells])
     read = _Reader(rows, column, [value for cell in cells for value in cell], names)
     labels = torch.zeros(len(cells), names.count)
@@ -195,10 +191,6 @@ def _lists(rows: Rows, column: str, cells: Sequence[Any], names: ClassNames) -> 
         for value in cell:
             labels[index, read(index, value)] = 1
     return labels
-
-
-def _is_bit(value: Any) -> bool:
-    return not isinstance(value, str) and value in (0, 1)
 
 
 def _numbers(rows: Rows, columns: Sequence[str], names: ClassNames) -> Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ..curvature.losses import MASKED, ClassLoss, ExampleLoss, LabelsLoss, SquaredLoss, TokenLoss
+from ..curvature.losses import MASKED
 from ..errors import InputError
 
 Number = int | float | None
@@ -37,9 +37,13 @@ MEANINGS: Mapping[str, str] = {
 class Metrics(ABC):
     """What is summed up over batches, and the numbers made of it."""
 
-    @abstractmethod
+    loss = 0.0
+    examples = 0
+
     def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
         """Take in a batch: what the model says, what is right, and the loss of each example."""
+        self.loss += losses.double().sum().item()
+        self.examples += len(labels)
 
     @abstractmethod
     def numbers(self) -> dict[str, Number]:
@@ -47,42 +51,37 @@ class Metrics(ABC):
 
 
 class ClassMetrics(Metrics):
-    def __init__(self) -> None:
-        self.loss, self.confusion = 0.0, torch.zeros(0, 0, dtype=torch.long)
+    confusion: Tensor | int = 0  # one row per class that is right, one column per class that the model says
 
     def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+        super().add(logits, labels, losses)
         classes = logits.shape[-1]
-        if not self.confusion.numel():
-            self.confusion = torch.zeros(classes, classes, dtype=torch.long)
         cells = labels * classes + logits.argmax(-1)
-        self.confusion += torch.bincount(cells.cpu(), minlength=classes * classes).view(classes, classes)
-        self.loss += losses.double().sum().item()
+        counts = torch.bincount(cells.cpu(), minlength=classes * classes)
+        self.confusion = self.confusion + counts.view(classes, classes)
 
     def numbers(self) -> dict[str, Number]:
-        right, told, true = self.confusion.diagonal(), self.confusion.sum(0), self.confusion.sum(1)
-        examples = int(self.confusion.sum())
+        confusion = torch.as_tensor(self.confusion)
+        right, told, true = confusion.diagonal(), confusion.sum(0), confusion.sum(1)
         f1 = _f1(right, told - right, true - right)
-        numbers: dict[str, Number] = {"accuracy": int(right.sum()) / examples, "macro_f1": _mean(f1)}
+        numbers: dict[str, Number] = {"accuracy": int(right.sum()) / self.examples, "macro_f1": _mean(f1)}
         if len(f1) == 2:
             numbers["f1"] = f1[1]
-        return numbers | {"loss_per_example": self.loss / examples, "examples": examples}
+        return numbers | {"loss_per_example": self.loss / self.examples, "examples": self.examples}
 
 
 class LabelMetrics(Metrics):
-    def __init__(self) -> None:
-        self.loss, self.examples, self.exact = 0.0, 0, 0
-        self.counts: Tensor | int = 0  # rows: hits, false alarms, misses; one column per label
+    exact = 0
+    counts: Tensor | int = 0  # rows: hits, false alarms, misses; one column per label
 
     def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+        super().add(logits, labels, losses)
         told, true = logits > 0, labels > 0.5
         self.counts = self.counts + torch.stack([(told & true).sum(0), (told & ~true).sum(0), (~told & true).sum(0)])
         self.exact += int((told == true).all(-1).sum())
-        self.examples += len(labels)
-        self.loss += losses.double().sum().item()
 
     def numbers(self) -> dict[str, Number]:
-        assert isinstance(self.counts, Tensor)
-        counts = self.counts.cpu()
+        counts = torch.as_tensor(self.counts).cpu()
         return {
             "micro_f1": _f1(*counts.sum(-1, keepdim=True))[0],
             "macro_f1": _mean(_f1(*counts)),
@@ -98,6 +97,7 @@ class SquaredMetrics(Metrics):
         self.true: list[Tensor] = []
 
     def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+        super().add(logits, labels, losses)
         self.told.append(logits.double().flatten(1).cpu())
         self.true.append(labels.double().reshape(len(labels), -1).cpu())
 
@@ -113,23 +113,18 @@ class SquaredMetrics(Metrics):
             "mse": error.mean().item(),
             "pearson_r": r.mean().item() if bool((norms > 0).all()) else None,
             "r2": r2.mean().item() if bool((variances > 0).all()) else None,
-            "examples": len(true),
+            "examples": self.examples,
         }
 
 
 class TokenMetrics(Metrics):
-    def __init__(self, shift: bool) -> None:
-        self.shift = shift
-        self.loss, self.tokens, self.right, self.examples = 0.0, 0, 0, 0
+    tokens = right = 0
 
     def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-        if self.shift:
-            logits, labels = logits[:, :-1], labels[:, 1:]
+        super().add(logits, labels, losses)
         counts = labels != MASKED
         self.tokens += int(counts.sum())
         self.right += int(((logits.argmax(-1) == labels) & counts).sum())
-        self.examples += len(labels)
-        self.loss += losses.double().sum().item()
 
     def numbers(self) -> dict[str, Number]:
         if not self.tokens:
@@ -145,16 +140,19 @@ class TokenMetrics(Metrics):
         }
 
 
-def metrics_for(output: ExampleLoss) -> Metrics:
-    """The metrics that go with a kind of output."""
-    if isinstance(output, TokenLoss):
-        return TokenMetrics(output.shift)
-    kinds: Mapping[type[ExampleLoss], Callable[[], Metrics]] = {
-        ClassLoss: ClassMetrics,
-        LabelsLoss: LabelMetrics,
-        SquaredLoss: SquaredMetrics,
-    }
-    return kinds[type(output)]()
+class NextTokenMetrics(TokenMetrics):
+    def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+        super().add(logits[:, :-1], labels[:, 1:], losses)
+
+
+#: The metrics that go with a loss, by its name.
+METRICS: Mapping[str, type[Metrics]] = {
+    "classes": ClassMetrics,
+    "labels": LabelMetrics,
+    "squared": SquaredMetrics,
+    "tokens": TokenMetrics,
+    "next-token": NextTokenMetrics,
+}
 
 
 def _f1(hits: Tensor, false_alarms: Tensor, misses: Tensor) -> list[float | None]:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ..curvature.losses import MASKED
 from ..errors import InputError
 from ..text import first_line
+from .columns import Fields
 from .rows import Rows
 
 #: Tokens of an example when the user gives no --max-length and the model allows more.
@@ -18,13 +20,14 @@ DEFAULT_LENGTH = 1024
 
 
 class Tokens:
-    """A tokenizer and the longest sequence that goes into the model."""
+    """Rows of text as tokens: with a tokenizer, up to the longest sequence that goes into the model."""
 
-    def __init__(self, rows: Rows, tokenizer: Any, model: nn.Module, max_length: int | None) -> None:
-        self.rows = rows
+    def __init__(self, rows: Rows, fields: Fields, model: nn.Module, tokenizer: Any, max_length: int | None) -> None:
+        self.rows, self.fields = rows, fields
         self.tokenizer = tokenizer
         self.max_length = length_of(model, tokenizer, max_length)
-        self.vocabulary = vocabulary_of(model)
+        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+        self.vocabulary = int(embedding.weight.shape[0])
         self.truncated: set[int] = set()
         """Rows seen so far that were longer than ``max_length``."""
         config: Any = model.config
@@ -58,25 +61,26 @@ class Tokens:
             other = "the tokenizer is of another model. Name the right one: --tokenizer PATH"
             raise self.rows.wrong(index, f": {found}: {other}")
 
+    def batch_of(self, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Examples side by side. Padding is on the right and never counts."""
+        return {
+            "input_ids": padded(ids, self.pad),
+            "attention_mask": padded([[1] * len(sequence) for sequence in ids], 0),
+            "labels": padded(labels, MASKED),
+        }
+
     def notes(self) -> list[str]:
         if not self.truncated:
-            return []
+            return self.rows.notes
         long = f"{len(self.truncated)} of {len(self.rows)} rows are longer than {self.max_length} tokens"
-        return [f"{long} and were cut (--max-length)"]
+        return [*self.rows.notes, f"{long} and were cut (--max-length)"]
 
 
-def padded(sequences: Sequence[Sequence[int]], value: int, left: bool = False) -> Tensor:
-    """Sequences as the rows of a tensor, filled up to the longest."""
-    longest = max(1, *(len(s) for s in sequences))
-    table = torch.full((len(sequences), longest), value)
-    for row, sequence in zip(table, sequences, strict=True):
-        place = slice(longest - len(sequence), None) if left else slice(len(sequence))
-        row[place] = torch.tensor(sequence, dtype=torch.long)
-    return table
-
-
-def padded_labels(sequences: Sequence[Sequence[int]]) -> Tensor:
-    return padded(sequences, MASKED)
+def padded(sequences: Sequence[Sequence[int]], value: int, side: str = "right") -> Tensor:
+    """Sequences as the rows of a tensor, filled up to the longest, and to one entry if all are empty."""
+    tensors = [torch.tensor(sequence, dtype=torch.long) for sequence in sequences]
+    table = pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+    return table if table.numel() else table.new_full((len(tensors), 1), value)
 
 
 def length_of(model: nn.Module, tokenizer: Any, wanted: int | None) -> int:
@@ -106,9 +110,3 @@ def positions_of(model: nn.Module) -> int | None:
         return None
     stated = getattr(config, "max_position_embeddings", None)
     return stated if isinstance(stated, int) and stated > 0 else None
-
-
-def vocabulary_of(model: nn.Module) -> int:
-    """The number of tokens that the model has an embedding for."""
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    return int(embedding.weight.shape[0])
