@@ -59,7 +59,9 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten between two numbers, about ``most`` of them at most."""
     step = tick_step(low, high, most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round_to(i * step, step) for i in range(first, last + 1)]
+    # Rounded, without the dust of a multiplication, so that 3 · 0.1 reads 0.3.
+    decimals = max(0, 1 - math.floor(math.log10(step)))
+    return [round(i * step, decimals) + 0.0 for i in range(first, last + 1)]
 
 
 def tick_step(low: float, high: float, most: int = 6) -> float:
@@ -68,11 +70,6 @@ def tick_step(low: float, high: float, most: int = 6) -> float:
         return 1.0
     power = 10.0 ** math.floor(math.log10(raw))
     return next(m * power for m in (1, 2, 5, 10) if raw <= m * power * (1 + 1e-9))
-
-
-def round_to(value: float, step: float) -> float:
-    """Without the dust of a multiplication, so that 3 · 0.1 reads 0.3."""
-    return round(value, max(0, 1 - math.floor(math.log10(step)))) + 0.0
 
 
 def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
