@@ -178,15 +178,18 @@ class _Work:
     def _score(self, models: Sequence[str], advance: Advance) -> None:
         found = accuracies(models, tables.EVERY, lambda done: advance(done * EVALUATION_STEPS))
         weight, damping = _best_weight(), _damping()
-        results = tables.as_json(
-            tables.merge_rows(found, self.merged, weight),
-            tables.removal_rows(found, damping),
-            seed=self.settings.seed,
-            images={"train": self.settings.train, "valid": self.settings.valid, "test": self.settings.test},
-            tuned_weight=weight,
-            damping=damping,
-            preview=_previewed(),
-        )
+        merges = tables.merge_rows(found, self.merged, weight)
+        removals = tables.removal_rows(found, damping)
+        results = {
+            "seed": self.settings.seed,
+            "images": {"train": self.settings.train, "valid": self.settings.valid, "test": self.settings.test},
+            "tuned_weight": weight,
+            "damping": damping,
+            "preview": _previewed(),
+            "unit": "accuracy: share of test images whose most likely class is right",
+            "merging": [dataclasses.asdict(row) | {"mean": row.mean()} for row in merges],
+            "removal": [dataclasses.asdict(row) | {"mean_of_rest": row.mean(tables.REST)} for row in removals],
+        }
         write_text(Path("results.json"), to_json(results) + "\n")
 
     def _script(self, advance: Advance) -> None:

@@ -177,11 +177,11 @@ def _draw_ridges(axes: Axes, rows: Sequence[LayerRow], size: float) -> None:
         density = _smooth(row.counts)[seen]
         density /= max(float(density.max()), 1e-300)
         top = place - 1.35 * density
-        colour = colormaps["viridis"](shade(math.log10(row.mean)))
+        mean = math.log10(row.mean)
+        colour = colormaps["viridis"](shade(mean))
         axes.fill_between(_CENTRES[seen], place, top, color=colour, linewidth=0, zorder=front + 0.2)
         outline = np.where(density > 0.01, top, np.nan)
         axes.plot(_CENTRES[seen], outline, color="white", linewidth=0.9, zorder=front + 0.3)
-        mean = math.log10(row.mean)
         axes.plot(mean, place - 0.16, "o", color=_INK, markeredgecolor="white", markersize=4.2, zorder=1000)
     axes.set_ylim(len(rows) - 0.4, -1.5)
     axes.set_xlim(left, right)
@@ -191,9 +191,8 @@ def _draw_ridges(axes: Axes, rows: Sequence[LayerRow], size: float) -> None:
     axes.grid(axis="x", color=_FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     unit = "curvature of one parameter: mean over examples of the squared gradient, (loss / parameter)²"
-    axes.set_xlabel(
-        f"{unit}\neach row scaled to its own peak · ● mean over the row's entries", fontsize=8.5, color=_INK
-    )
+    legend = "each row scaled to its own peak · ● mean over the row's entries"
+    axes.set_xlabel(f"{unit}\n{legend}", fontsize=8.5, color=_INK)
     _plain(axes)
 
 

@@ -126,7 +126,6 @@ class _Map:
             cells.append(drawing.point(shape, name, column, number(value)))
             if self.digits:
                 on = "soft" if not colour else "onlight" if palette.luminance(colour) > 0.2 else "ondark"
-                labels.append(
-                    text(x + self.wide / 2, y + self.tall / 2 + 3.4, number(value, self.digits), f"tiny mid {on}")
-                )
+                short = number(value, self.digits)
+                labels.append(text(x + self.wide / 2, y + self.tall / 2 + 3.4, short, f"tiny mid {on}"))
         drawing.add(f'<g class="pts cells"{drawing.head(name)}>{"".join(cells)}</g>', *labels)

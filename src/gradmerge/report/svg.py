@@ -155,9 +155,8 @@ class Drawing:
             return self._file(width + 2 * _EDGE, height + 2 * _EDGE, names, about)
         form = "both" if self.one_size else "narrow" if self.narrow else "wide"
         axes = f'data-x="{escape(self.x_name)}" data-y="{escape(self.y_name)}"'
-        opening = (
-            f'<svg class="chart {kind} {form}" viewBox="0 0 {px(width)} {px(height)}" {about} tabindex="0" {axes}>'
-        )
+        box = f'viewBox="0 0 {px(width)} {px(height)}"'
+        opening = f'<svg class="chart {kind} {form}" {box} {about} tabindex="0" {axes}>'
         return "".join([opening, names, *self.parts, "</svg>"])
 
     def _file(self, width: float, height: float, names: str, about: str) -> str:
