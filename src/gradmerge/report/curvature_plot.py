@@ -108,8 +108,8 @@ def spread(file: CurvatureFile) -> list[LayerRow]:
     return list(rows.values())
 
 
-def legible(rows: Sequence[LayerRow], most: int = MOST_ROWS) -> list[LayerRow]:
-    """At most ``most`` rows: numbered neighbours share a row first, any neighbours if that is not enough."""
+def legible(rows: Sequence[LayerRow]) -> list[LayerRow]:
+    """At most ``MOST_ROWS`` rows: numbered neighbours share a row first, any neighbours if that is not enough."""
     runs: list[list[LayerRow]] = []
     for row in rows:
         if runs and (stem := _stem(row.label)) and stem == _stem(runs[-1][-1].label):
@@ -119,9 +119,9 @@ def legible(rows: Sequence[LayerRow], most: int = MOST_ROWS) -> list[LayerRow]:
     longest = max(map(len, runs), default=1)
     for size in range(1, longest + 1):
         joined = [_joined(run[i : i + size]) for run in runs for i in range(0, len(run), size)]
-        if len(joined) <= most:
+        if len(joined) <= MOST_ROWS:
             return joined
-    size = math.ceil(len(joined) / most)
+    size = math.ceil(len(joined) / MOST_ROWS)
     return [_joined(joined[i : i + size]) for i in range(0, len(joined), size)]
 
 

@@ -54,8 +54,7 @@ def draw_scatter(chart: ScatterChart, standalone: bool = False, narrow: bool = F
         across_range = up_range = min(across_range[0], up_range[0]), max(across_range[1], up_range[1])
     across, up = _axes(drawing, across_range, up_range, 0)
     if chart.diagonal:
-        low, high = across_range
-        drawing.add(lines_of([(across(low), up(low), across(high), up(high))], "guide"))
+        drawing.add(lines_of([(across.start, up.start, across.end, up.end)], "guide"))
     drawing.add(lines_of(((across(a), up(b), across(c), up(d)) for (a, b), (c, d) in pairwise(front)), "front"))
     for index, series in enumerate(chart.series):
         drawing.series(index, series.name, "", _points(drawing, series, index, across, up))
