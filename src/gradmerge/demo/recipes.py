@@ -68,9 +68,9 @@ def removal(damping: float) -> dict[str, Any]:
 
 
 def trusted_removal() -> dict[str, Any]:
-    """Its damping is the least power of ten at which its step is not too long to be trusted, as the command advises.
+    """Removal with the least power of ten as damping at which its step can be trusted: what the command advises.
 
-    That looks at weights and curvature alone, never at an accuracy.
+    The choice looks at weights and curvature alone, never at an accuracy.
     """
     with planned(make_recipe(removal(DAMPINGS[0]), folder=Path("recipes"))) as plan:
         for judged in judge(plan, DAMPINGS):

@@ -79,7 +79,7 @@ def train(
                 advance(1)
     with quiet_transformers():
         model.save_pretrained(out)
-    # `gradmerge evaluate` turns images into the model's input by it.
+    # So that `gradmerge evaluate` can turn images into the model's input.
     (out / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n", "utf-8")
 
 

@@ -234,8 +234,7 @@ def _smooth(counts: NDArray[np.int64], width: float = 0.12) -> NDArray[np.float6
     """A density, smoothed by a Gaussian of ``width`` decades: 8-bit codes would show as a comb."""
     reach = math.ceil(4 * width / _WIDTH)
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) * _WIDTH / width) ** 2)
-    smooth: NDArray[np.float64] = np.convolve(counts, kernel / kernel.sum(), mode="same")
-    return smooth
+    return np.convolve(counts, kernel / kernel.sum(), mode="same")
 
 
 def _short(label: str, most: int = 36) -> str:

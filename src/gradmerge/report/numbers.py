@@ -65,7 +65,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten between two numbers, about ``most`` of them at most."""
     step = tick_step(low, high, most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    # Rounded, without the dust of a multiplication, so that 3 · 0.1 reads 0.3.
+    # Rounded, to lose the dust of a multiplication: 3 · 0.1 reads 0.3.
     decimals = max(0, 1 - math.floor(math.log10(step)))
     return [round(i * step, decimals) + 0.0 for i in range(first, last + 1)]
 
