@@ -61,20 +61,16 @@ def write_data(folder: Path, images: Array, labels: Array, settings: Settings) -
     if ends[-1] > len(images):
         raise InputError(f"{ends[-1]} images are asked for, but there are {len(images)}")
     parts = dict(zip(SPLITS, np.split(order, ends)[:3], strict=True))
+    kinds: dict[str, dict[str, Any]] = {}
     for name, change in CHANGES.items():
         changed = change(images)
-        arrays = {f"x_{split}": changed[rows] for split, rows in parts.items()}
-        _write(folder / f"{name}.npz", arrays | {f"y_{split}": labels[rows] for split, rows in parts.items()})
+        kinds[name] = {f"x_{split}": changed[rows] for split, rows in parts.items()}
+        kinds[name] |= {f"y_{split}": labels[rows] for split, rows in parts.items()}
     every = (BASE, *TASKS)
     for name, members in (("rest", [t for t in every if t != REMOVED]), ("all", every)):
-        joined = {}
-        for key in (f"{letter}_{split}" for letter in "xy" for split in SPLITS):
-            joined[key] = np.concatenate([read_array(folder / f"{member}.npz", key) for member in members])
-        _write(folder / f"{name}.npz", joined)
-
-
-def _write(path: Path, arrays: Mapping[str, Any]) -> None:
-    np.savez_compressed(path, **arrays)
+        kinds[name] = {key: np.concatenate([kinds[member][key] for member in members]) for key in kinds[BASE]}
+    for name, arrays in kinds.items():
+        np.savez_compressed(folder / f"{name}.npz", **arrays)
 
 
 def read_array(path: Path, key: str) -> Array:

@@ -67,15 +67,15 @@ def removal(damping: float) -> dict[str, Any]:
     }
 
 
-def trusted_damping(folder: Path) -> float:
-    """The least power of ten at which the step of the removal is not too long to be trusted: what the command advises.
+def trusted_removal() -> dict[str, Any]:
+    """Removal with the least power of ten as damping at which its step can be trusted: what the command advises.
 
-    It looks at weights and curvature alone, never at an accuracy.
+    The choice looks at weights and curvature alone, never at an accuracy.
     """
-    with planned(make_recipe(removal(DAMPINGS[0]), folder=folder)) as plan:
+    with planned(make_recipe(removal(DAMPINGS[0]), folder=Path("recipes"))) as plan:
         for judged in judge(plan, DAMPINGS):
             if judged.excess <= 1:
-                return judged.damping
+                return removal(judged.damping)
     raise InputError(f"removal: no damping up to {DAMPINGS[-1]:g} is enough for a step that can be trusted")
 
 

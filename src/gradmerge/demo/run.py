@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -98,8 +97,7 @@ class _Work:
 
     def stages(self) -> list[Stage]:
         data = Stage("data", self._data, facts=dataclasses.asdict(self.settings))
-        parts = (self._trainings(), self._estimates(), self._merging(), self._removing(), self._reporting())
-        return [data, *itertools.chain(*parts)]
+        return [data, *self._trainings(), *self._estimates(), *self._merging(), *self._removing(), *self._reporting()]
 
     def _data(self, advance: Advance) -> None:
         with whole_folder(Path("data")) as folder:
@@ -158,18 +156,12 @@ class _Work:
         models = ["models/joint", f"models/joint-{REMOVED}"]
         needs = [*models, *(asked.out for asked in commands.FOR_REMOVAL)]
         yield from _merge(NEGATION, f"removed/{NEGATION}", models, recipes.negation, recipes.negation())
-
-        def removal() -> dict[str, Any]:
-            return recipes.removal(recipes.trusted_damping(Path("recipes")))
-
-        yield from _merge(REMOVAL, f"removed/{REMOVAL}", needs, removal, recipes.removal(0.0))
+        yield from _merge(REMOVAL, f"removed/{REMOVAL}", needs, recipes.trusted_removal, recipes.removal(0.0))
 
     def _reporting(self) -> Iterator[Stage]:
-        results = [f"merged/{name}" for name in self.merged] + [f"removed/{name}" for name in (NEGATION, REMOVAL)]
-        trained = [f"models/{name}" for name in ("base", *TASKS, "joint", f"without-{REMOVED}")]
-        needs = [f"merged/{MATCHING}", "models/joint", "data"]
-        yield Stage("diagnose", _diagnose, needs, commands.diagnose(), 200)
-        models = [*trained, *results]
+        yield Stage("diagnose", _diagnose, [f"merged/{MATCHING}", "models/joint", "data"], commands.diagnose(), 200)
+        models = [f"models/{name}" for name in ("base", *TASKS, "joint", f"without-{REMOVED}")]
+        models += [f"merged/{name}" for name in self.merged] + [f"removed/{name}" for name in (NEGATION, REMOVAL)]
         needs = ["data", *models, "preview"]
         yield Stage("results.json", partial(self._score, models), needs, steps=EVALUATION_STEPS * len(models))
         yield Stage("results.md", _page, ["results.json"])
@@ -178,15 +170,18 @@ class _Work:
     def _score(self, models: Sequence[str], advance: Advance) -> None:
         found = accuracies(models, tables.EVERY, lambda done: advance(done * EVALUATION_STEPS))
         weight, damping = _best_weight(), _damping()
-        results = tables.as_json(
-            tables.merge_rows(found, self.merged, weight),
-            tables.removal_rows(found, damping),
-            seed=self.settings.seed,
-            images={"train": self.settings.train, "valid": self.settings.valid, "test": self.settings.test},
-            tuned_weight=weight,
-            damping=damping,
-            preview=_previewed(),
-        )
+        merges = tables.merge_rows(found, self.merged, weight)
+        removals = tables.removal_rows(found, damping)
+        results = {
+            "seed": self.settings.seed,
+            "images": {"train": self.settings.train, "valid": self.settings.valid, "test": self.settings.test},
+            "tuned_weight": weight,
+            "damping": damping,
+            "preview": _previewed(),
+            "unit": "accuracy: share of test images whose most likely class is right",
+            "merging": [dataclasses.asdict(row) | {"mean": row.mean()} for row in merges],
+            "removal": [dataclasses.asdict(row) | {"mean_of_rest": row.mean(tables.REST)} for row in removals],
+        }
         write_text(Path("results.json"), to_json(results) + "\n")
 
     def _script(self, advance: Advance) -> None:

@@ -127,25 +127,22 @@ class Stage:
 
 def run_all(stages: Stages, listed: Sequence[Stage], advance: Advance, say: Callable[[str], None]) -> int:
     """Make the stages of a list in their order; how many were there already."""
+    told = end = 0
+
+    def tell(steps: int) -> None:
+        """Progress of a stage, which never goes beyond its number of steps."""
+        nonlocal told
+        steps = min(steps, end - told)
+        told += steps
+        advance(steps)
+
     for stage in listed:
-        told = _Told(advance, stage.steps)
-        stages.run_in_place(stage.out, partial(stage.make, told.advance), stage.facts, stage.needs)
-        told.advance(stage.steps)
+        end += stage.steps
+        stages.run_in_place(stage.out, partial(stage.make, tell), stage.facts, stage.needs)
+        tell(stage.steps)
         if stage.told and stage.out in stages.made:
             say(f"{stage.out}: {stages.made[stage.out]:.1f} s")
     return len(listed) - len(stages.made)
-
-
-class _Told:
-    """Progress of one stage, which never goes beyond its number of steps."""
-
-    def __init__(self, advance: Advance, steps: int) -> None:
-        self._advance, self._left = advance, steps
-
-    def advance(self, steps: int) -> None:
-        steps = min(steps, self._left)
-        self._left -= steps
-        self._advance(steps)
 
 
 @contextlib.contextmanager

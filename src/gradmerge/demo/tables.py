@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from .demo_settings import BASE, REMOVED, TASKS
@@ -77,17 +77,8 @@ def flatness(results: Mapping[str, Any]) -> list[str]:
     return sentences
 
 
-def as_json(merges: Sequence[TableRow], removals: Sequence[TableRow], **facts: Any) -> dict[str, Any]:
-    return {
-        **facts,
-        "unit": "accuracy: share of test images whose most likely class is right",
-        "merging": [asdict(row) | {"mean": row.mean()} for row in merges],
-        "removal": [asdict(row) | {"mean_of_rest": row.mean(REST)} for row in removals],
-    }
-
-
 def rows_of(values: Sequence[Mapping[str, Any]]) -> list[TableRow]:
-    """Rows as :func:`as_json` wrote them."""
+    """Rows as `results.json` has them."""
     return [TableRow(value["name"], value["folder"], value["scores"]) for value in values]
 
 

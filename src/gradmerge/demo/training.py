@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..quiet import quiet_transformers
 from ..tasks import evaluate_model, load_model, load_task
@@ -42,14 +42,6 @@ def new_model(settings: Settings) -> nn.Module:
     return ViTForImageClassification(ViTConfig(**shape))
 
 
-def save_model(model: nn.Module, folder: Path) -> None:
-    """The model's folder, with what `gradmerge evaluate` needs to turn images into its input."""
-    saved: Any = model
-    with quiet_transformers():
-        saved.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n", "utf-8")
-
-
 def steps_of(examples: int, epochs: int, batch_size: int) -> int:
     return epochs * -(-examples // batch_size)
 
@@ -62,9 +54,11 @@ def train(
     ``stream`` sets the random numbers apart from those of the other trainings.
     """
     epochs, rate = (settings.epochs, settings.rate) if start else (settings.base_epochs, settings.base_rate)
-    images, labels = _tensors(data)
+    # From −1 to 1, as the image processor makes them.
+    images = torch.from_numpy(read_array(data, "x_train"))[:, None].float().div_(255).sub_(0.5).div_(0.5)
+    labels = torch.from_numpy(read_array(data, "y_train"))
     with torch.random.fork_rng(devices=[]):
-        model = load_model(start, "image", device="cpu")[0] if start else new_model(settings)
+        model: Any = load_model(start, "image", device="cpu")[0] if start else new_model(settings)
         torch.manual_seed(1000 * settings.seed + stream)
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=settings.weight_decay)
@@ -83,13 +77,10 @@ def train(
                 optimizer.zero_grad()
                 schedule.step()
                 advance(1)
-    save_model(model, out)
-
-
-def _tensors(data: Path) -> tuple[Tensor, Tensor]:
-    """Training images from −1 to 1, as the image processor makes them, and labels."""
-    images = torch.from_numpy(read_array(data, "x_train")).float().div_(255).sub_(0.5).div_(0.5)
-    return images[:, None], torch.from_numpy(read_array(data, "y_train"))
+    with quiet_transformers():
+        model.save_pretrained(out)
+    # So that `gradmerge evaluate` can turn images into the model's input.
+    (out / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n", "utf-8")
 
 
 def accuracies(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import palette
 from .numbers import TINY, clipped, finite, fit, log_ticks, number, text_width, tick_labels, tick_step, ticks
-from .svg import TEXT, Drawing, Scale, Tip, described, lines_of, px, text
+from .svg import TEXT, Drawing, Scale, described, lines_of, px, text
 
 if TYPE_CHECKING:
     from .charts import BarChart
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _GAP = 16.0
 
 
-def draw_bars(chart: BarChart, standalone: bool, narrow: bool) -> str:
+def draw_bars(chart: BarChart, standalone: bool = False, narrow: bool = False) -> str:
     drawing = Drawing(chart.title, chart.slug, "", chart.y_label, standalone, narrow)
     drawing.add(*(_pattern(drawing, i) for i in range(len(chart.series)) if palette.hatch(i)))
     swatches = [
@@ -33,16 +33,16 @@ def draw_bars(chart: BarChart, standalone: bool, narrow: bool) -> str:
     pitch = above + thick * len(chart.series) + _GAP
     top, bottom = drawing.bottom, drawing.bottom + max(1, len(chart.groups)) * pitch
     drawing.add(lines_of(((across(t), top, across(t), bottom) for t in marked), "grid"))
-    for index, (name, values) in enumerate(chart.series.items()):
+    for index, name in enumerate(chart.series):
         starts = [top + g * pitch + above + _GAP / 2 + index * thick for g in range(len(chart.groups))]
-        _bars(drawing, chart, index, name, values, starts, thick, across)
+        _bars(drawing, chart, index, name, starts, thick, across)
     zero = low if chart.log else 0.0
     drawing.add(lines_of([(across(zero), top, across(zero), bottom)], "axis"))
     _group_names(drawing, chart.groups, across, top, pitch, above)
     labels = [number(t) for t in marked] if chart.log else tick_labels(marked)
     drawing.add(*(text(across(t), bottom + 16, words, "soft mid") for t, words in zip(marked, labels, strict=True)))
     if not any(finite(v) for values in chart.series.values() for v in values):
-        drawing.add(text((across.start + across.end) / 2, (top + bottom) / 2, "no values to show", "soft mid halo"))
+        drawing.say_empty(across, top, bottom)
     drawing.bottom = bottom + 20
     return drawing.document(
         f"Bar chart of {chart.y_label} for {described(chart.groups)}; by {described(list(chart.series))}.", "bars"
@@ -83,23 +83,16 @@ def _group_names(
 
 
 def _bars(
-    drawing: Drawing,
-    chart: BarChart,
-    index: int,
-    name: str,
-    values: Sequence[float | None],
-    starts: Sequence[float],
-    thick: float,
-    across: Scale,
+    drawing: Drawing, chart: BarChart, index: int, name: str, starts: Sequence[float], thick: float, across: Scale
 ) -> None:
     shapes, labels = [], []
     zero = across(across.low if chart.log else 0.0)
-    for group, value, y in zip(chart.groups, values, starts, strict=True):
+    for group, value, y in zip(chart.groups, chart.series[name], starts, strict=True):
         drawn = finite(value) and (value > 0 or not chart.log)
         end = across(max(clipped(value or 0.0), across.low)) if drawn else zero
         width = max(abs(end - zero), 1.0) if drawn else 0.0
         shape = f'<rect x="{px(min(zero, end))}" y="{px(y + 0.5)}" width="{px(width)}" height="{px(thick - 1)}"'
-        shapes.append(drawing.point(shape + _fill(drawing, index), Tip(name, group, number(value))))
+        shapes.append(drawing.point(shape + _fill(drawing, index), name, group, number(value)))
         x, side = (end - 5, "tiny end") if end < zero else (end + 5, "tiny")
         labels.append(text(x, y + thick / 2 + 3.6, number(value), side))
     drawing.series(index, name, "".join(labels), shapes)

@@ -6,7 +6,6 @@ import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..text import one_line
 from .bars import draw_bars
@@ -27,6 +26,10 @@ class Series:
     labels: Sequence[str] = ()
     """What the tooltip of each point says besides its numbers."""
 
+    def points(self) -> Iterable[tuple[float, float | None, str]]:
+        labels = [*self.labels, *[""] * (len(self.x) - len(self.labels))]
+        return zip(self.x, self.y, labels, strict=True)
+
 
 @dataclass(frozen=True)
 class LineChart:
@@ -39,10 +42,8 @@ class LineChart:
     series: Sequence[Series]
     marks: Sequence[tuple[str, float]] = ()
     best: Sequence[tuple[str, float, float]] = ()
-    one_size: ClassVar[bool] = False
 
-    def svg(self, standalone: bool = False, narrow: bool = False) -> str:
-        return draw_lines(self, standalone, narrow)
+    svg = draw_lines
 
     def csv(self) -> str:
         marks = [("reference", name, None, y, "") for name, y in self.marks]
@@ -59,10 +60,8 @@ class BarChart:
     groups: Sequence[str]
     series: Mapping[str, Sequence[float | None]]
     log: bool = False
-    one_size: ClassVar[bool] = False
 
-    def svg(self, standalone: bool = False, narrow: bool = False) -> str:
-        return draw_bars(self, standalone, narrow)
+    svg = draw_bars
 
     def csv(self) -> str:
         rows: list[Sequence[object]] = [("group", "series", self.y_label or "value")]
@@ -83,13 +82,12 @@ class HeatMap:
     label: str
     log: bool = False
 
+    svg = draw_heat
+
     @property
     def one_size(self) -> bool:
         """Whether one drawing serves phones and screens; thousands of cells need not be in a page twice."""
         return len(self.rows) > TALL
-
-    def svg(self, standalone: bool = False, narrow: bool = False) -> str:
-        return draw_heat(self, standalone, narrow)
 
     def csv(self) -> str:
         rows: list[Sequence[object]] = [("row", "column", self.label or "value")]
@@ -109,10 +107,8 @@ class ScatterChart:
     series: Sequence[Series]
     front: Sequence[tuple[float, float]] = ()
     diagonal: bool = False
-    one_size: ClassVar[bool] = False
 
-    def svg(self, standalone: bool = False, narrow: bool = False) -> str:
-        return draw_scatter(self, standalone, narrow)
+    svg = draw_scatter
 
     def csv(self) -> str:
         return _points_csv(self, [("front", "", x, y, "") for x, y in self.front])
@@ -147,8 +143,6 @@ def _not_a_formula(text: str) -> str:
 
 
 def _points_csv(chart: LineChart | ScatterChart, others: Sequence[Sequence[object]]) -> str:
-    rows: list[Sequence[object]] = [("kind", "series", chart.x_label or "x", chart.y_label or "y", "label")]
-    for one in chart.series:
-        labels = [*one.labels, *[""] * (len(one.x) - len(one.labels))]
-        rows += [("point", one.name, x, y, label) for x, y, label in zip(one.x, one.y, labels, strict=True)]
-    return as_csv([*rows, *others])
+    columns = ("kind", "series", chart.x_label or "x", chart.y_label or "y", "label")
+    points = [("point", series.name, *point) for series in chart.series for point in series.points()]
+    return as_csv([columns, *points, *others])

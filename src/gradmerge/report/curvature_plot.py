@@ -108,8 +108,8 @@ def spread(file: CurvatureFile) -> list[LayerRow]:
     return list(rows.values())
 
 
-def legible(rows: Sequence[LayerRow], most: int = MOST_ROWS) -> list[LayerRow]:
-    """At most ``most`` rows: numbered neighbours share a row first, any neighbours if that is not enough."""
+def legible(rows: Sequence[LayerRow]) -> list[LayerRow]:
+    """At most ``MOST_ROWS`` rows: numbered neighbours share a row first, any neighbours if that is not enough."""
     runs: list[list[LayerRow]] = []
     for row in rows:
         if runs and (stem := _stem(row.label)) and stem == _stem(runs[-1][-1].label):
@@ -119,9 +119,9 @@ def legible(rows: Sequence[LayerRow], most: int = MOST_ROWS) -> list[LayerRow]:
     longest = max(map(len, runs), default=1)
     for size in range(1, longest + 1):
         joined = [_joined(run[i : i + size]) for run in runs for i in range(0, len(run), size)]
-        if len(joined) <= most:
+        if len(joined) <= MOST_ROWS:
             return joined
-    size = math.ceil(len(joined) / most)
+    size = math.ceil(len(joined) / MOST_ROWS)
     return [_joined(joined[i : i + size]) for i in range(0, len(joined), size)]
 
 
@@ -177,11 +177,11 @@ def _draw_ridges(axes: Axes, rows: Sequence[LayerRow], size: float) -> None:
         density = _smooth(row.counts)[seen]
         density /= max(float(density.max()), 1e-300)
         top = place - 1.35 * density
-        colour = colormaps["viridis"](shade(math.log10(row.mean)))
+        mean = math.log10(row.mean)
+        colour = colormaps["viridis"](shade(mean))
         axes.fill_between(_CENTRES[seen], place, top, color=colour, linewidth=0, zorder=front + 0.2)
         outline = np.where(density > 0.01, top, np.nan)
         axes.plot(_CENTRES[seen], outline, color="white", linewidth=0.9, zorder=front + 0.3)
-        mean = math.log10(row.mean)
         axes.plot(mean, place - 0.16, "o", color=_INK, markeredgecolor="white", markersize=4.2, zorder=1000)
     axes.set_ylim(len(rows) - 0.4, -1.5)
     axes.set_xlim(left, right)
@@ -191,9 +191,8 @@ def _draw_ridges(axes: Axes, rows: Sequence[LayerRow], size: float) -> None:
     axes.grid(axis="x", color=_FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     unit = "curvature of one parameter: mean over examples of the squared gradient, (loss / parameter)²"
-    axes.set_xlabel(
-        f"{unit}\neach row scaled to its own peak · ● mean over the row's entries", fontsize=8.5, color=_INK
-    )
+    legend = "each row scaled to its own peak · ● mean over the row's entries"
+    axes.set_xlabel(f"{unit}\n{legend}", fontsize=8.5, color=_INK)
     _plain(axes)
 
 
@@ -235,8 +234,7 @@ def _smooth(counts: NDArray[np.int64], width: float = 0.12) -> NDArray[np.float6
     """A density, smoothed by a Gaussian of ``width`` decades: 8-bit codes would show as a comb."""
     reach = math.ceil(4 * width / _WIDTH)
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) * _WIDTH / width) ** 2)
-    smooth: NDArray[np.float64] = np.convolve(counts, kernel / kernel.sum(), mode="same")
-    return smooth
+    return np.convolve(counts, kernel / kernel.sum(), mode="same")
 
 
 def _short(label: str, most: int = 36) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from . import palette
 from .numbers import finite, fit, number, text_width
-from .svg import Drawing, Tip, described, px, text
+from .svg import Drawing, described, px, text
 
 if TYPE_CHECKING:
     from .charts import HeatMap
@@ -19,7 +19,7 @@ _TALLEST = 1000.0
 _SLANTED = 80.0
 
 
-def draw_heat(chart: HeatMap, standalone: bool, narrow: bool) -> str:
+def draw_heat(chart: HeatMap, standalone: bool = False, narrow: bool = False) -> str:
     return _Map(chart, standalone, narrow).draw()
 
 
@@ -32,13 +32,13 @@ class _Map:
         most = 150.0 if chart.one_size else 104.0 if narrow else 230.0
         self.left = min(most, max((text_width(r, _LABEL) for r in chart.rows), default=0)) + 10
         self.tall = max(5.0, min(26.0, _TALLEST / max(1, len(chart.rows))))
-        room = (self.drawing.width - self.left - 4) / max(1, len(chart.columns))
+        count = max(1, len(chart.columns))
+        room = (self.drawing.width - self.left - 4) / count
         names = max((text_width(c, _LABEL) for c in chart.columns), default=0)
         self.slanted = names > min(140.0, room) - 4
         self.over = 0.71 * min(names, _SLANTED) + 6
         if self.slanted:
             # Slanted names lean to the right, and the last one over the edge.
-            count = max(1, len(chart.columns))
             room = (self.drawing.width - self.left - self.over) / (count - 0.5)
         self.wide = min(140.0, room)
         known = [v for row in chart.values for v in row if self.shown(v)]
@@ -68,18 +68,15 @@ class _Map:
         self.column_names()
         top = self.drawing.bottom
         self.row_names(top)
-        cells = zip(self.chart.rows, self.chart.values, strict=True)
-        for i, (name, values) in enumerate(cells):
+        for i, (name, values) in enumerate(zip(self.chart.rows, self.chart.values, strict=True)):
             self.row(name, values, top + i * self.tall)
         self.drawing.bottom = top + len(self.chart.rows) * self.tall + 4
         if not self.chart.rows or not self.chart.columns:
             self.drawing.bottom += 20
             self.drawing.add(text(4, self.drawing.bottom - 8, "no values to show", "soft"))
         extent = f"from {number(self.low)} to {number(self.high)}"
-        about = (
-            f"Heat map of {self.chart.label}, {extent}: {len(self.chart.rows)} rows by {described(self.chart.columns)}."
-        )
-        return self.drawing.document(about, "cells")
+        size = f"{len(self.chart.rows)} rows by {described(self.chart.columns)}"
+        return self.drawing.document(f"Heat map of {self.chart.label}, {extent}: {size}.", "cells")
 
     def legend(self) -> None:
         """A bar of colours with the numbers they stand for."""
@@ -126,10 +123,9 @@ class _Map:
             colour = palette.shade(self.share(value)) if self.shown(value) else ""
             fill = f' fill="{colour}"' if colour else ' class="hole"'
             shape = f'<path d="M{px(x)} {px(y)}h{px(self.wide - 1)}v{px(self.tall - gap)}h{px(1 - self.wide)}z"{fill}'
-            cells.append(drawing.point(shape, Tip(name, column, number(value))))
+            cells.append(drawing.point(shape, name, column, number(value)))
             if self.digits:
                 on = "soft" if not colour else "onlight" if palette.luminance(colour) > 0.2 else "ondark"
-                labels.append(
-                    text(x + self.wide / 2, y + self.tall / 2 + 3.4, number(value, self.digits), f"tiny mid {on}")
-                )
+                short = number(value, self.digits)
+                labels.append(text(x + self.wide / 2, y + self.tall / 2 + 3.4, short, f"tiny mid {on}"))
         drawing.add(f'<g class="pts cells"{drawing.head(name)}>{"".join(cells)}</g>', *labels)

@@ -51,15 +51,23 @@ def decimals_of(value: float, digits: int = 4) -> int:
 def column(values: Sequence[float | int | None]) -> list[str]:
     """Numbers one below the other: zeros fill up to the decimals of their neighbours, never beyond four digits."""
     texts = [number(value) for value in values]
-    most = max((_decimals(text) for text in texts), default=0)
-    return [_filled(value, text, most) for value, text in zip(values, texts, strict=True)]
+    most = max((len(text.partition(".")[2]) for text in texts if "e" not in text), default=0)
+
+    def filled(value: float | int | None, text: str) -> str:
+        if not finite(value) or isinstance(value, int) or "e" in text:
+            return text
+        return _signed(f"{value:,.{min(most, decimals_of(value))}f}")
+
+    return list(map(filled, values, texts))
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten between two numbers, about ``most`` of them at most."""
     step = tick_step(low, high, most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round_to(i * step, step) for i in range(first, last + 1)]
+    # Rounded, to lose the dust of a multiplication: 3 · 0.1 reads 0.3.
+    decimals = max(0, 1 - math.floor(math.log10(step)))
+    return [round(i * step, decimals) + 0.0 for i in range(first, last + 1)]
 
 
 def tick_step(low: float, high: float, most: int = 6) -> float:
@@ -68,11 +76,6 @@ def tick_step(low: float, high: float, most: int = 6) -> float:
         return 1.0
     power = 10.0 ** math.floor(math.log10(raw))
     return next(m * power for m in (1, 2, 5, 10) if raw <= m * power * (1 + 1e-9))
-
-
-def round_to(value: float, step: float) -> float:
-    """Without the dust of a multiplication, so that 3 · 0.1 reads 0.3."""
-    return round(value, max(0, 1 - math.floor(math.log10(step)))) + 0.0
 
 
 def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -157,16 +160,3 @@ def _stripped(text: str) -> str:
 def _signed(text: str) -> str:
     """A minus sign in place of a hyphen, and none before a zero."""
     return text.replace("-", "−") if text.strip("-0.,") else text.lstrip("-")
-
-
-def _decimals(text: str) -> int:
-    return 0 if "e" in text else len(text.partition(".")[2])
-
-
-def _filled(value: float | int | None, text: str, most: int) -> str:
-    if not finite(value) or isinstance(value, int) or "e" in text or not value:
-        return text
-    missing = min(most, decimals_of(value)) - _decimals(text)
-    if missing <= 0:
-        return text
-    return text + ("" if "." in text else ".") + "0" * missing

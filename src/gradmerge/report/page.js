@@ -30,6 +30,11 @@
     marked = null;
   }
 
+  function leave(svg) {
+    hide();
+    pick(svg, undefined);
+  }
+
   function show(svg, point) {
     if (point === marked) return;
     hide();
@@ -76,10 +81,7 @@
     const inside = event.target.closest(".pts>*");
     const point = svg.classList.contains("near") ? nearest(svg, event.clientX, event.clientY) : inside;
     if (point && svg.contains(point)) show(svg, point);
-    else {
-      hide();
-      pick(svg, undefined);
-    }
+    else leave(svg);
   }
 
   function step(event) {
@@ -102,10 +104,7 @@
     title.remove();
     svg.addEventListener("pointermove", follow);
     svg.addEventListener("pointerdown", follow);
-    svg.addEventListener("pointerleave", () => {
-      hide();
-      pick(svg, undefined);
-    });
+    svg.addEventListener("pointerleave", () => leave(svg));
     svg.addEventListener("keydown", step);
     svg.addEventListener("blur", hide);
   }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._version import __version__
 from ..errors import MachineError
 from . import palette
-from .charts import Chart, as_csv
+from .charts import Chart, HeatMap, as_csv
 from .numbers import NONE, column, shorten
 from .svg import safe_name, visible
 from .whole_file import whole_file
@@ -143,7 +143,8 @@ def _drawn(chart: Chart) -> Markup:
     """The chart for screens, and for phones where those need another; charts escape the names in them."""
     from markupsafe import Markup
 
-    return Markup(chart.svg() + ("" if chart.one_size else chart.svg(narrow=True)))
+    one_size = isinstance(chart, HeatMap) and chart.one_size
+    return Markup(chart.svg() + ("" if one_size else chart.svg(narrow=True)))
 
 
 class _Cell(NamedTuple):

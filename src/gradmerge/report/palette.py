@@ -67,8 +67,7 @@ def shade(share: float) -> str:
     place = (1 / 12 + share * 11 / 12) * (len(_VIRIDIS) - 1)
     index = min(int(place), len(_VIRIDIS) - 2)
     left, right = _rgb(_VIRIDIS[index]), _rgb(_VIRIDIS[index + 1])
-    mixed = (round(a + (b - a) * (place - index)) for a, b in zip(left, right, strict=True))
-    return "#" + "".join(f"{c:02x}" for c in mixed)
+    return "#" + bytes(round(a + (b - a) * (place - index)) for a, b in zip(left, right, strict=True)).hex()
 
 
 def luminance(colour: str) -> float:
@@ -97,5 +96,5 @@ def light_style() -> str:
     return re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found[1]], resource("chart.css"))
 
 
-def _rgb(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+def _rgb(colour: str) -> bytes:
+    return bytes.fromhex(colour.removeprefix("#"))

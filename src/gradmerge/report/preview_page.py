@@ -254,9 +254,7 @@ def _chart(
             words = [_weights(found, row) for _, row in curve]
             series.append(Series(method, [x for x, _ in curve], [get(row) for _, row in curve], words))
             best = found.best(method)
-            value = get(best) if best is not None else None
-            if best is not None and best.setting.position is not None and value is not None:
-                stars.append((method, best.setting.position, value))
+            stars += [(method, x, y) for x, row in curve if row is best and (y := get(row)) is not None]
     return LineChart(title, slug, found.axis, label, series, [*marks, *alone], stars) if series else None
 
 

@@ -54,16 +54,6 @@ def lines_of(segments: Iterable[tuple[float, float, float, float]], classes: str
     return f'<path class="{classes}" d="{path}"/>' if path else ""
 
 
-@dataclass(frozen=True)
-class Tip:
-    """What hovering shows below the name of the series: where, how much, and a remark."""
-
-    head: str
-    x: str
-    y: str
-    note: str = ""
-
-
 @dataclass
 class Drawing:
     """An SVG while it grows downwards: `bottom` is where the next part may begin."""
@@ -100,16 +90,19 @@ class Drawing:
     def id(self, name: str) -> str:
         return f"{safe_name(self.slug)}-{'n' if self.narrow else 'w'}-{name}"
 
-    def point(self, shape: str, tip: Tip) -> str:
-        """A shape (an element without its end) with its tooltip, as a lone file or as a page needs it."""
+    def point(self, shape: str, head: str, x: str, y: str, note: str = "") -> str:
+        """A shape (an element without its end) with its tooltip, as a lone file or as a page needs it.
+
+        The tooltip shows the name of the series as its head, then where, how much, and a remark.
+        """
         if self.standalone:
-            names = (tip.head, _named(self.x_name, tip.x), _named(self.y_name, tip.y), tip.note)
+            names = (head, _named(self.x_name, x), _named(self.y_name, y), note)
             words = "\n".join(line for line in names if line)
             return f"{shape}><title>{escape(words)}</title></{shape[1:].split(maxsplit=1)[0]}>"
         if self.silent:
             return f"{shape}/>"
-        note = f' data-n="{escape(tip.note)}"' if tip.note else ""
-        return f'{shape} data-x="{escape(tip.x)}" data-y="{escape(tip.y)}"{note}/>'
+        remark = f' data-n="{escape(note)}"' if note else ""
+        return f'{shape} data-x="{escape(x)}" data-y="{escape(y)}"{remark}/>'
 
     def series(self, index: int, name: str, before: str, points: Iterable[str]) -> None:
         self.add(
@@ -120,8 +113,9 @@ class Drawing:
     def head(self, name: str) -> str:
         return "" if self.standalone or self.silent else f' data-h="{escape(name)}"'
 
-    def legend(self, entries: Sequence[tuple[str, str]], sample: float = 30.0) -> None:
+    def legend(self, entries: Sequence[tuple[str, str]]) -> None:
         """Samples with names, in a row, or in columns where one row is too short. The n-th belongs to series n."""
+        sample = 30.0
         shown = [fit(name, self.width - sample - 16, TEXT) for name, _ in entries]
         widths = [sample + 18 + text_width(name, TEXT) for name in shown]
         per_row = len(entries)
@@ -148,6 +142,10 @@ class Drawing:
             self.add(text(4, self.bottom, line, "soft", words))
         self.bottom += 13 if words else 0
 
+    def say_empty(self, across: Scale, top: float, bottom: float) -> None:
+        middle = (across.start + across.end) / 2
+        self.add(text(middle, (top + bottom) / 2, "no values to show", "soft mid halo"))
+
     def document(self, description: str, kind: str) -> str:
         names = f'<title id="{self.id("t")}">{escape(self.title)}</title>'
         names += f'<desc id="{self.id("d")}">{escape(description)}</desc>'
@@ -157,9 +155,8 @@ class Drawing:
             return self._file(width + 2 * _EDGE, height + 2 * _EDGE, names, about)
         form = "both" if self.one_size else "narrow" if self.narrow else "wide"
         axes = f'data-x="{escape(self.x_name)}" data-y="{escape(self.y_name)}"'
-        opening = (
-            f'<svg class="chart {kind} {form}" viewBox="0 0 {px(width)} {px(height)}" {about} tabindex="0" {axes}>'
-        )
+        box = f'viewBox="0 0 {px(width)} {px(height)}"'
+        opening = f'<svg class="chart {kind} {form}" {box} {about} tabindex="0" {axes}>'
         return "".join([opening, names, *self.parts, "</svg>"])
 
     def _file(self, width: float, height: float, names: str, about: str) -> str:
