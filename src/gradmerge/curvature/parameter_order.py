@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import InputError
@@ -16,6 +15,7 @@ from ..quiet import quiet_transformers
 from ..storage.modelconfig import refuse_hub_code
 from ..storage.smallfile import MAX_CONFIG, read_bounded
 from ..text import listed
+from .stored_names import skeleton
 
 Shape = tuple[int, ...]
 
@@ -37,23 +37,21 @@ def empty_model(folder: Path) -> nn.Module:
     import transformers
 
     model_class: Any = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
-    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-    if not is_model:
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise InputError(
             f"{path}: transformers {transformers.__version__} has no model class {architecture!r}. Code that comes "
             "with a model is not run; pass the model in Python: gm.import_curvature(folder, model=model)."
         )
     try:
-        with quiet_transformers(), torch.device("meta"):
-            model: nn.Module = model_class(model_class.config_class.from_pretrained(folder, local_files_only=True))
+        with quiet_transformers():
+            return skeleton(model_class, model_class.config_class.from_pretrained(folder, local_files_only=True))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:200]
         raise InputError(f"{path}: {architecture} cannot be built from it ({reason})") from error
-    return model
 
 
 def parameter_names(
-    model: nn.Module, groups: Sequence[Sequence[Shape | None]], frozen: Sequence[str] = ()
+    model: nn.Module, groups: Sequence[Sequence[Shape | None]], frozen: Sequence[str]
 ) -> list[list[str]]:
     """Names of an optimizer's parameters, group by group; a shape is None where the optimizer holds none.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..checkpoints import Buffers, open_checkpoint
 from ..curvature import Curvature, open_curvature
-from ..curvature.stored_names import _reverted, _untied
+from ..curvature.stored_names import _reverted, _untied, names_of_parameters
 from ..errors import InputError
 from ..text import listed
 
@@ -47,13 +47,7 @@ def open_prior(prior: PriorTensors, reduction: Reduction) -> Iterator[NamedTenso
         if file.kind != "diagonal":
             raise InputError(f"{prior}: holds {file.kind} matrices; a prior is a diagonal")
         number = file.examples if reduction == "mean" else 1
-
-        def read(name: str) -> Tensor:
-            shape = torch.Size(file.shapes[name])
-            entries = file.read(name, 0, shape.numel(), lambda size: torch.empty(size, dtype=torch.uint8))
-            return entries.div(number).reshape(shape)
-
-        yield NamedTensors(str(prior), file.shapes, read)
+        yield NamedTensors(str(prior), file.shapes, lambda name: file.read_whole(name).div_(number))
 
 
 @contextlib.contextmanager
@@ -130,9 +124,7 @@ class _Place:
 def _places(model: nn.Module, known: Iterable[str]) -> dict[str, _Place]:
     """Where each parameter is, under all its own names, if ``known`` are names of files or other names of it."""
     have = set(known)
-    names_of: dict[Tensor, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of[parameter].append(name)
+    names_of = names_of_parameters(model)
     result: dict[str, _Place] = {}
     for found, place in _stored_places(model, names_of).items():
         if all(stored in have for stored, _ in place.parts):
