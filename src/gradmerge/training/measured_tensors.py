@@ -31,7 +31,8 @@ class MeasuredTensors(ABC):
         if not self.parameters:
             raise InputError("no parameter of the model is trained (requires_grad=False for all): nothing to estimate")
         # Names that cannot be worked out raise here, before training, and not after it.
-        self.stored({n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in self.parameters.items()})
+        empty = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in self.parameters.items()}
+        self.stored_names = frozenset(self.stored(empty))
 
     @property
     def device(self) -> torch.device:
@@ -70,8 +71,7 @@ class TrainedTensors(MeasuredTensors):
 
     def notes(self) -> list[str]:
         whole = stored_shapes(self.model)
-        measured = self.stored({n: torch.empty(p.shape, device="meta") for n, p in self.parameters.items()})
-        missing = [name for name in whole if name not in measured]
+        missing = [name for name in whole if name not in self.stored_names]
         if not missing:
             return []
         return [

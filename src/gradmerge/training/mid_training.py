@@ -35,7 +35,11 @@ def squared_gradients(
     if likelihood == "sampled" and first:
         nothing = {n: torch.zeros((), device=p.device).expand(p.shape) for n, p in measured.parameters.items()}
         start = Curvature(nothing, first, likelihood)
-    with random_states_kept(measured.device), _running_statistics(measured.model), measured.chosen():
+    with random_states_kept(measured.device), modes_kept(measured.model), measured.chosen():
+        for module in measured.model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                # With the batch's statistics instead of the running ones, no example has a gradient of its own.
+                module.training = False
         again = Again(lambda: map(_checked, batches))
         found = estimate_curvature(
             measured.model, again, likelihood, seed=seed, device=measured.device, start=start, trial=trial
@@ -72,16 +76,6 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-@contextlib.contextmanager
-def _running_statistics(model: nn.Module) -> Iterator[None]:
-    """Batch normalisation uses its running statistics: with the batch's, no example has a gradient of its own."""
-    with modes_kept(model):
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.training = False
-        yield
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from ..curvature.optimizer_state import decay_note, second_moment, token_note
 from ..curvature.trial import Trial
 from ..errors import GradmergeError, InputError
 from . import processes
-from .measured_tensors import MeasuredTensors
+from .measured_tensors import MeasuredTensors, is_adapter
 from .mid_training import BatchWatch, check_labels, modes_kept, random_states_kept, squared_gradients
 from .online import STATE, RunningAverage
 
@@ -135,8 +135,8 @@ class FromAdam(Origin):
         # The loss can be out of scale only if several batches make a step.
         several = training.args.gradient_accumulation_steps > 1 or processes.is_distributed()
         self._watch = BatchWatch(training.measured.model) if several else None
-        inner = getattr(training.measured.model, "get_base_model", None)
-        plain = inner() if callable(inner) else training.measured.model
+        model: Any = training.measured.model
+        plain = model.get_base_model() if is_adapter(model) else model
         for note in decay_note(self._optimizer.param_groups) + token_note(plain):
             training.say(note)
 
