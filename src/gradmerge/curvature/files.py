@@ -39,13 +39,10 @@ class CurvatureFile:
         self._places: dict[str, tuple[TensorFile, Entry]] = {
             name: (file, entry) for file in files for name, entry in file.entries.items()
         }
-        self.shapes = {n: e.shape for n, (_, e) in self._places.items() if not self._is_scale(n)}
+        scales = {name + log8.SUFFIX for name in self._places} if self.precision == "log8" else set()
+        self.shapes = {name: entry.shape for name, (_, entry) in self._places.items() if name not in scales}
         self._check_types()
         self._tables: dict[str, Tensor] = {}
-
-    def _is_scale(self, name: str) -> bool:
-        stem = name.removesuffix(log8.SUFFIX)
-        return self.precision == "log8" and stem != name and stem in self._places
 
     def _check_format(self) -> None:
         found = self.metadata.get("format")
@@ -156,8 +153,7 @@ def open_curvature(reference: str, *, relative_to: Path | None = None) -> Curvat
 
 def default_curvature(folder: Path | None) -> Path | None:
     """The `curvature/` folder inside a model folder, if it has one."""
-    inside = folder / STEM if folder else None
-    return inside if inside is not None and inside.is_dir() else None
+    return folder / STEM if folder is not None and (folder / STEM).is_dir() else None
 
 
 def metadata(examples: int, likelihood: str, model: str, precision: str = "float32", **more: str) -> Mapping[str, str]:

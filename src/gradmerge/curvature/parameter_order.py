@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..storage.modelconfig import refuse_hub_code
 from ..storage.smallfile import MAX_CONFIG, read_bounded
-from ..text import listed
+from ..text import first_line, listed
 from .stored_names import skeleton
 
 Shape = tuple[int, ...]
@@ -37,7 +37,8 @@ def empty_model(folder: Path) -> nn.Module:
     import transformers
 
     model_class: Any = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
-    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    if not is_model:
         raise InputError(
             f"{path}: transformers {transformers.__version__} has no model class {architecture!r}. Code that comes "
             "with a model is not run; pass the model in Python: gm.import_curvature(folder, model=model)."
@@ -46,8 +47,7 @@ def empty_model(folder: Path) -> nn.Module:
         with quiet_transformers():
             return skeleton(model_class, model_class.config_class.from_pretrained(folder, local_files_only=True))
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise InputError(f"{path}: {architecture} cannot be built from it ({reason})") from error
+        raise InputError(f"{path}: {architecture} cannot be built from it ({first_line(error)})") from error
 
 
 def parameter_names(
@@ -108,7 +108,14 @@ def _matched(expected: Mapping[str, Shape], found: Sequence[Shape | None], kind:
     names, shapes = list(expected), list(expected.values())
     first = _embedded(shapes, found)
     if first is None:
-        raise InputError(_another_model(_differences(expected, found, kind)))
+        wrong = [
+            f"parameter {number}{kind}: {other} in the optimizer, {shape} in the model ({name})"
+            for number, (name, shape, other) in enumerate(zip(names, shapes, found, strict=False))
+            if other not in (None, shape)
+        ]
+        if len(names) != len(found):
+            wrong.insert(0, f"{len(found)} parameters{kind} in the optimizer, {len(names)} in the model")
+        raise InputError(_another_model(wrong))
     last = _embedded(shapes[::-1], found[::-1])
     assert last is not None
     if first != [len(names) - 1 - place for place in reversed(last)]:
@@ -127,16 +134,6 @@ def _embedded(shapes: Sequence[Shape], found: Sequence[Shape | None]) -> list[in
         if len(places) < len(found) and found[len(places)] in (None, shape):
             places.append(place)
     return places if len(places) == len(found) else None
-
-
-def _differences(expected: Mapping[str, Shape], found: Sequence[Shape | None], kind: str) -> list[str]:
-    lines = []
-    if len(expected) != len(found):
-        lines.append(f"{len(found)} parameters{kind} in the optimizer, {len(expected)} in the model")
-    for number, ((name, shape), other) in enumerate(zip(expected.items(), found, strict=False)):
-        if other not in (None, shape):
-            lines.append(f"parameter {number}{kind}: {other} in the optimizer, {shape} in the model ({name})")
-    return lines
 
 
 def _another_model(lines: Sequence[str]) -> str:
