@@ -98,8 +98,7 @@ class PriorAdamW(torch.optim.AdamW):
     ) -> None:
         # torch's constructor calls `add_param_group`, which needs these.
         self._kept: dict[Tensor, dict[str, Tensor]] = {}
-        # Options of a group that torch's AdamW does not have; then where its anchor and prior come from, which is not
-        # kept in the group.
+        # Options of a group beside torch's, and where its anchor and prior come from, which the group does not keep.
         self._options = {"strength": strength, "coupling": coupling, "keep_on": keep_on, "keep_dtype": keep_dtype}
         self._given: dict[str, Any] = {"prior": prior, "anchor": anchor, "reduction": reduction, "damping": damping}
         self._model = _unwrapped(params) if isinstance(params, nn.Module) else None
@@ -246,12 +245,10 @@ class PriorAdamW(torch.optim.AdamW):
         groups = list(state_dict["param_groups"])
         for i, mine in enumerate(self.param_groups[: len(groups)]):
             groups[i] = {**{key: mine[key] for key in (*self._options, "prior")}, **groups[i]}
-        loaded: dict[Any, dict[str, Tensor]] = {}
-        moments: dict[Any, Any] = {}
-        for number, state in state_dict["state"].items():
-            loaded[number] = _kept_of(state)
-            if rest := {key: value for key, value in state.items() if key not in KEPT}:
-                moments[number] = rest
+        states = state_dict["state"].items()
+        loaded = {number: _kept_of(state) for number, state in states}
+        rest = {number: {key: v for key, v in state.items() if key not in KEPT} for number, state in states}
+        moments = {number: values for number, values in rest.items() if values}
         own = {p: self._kept.get(p) or _kept_of(self.state.get(p, {})) for p in self._params()}
         numbers = [number for group in groups for number in group["params"]]
         pairs = list(zip(numbers, own, strict=False))

@@ -124,9 +124,9 @@ class PriorTrainer(Trainer):
             prior: Any = self._prior
             anchor: Any = self._anchor
             if self._prior_kind == CURVATURE:
-                prior = {n: torch.zeros(()).expand(p.shape) for n, p in trainable(model)}
-                with open_prior(self._prior, self._options["reduction"]) as tensors:
-                    prior |= self._found(model, tensors)
+                zeros = {n: torch.zeros(()).expand(p.shape) for n, p in trainable(model)}
+                with open_prior(prior, self._options["reduction"]) as tensors:
+                    prior = zeros | self._found(model, tensors)
             if anchor is not None:
                 with open_anchor(anchor) as tensors:
                     anchor = {n: p.detach() for n, p in trainable(model)} | self._found(model, tensors)
