@@ -303,9 +303,8 @@ class FromPass(Origin):
         rows = processes.share(total)
 
         def make() -> dict[str, Tensor]:
-            sums = {n: torch.zeros_like(p, dtype=sum_type(p)).detach() for n, p in measured.parameters.items()}
             if not rows:
-                return sums
+                return {n: torch.zeros_like(p, dtype=sum_type(p)).detach() for n, p in measured.parameters.items()}
             # Workers and collators that draw random numbers draw the same ones every time.
             with random_states_kept(measured.device):
                 torch.manual_seed(options.seed)
@@ -315,8 +314,7 @@ class FromPass(Origin):
                     collate_fn=self.training.loader.collate_fn,
                     num_workers=args.dataloader_num_workers,
                 )
-                first, trial = rows.start, Trial()
-                return sums | squared_gradients(measured, loader, options.likelihood, options.seed, first, trial)
+                return squared_gradients(measured, loader, options.likelihood, options.seed, rows.start, Trial())
 
         return self._result(self._summed(make), total, options.likelihood)
 
