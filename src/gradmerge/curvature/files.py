@@ -30,34 +30,28 @@ class CurvatureFile:
     def __init__(self, label: str, files: list[TensorFile]) -> None:
         self.label = label
         self._files = files
-        metadata: dict[str, str] = {}
-        for file in files:
-            metadata |= file.metadata
-        self.metadata = metadata
+        self.metadata = {key: text for file in files for key, text in file.metadata.items()}
+        self.kind = self.metadata.get("kind", "diagonal")
         self._check_format()
         self.examples = self._examples()
-        self.likelihood = metadata.get("likelihood", "")
-        self.kind = metadata.get("kind", "diagonal")
-        self.precision = metadata.get("precision", "float32")
+        self.likelihood = self.metadata.get("likelihood", "")
+        self.precision = self.metadata.get("precision", "float32")
         self._places: dict[str, tuple[TensorFile, Entry]] = {
             name: (file, entry) for file in files for name, entry in file.entries.items()
         }
-        self.shapes = {n: e.shape for n, (_, e) in self._places.items() if not self._is_scale(n)}
+        scales = {name + log8.SUFFIX for name in self._places} if self.precision == "log8" else set()
+        self.shapes = {name: entry.shape for name, (_, entry) in self._places.items() if name not in scales}
         self._check_types()
         self._tables: dict[str, Tensor] = {}
-
-    def _is_scale(self, name: str) -> bool:
-        stem = name.removesuffix(log8.SUFFIX)
-        return self.precision == "log8" and stem != name and stem in self._places
 
     def _check_format(self) -> None:
         found = self.metadata.get("format")
         if found != FORMAT:
             says = f"its header says format {found if found is None else found[:40]!r}, not {FORMAT!r}. Is it a model?"
             raise InputError(f"{self.label}: not a curvature file: {says}")
-        kind = self.metadata.get("kind", "diagonal")
-        if kind not in KINDS:
-            raise InputError(f"{self.label}: curvature of an unknown kind, {kind[:40]!r}; known are {', '.join(KINDS)}")
+        if self.kind not in KINDS:
+            known = ", ".join(KINDS)
+            raise InputError(f"{self.label}: curvature of an unknown kind, {self.kind[:40]!r}; known are {known}")
 
     def _examples(self) -> int:
         text = self.metadata.get("examples", "")
@@ -108,7 +102,7 @@ class CurvatureFile:
     def read_whole(self, name: str) -> Tensor:
         """One sum, in memory of its own."""
         shape = torch.Size(self.shapes[name])
-        return self.read(name, 0, shape.numel(), lambda n: torch.empty(n, dtype=torch.uint8)).clone().reshape(shape)
+        return self.read(name, 0, shape.numel(), lambda n: torch.empty(n, dtype=torch.uint8)).reshape(shape)
 
     def _table(self, name: str) -> Tensor:
         if name not in self._tables:
@@ -145,17 +139,11 @@ class CurvatureFile:
 def open_curvature(reference: str, *, relative_to: Path | None = None) -> CurvatureFile:
     """Open a curvature folder or file; a model folder with a `curvature/` folder inside will do as well."""
     path = local_path(reference, relative_to)
-    if path.is_file():
-        return _curvature_file(reference, [TensorFile(path)])
-    if not path.is_dir():
+    if not path.is_file() and not path.is_dir():
         raise InputError(f"{reference}: no such curvature folder or file ({path.absolute()})")
-    files = open_files(path, STEM) or open_files(path / STEM, STEM)
+    files = [TensorFile(path)] if path.is_file() else open_files(path, STEM) or open_files(path / STEM, STEM)
     if files is None:
         raise InputError(f"{reference}: no {STEM}.safetensors, and no {STEM}.safetensors.index.json, in this folder")
-    return _curvature_file(reference, files)
-
-
-def _curvature_file(reference: str, files: list[TensorFile]) -> CurvatureFile:
     try:
         return CurvatureFile(reference, files)
     except BaseException:
@@ -165,8 +153,7 @@ def _curvature_file(reference: str, files: list[TensorFile]) -> CurvatureFile:
 
 def default_curvature(folder: Path | None) -> Path | None:
     """The `curvature/` folder inside a model folder, if it has one."""
-    inside = folder / STEM if folder else None
-    return inside if inside is not None and inside.is_dir() else None
+    return folder / STEM if folder is not None and (folder / STEM).is_dir() else None
 
 
 def metadata(examples: int, likelihood: str, model: str, precision: str = "float32", **more: str) -> Mapping[str, str]:

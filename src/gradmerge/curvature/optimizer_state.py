@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..text import first_line
 from .parameter_order import Shape
 
 #: The keys of a parameter's state where `exp_avg_sq` means what it does in Adam; the last two are PriorAdamW's.
@@ -75,10 +76,9 @@ def read_state(path: Path) -> OptimizerState:
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200]
         raise InputError(
-            f"{path}: cannot be read as the state of an optimizer ({reason}). It is damaged, or holds more than "
-            "tensors and numbers (it is opened with weights_only)."
+            f"{path}: cannot be read as the state of an optimizer ({first_line(error)}). It is damaged, or holds more "
+            "than tensors and numbers (it is opened with weights_only)."
         ) from error
     if not isinstance(saved, dict) or not isinstance(saved.get("param_groups"), list) or "state" not in saved:
         raise InputError(f"{path}: not the state of an optimizer: it has no `state` and `param_groups`")
@@ -95,8 +95,8 @@ def read_state(path: Path) -> OptimizerState:
         _check_adam(path, groups, states)
         return OptimizerState("adam", [_adam_group(group, states) for group in groups], notes=decay_note(groups))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
-        reason = str(error).partition("\n")[0][:200]
-        raise InputError(f"{path}: not a state that Adam or IVON saves ({type(error).__name__}: {reason})") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"{path}: not a state that Adam or IVON saves ({reason})") from error
 
 
 def _check_adam(path: Path, groups: list[dict[str, Any]], states: Mapping[Any, Any]) -> None:

@@ -1,8 +1,6 @@
 """Curvature that an optimizer left behind in a checkpoint of the Trainer; `optimizer_state` says what it is.
 
-Adam's second moments and IVON's Hessian are kept per entry of a parameter. Here they become sums over examples, by the
-names of the checkpoint's weights: files beside `optimizer.pt` tell how many examples there were, and `config.json`
-which parameter is which.
+Files beside `optimizer.pt` tell how many examples there were, and `config.json` which parameter is which.
 """
 
 from __future__ import annotations
@@ -25,12 +23,10 @@ from ..text import listed
 from .curvature import Curvature
 from .optimizer_state import OptimizerState, read_state, token_note
 from .parameter_order import Shape, check_names, empty_model, parameter_names
-from .stored_names import stored_shapes, stored_tensors
+from .stored_names import other_shapes, stored_shapes, stored_tensors
 from .trainer_facts import MOST, doubts, examples_and_batch, read_facts
 
 STATE = "optimizer.pt"
-#: A number of examples, if it is given.
-_Count = int | None
 
 
 @dataclass
@@ -80,8 +76,8 @@ def import_curvature(
 
 def read_optimizer(
     checkpoint: str | Path,
-    examples: _Count = None,
-    batch_size: _Count = None,
+    examples: int | None = None,
+    batch_size: int | None = None,
     frozen: Sequence[str] = (),
     model: Any = None,
 ) -> Imported:
@@ -189,25 +185,17 @@ def _as_stored(
         return stored, whole
     on_disk = {name: entry.shape for file in files for name, entry in file.entries.items()}
     close_files(files)
-    if _misfits(stored, on_disk):
+    if other_shapes(stored, on_disk, ", where the file has"):
         loaded: Any = model
         # Once loaded, a model knows how its own files name the weights, and saves them so.
         with contextlib.suppress(Exception), quiet_transformers():
             loaded = loaded.from_pretrained(folder, device_map="meta", local_files_only=True)
         stored, whole = stored_tensors(loaded, sums), stored_shapes(loaded)
-    if wrong := _misfits(stored, on_disk):
+    if wrong := other_shapes(stored, on_disk, ", where the file has"):
         raise InputError(
             f"{folder}: the optimizer's parameters are not those of model.safetensors beside it:\n{listed(wrong, 5)}"
         )
     return stored, whole
-
-
-def _misfits(stored: Mapping[str, Tensor], on_disk: Mapping[str, Shape]) -> list[str]:
-    return [
-        f"{name}: {tuple(value.shape)}, where the file has {on_disk.get(name, 'nothing')}"
-        for name, value in stored.items()
-        if tuple(value.shape) != on_disk.get(name)
-    ]
 
 
 def _ivon_examples(folder: Path, ess: float | None, examples: int | None, notes: list[str]) -> int:

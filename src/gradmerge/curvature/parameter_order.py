@@ -8,14 +8,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..storage.modelconfig import refuse_hub_code
 from ..storage.smallfile import MAX_CONFIG, read_bounded
-from ..text import listed
+from ..text import first_line, listed
+from .stored_names import skeleton
 
 Shape = tuple[int, ...]
 
@@ -44,16 +44,14 @@ def empty_model(folder: Path) -> nn.Module:
             "with a model is not run; pass the model in Python: gm.import_curvature(folder, model=model)."
         )
     try:
-        with quiet_transformers(), torch.device("meta"):
-            model: nn.Module = model_class(model_class.config_class.from_pretrained(folder, local_files_only=True))
+        with quiet_transformers():
+            return skeleton(model_class, model_class.config_class.from_pretrained(folder, local_files_only=True))
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise InputError(f"{path}: {architecture} cannot be built from it ({reason})") from error
-    return model
+        raise InputError(f"{path}: {architecture} cannot be built from it ({first_line(error)})") from error
 
 
 def parameter_names(
-    model: nn.Module, groups: Sequence[Sequence[Shape | None]], frozen: Sequence[str] = ()
+    model: nn.Module, groups: Sequence[Sequence[Shape | None]], frozen: Sequence[str]
 ) -> list[list[str]]:
     """Names of an optimizer's parameters, group by group; a shape is None where the optimizer holds none.
 
@@ -110,7 +108,14 @@ def _matched(expected: Mapping[str, Shape], found: Sequence[Shape | None], kind:
     names, shapes = list(expected), list(expected.values())
     first = _embedded(shapes, found)
     if first is None:
-        raise InputError(_another_model(_differences(expected, found, kind)))
+        wrong = [
+            f"parameter {number}{kind}: {other} in the optimizer, {shape} in the model ({name})"
+            for number, (name, shape, other) in enumerate(zip(names, shapes, found, strict=False))
+            if other not in (None, shape)
+        ]
+        if len(names) != len(found):
+            wrong.insert(0, f"{len(found)} parameters{kind} in the optimizer, {len(names)} in the model")
+        raise InputError(_another_model(wrong))
     last = _embedded(shapes[::-1], found[::-1])
     assert last is not None
     if first != [len(names) - 1 - place for place in reversed(last)]:
@@ -129,16 +134,6 @@ def _embedded(shapes: Sequence[Shape], found: Sequence[Shape | None]) -> list[in
         if len(places) < len(found) and found[len(places)] in (None, shape):
             places.append(place)
     return places if len(places) == len(found) else None
-
-
-def _differences(expected: Mapping[str, Shape], found: Sequence[Shape | None], kind: str) -> list[str]:
-    lines = []
-    if len(expected) != len(found):
-        lines.append(f"{len(found)} parameters{kind} in the optimizer, {len(expected)} in the model")
-    for number, ((name, shape), other) in enumerate(zip(expected.items(), found, strict=False)):
-        if other not in (None, shape):
-            lines.append(f"parameter {number}{kind}: {other} in the optimizer, {shape} in the model ({name})")
-    return lines
 
 
 def _another_model(lines: Sequence[str]) -> str:

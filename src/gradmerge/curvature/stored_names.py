@@ -28,12 +28,16 @@ def stored_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     checkpoint stores together with one that is missing here is an error.
     """
     known = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
-    wrong = _other_shapes(tensors, known, ", where the model has", "nothing")
-    if wrong:
+    if wrong := other_shapes(tensors, known, ", where the model has"):
         raise InputError(f"{type(model).__name__}: tensors that are not this model's:\n{listed(wrong)}")
     kept = _untied(model, tensors)
     stored = _reverted(model, kept)
-    _check_whole(model, stored)
+    # A tensor that is fused on disk comes out too small where some of its parts are missing.
+    if wrong := other_shapes(stored, stored_shapes(model), " instead of", "no such tensor"):
+        raise InputError(
+            f"{type(model).__name__}: a checkpoint stores several of its parameters in one tensor, and only some of "
+            f"them have curvature:\n{listed(wrong)}"
+        )
     if _fingerprint(kept) != _fingerprint(stored):
         raise InputError(
             f"{type(model).__name__}: its weights are not only renamed and rearranged when they are saved, but "
@@ -50,12 +54,14 @@ def stored_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 def _untied(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Every parameter once, under the name that a checkpoint keeps."""
-    tied = _tied_patterns(model)
-    names_of: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of[id(parameter)].append(name)
+    tied: list[str] = []
+    if _is_pretrained(model):
+        from transformers.modeling_utils import _get_tied_weight_keys
+
+        # Regular expressions for the names that transformers leaves out when a parameter has several.
+        tied = list(_get_tied_weight_keys(model) or [])
     kept: dict[str, Tensor] = {}
-    for names in names_of.values():
+    for names in names_of_parameters(model).values():
         given = [name for name in names if name in tensors]
         for other in given[1:]:
             if tensors[other] is not tensors[given[0]] and not torch.equal(tensors[other], tensors[given[0]]):
@@ -66,28 +72,25 @@ def _untied(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     return kept
 
 
-def _tied_patterns(model: nn.Module) -> list[str]:
-    """Regular expressions for the names that transformers leaves out when a parameter has several."""
-    if not _is_pretrained(model):
-        return []
-    from transformers.modeling_utils import _get_tied_weight_keys
-
-    return list(_get_tied_weight_keys(model) or [])
+def names_of_parameters(model: nn.Module) -> dict[Tensor, list[str]]:
+    """All names of each parameter: a tied one has several."""
+    result: dict[Tensor, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        result[parameter].append(name)
+    return result
 
 
 def _is_pretrained(model: nn.Module) -> bool:
-    # By name, so that transformers need not be installed, or imported, for any other model.
+    # By name, so that transformers need not be imported for any other model.
     return any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__)
 
 
 def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What ``save_pretrained`` does to a state dict; nothing before transformers 5, which had one kind of names."""
+    """What ``save_pretrained`` does to a state dict."""
     if not _is_pretrained(model) or not tensors:
         return tensors
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:
-        return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
     try:
         result: dict[str, Tensor] = revert_weight_conversion(model, tensors)
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -98,17 +101,10 @@ def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _check_whole(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """A tensor that is fused on disk comes out too small where some of its parts are missing."""
-    wrong = _other_shapes(stored, stored_shapes(model), " instead of", "no such tensor")
-    if wrong:
-        raise InputError(
-            f"{type(model).__name__}: a checkpoint stores several of its parameters in one tensor, and only some of "
-            f"them have curvature:\n{listed(wrong)}"
-        )
-
-
-def _other_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], wanted: str, no: str) -> list[str]:
+def other_shapes(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], wanted: str, no: str = "nothing"
+) -> list[str]:
+    """A line for each tensor that has another shape than its name has in ``shapes``, or no place there."""
     odd = {name: tuple(value.shape) for name, value in tensors.items() if value.shape != shapes.get(name)}
     return [f"{name}: {shape}{wanted} {tuple(shapes[name]) if name in shapes else no}" for name, shape in odd.items()]
 
@@ -137,11 +133,7 @@ def for_files(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Te
     if not _is_pretrained(model):
         return None
     kind, config = type(model), model.config
-
-    def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return stored_tensors(skeleton(kind, config), tensors)
-
-    return convert
+    return lambda tensors: stored_tensors(skeleton(kind, config), tensors)
 
 
 def skeleton(kind: Any, config: Any) -> nn.Module:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..checkpoints import Buffers, open_checkpoint
 from ..curvature import Curvature, open_curvature
-from ..curvature.stored_names import _reverted, _untied
+from ..curvature.stored_names import _reverted, _untied, names_of_parameters
 from ..errors import InputError
 from ..text import listed
 
@@ -25,6 +25,9 @@ Reduction = Literal["mean", "sum"]
 #: What H_0 can be given as, and what θ_base.
 PriorTensors = Curvature | Mapping[str, Tensor] | str | Path
 AnchorTensors = Mapping[str, Tensor] | str | Path
+#: Where the entries of a parameter are among named tensors, as pairs of a name and an index: None if the tensor is the
+#: whole parameter, else which of the parameter's entries (−1: none) each of its entries holds.
+_Parts = list[tuple[str, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,7 @@ def open_prior(prior: PriorTensors, reduction: Reduction) -> Iterator[NamedTenso
         if file.kind != "diagonal":
             raise InputError(f"{prior}: holds {file.kind} matrices; a prior is a diagonal")
         number = file.examples if reduction == "mean" else 1
-
-        def read(name: str) -> Tensor:
-            shape = torch.Size(file.shapes[name])
-            entries = file.read(name, 0, shape.numel(), lambda size: torch.empty(size, dtype=torch.uint8))
-            return entries.div(number).reshape(shape)
-
-        yield NamedTensors(str(prior), file.shapes, read)
+        yield NamedTensors(str(prior), file.shapes, lambda name: file.read_whole(name).div_(number))
 
 
 @contextlib.contextmanager
@@ -80,7 +77,7 @@ def find(
     source: NamedTensors, named: Sequence[tuple[str, Tensor]], model: nn.Module | None, *, optional: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensor of each parameter, in turn. A missing one is an error, or with ``optional`` left out."""
-    places = {name: _Place([(name, None)]) for name, _ in named if name in source.shapes}
+    places: dict[str, _Parts] = {name: [(name, None)] for name, _ in named if name in source.shapes}
     if model is not None and len(places) < len(named):
         places = _places(model, source.shapes) | places
     missing = [name for name, _ in named if name not in places]
@@ -93,68 +90,58 @@ def find(
             'go into a group of their own with "strength": 0; with PriorTrainer, missing="zero".'
         )
     found = [(name, value) for name, value in named if name in places]
-    wrong = [note for name, value in found if (note := places[name].misfit(name, value, source.shapes))]
+    wrong = [note for name, value in found if (note := _misfit(name, value, places[name], source.shapes))]
     if wrong:
         raise InputError(f"{source.label}: tensors of another shape than the parameters:\n{listed(wrong)}")
-    return ((name, places[name].fill(value, source)) for name, value in found)
+    return ((name, _filled(value, places[name], source)) for name, value in found)
 
 
-@dataclass
-class _Place:
-    """Where the entries of a parameter are among named tensors."""
-
-    parts: list[tuple[str, Tensor | None]]
-    """(tensor, index): None for the whole parameter, else which of its entries (−1: none) each entry holds."""
-
-    def misfit(self, name: str, value: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        for stored, index in self.parts:
-            expected = tuple(value.shape if index is None else index.shape)
-            if tuple(shapes[stored]) != expected:
-                as_ = "" if stored == name else f" ({stored})"
-                return f"{name}{as_}: {tuple(shapes[stored])}, where the parameter has {expected}"
-        return None
-
-    def fill(self, like: Tensor, source: NamedTensors) -> Tensor:
-        whole: Tensor | None = None
-        for stored, index in self.parts:
-            part = source.read(stored)
-            if index is None:
-                return part
-            whole = part.new_zeros(like.numel()) if whole is None else whole
-            mine = index >= 0
-            whole[index[mine].to(part.device)] = part[mine.to(part.device)]
-        assert whole is not None
-        return whole.reshape(like.shape)
+def _misfit(name: str, value: Tensor, parts: _Parts, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    for stored, index in parts:
+        expected = tuple(value.shape if index is None else index.shape)
+        if tuple(shapes[stored]) != expected:
+            as_ = "" if stored == name else f" ({stored})"
+            return f"{name}{as_}: {tuple(shapes[stored])}, where the parameter has {expected}"
+    return None
 
 
-def _places(model: nn.Module, known: Iterable[str]) -> dict[str, _Place]:
+def _filled(like: Tensor, parts: _Parts, source: NamedTensors) -> Tensor:
+    whole: Tensor | None = None
+    for stored, index in parts:
+        part = source.read(stored)
+        if index is None:
+            return part
+        whole = part.new_zeros(like.numel()) if whole is None else whole
+        mine = index >= 0
+        whole[index[mine].to(part.device)] = part[mine.to(part.device)]
+    assert whole is not None
+    return whole.reshape(like.shape)
+
+
+def _places(model: nn.Module, known: Iterable[str]) -> dict[str, _Parts]:
     """Where each parameter is, under all its own names, if ``known`` are names of files or other names of it."""
     have = set(known)
-    names_of: dict[Tensor, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of[parameter].append(name)
-    result: dict[str, _Place] = {}
-    for found, place in _stored_places(model, names_of).items():
-        if all(stored in have for stored, _ in place.parts):
-            result |= dict.fromkeys(names_of[found], place)
+    names_of = names_of_parameters(model)
+    result: dict[str, _Parts] = {}
+    for found, parts in _stored_places(model, names_of).items():
+        if all(stored in have for stored, _ in parts):
+            result |= dict.fromkeys(names_of[found], parts)
     for names in names_of.values():
         other = next((name for name in names if name in have), None)
         if other is not None:
-            result |= {name: _Place([(other, None)]) for name in names if name not in result}
+            result |= {name: [(other, None)] for name in names if name not in result}
     return result
 
 
-def _stored_places(model: nn.Module, names_of: Mapping[Tensor, list[str]]) -> dict[Tensor, _Place]:
+def _stored_places(model: nn.Module, names_of: Mapping[Tensor, list[str]]) -> dict[Tensor, _Parts]:
     """By parameter: the tensors of a checkpoint that hold it.
 
     Entries are numbered, and the numbers renamed and rearranged as the weights are when they are saved.
     """
-    owner = {name: parameter for parameter, names in names_of.items() for name in names}
     numbers = {names[0]: torch.empty(parameter.shape, device="meta") for parameter, names in names_of.items()}
-    kept = _untied(model, numbers)
-    whole = {id(value): owner[name] for name, value in kept.items()}
-    stored = _reverted(model, dict(kept))
-    result = {whole[id(v)]: _Place([(name, None)]) for name, v in stored.items() if id(v) in whole}
+    whole = {id(numbers[names[0]]): parameter for parameter, names in names_of.items()}
+    stored = _reverted(model, _untied(model, numbers))
+    result: dict[Tensor, _Parts] = {whole[id(v)]: [(name, None)] for name, v in stored.items() if id(v) in whole}
     # Only parameters that are stored in parts, or fused with others, need a number for every entry.
     first: dict[Tensor, int] = {}
     total = 0
@@ -165,14 +152,14 @@ def _stored_places(model: nn.Module, names_of: Mapping[Tensor, list[str]]) -> di
             total += parameter.numel()
     if not first:
         return result
-    parts: dict[Tensor, list[tuple[str, Tensor | None]]] = defaultdict(list)
+    parts: dict[Tensor, _Parts] = defaultdict(list)
     for name, entries in _reverted(model, _untied(model, numbers)).items():
         for parameter, start in first.items() if not entries.is_meta else ():
             at = entries - start
             inside = (at >= 0) & (at < parameter.numel())
             if bool(inside.any()):
                 parts[parameter].append((name, torch.where(inside, at, -1)))
-    return result | {parameter: _Place(found) for parameter, found in parts.items()}
+    return result | parts
 
 
 def _in_memory(what: str, tensors: Mapping[str, Tensor], number: int) -> NamedTensors:

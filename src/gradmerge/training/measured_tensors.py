@@ -31,7 +31,8 @@ class MeasuredTensors(ABC):
         if not self.parameters:
             raise InputError("no parameter of the model is trained (requires_grad=False for all): nothing to estimate")
         # Names that cannot be worked out raise here, before training, and not after it.
-        self.stored({n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in self.parameters.items()})
+        empty = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in self.parameters.items()}
+        self.stored_names = frozenset(self.stored(empty))
 
     @property
     def device(self) -> torch.device:
@@ -48,15 +49,13 @@ class MeasuredTensors(ABC):
     @contextlib.contextmanager
     def chosen(self) -> Iterator[None]:
         """Inside, only these parameters require a gradient."""
-        wanted = [(p, p.requires_grad) for p in self.model.parameters() if p.is_floating_point()]
-        own = {id(parameter) for parameter in self.parameters.values()}
-        try:
-            for parameter, _ in wanted:
-                parameter.requires_grad_(id(parameter) in own)
+        own = set(self.parameters.values())
+        with contextlib.ExitStack() as stack:
+            for parameter in self.model.parameters():
+                if parameter.is_floating_point():
+                    stack.callback(parameter.requires_grad_, parameter.requires_grad)
+                    parameter.requires_grad_(parameter in own)
             yield
-        finally:
-            for parameter, requires in wanted:
-                parameter.requires_grad_(requires)
 
 
 class TrainedTensors(MeasuredTensors):
@@ -70,8 +69,7 @@ class TrainedTensors(MeasuredTensors):
 
     def notes(self) -> list[str]:
         whole = stored_shapes(self.model)
-        measured = self.stored({n: torch.empty(p.shape, device="meta") for n, p in self.parameters.items()})
-        missing = [name for name in whole if name not in measured]
+        missing = [name for name in whole if name not in self.stored_names]
         if not missing:
             return []
         return [
@@ -149,8 +147,7 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _active_adapter(model: Any) -> str:
-    active = model.active_adapter
-    names = [active] if isinstance(active, str) else list(active)
+    names = model.active_adapters
     if len(names) != 1:
         raise InputError(
             f"several adapters are active ({', '.join(names)}), and curvature belongs to one of them. Activate it "
@@ -165,8 +162,7 @@ def _adapter_names(model: Any, trained: Mapping[str, nn.Parameter]) -> dict[str,
 
     saved = get_peft_model_state_dict(model, adapter_name=_active_adapter(model), save_embedding_layers=False)
     names = {(value.data_ptr(), value.shape): name for name, value in saved.items() if value.numel()}
-    found = {name: names.get((p.data_ptr(), p.shape)) for name, p in trained.items()}
-    return {name: stored for name, stored in found.items() if stored is not None}
+    return {name: names[key] for name, p in trained.items() if (key := (p.data_ptr(), p.shape)) in names}
 
 
 def _check_lora(model: Any) -> None:

@@ -31,15 +31,18 @@ def squared_gradients(
     ``first`` is the place of the first example in the data, on which drawn labels depend. Gradients, modes, hooks and
     the states of random numbers are left as they were. With one ``trial`` for many calls, layers are tried out once.
     """
+    model, device = measured.model, measured.device
     start = None
     if likelihood == "sampled" and first:
         nothing = {n: torch.zeros((), device=p.device).expand(p.shape) for n, p in measured.parameters.items()}
         start = Curvature(nothing, first, likelihood)
-    with random_states_kept(measured.device), _running_statistics(measured.model), measured.chosen():
+    with random_states_kept(device), modes_kept(model), measured.chosen():
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                # With the batch's statistics instead of the running ones, no example has a gradient of its own.
+                module.training = False
         again = Again(lambda: map(_checked, batches))
-        found = estimate_curvature(
-            measured.model, again, likelihood, seed=seed, device=measured.device, start=start, trial=trial
-        )
+        found = estimate_curvature(model, again, likelihood, seed=seed, device=device, start=start, trial=trial)
     return found.sum()
 
 
@@ -63,36 +66,22 @@ def check_labels(inputs: Batch) -> None:
 @contextlib.contextmanager
 def random_states_kept(device: torch.device) -> Iterator[None]:
     """Restore the states of all random number generators afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()
     devices = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type
-    try:
-        with torch.random.fork_rng(devices, device_type=kind):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-@contextlib.contextmanager
-def _running_statistics(model: nn.Module) -> Iterator[None]:
-    """Batch normalisation uses its running statistics: with the batch's, no example has a gradient of its own."""
-    with modes_kept(model):
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.training = False
+    with contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
         yield
 
 
 @contextlib.contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
     """Restore the training or evaluation mode of every module afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
         yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 class BatchWatch:

@@ -38,13 +38,12 @@ class RunningAverage:
         self.examples += examples
         if not keep:
             return
-        for name, value in self._average.items():
-            value.mul_(self.decay)
-            if name in sums:
-                value.add_(sums[name], alpha=(1 - self.decay) / examples)
+        weight = (1 - self.decay) / examples
         for name, value in sums.items():
-            if name not in self._average:
-                self._average[name] = value * ((1 - self.decay) / examples)
+            if name in self._average:
+                self._average[name].mul_(self.decay).add_(value, alpha=weight)
+            else:
+                self._average[name] = value * weight
 
     def means(self) -> Iterator[tuple[str, Tensor]]:
         """E_k / (1 − decay^k) by name: means of the steps' means, with weights that add up to 1."""

@@ -19,7 +19,7 @@ from ..curvature.optimizer_state import decay_note, second_moment, token_note
 from ..curvature.trial import Trial
 from ..errors import GradmergeError, InputError
 from . import processes
-from .measured_tensors import MeasuredTensors
+from .measured_tensors import MeasuredTensors, is_adapter
 from .mid_training import BatchWatch, check_labels, modes_kept, random_states_kept, squared_gradients
 from .online import STATE, RunningAverage
 
@@ -135,8 +135,8 @@ class FromAdam(Origin):
         # The loss can be out of scale only if several batches make a step.
         several = training.args.gradient_accumulation_steps > 1 or processes.is_distributed()
         self._watch = BatchWatch(training.measured.model) if several else None
-        inner = getattr(training.measured.model, "get_base_model", None)
-        plain = inner() if callable(inner) else training.measured.model
+        model: Any = training.measured.model
+        plain = model.get_base_model() if is_adapter(model) else model
         for note in decay_note(self._optimizer.param_groups) + token_note(plain):
             training.say(note)
 
@@ -303,9 +303,8 @@ class FromPass(Origin):
         rows = processes.share(total)
 
         def make() -> dict[str, Tensor]:
-            sums = {n: torch.zeros_like(p, dtype=sum_type(p)).detach() for n, p in measured.parameters.items()}
             if not rows:
-                return sums
+                return {n: torch.zeros_like(p, dtype=sum_type(p)).detach() for n, p in measured.parameters.items()}
             # Workers and collators that draw random numbers draw the same ones every time.
             with random_states_kept(measured.device):
                 torch.manual_seed(options.seed)
@@ -315,8 +314,7 @@ class FromPass(Origin):
                     collate_fn=self.training.loader.collate_fn,
                     num_workers=args.dataloader_num_workers,
                 )
-                first, trial = rows.start, Trial()
-                return sums | squared_gradients(measured, loader, options.likelihood, options.seed, first, trial)
+                return squared_gradients(measured, loader, options.likelihood, options.seed, rows.start, Trial())
 
         return self._result(self._summed(make), total, options.likelihood)
 

@@ -17,11 +17,6 @@ from .prior_kernels import Moments, Pull, pull
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
-#: Options of a group that torch's AdamW does not have.
-_OPTIONS = ("strength", "coupling", "prior", "keep_on", "keep_dtype")
-#: Where anchor and prior of a group come from. Not kept in the group.
-_GIVEN = ("prior", "anchor", "reduction", "damping")
-
 
 class PriorAdamW(torch.optim.AdamW):
     """AdamW with the penalty ½·strength·‖θ − θ_base‖²_{H_0}, under which fine-tuned models merge as the method assumes.
@@ -103,6 +98,7 @@ class PriorAdamW(torch.optim.AdamW):
     ) -> None:
         # torch's constructor calls `add_param_group`, which needs these.
         self._kept: dict[Tensor, dict[str, Tensor]] = {}
+        # Options of a group beside torch's, and where its anchor and prior come from, which the group does not keep.
         self._options = {"strength": strength, "coupling": coupling, "keep_on": keep_on, "keep_dtype": keep_dtype}
         self._given: dict[str, Any] = {"prior": prior, "anchor": anchor, "reduction": reduction, "damping": damping}
         self._model = _unwrapped(params) if isinstance(params, nn.Module) else None
@@ -120,7 +116,7 @@ class PriorAdamW(torch.optim.AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the anchor is by default what the parameters are now."""
         group = {**self._options, **param_group}
-        given = {key: group.pop(key, self._given[key]) for key in _GIVEN}
+        given = {key: group.pop(key, usual) for key, usual in self._given.items()}
         group["prior"] = prior_inputs.check_options({**group, **given})
         group["keep_on"] = None if group["keep_on"] is None else str(group["keep_on"])
         super().add_param_group(group)
@@ -248,13 +244,11 @@ class PriorAdamW(torch.optim.AdamW):
         """As torch's, with anchors and priors where they are in it. They keep their own place and type."""
         groups = list(state_dict["param_groups"])
         for i, mine in enumerate(self.param_groups[: len(groups)]):
-            groups[i] = {**{key: mine[key] for key in _OPTIONS}, **groups[i]}
-        loaded: dict[Any, dict[str, Tensor]] = {}
-        moments: dict[Any, Any] = {}
-        for number, state in state_dict["state"].items():
-            loaded[number] = _kept_of(state)
-            if rest := {key: value for key, value in state.items() if key not in KEPT}:
-                moments[number] = rest
+            groups[i] = {**{key: mine[key] for key in (*self._options, "prior")}, **groups[i]}
+        states = state_dict["state"].items()
+        loaded = {number: _kept_of(state) for number, state in states}
+        rest = {number: {key: v for key, v in state.items() if key not in KEPT} for number, state in states}
+        moments = {number: values for number, values in rest.items() if values}
         own = {p: self._kept.get(p) or _kept_of(self.state.get(p, {})) for p in self._params()}
         numbers = [number for group in groups for number in group["params"]]
         pairs = list(zip(numbers, own, strict=False))

@@ -21,6 +21,11 @@ Coupling = Literal["decoupled", "adam"]
 CURVATURE = "curvature"
 #: What a parameter's state holds beside Adam's moments.
 KEPT = ("anchor", "prior")
+#: What a group that is added later must say, if the optimizer was made with a mapping.
+_OF_ITS_OWN = {
+    "anchor": 'an "anchor" of its own (a mapping or a path, or None for the parameters as they are now)',
+    "prior": 'a "prior" of its own (a mapping, a Curvature, a path or a number)',
+}
 
 
 class Gone:
@@ -46,11 +51,9 @@ def check_options(options: Mapping[str, Any]) -> float | str | None:
             torch.device(keep_on)
         except (RuntimeError, TypeError) as error:
             raise InputError(f"keep_on={keep_on!r}: not a device of PyTorch") from error
-    if isinstance(anchor, Gone):
-        raise InputError(
-            'a further group needs an "anchor" of its own (a mapping or a path, or None for the parameters as they are '
-            "now): the mapping that the optimizer was made with is not kept"
-        )
+    for name, own in _OF_ITS_OWN.items():
+        if isinstance(options[name], Gone):
+            raise InputError(f"a further group needs {own}: the mapping that the optimizer was made with is not kept")
     if not isinstance(anchor, None | Mapping | str | Path):
         kinds = "None, a mapping from names to tensors or the path of a checkpoint"
         raise InputError(f"anchor: {kinds}, not {type(anchor).__name__}")
@@ -67,11 +70,6 @@ def check_options(options: Mapping[str, Any]) -> float | str | None:
         if not 0 <= prior < math.inf:
             raise InputError(f"prior={prior}: as a number, it is at least 0 and finite")
         return float(prior) + damping
-    if isinstance(prior, Gone):
-        raise InputError(
-            'a further group needs a "prior" of its own (a mapping, a Curvature, a path or a number): the mapping that '
-            "the optimizer was made with is not kept"
-        )
     if not isinstance(prior, (Mapping, str, Path)):
         kinds = 'None, "identity", a number, a Curvature, a mapping from names to tensors or a path'
         raise InputError(f"prior: {kinds}, not {type(prior).__name__}")

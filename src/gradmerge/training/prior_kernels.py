@@ -92,7 +92,8 @@ def _pull_one(one: Pull, rate: float | Tensor) -> None:
     elif one.moments is None:
         share = prior / (prior + 1 / rate)
     else:
-        metric = one.moments.squares.to(kind).sqrt() * _correction(one.moments, parameter.device) + one.moments.eps
+        (correction,) = _corrections([one.moments], parameter.device)
+        metric = one.moments.squares.to(kind).sqrt() * correction + one.moments.eps
         share = prior * rate / (metric + prior * rate)
     if parameter.dtype == kind:
         parameter.lerp_(anchor, share)
@@ -100,18 +101,14 @@ def _pull_one(one: Pull, rate: float | Tensor) -> None:
         parameter.copy_(parameter.to(kind).lerp(anchor, share))
 
 
-def _correction(moments: Moments, device: torch.device) -> float | Tensor:
-    """1 / √(1 − β₂^step); a tensor where reading the step would wait for the device."""
-    if moments.step.device.type == "cpu" and not isinstance(moments.beta, Tensor):
-        return 1 / math.sqrt(1 - moments.beta ** moments.step.item())
-    return _corrections([moments], device)[0]
-
-
-def _corrections(moments: Sequence[Moments], device: torch.device) -> list[Tensor]:
+def _corrections(moments: Sequence[Moments], device: torch.device) -> list[Any]:
+    """1 / √(1 − β₂^step) of parameters with one β₂: tensors where reading the steps would wait for the device."""
+    beta = moments[0].beta
+    if not isinstance(beta, Tensor) and all(m.step.device.type == "cpu" for m in moments):
+        return [1 / math.sqrt(1 - beta ** m.step.item()) for m in moments]
     wide = torch.float32 if device.type == "mps" else torch.float64
     # If a gradient scaler skipped the first step, the count is still 0. As 1, it keeps NaN out of a pull by rate 0.
     steps = torch.stack([m.step.to(device) for m in moments]).to(wide).clamp(min=1)
-    beta = moments[0].beta
     beta = beta.to(device, wide) if isinstance(beta, Tensor) else beta
     return list((1 - beta**steps).rsqrt().unbind())
 
@@ -122,7 +119,7 @@ def _pull_in_cache(one: Pull, rate: float) -> None:
     if one.moments is None and not isinstance(one.prior, Tensor) and one.parameter.dtype == one.anchor.dtype:
         one.parameter.lerp_(one.anchor, _share(one.prior, rate))
         return
-    correction = _correction(one.moments, one.parameter.device) if one.moments else 1.0
+    correction = _corrections([one.moments], one.parameter.device)[0] if one.moments else 1.0
     parameter, anchor = one.parameter.detach().view(-1), one.anchor.view(-1)
     prior = one.prior.view(-1) if isinstance(one.prior, Tensor) else None
     squares = one.moments.squares.view(-1) if one.moments else None
@@ -219,9 +216,7 @@ def _metrics(batch: Sequence[Pull], device: torch.device, kind: torch.dtype) -> 
     """D = √v̂ + ε."""
     moments = [one.moments for one in batch if one.moments is not None]
     metrics = list(torch._foreach_sqrt([m.squares.to(kind) for m in moments]))
-    if all(m.step.device.type == "cpu" and not isinstance(m.beta, Tensor) for m in moments):
-        torch._foreach_mul_(metrics, [float(_correction(m, device)) for m in moments])
-    else:
-        torch._foreach_mul_(metrics, [c.to(kind) for c in _corrections(moments, device)])
+    corrections = _corrections(moments, device)
+    torch._foreach_mul_(metrics, [c.to(kind) if isinstance(c, Tensor) else c for c in corrections])
     torch._foreach_add_(metrics, moments[0].eps)
     return metrics

@@ -124,13 +124,12 @@ class PriorTrainer(Trainer):
             prior: Any = self._prior
             anchor: Any = self._anchor
             if self._prior_kind == CURVATURE:
+                zeros = {n: torch.zeros(()).expand(p.shape) for n, p in trainable(model)}
                 with open_prior(prior, self._options["reduction"]) as tensors:
-                    found = self._found(model, tensors)
-                prior = {n: found[n] if n in found else torch.zeros(p.shape) for n, p in trainable(model)}
+                    prior = zeros | self._found(model, tensors)
             if anchor is not None:
                 with open_anchor(anchor) as tensors:
-                    found = self._found(model, tensors)
-                anchor = {n: found[n] if n in found else p.detach() for n, p in trainable(model)}
+                    anchor = {n: p.detach() for n, p in trainable(model)} | self._found(model, tensors)
             settings = {key: stock.defaults[key] for key in ("lr", "betas", "eps", "weight_decay", "foreach", "fused")}
             self.optimizer = PriorAdamW(groups, prior=prior, anchor=anchor, **settings, **self._options)
         optimizer: torch.optim.Optimizer = self.optimizer
