@@ -34,7 +34,7 @@ class Displayed(OneLine):
     """A result that is also a table; by default of its fields."""
 
     def _view(self) -> View:
-        facts = {name: str(value) for name, value in vars(self).items() if name != "notes"}
+        facts = {name: v if isinstance(v, float) else str(v) for name, v in vars(self).items() if name != "notes"}
         return [*facts], [[*facts.values()]], getattr(self, "notes", ())
 
     def _repr_html_(self) -> str:
