@@ -7,35 +7,23 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .api import diagnose as diagnose
-    from .api import evaluate as evaluate
-    from .api import merge as merge
-    from .api import merge_state_dicts as merge_state_dicts
-    from .api.estimating import Estimate as Estimate
-    from .api.estimating import estimate_curvature as estimate_curvature
-    from .api.previewing import preview as preview
-    from .api.previewing import suggest_weights as suggest_weights
+    from .api import diagnose as diagnose, evaluate as evaluate, merge as merge, merge_state_dicts as merge_state_dicts
+    from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
+    from .api.previewing import preview as preview, suggest_weights as suggest_weights
     from .api.sampling import sample_posterior as sample_posterior
-    from .checkpoints import Checkpoint as Checkpoint
-    from .checkpoints import open_checkpoint as open_checkpoint
+    from .checkpoints import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from .curvature import Curvature as Curvature
-    from .curvature.gram import Gram as Gram
-    from .curvature.gram import estimate_gram as estimate_gram
+    from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
     from .curvature.optimizers import import_curvature as import_curvature
     from .diagnostics.diagnosis import Diagnosis as Diagnosis
     from .diagnostics.preview import Preview as Preview
     from .diagnostics.suggest import Suggestion as Suggestion
     from .engine.to_folder import MergeResult as MergeResult
-    from .errors import GradmergeError as GradmergeError
-    from .errors import InputError as InputError
-    from .errors import MachineError as MachineError
+    from .errors import GradmergeError as GradmergeError, InputError as InputError, MachineError as MachineError
     from .notes import Note as Note
     from .progress import Progress as Progress
-    from .recipe import Recipe as Recipe
-    from .recipe import load_recipe as load_recipe
-    from .rules import RULES as RULES
-    from .rules import gradient_matching_full as gradient_matching_full
-    from .rules import removal_full as removal_full
+    from .recipe import Recipe as Recipe, load_recipe as load_recipe
+    from .rules import RULES as RULES, gradient_matching_full as gradient_matching_full, removal_full as removal_full
     from .tasks.data_sources import read_rows as read_rows
     from .tasks.loading import Loading as Loading
     from .tasks.rows import Rows as Rows

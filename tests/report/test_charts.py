@@ -10,8 +10,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gradmerge.report import numbers, palette
 from gradmerge.report.charts import BarChart, Chart, HeatMap, LineChart, ScatterChart, Series

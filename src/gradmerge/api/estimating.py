@@ -18,8 +18,7 @@ from torch import nn
 from ..arguments import checked
 from ..curvature.batches import Again, watched
 from ..curvature.curvature import Curvature
-from ..curvature.estimate import LIKELIHOODS
-from ..curvature.estimate import estimate_curvature as estimate_in_memory
+from ..curvature.estimate import LIKELIHOODS, estimate_curvature as estimate_in_memory
 from ..curvature.files import PRECISIONS
 from ..curvature.gram import Gram, estimate_gram
 from ..curvature.losses import ExampleLoss, TokenLoss

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypedDict, Unpack, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -61,29 +61,11 @@ class _SamplingSettings:
             raise InputError(f"dtype: must be auto, {', '.join(_STORED)}, not {self.dtype!r}")
 
 
-class _SamplingOptions(TypedDict, total=False):
-    temperature: float
-    seed: int
-    damping: float
-    reduction: str
-    dtype: str
-    force: bool
-    threads: int | None
-
-
 @overload
-def sample_posterior(
-    folder: str | Path, n: int, *, out: None = ..., **options: Unpack[_SamplingOptions]
-) -> Iterator[dict[str, Tensor]]: ...
-
-
+def sample_posterior(folder: str | Path, n: int, *, out: None = ..., **options: Any) -> Iterator[dict[str, Tensor]]: ...
 @overload
-def sample_posterior(
-    folder: str | Path, n: int, *, out: str | Path, **options: Unpack[_SamplingOptions]
-) -> list[Path]: ...
-
-
-@checked("n", "seed", "temperature", "damping")
+def sample_posterior(folder: str | Path, n: int, *, out: str | Path, **options: Any) -> list[Path]: ...
+@checked("n", "seed", "temperature", "damping")  # type: ignore[misc]  # the options of both forms are those below
 def sample_posterior(
     folder: str | Path,
     n: int,

@@ -92,8 +92,7 @@ def preview(
     rows of each task every setting is merged in memory and evaluated.
     """
     with heavy_imports():
-        from ..api.previewing import as_json, merge_best, suggest_weights
-        from ..api.previewing import preview as run
+        from ..api.previewing import as_json, merge_best, preview as run, suggest_weights
         from ..report.preview_page import best_table
 
     if shared and not suggest:

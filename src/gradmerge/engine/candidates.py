@@ -12,7 +12,6 @@ from ..checkpoints.model import Buffers, Checkpoint
 from ..errors import InputError
 from ..recipe import check_options
 from ..rules import RULES
-from .memory import keep_freed_memory
 from .plan import Job, Plan, Unit, rule_arguments
 from .planning import rehearse
 from .randomness import keep_mask
@@ -67,7 +66,6 @@ def look_at(
 
     ``plan`` says what is read. ``measured`` keeps thresholds and angles for further looks at the same plan.
     """
-    keep_freed_memory()
     known: KnownStatistics = {} if measured is None else measured
     runners = [_Runner(plan, candidate, threads, known) for candidate in candidates]
 

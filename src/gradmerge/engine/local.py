@@ -14,7 +14,6 @@ from ..checkpoints.model import Buffers, block_digest
 from ..errors import InputError
 from ..storage.tensorfile import FLOATS
 from .inputs import Digests
-from .memory import keep_freed_memory
 from .plan import Job, Plan, Unit, converted, rule_arguments, torch_type
 from .reading import all_finite, is_transposed, not_finite, read_block, read_matrices
 from .rounding import rounded
@@ -54,7 +53,6 @@ def run(
 
     The result of a unit depends on the plan alone, so that neither the number of threads nor the order matters.
     """
-    keep_freed_memory()
     place = torch.device(device)
     soon = dict(zip((job.name for job in plan.jobs), plan.jobs[2:], strict=False))
     sizes = {job.name: plan.bytes_read(job) for job in plan.jobs}

@@ -25,7 +25,6 @@ from ..text import size, to_json
 from .card import model_card
 from .journal import Journal
 from .local import Watch, run
-from .memory import keep_freed_memory
 from .plan import Plan
 from .reads import State, changed, recipe_paths, state_of
 from .record import merge_record
@@ -81,7 +80,6 @@ def merge_to_folder(
     6. If no input has changed meanwhile, what goes with the weights is written: indexes, small files such as the
        tokenizer's, the record gradmerge.json, and the model card. Then the folder gets its name.
     """
-    keep_freed_memory()
     progress = progress or NoProgress()
     template = plan.inputs.template
     files = _files(plan)

@@ -1,9 +1,11 @@
-"""Threads that share one stream of work."""
+"""Threads that share one stream of work, and memory that they free and take again."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -14,6 +16,7 @@ from ..checkpoints.model import Buffers
 from ..errors import MachineError
 
 Item = TypeVar("Item")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @contextlib.contextmanager
@@ -39,6 +42,7 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
     ``make_worker`` makes one function per thread, so that it can own buffers. The first error stops all threads
     and is raised here, and so is Ctrl-C. Where the machine allows fewer threads, those do the work.
     """
+    _keep_freed_memory()
     stream = iter(items)
     lock = threading.Lock()
     stop = threading.Event()
@@ -83,6 +87,20 @@ def run_parallel(items: Iterable[Item], make_worker: Callable[[], Callable[[Item
         thread.join()
     if errors:
         raise errors[0]
+
+
+@functools.cache
+def _keep_freed_memory() -> None:
+    """Tell glibc to reuse freed blocks instead of returning them to the system; elsewhere this does nothing.
+
+    By default an allocation of a megabyte is mapped anew every time, and the page faults cost several times as much as
+    the arithmetic.
+    """
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            mallopt = ctypes.CDLL(None).mallopt
+            mallopt(_M_MMAP_THRESHOLD, 1 << 28)
+            mallopt(_M_TRIM_THRESHOLD, 1 << 28)
 
 
 def _start(pool: Sequence[threading.Thread]) -> int:

@@ -49,8 +49,6 @@ class LoadingInfo:
     """Parameters and buffers of the model that the checkpoint does not hold."""
     other_shapes: dict[str, str] = field(default_factory=dict)
     """Tensors whose shape in the checkpoint is not the model's, and both shapes."""
-    unexpected_keys: list[str] = field(default_factory=list)
-    """Tensors of the checkpoint that the model has no place for."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -208,7 +206,6 @@ def _loaded(
             f"{reference}: the model (architecture {stated}) cannot be loaded for task {task}: {first_line(error)}"
         ) from error
     info.missing_keys = sorted(loading["missing_keys"])
-    info.unexpected_keys = sorted(loading["unexpected_keys"])
     info.other_shapes = {
         name: f"{list(stored)} in the checkpoint, {list(wanted)} in the model"
         for name, stored, wanted in sorted(loading["mismatched_keys"])
