@@ -383,9 +383,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def begin(recipe: Path, out: Path) -> subprocess.Popen[str]:
     """A merge that is stopped at work."""
     command = [sys.executable, "-m", "gradmerge", "merge", str(recipe), "-o", str(out), "--threads", "1"]
-    # On a busy machine the merge must not be over before this process has its turn: it is the less urgent one.
-    less = {"preexec_fn": lambda: os.nice(10)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **less)
+    # A shell's background jobs ignore Ctrl-C, and so would the merge if the tests are run in one.
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **heard)
     deadline = time.monotonic() + 60
     while not (partial(out) / NAME).exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
