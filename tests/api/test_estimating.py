@@ -170,7 +170,7 @@ def test_a_run_that_was_stopped_goes_on(place: Path, name: str, likelihood: str,
     assert done.resumed_from == 4
     whole = gm.Curvature.load(tmp_path / "whole")
     assert done.examples == whole.examples
-    assert clock.begun == [("measuring", whole.examples, 4)]
+    assert clock.begun == [("estimating", whole.examples, 4)]
     assert clock.done == whole.examples - 4
     assert_same(gm.Curvature.load(tmp_path / "c"), dict(whole), 1e-6)
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["curvature.safetensors"]

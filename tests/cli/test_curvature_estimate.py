@@ -278,11 +278,11 @@ def test_progress_and_notes_go_to_stderr(place: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(PlainProgress, "every", 0.0)
     words = (place / "classify/a", "-d", place / "labels.jsonl", "--batch-size", 2, "--max-length", 6)
     shown = estimate(*words, "-o", tmp_path / "c")
-    assert "measuring: 57 % (4 of 7 examples" in shown.stderr
+    assert "estimating: 57 % (4 of 7 examples" in shown.stderr
     assert "note: " in shown.stderr and "longer than 6 tokens" in shown.stderr
     assert shown.stdout.count("\n") == 1
     gram = estimate(*words, "--kind", "gram", "-o", tmp_path / "g")
-    assert "measuring: 57 % (4 of 7 examples" in gram.stderr
+    assert "estimating: 57 % (4 of 7 examples" in gram.stderr
     quiet = estimate(*words, "--quiet", "-o", tmp_path / "q")
     assert quiet.output == ""
 

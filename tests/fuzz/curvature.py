@@ -308,7 +308,7 @@ class SoFar(Kind):
 
         tiny_bert_checkpoint(Path("bert"), num_hidden_layers=1)
         write_jsonl(Path("data.jsonl"), labelled(6))
-        stop = _Stop("measuring", 3)
+        stop = _Stop("estimating", 3)
         with contextlib.suppress(KeyboardInterrupt):
             self._measure(progress=stop, save_every=0.0)
         self.left = files_in(self.place.out.parent)

@@ -200,7 +200,7 @@ def estimate_to_disk(
         result: Curvature | Gram
         start = None
         if kind == "gram":
-            told.begin("measuring", loaded.examples)
+            told.begin("estimating", loaded.examples)
             result = estimate_gram(
                 loaded.model, loaded.batches(), device=loaded.device, each_batch=told.advance, progress=False
             )
@@ -221,7 +221,7 @@ def estimate_to_disk(
             result = _estimate(loaded, likelihood, seed, start, saved, told)
         if path := changed(files, state_of(models) + state_of(data, deep=True)):
             staging.keep = False
-            raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Measure again.")
+            raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Estimate again.")
         # The name of a folder without the path to it, as files are published.
         result.model = Path(model).resolve().name if Path(model).exists() else model
         saved.clear_rest()
@@ -252,7 +252,7 @@ def _check_options(likelihood: str, kind: str, precision: str, at_delta: str | P
     if kind == "gram" and precision != "float32":
         raise InputError("--kind gram: Gram matrices are stored as float32 only")
     if kind == "gram" and at_delta is not None:
-        raise InputError("--at-delta is for the Fisher of fa1; Gram matrices are measured at the model itself")
+        raise InputError("--at-delta is for the Fisher of fa1; Gram matrices are estimated at the model itself")
 
 
 def _estimate(
@@ -261,7 +261,7 @@ def _estimate(
     done = first = start.examples if start is not None else 0
     if start is not None and done == loaded.examples:
         return Curvature(start, done, likelihood, stored=for_files(loaded.model))
-    progress.begin("measuring", loaded.examples, done)
+    progress.begin("estimating", loaded.examples, done)
 
     def each_batch(so_far: Any) -> None:
         nonlocal done
