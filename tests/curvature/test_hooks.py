@@ -16,7 +16,7 @@ class Factors(Recorder):
     """Σ xxᵀ and Σ yyᵀ over the tokens of all examples, of every matrix that is multiplied with."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, {p: ParameterSum(p, torch.zeros_like(p)) for p in model.parameters()})
+        super().__init__(model, {p: ParameterSum(p) for p in model.parameters()})
         self.found: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
 
     def take(self, one: ParameterSum, term: Term) -> None:

@@ -25,14 +25,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .batches import batch_rows, enough_memory, examples_in, is_out_of_memory
+from .factors import KroneckerSums
 from .hooks import Recorder, Unsuited
 from .kernels import DirectGradient, OuterGradient, Term, add_many_direct, add_outer, add_squares
+from .padding import masks_of
 from .sums import Distrusted, ParameterSum, differentiable, for_each_example
 from .trial import FormulaChooser, Trial
 
@@ -67,18 +70,23 @@ class _BatchProgress:
 
 
 class Accumulator(Recorder):
-    """Adds Σ_i g_i² of a model's parameters to their totals, batch by batch."""
+    """Adds up Σ_i g_i² of a model's parameters, or the factors of its layers, batch by batch."""
 
     def __init__(
         self,
         model: nn.Module,
-        totals: Mapping[nn.Parameter, Tensor],
+        parameters: Iterable[nn.Parameter],
         objectives: Objectives,
         outputs: Callable[[Any], Tensor],
         trial: Trial,
         slow: Iterable[nn.Parameter] = (),
+        factors: Mapping[nn.Parameter, KroneckerSums] = MappingProxyType({}),
     ) -> None:
-        super().__init__(model, {parameter: ParameterSum(parameter, total) for parameter, total in totals.items()})
+        super().__init__(
+            model, {parameter: ParameterSum(parameter, factors.get(parameter)) for parameter in parameters}
+        )
+        self._model = model
+        self._masks: Mapping[bool, Tensor | None] = {}
         self._objectives = objectives
         self._chooser = FormulaChooser(model, self.sums, outputs, trial, slow, self.hooks)
         self._before, self._now = _BatchProgress(), _BatchProgress()
@@ -102,6 +110,7 @@ class Accumulator(Recorder):
         """Add the squares of every example of a batch, whose first is number ``first`` of the data."""
         if self._chooser.try_out(batch):
             self.attach(self._chooser.chosen)
+            self._check_factors()
         with enough_memory("a single example"):
             self._add(batch, first, _BatchProgress())
 
@@ -120,6 +129,7 @@ class Accumulator(Recorder):
                 raise
         else:
             if slow := [one for one in self.sums.values() if one.slow and one not in before.added]:
+                self._check_factors()
                 self._add_slowly(slow, batch, first)
             return
         if torch.cuda.is_available():
@@ -128,9 +138,15 @@ class Accumulator(Recorder):
         self._add(batch_rows(batch, slice(0, half)), first, done)
         self._add(batch_rows(batch, slice(half, None)), first + half, done)
 
+    def _check_factors(self) -> None:
+        """A layer whose factors were begun, and that can have none after all, begins anew with a diagonal."""
+        if late := [p for p, one in self.sums.items() if one.factors and one.factors.begun and not one.has_factors]:
+            raise Distrusted(late)
+
     def _add_at_once(self, batch: Any, first: int, before: _BatchProgress) -> None:
         """The forward pass and every backward pass over the batch; the hooks call :meth:`take`."""
         self._before, self._now = before, _BatchProgress(before.passes)
+        self._masks = masks_of(self._model, batch)
         with self.recording(batch), self._watching():
             objectives = self._objectives(batch, first)
             for number in range(before.passes, len(objectives)):
@@ -154,7 +170,10 @@ class Accumulator(Recorder):
         if len(one.kinds) == 1 and not _is_small(term):
             if one in self._now.added:
                 raise Distrusted([one.parameter])
-            add_squares(one.total, [term])
+            if one.factors is not None and isinstance(term, OuterGradient):
+                one.factors.add(term, self._masks, inputs=self._now.passes == 0)
+            else:
+                add_squares(one.total, [term])
             self._now.added.add(one)
         elif isinstance(term, OuterGradient) and one.is_tied_table:
             if one not in self._before.heads:

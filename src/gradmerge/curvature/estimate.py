@@ -19,12 +19,13 @@ from ..text import listed, nearest
 from .accumulate import Accumulator
 from .batches import examples_in, moved
 from .curvature import Curvature
-from .kernels import sum_type
+from .kronecker import WIDEST, factors_for, kronecker_of
 from .losses import LOSSES, ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_of
 from .stored_names import for_files
 from .sums import Distrusted
 from .trial import Trial
 
+STRUCTURES = ("diagonal", "kronecker")
 LIKELIHOODS = ("empirical", "sampled", "exact")
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,9 @@ def estimate_curvature(
     start: Curvature | None = None,
     each_batch: Callable[[Callable[[], Curvature]], None] | None = None,
     trial: Trial | None = None,
-) -> Curvature:
+    structure: str = "diagonal",
+    widest: int = WIDEST,
+) -> Any:
     """Σ_i [∇ℓ_i(θ)]² over the examples of ``batches``; :func:`gradmerge.estimate_curvature` explains the arguments.
 
     How the sums come about: :mod:`gradmerge.curvature.accumulate`. ``device`` is where batches are moved to,
@@ -52,34 +55,42 @@ def estimate_curvature(
         raise InputError(f"likelihood {likelihood!r}: known are {known}")
     if isinstance(output, str) and output not in LOSSES:
         raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
+    if structure not in STRUCTURES:
+        raise InputError(f"structure {structure!r}: known are {', '.join(STRUCTURES)}{nearest(structure, STRUCTURES)}")
+    if structure == "kronecker" and start is not None:
+        raise InputError("structure kronecker: factors cannot be gone on from; estimate all examples in one call")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
     if not parameters:
         raise InputError("the model has no parameter with requires_grad=True: there is nothing to estimate")
-    totals = {name: torch.zeros_like(p, dtype=sum_type(p), requires_grad=False) for name, p in parameters.items()}
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
     objective = _Objective(model, likelihood, LOSSES[output] if isinstance(output, str) else output, seed)
     begun = start.examples if start is not None else 0
     if start is not None:
-        shapes, wanted = ({name: value.shape for name, value in sums.items()} for sums in (start, totals))
+        shapes, wanted = ({name: value.shape for name, value in sums.items()} for sums in (start, parameters))
         if start.likelihood != likelihood or shapes != wanted:
             raise InputError("the curvature to go on from is of another model, or of another likelihood")
 
-    def so_far(copy: bool = True) -> Curvature:
+    def so_far(copy: bool = True) -> Any:
         objective.check_losses()
-        sums = {name: total.clone() if copy else total for name, total in totals.items()}
+        label = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+        found = {name: accumulator.sums[p] for name, p in parameters.items()}
+        if structure == "kronecker":
+            return kronecker_of(model, found, examples, likelihood, label)
+        sums = {name: one.total.clone() if copy else one.total for name, one in found.items()}
         if start is not None:
             for name, total in sums.items():
                 total += start[name].to(total)
-        name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
-        return Curvature(sums, examples, likelihood, name, for_files(model))
+        return Curvature(sums, examples, likelihood, label, for_files(model))
 
     trial = trial if trial is not None else Trial()
     tried, slow = trial.examples > 0, set[nn.Parameter]()
-    sums, passes = {p: totals[name] for name, p in parameters.items()}, objective.passes
+    every, passes = list(parameters.values()), objective.passes
     while True:
         examples = begun
         try:
-            with _prepared(model), Accumulator(model, sums, passes, objective.logits, trial, slow) as accumulator:
+            factors = factors_for(model, parameters.values(), widest) if structure == "kronecker" else {}
+            accumulator = Accumulator(model, every, passes, objective.logits, trial, slow, factors)
+            with _prepared(model), accumulator:
                 for batch in batches:
                     batch = moved(batch, place)
                     if not len(labels_of(batch)):
@@ -97,8 +108,6 @@ def estimate_curvature(
                 warning = "earlier estimates with this trial may be wrong for these parameters:\n%s"
                 _log.warning(warning, listed(names))
             slow |= error.parameters
-            for total in totals.values():
-                total.zero_()
     if examples == begun:
         raise InputError("there are no examples to estimate curvature on")
     return so_far(copy=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from . import log8
 
 FORMAT = "gradmerge-curvature/1"
 STEM = "curvature"
-KINDS = ("diagonal", "gram")
+KINDS = ("diagonal", "gram", "kronecker")
 #: How a value is stored, by precision.
 PRECISIONS = {"float32": "F32", "bfloat16": "BF16", "log8": "U8"}
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
@@ -85,6 +86,20 @@ class CurvatureFile:
         except (ValueError, RecursionError):
             names = []
         return frozenset(n for n in names if isinstance(n, str)) if isinstance(names, list) else frozenset()
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Weights that have Kronecker factors, and how many tokens those were added up over."""
+        found: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(self.metadata.get("tokens", "{}"))
+        sound = isinstance(found, dict) and all(
+            type(count) is int and count > 0 and {f"{name}.A", f"{name}.G"} <= self.shapes.keys()
+            for name, count in found.items()
+        )
+        if not sound:
+            raise InputError(f"{self.label}: the header's tokens do not name layers of this file with a count each")
+        return dict(found)
 
     def read(self, name: str, start: int, stop: int, take: Any) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened sum, in float32; ``take(nbytes)`` lends a uint8 buffer."""

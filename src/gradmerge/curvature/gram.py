@@ -19,7 +19,8 @@ from .batches import examples_in, moved, watched
 from .curvature import SHARD_SIZE, NamedSums, write_sums
 from .files import metadata
 from .formulas import is_conv1d
-from .losses import MASKED, logits_of
+from .losses import logits_of
+from .padding import masks_of, sees_decoder
 from .stored_names import stored_sources
 
 
@@ -91,7 +92,7 @@ def estimate_gram(
     if not layers:
         raise InputError("the model has no linear layer: there is no Gram matrix to estimate")
     matrices: dict[str, Tensor] = {}
-    masks: dict[str, Tensor | None] = {}
+    masks: dict[bool, Tensor | None] = {}
     place = torch.device(device) if device is not None else next(model.parameters()).device
     examples = 0
     with contextlib.ExitStack() as stack, torch.no_grad(), shown(progress, "batches") as told:
@@ -103,9 +104,7 @@ def estimate_gram(
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for batch in watched(batches, told, "estimating"):
             batch = moved(batch, place)
-            if isinstance(batch, Mapping):
-                masks["encoder"] = batch.get("attention_mask")
-                masks["decoder"] = _decoder_mask(model, batch)
+            masks |= masks_of(model, batch)
             logits_of(model, batch)
             examples += examples_in(batch)
             if each_batch is not None:
@@ -120,8 +119,8 @@ def estimate_gram(
     return Gram(found, examples, turned, str(getattr(getattr(model, "config", None), "_name_or_path", "")))
 
 
-def _adder(name: str, matrices: dict[str, Tensor], masks: Mapping[str, Tensor | None]) -> Callable[..., None]:
-    side = "decoder" if _sees_decoder(name) else "encoder"
+def _adder(name: str, matrices: dict[str, Tensor], masks: Mapping[bool, Tensor | None]) -> Callable[..., None]:
+    side = sees_decoder(name)
 
     def add(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         x = next(iter((*inputs, *named.values()))).detach()
@@ -136,19 +135,3 @@ def _adder(name: str, matrices: dict[str, Tensor], masks: Mapping[str, Tensor | 
         matrices[name].addmm_(x.T, x)
 
     return add
-
-
-def _sees_decoder(name: str) -> bool:
-    """Whether a layer takes the decoder's tokens: in a decoder all do but keys and values of cross-attention."""
-    crossing = any(word in name for word in ("EncDecAttention", "encoder_attn", "crossattention"))
-    keys = name.removesuffix(".weight").rpartition(".")[2] in ("k", "v", "k_proj", "v_proj", "key", "value")
-    return ("decoder." in name or name.startswith("lm_head")) and not (crossing and keys)
-
-
-def _decoder_mask(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | None:
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return batch.get("attention_mask")
-    if "decoder_attention_mask" in batch:
-        return batch["decoder_attention_mask"]
-    labels = batch.get("labels")
-    return labels != MASKED if isinstance(labels, Tensor) and labels.dim() == 2 else None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from . import kernels
 from .batches import batch_rows, examples_in
+from .factors import KroneckerSums
 from .kernels import OuterGradient, RowGradient, Term
 
 
@@ -24,11 +25,11 @@ class Distrusted(Exception):
 
 
 class ParameterSum:
-    """Σ_i g_i² of one parameter, over the examples so far."""
+    """Σ_i g_i² of one parameter, over the examples so far; or the Kronecker factors of its layer in their place."""
 
-    def __init__(self, parameter: nn.Parameter, total: Tensor) -> None:
+    def __init__(self, parameter: nn.Parameter, factors: KroneckerSums | None = None) -> None:
         self.parameter = parameter
-        self.total = total
+        self.factors = factors
         self.slow = False
         """No formula fits: autograd takes the gradients, one example at a time."""
         self.kinds: list[type] = []
@@ -38,6 +39,16 @@ class ParameterSum:
         self.ids: list[Tensor] = []
         """Rows of a table that this batch's examples use, noted in the forward pass."""
         self._head: tuple[Tensor, Tensor] | None = None
+
+    @functools.cached_property
+    def total(self) -> Tensor:
+        """Σ_i g_i²; made when it is first needed."""
+        return torch.zeros_like(self.parameter, dtype=kernels.sum_type(self.parameter), requires_grad=False)
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether factors stand for it: one product with a matrix, by a formula that fits."""
+        return self.factors is not None and not self.slow and self.kinds == [OuterGradient]
 
     @property
     def is_tied_table(self) -> bool:

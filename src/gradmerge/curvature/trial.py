@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .batches import batch_rows, enough_memory, examples_in, is_out_of_memory, values_of
 from .formulas import RepeatedFormula, formulas_for
 from .hooks import LayerFormula, Recorder
-from .kernels import Term, add_squares
+from .kernels import Term, add_squares, sum_type
 from .sums import Distrusted, ParameterSum, Sums, for_each_example
 
 #: The first shapes of batches, up to this many, are checked as they come.
@@ -209,7 +209,7 @@ class FormulaChooser(Recorder):
         for one, gradients in expected.items():
             if one.slow:
                 continue
-            difference = torch.zeros_like(one.total)
+            difference = torch.zeros_like(one.parameter, dtype=sum_type(one.parameter), requires_grad=False)
             if one.terms:
                 add_squares(difference, one.terms)
             for gradient in gradients:

@@ -1,0 +1,249 @@
+"""Kronecker factors, against a loop over single examples that writes down what enters each layer and what comes back."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+import gradmerge as gm
+from gradmerge.curvature.estimate import estimate_curvature
+from gradmerge.curvature.kronecker import KroneckerCurvature
+
+from . import slow
+from .families import EXACT, FAMILIES, batch_of, batches_of
+from .slow import Example
+from .test_estimate import CLASSIFIERS, made, wanted
+
+#: Weights of linear layers that have a diagonal: tied to an embedding, or used more than once per example.
+WITHOUT = {
+    "bert, masked": {"cls.predictions.decoder"},
+    "albert": {"albert.encoder.albert_layer_groups.0.albert_layers.0"},
+    "gpt2": {"lm_head"},
+    "llama, tied": {"lm_head"},
+    "gemma2": {"lm_head"},
+    "opt": {"lm_head"},
+    "t5": {"lm_head"},
+    "t5, untied and gated": {"lm_head"},
+    "bart": {"lm_head"},
+}
+
+
+def is_layer(module: Any) -> bool:
+    convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1
+    return convolution or isinstance(module, nn.Linear) or hasattr(module, "nf")
+
+
+def rows_of(module: Any, x: Tensor) -> Tensor:
+    """(tokens, in + 1): what the layer's matrix is multiplied with; of a convolution, its patches."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        settings: Any = {name: getattr(module, name) for name in ("stride", "padding", "dilation")}
+        if module.padding_mode != "zeros":
+            x = nn.functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+            settings["padding"] = 0
+        picked = torch.eye(module.weight[0].numel(), dtype=x.dtype).view(-1, *module.weight.shape[1:])
+        convolve: Any = {3: nn.functional.conv1d, 4: nn.functional.conv2d}[module.weight.dim()]
+        x = convolve(x, picked, **settings).movedim(1, -1)
+    x = x.reshape(-1, x.shape[-1])
+    return x if module.bias is None else torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+
+
+def loop(model: nn.Module, examples: Sequence[Example], output: str, exact: bool = False) -> dict[str, Any]:
+    """Weight → (A, G, T), of every layer that an example goes through once."""
+    calls: dict[str, list[Any]] = {}
+    sums: dict[str, Any] = {}
+    layers = {f"{path}.weight".lstrip("."): module for path, module in model.named_modules() if is_layer(module)}
+
+    def note(name: str, module: nn.Module, inputs: Any, result: Tensor) -> None:
+        calls.setdefault(name, []).append((inputs[0].detach(), result))
+
+    hooks = [layer.register_forward_hook(functools.partial(note, name)) for name, layer in layers.items()]
+    try:
+        for example in examples:
+            calls.clear()
+            logits = slow.logits_of(model, example)
+            once = {name: seen[0] for name, seen in calls.items() if len(seen) == 1}
+            for name, (x, _) in once.items():
+                x = rows_of(layers[name], x)
+                before = sums.setdefault(name, [0.0, 0.0, 0])
+                sums[name] = [before[0] + x.T @ x, before[1], before[2] + len(x)]
+            for p, labels in slow.every_label(logits, output) if exact else [(1.0, example["labels"])]:
+                loss, results = slow.loss_of(logits, labels, output), [result for _, result in once.values()]
+                gradients = torch.autograd.grad(loss, results, retain_graph=True, allow_unused=True)
+                for name, y in zip(once, gradients, strict=True):
+                    if y is not None:
+                        y = y.movedim(1, -1) if isinstance(layers[name], nn.Conv1d | nn.Conv2d) else y
+                        y = y.reshape(-1, y.shape[-1])
+                        sums[name][1] = sums[name][1] + p * y.T @ y
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sums
+
+
+@functools.cache
+def wanted_factors(name: str, exact: bool = False) -> dict[str, Any]:
+    model, examples = made(name)
+    return loop(model, examples, FAMILIES[name].output, exact)
+
+
+def assert_factors(got: KroneckerCurvature, want: dict[str, Any], tolerance: float) -> None:
+    largest = max(float(outputs.abs().max()) for _, outputs, _ in want.values())
+    for name, layer in got.layers.items():
+        inputs, outputs, tokens = want[name]
+        assert layer.tokens == tokens, name
+        torch.testing.assert_close(
+            layer.inputs.double(), inputs.double(), rtol=0, atol=tolerance * float(inputs.abs().max())
+        )
+        size = float(outputs.abs().max()) + 1e-3 * largest
+        torch.testing.assert_close(layer.outputs.double(), outputs.double(), rtol=0, atol=tolerance * size)
+
+
+def estimated(model: nn.Module, batches: Any, likelihood: str = "empirical", **options: Any) -> KroneckerCurvature:
+    found = estimate_curvature(model, batches, likelihood, structure="kronecker", **options)
+    assert isinstance(found, KroneckerCurvature)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_layer_has_the_factors_of_single_examples(name: str) -> None:
+    model, examples = made(name)
+    linear = {f"{path}.weight".lstrip(".") for path, module in model.named_modules() if is_layer(module)}
+    longer = {"longer": 1} if "input_ids" in examples[0] else {}
+    for batches in ([batch_of(examples)], batches_of(examples, (1, 3, 1), **longer)):
+        got = estimated(model, batches)
+        assert (got.examples, got.likelihood) == (5, "empirical")
+        assert_factors(got, wanted_factors(name), max(EXACT, FAMILIES[name].tolerance))
+        lacking = {key for key in linear - got.layers.keys() if not key.startswith(tuple(WITHOUT.get(name, ["-"])))}
+        assert lacking <= {part for part in got.diagonal if any(slow in part for slow in FAMILIES[name].slow)}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_other_parameter_has_its_diagonal(name: str) -> None:
+    model, examples = made(name)
+    got, diagonal = estimated(model, [batch_of(examples)]), estimate_curvature(model, [batch_of(examples)])
+    biases = {key.removesuffix("weight") + "bias" for key in got.layers}
+    assert got.diagonal.keys() | got.layers.keys() | (biases & diagonal.keys()) == diagonal.keys()
+    assert not got.diagonal.keys() & (got.layers.keys() | biases)
+    for key, value in got.diagonal.items():
+        assert torch.equal(value, diagonal[key]), key
+    assert wanted(name).keys() == diagonal.keys()
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS[:4])
+def test_exact_is_the_expectation_over_all_classes(name: str) -> None:
+    model, examples = made(name)
+    got = estimated(model, batches_of(examples, (2, 3)), "exact")
+    assert_factors(got, wanted_factors(name, exact=True), max(EXACT, FAMILIES[name].tolerance))
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "resnet"])
+def test_float32_is_the_same_to_its_rounding(name: str) -> None:
+    family = FAMILIES[name]
+    got = estimated(family.model(torch.float32), [batch_of(family.examples(torch.float32))])
+    assert {value.dtype for value in got.values()} == {torch.float32}
+    assert_factors(got, wanted_factors(name), 1e-4)
+
+
+def test_where_memory_runs_out_halves_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradmerge.curvature import accumulate
+
+    model, examples = made("bert")
+    real = accumulate.add_squares
+    failed: list[int] = []
+
+    def failing(total: Tensor, terms: Any) -> None:
+        if not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        real(total, terms)
+
+    monkeypatch.setattr(accumulate, "add_squares", failing)
+    got = estimated(model, [batch_of(examples)])
+    assert failed
+    assert_factors(got, wanted_factors("bert"), EXACT)
+
+
+def test_wide_layers_have_a_diagonal() -> None:
+    model, examples = made("bert")
+    got = estimated(model, [batch_of(examples)], widest=10)
+    wide = {n for n, p in model.named_parameters() if p.dim() == 2 and max(p.shape) >= 10 and "intermediate" in n}
+    assert wide
+    assert wide <= got.diagonal.keys()
+
+
+class Twice(nn.Module):
+    """Long examples go through the layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.layer(x)
+        x = self.layer(x) if x.shape[1] > 2 else x
+        return self.head(x.tanh().mean(1))
+
+
+def test_a_layer_that_later_batches_use_twice_ends_with_a_diagonal() -> None:
+    torch.manual_seed(0)
+    model = Twice().double()
+    batches = [(torch.randn(3, n, 4, dtype=torch.float64), torch.tensor([0, 1, 2])) for n in (2, 5, 2)]
+    got = estimated(model, batches)
+    assert got.layers.keys() == {"head.weight"}
+    diagonal = estimate_curvature(model, batches)
+    torch.testing.assert_close(got.diagonal["layer.weight"], diagonal["layer.weight"])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit", "t5"])
+def test_a_file_has_the_names_of_the_checkpoint_and_comes_back(name: str, tmp_path: Path) -> None:
+    model, examples = FAMILIES[name].model(torch.float32), FAMILIES[name].examples(torch.float32)
+    got = estimated(model, [batch_of(examples)])
+    got.save(tmp_path / "k")
+    model.save_pretrained(tmp_path / "model")
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    with safe_open(tmp_path / "k" / "curvature.safetensors", "pt") as file:
+        header = file.metadata()
+        found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert header["format"] == "gradmerge-curvature/1"
+    assert (header["kind"], header["examples"]) == ("kronecker", "5")
+    tokens = json.loads(header["tokens"])
+    assert tokens
+    for key in tokens:
+        first, rest = shapes[key][0], int(torch.Size(shapes[key][1:]).numel())
+        inputs = len(found[key + ".A"]) - (key[:-6] + "bias" in shapes)
+        assert sorted([len(found[key + ".G"]), inputs]) == sorted([first, rest])
+    assert {key for key in found if not key.endswith((".A", ".G"))} <= shapes.keys()
+    back = KroneckerCurvature.load(tmp_path / "k")
+    assert (back.examples, back.likelihood, back.keys()) == (5, "empirical", found.keys())
+    assert {key: layer.tokens for key, layer in back.layers.items()} == tokens
+    assert all(torch.equal(back[key], found[key]) for key in found)
+    if name == "gpt2":
+        assert back.transposed == {key for key in tokens if "lm_head" not in key}
+
+
+def test_what_cannot_be_is_told(tmp_path: Path) -> None:
+    model, examples = made("bert")
+    with pytest.raises(gm.InputError, match="structure 'kroneker': known are diagonal, kronecker"):
+        estimate_curvature(model, [batch_of(examples)], structure="kroneker")
+    with pytest.raises(gm.InputError, match="cannot be gone on from"):
+        estimate_curvature(
+            model, [batch_of(examples)], structure="kronecker", start=estimate_curvature(model, [batch_of(examples)])
+        )
+    got = estimated(model, [batch_of(examples)])
+    with pytest.raises(gm.InputError, match="float32 only"):
+        got.save(tmp_path / "k", precision="log8")
+    got.save(tmp_path / "k")
+    with pytest.raises(gm.InputError, match="holds kronecker"):
+        gm.Curvature.load(tmp_path / "k")
+    estimate_curvature(model, [batch_of(examples)]).save(tmp_path / "d")
+    with pytest.raises(gm.InputError, match="not Kronecker factors"):
+        KroneckerCurvature.load(tmp_path / "d")
