@@ -1,4 +1,4 @@
-"""Kronecker factors, against a loop over single examples that writes down what enters each layer and what comes back."""
+"""Kronecker factors, against a loop over examples that writes down what enters each layer and what comes back."""
 
 from __future__ import annotations
 

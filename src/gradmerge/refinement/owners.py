@@ -16,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..curvature.batches import examples_in, moved
 from ..curvature.estimate import estimate_curvature
 from ..curvature.kronecker import KroneckerCurvature
-from ..curvature.losses import ExampleLoss, labels_of, logits_of
-from ..curvature.losses import loss_of as loss_for
+from ..curvature.losses import ExampleLoss, labels_of, logits_of, loss_of as loss_for
 
 Point = Mapping[str, Tensor]
 """Values by the names of a model's parameters: weights, a gradient, or a direction."""
