@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,7 @@ def test_nothing_to_differentiate_is_an_error() -> None:
         estimate_gradient(model, [])
     with pytest.raises(gm.InputError, match="not one of the model's 2 classes"):
         estimate_gradient(model, [(rows()[0], torch.full((6,), 5))])
-    with pytest.raises(gm.InputError, match="example 3 .*loss is nan"):
+    with pytest.raises(gm.InputError, match=r"example 3 .*loss is nan"):
         estimate_gradient(model, [(torch.cat([rows()[0][:3], torch.full((1, 3), torch.nan)]), torch.zeros(4).long())])
     family = FAMILIES["gpt2"]
     batch = batch_of(family.examples())
@@ -161,7 +160,6 @@ def test_bad_files_are_refused_in_words(tmp_path: Path) -> None:
         Gradient.load(tmp_path / "empty")
     with pytest.raises(gm.InputError, match="float32 only"):
         Gradient({"w": torch.ones(2)}, 1, 0.5).save(tmp_path / "g", precision="log8")
+    save_file({"w": torch.ones(2)}, tmp_path / "curvature.safetensors", metadata=head)
     with pytest.raises(gm.InputError, match="not a curvature file"):
-        save_file({"w": torch.ones(2)}, tmp_path / "curvature.safetensors", metadata=head)
         gm.Curvature.load(tmp_path)
-    assert json.dumps(sorted(p.name for p in tmp_path.iterdir())).count("gradient.safetensors") == 1
