@@ -221,7 +221,7 @@ def _unused(model: nn.Module, unreached: Mapping[str, nn.Parameter], batch: Any)
             kept = {name: unreached[name].detach().clone() for name in names}
             try:
                 for name, value in kept.items():
-                    unreached[name] += NUDGE * (value.abs() + value.abs().mean().nan_to_num() + NUDGE)
+                    unreached[name].add_(NUDGE * (value.abs() + value.abs().mean().nan_to_num() + NUDGE))
                 change = (logits_of(model, batch) - before).abs().max()
                 return not bool(change <= slack)
             finally:
