@@ -37,6 +37,10 @@ class ExampleLoss(ABC):
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """ℓ_i, one number per example."""
 
+    def terms(self, labels: Tensor) -> int:
+        """How many terms the losses of a batch are a sum of, and a library's training loss their mean."""
+        return labels.numel()
+
     @abstractmethod
     def draw(self, logits: Tensor, labels: Tensor, uniform: Uniform) -> Tensor:
         """Labels drawn from the model, in the place of the data's."""
@@ -142,6 +146,9 @@ class TokenLoss(ExampleLoss):
 
     def _aligned(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return (logits[:, :-1], labels[:, 1:]) if self.shift else (logits, labels)
+
+    def terms(self, labels: Tensor) -> int:
+        return int((labels[:, 1:] if self.shift else labels).ne(MASKED).sum())
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits, labels = self._aligned(logits, labels)

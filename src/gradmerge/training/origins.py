@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from ..curvature.curvature import Curvature
@@ -150,7 +150,7 @@ class FromAdam(Origin):
             batches = self._watch.taken()
             self.close()
             if batches:
-                self._scale = _loss_scale(self.training, batches[0])
+                self._scale = loss_scale(self.training.args, self.training.measured.model, batches[0])
             else:
                 self.training.say(
                     "the model's inputs were not seen (torch_compile=True hides them), so that it is not known whether "
@@ -333,7 +333,7 @@ def _adam_inside(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def _loss_scale(training: Training, batch: dict[str, Any]) -> int:
+def loss_scale(args: Any, model: nn.Module, batch: dict[str, Any]) -> int:
     """s: the optimizer's gradient is s times the mean gradient of a step's examples.
 
     The Trainer adds up the losses of accumulated batches and of processes, and expects a model to divide each by
@@ -343,14 +343,14 @@ def _loss_scale(training: Training, batch: dict[str, Any]) -> int:
     items = batch.get("num_items_in_batch")
     if items is None or "labels" not in batch:
         return 1
-    model = training.measured.model
-    with random_states_kept(training.measured.device), modes_kept(model), torch.no_grad():
+    device = next(model.parameters()).device
+    with random_states_kept(device), modes_kept(model), torch.no_grad():
         model.eval()
         one, two = (_loss(model(**batch | {"num_items_in_batch": n})) for n in (items, 2 * items))
     if one is None or two is None or abs(one - two) > 1e-3 * abs(one):
         return 1
-    together = processes.rank_and_number()[1] if training.args.average_tokens_across_devices else 1
-    return int(training.args.gradient_accumulation_steps) * together
+    together = processes.rank_and_number()[1] if args.average_tokens_across_devices else 1
+    return int(args.gradient_accumulation_steps) * together
 
 
 def _loss(output: Any) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ..errors import InputError
 from ..text import listed
 from . import prior_inputs
 from .anchors import AnchorTensors, Reduction, trainable
+from .penalty_record import write_penalty
 from .prior_inputs import CURVATURE, KEPT, Coupling, Gone, Prior, placed
 from .prior_kernels import Moments, Pull, pull
 
@@ -231,6 +233,24 @@ class PriorAdamW(torch.optim.AdamW):
         if skipped.device.type == "cpu":
             return 0.0 if skipped.item() else rate
         return skipped.eq(0) * (rate.to(skipped.device) if isinstance(rate, Tensor) else rate)
+
+    def record_penalty(self, folder: str | Path, mean_over: float, model: nn.Module | None = None) -> None:
+        """Record beside a saved model what it was tuned under, where merges, and refinement, look for it.
+
+        Writes `gradmerge_penalty.json`, and where P is no multiple of the identity a folder `penalty/` with it.
+
+        Args:
+            folder: Where the model was saved.
+            mean_over: How many terms the training loss is a mean of: the number of training examples, for a language
+                model that of the tokens with a label; 1 if it is a sum. A merge deals with the sum.
+            model: The model, if the optimizer was made with parameters, or has been copied since.
+
+        >>> optimizer.record_penalty("tuned", mean_over=len(data))  # doctest: +SKIP
+        """
+        if (model := model if model is not None else self._model) is None:
+            raise InputError("record_penalty: names of parameters are those of the model: pass model=…")
+        kept = {p: {**self._kept.get(p, {}), **self.state.get(p, {})} for p in self._params()}
+        write_penalty(Path(folder), self.param_groups, kept, _unwrapped(model), mean_over)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with anchors and priors, before the first step too."""

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
+from ..curvature.losses import loss_of
 from ..curvature.stored_names import is_adapted
-from ..errors import InputError
+from ..errors import GradmergeError, InputError
 from ..text import listed, nearest
 from .anchors import AnchorTensors, NamedTensors, Reduction, find, open_anchor, open_prior, trainable
 from .callback import CurvatureCallback
 from .measured_tensors import AdapterTensors
+from .origins import loss_scale
 from .prior_adamw import PriorAdamW
 from .prior_inputs import CURVATURE, Coupling, Prior, check_options
 from .processes import sharding
 
+_log = logging.getLogger(__name__)
 #: The ``optim`` of TrainingArguments that a prior can be added to.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
@@ -35,6 +39,11 @@ class PriorTrainer(Trainer):
     The anchor is the model as training finds it, and is kept in the optimizer's state: a run that resumes from a
     checkpoint is pulled to where the first one began, and ends with the same bytes as one that was never stopped. A
     checkpoint without that state (`save_only_model=True`) is refused, unless ``anchor`` is given.
+
+    A model that is saved, and every checkpoint, gets a **record of the penalty** beside it (`gradmerge_penalty.json`),
+    which merges read: P of the formula, for the sum of the losses of all training examples. `PriorAdamW.record_penalty`
+    says what is in it. Gradient clipping, label smoothing and weight decay are not part of it. Adapters get none: their
+    penalty is on A and B, and merges deal with W.
 
     **Adapters** (PEFT): trained parameters and prior are the adapter's. The anchor of a LoRA adapter is where it
     starts, A as it was drawn and B = 0. ``prior="identity"`` gives the penalty ½ strength · (‖A − A_start‖² + ‖B‖²):
@@ -91,6 +100,8 @@ class PriorTrainer(Trainer):
         if not isinstance(callback, CurvatureCallback | None):
             raise InputError(f"curvature: a CurvatureCallback, or its source, not {type(callback).__name__}")
         self._prior, self._anchor, self._missing = prior, anchor, missing
+        #: Examples of this process, terms of their losses, and s as of `loss_scale`.
+        self._rows, self._terms, self._scale = 0, 0, cast(int | None, None)
         self._options: dict[str, Any] = {"strength": strength, "coupling": coupling, "damping": damping}
         self._options |= {"reduction": reduction, "keep_on": keep_on, "keep_dtype": keep_dtype}
         self._prior_kind = check_options({"prior": prior, "anchor": anchor, **self._options})
@@ -135,6 +146,37 @@ class PriorTrainer(Trainer):
             self.optimizer = PriorAdamW(groups, prior=prior, anchor=anchor, **settings, **self._options)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As the Trainer's; also counts what the training loss is a mean of, for the record of the penalty."""
+        labels, whole = inputs.get("labels"), cast(nn.Module, self.model)
+        if isinstance(labels, Tensor) and labels.dim():
+            self._rows += len(labels)
+            self._terms += loss_of(whole, labels).terms(labels)
+            several = self.args.gradient_accumulation_steps * self.args.world_size > 1
+            if self._scale is None and several and num_items_in_batch is not None:
+                batch = {**self._prepare_inputs(inputs), "num_items_in_batch": num_items_in_batch}
+                self._scale = loss_scale(self.args, whole, batch)
+        result: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return result
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's; beside the model goes a record of the penalty that it was tuned under."""
+        super().save_model(output_dir, _internal_call)
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not self.args.should_save or not self._rows or not isinstance(optimizer, PriorAdamW):
+            return
+        if is_adapted(cast(nn.Module, self.model)):  # its penalty is on A and B, and a merge needs one on W
+            return
+        try:
+            examples = len(cast(Any, self.train_dataset))
+        except TypeError:  # streamed
+            examples = self._rows * self.args.world_size
+        try:
+            mean_over = examples * self._terms / self._rows / (self._scale or 1)
+            optimizer.record_penalty(output_dir or str(self.args.output_dir), mean_over, self.model)
+        except (GradmergeError, OSError) as error:
+            _log.error("PriorTrainer: the penalty is not recorded: %s", error)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As the Trainer, but refuses a checkpoint without state: the anchor would be the checkpoint's weights."""
