@@ -2,93 +2,50 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    create_model,
-)
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, create_model
 
 from .arguments import checked
 from .display import OneLine
 from .errors import InputError
+from .recipe_values import (
+    NONE,
+    CurvatureSource,
+    Identity,
+    MeanTimes,
+    Number,
+    PenaltySource,
+    RecipePart,
+    Reduction,
+    Reference,
+    Size,
+    Weight,
+    as_text,
+    number_or,
+    reduction_factor,
+)
 from .rules import RULES, Rule
-from .rules.spec import Option
+from .rules.spec import Option, OrNone
 from .safe_yaml import parse_yaml
 from .text import nearest
+
+#: With what others need of the values.
+__all__ = ["NONE", "Base", "CurvatureSource", "Identity", "MeanTimes", "Model", "Output", "Recipe", "check_options"]
+__all__ += ["check_penalty", "load_recipe", "make_recipe", "parse_yaml", "reduction_factor"]
 
 MAX_BYTES = 1_000_000
 
 
-def _parse_size(value: Any) -> int:
-    size = value
-    if isinstance(value, bool) or not isinstance(value, int):
-        match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
-        if not match or match[1].count(".") > 1 or match[1] == ".":
-            raise ValueError("not a size such as 5GB, 500MB or 2GiB")
-        unit = 1024 if match[3] else 1000
-        size = int(min(float(match[1]), 1e100) * unit ** " KMGT".index(match[2].upper() or " "))
-    if size < 1:
-        raise ValueError("a size must be above 0")
-    return int(size)
-
-
-#: Bounds of weights, damping and options other than 0: their products with any curvature and model then fit float64.
-SMALLEST, LARGEST = 1e-30, 1e30
-
-
-def _check_weight(value: float) -> float:
-    if value != 0 and not SMALLEST <= abs(value) <= LARGEST:
-        raise ValueError(f"a weight is a finite number: 0, or from {SMALLEST:g} to {LARGEST:g} in size")
-    return value
-
-
-def _check_number(value: float) -> float:
-    if not abs(value) <= LARGEST:
-        raise ValueError(f"should be a finite number, at most {LARGEST:g} in size")
-    return value
-
-
-Weight = Annotated[float, AfterValidator(_check_weight)]
-Number = Annotated[float, AfterValidator(_check_number)]
-Size = Annotated[int, BeforeValidator(_parse_size)]
-
-
-class _RecipePart(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
-
-
-class Identity(_RecipePart):
-    """Curvature that is the same number for every entry: c · I."""
-
-    identity: Annotated[Number, Field(ge=0, description="The number c; not divided by any count.")]
-
-
-def _as_text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
 def _from_path(value: Any) -> Any:
-    value = _as_text(value)
+    value = as_text(value)
     return {"model": value} if isinstance(value, str) else value
 
 
-Reference = Annotated[str, BeforeValidator(_as_text)]
-CurvatureSource = Reference | Identity
-
-
-class _Source(_RecipePart):
+class _Source(RecipePart):
     model: Reference = Field(
         description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder."
     )
@@ -101,10 +58,16 @@ class Base(_Source):
     """The model that every fine-tune started from."""
 
     weight: Weight | None = Field(None, description="The base's own weight; only for `weighted-average`.")
-    penalty: CurvatureSource | None = Field(
+    penalty: PenaltySource | None = Field(
         None,
-        description="Only for `removal`: the matrix of the penalty that the models were tuned under, if it is not the "
-        "base's curvature.",
+        description="P, the matrix of the penalty that the models were tuned under, for `gradient-matching` and "
+        "`removal`: curvature, or `none` if they were tuned without. Default: what is recorded beside each tuned "
+        "model, or else H_0.",
+    )
+    examples: Annotated[int, Field(ge=1, le=10**18)] | None = Field(
+        None,
+        description="How many examples the base's curvature stands for: it is read as that many times its mean. "
+        "Default: those it was estimated on.",
     )
 
 
@@ -118,7 +81,7 @@ class Model(_Source):
     )
 
 
-class Output(_RecipePart):
+class Output(RecipePart):
     """What is written."""
 
     dtype: Literal["auto", "float64", "float32", "float16", "bfloat16"] = Field(
@@ -131,7 +94,7 @@ class Output(_RecipePart):
     )
 
 
-class Recipe(OneLine, _RecipePart):
+class Recipe(OneLine, RecipePart):
     """A merge, as written in YAML."""
 
     method: str = Field(description="The method; `gradmerge methods` lists them.")
@@ -143,11 +106,15 @@ class Recipe(OneLine, _RecipePart):
     models: list[Annotated[Model, BeforeValidator(_from_path)]] = Field(
         min_length=1, description="The tuned models: mappings, or only their paths."
     )
-    reduction: Literal["sum", "mean"] = Field(
-        "sum", description="How curvature files are read: the sum over examples, or the sum divided by their number."
+    reduction: Reduction = Field(
+        "sum",
+        description="How curvature files are read: the sum over examples, the sum divided by their number, or N times "
+        "that.",
     )
-    damping: Annotated[Number, Field(ge=0)] = Field(
-        1e-10, description="δ, added to the prior (in Fisher averaging and RegMean, to the curvature of every model)."
+    damping: Annotated[float | Literal["auto"], number_or("auto", 0)] = Field(
+        "auto",
+        description="δ, added to the prior (in Fisher averaging and RegMean, to the curvature of every model); `auto` "
+        "is the mean over all entries of Σ F_t for `removal`, and 1e-10 elsewhere.",
     )
     include: list[str] = Field(["*"], min_length=1, description="Glob patterns over tensor names: what is merged.")
     exclude: list[str] = Field([], description="Glob patterns over tensor names: what comes from the base unchanged.")
@@ -244,7 +211,14 @@ def _check_fit(recipe: Recipe) -> None:
     if recipe.base and recipe.base.weight is not None and "base_weight" not in needs:
         raise InputError(f"base.weight: {rule.name} does not use it; only weighted-average does")
     if recipe.base and recipe.base.penalty is not None and "penalty" not in needs:
-        raise InputError(f"base.penalty: {rule.name} does not use it; only removal does")
+        raise InputError(f"base.penalty: {rule.name} does not use it; only gradient-matching and removal do")
+    if recipe.base and recipe.base.examples is not None:
+        if "prior" not in needs:
+            raise InputError(f"base.examples: {rule.name} does not use the base's curvature")
+        if isinstance(recipe.base.curvature, Identity):
+            raise InputError("base.examples: {identity: c} is taken as it is; only a curvature file is scaled")
+        if recipe.reduction == "mean":
+            raise InputError("base.examples: with `reduction: mean` no number of examples counts; leave one out")
     if "weights" not in needs and any(weight != 1 for weight in recipe.weights):
         instead = "; weighted-average has" if rule.name == "average" else ""
         raise InputError(f"models: {rule.name} has no weights{instead}")
@@ -253,6 +227,17 @@ def _check_fit(recipe: Recipe) -> None:
     if recipe.output.curvature and rule.precision is None:
         have = ", ".join(r.name for r in RULES.values() if r.precision)
         raise InputError(f"output.curvature: a {rule.name} merge has no curvature of its own; methods with one: {have}")
+
+
+def check_penalty(value: Any, where: str) -> CurvatureSource:
+    """A penalty as `base.penalty` takes it, from elsewhere."""
+    try:
+        found = Base.model_validate({"model": "", "penalty": value}).penalty
+    except ValidationError as error:
+        raise InputError(_explain(error, where, Base)) from None
+    if found is None:
+        raise InputError(f"{where}: names no penalty")
+    return found
 
 
 def check_options(rule: Rule, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,8 +256,10 @@ def _options_model(name: str, options: tuple[Option, ...]) -> type[BaseModel]:
         default = ... if option.required else option.default
         limits: dict[str, Any] = {"ge": option.help.ge, "gt": option.help.gt, "le": option.help.le}
         kind = Number if option.type is float else option.type
+        if option.type == OrNone:
+            kind, limits = Annotated[OrNone, number_or(NONE, option.help.ge or 0, option.help.le)], {}
         fields[option.name] = (kind, Field(default, description=option.help.text, **limits))
-    return create_model(f"Options of {name}", __base__=_RecipePart, **fields)
+    return create_model(f"Options of {name}", __base__=RecipePart, **fields)
 
 
 def _explain(error: ValidationError, where: str, model: type[BaseModel], rule: str = "") -> str:
@@ -308,13 +295,14 @@ def _place(loc: tuple[int | str, ...]) -> str:
     for part in loc:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part not in ("str", "Identity"):
+        elif part not in ("str", "Identity", "MeanTimes") and not part.startswith(("literal[", "function-")):
             text += f".{part}" if text else part
     return text or "recipe"
 
 
 def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    sections: dict[str, type[BaseModel]] = {"base": Base, "models": Model, "output": Output, "Identity": Identity}
+    sections: dict[str, type[BaseModel]] = {"base": Base, "models": Model, "output": Output}
+    sections.update(Identity=Identity, MeanTimes=MeanTimes)
     for part in loc:
         model = sections.get(str(part), model)
     return list(model.model_fields)
