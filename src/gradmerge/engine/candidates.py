@@ -10,13 +10,17 @@ from torch import Tensor
 
 from ..checkpoints.model import Buffers, Checkpoint
 from ..errors import InputError
-from ..recipe import check_options
+from ..notes import Note
+from ..recipe import Recipe, check_options
 from ..rules import RULES
+from .coefficients import coefficient_notes
+from .damping import find_damping
 from .plan import Job, Plan, Unit, rule_arguments
 from .planning import rehearse
 from .randomness import keep_mask
 from .reading import read_block
 from .statistics import Advance, Statistics, find_statistics
+from .trust import trust_notes
 from .workers import run_parallel, with_buffers
 
 
@@ -100,11 +104,21 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
         raise InputError(f"{rule.name} takes the base and one model, not {len(inputs.tuned)}")
     if "prior" in rule.needs(options) and inputs.prior is None:
         raise InputError(f"{rule.name} needs the curvature of the base, which has none here")
-    needs = frozenset(rule.needs(options)) - (rule.optional & {"penalty"} if inputs.penalty is None else set())
+    needs = frozenset(rule.needs(options)) - (set() if inputs.penalty else rule.optional & {"penalty"})
     jobs = [job if job.rule is None else replace(job, rule=rule) for job in plan.jobs]
     own = Plan(rule, inputs, jobs, needs | {"base"})
     rehearse(own)
+    find_damping(own)
+    plan.inputs.mean_curvature = own.inputs.mean_curvature  # found once for all candidates
     return own
+
+
+def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
+    """What is said of a merge before it is made: too long a step, or gradient matching that is task arithmetic."""
+    if recipe.method not in ("gradient-matching", "removal") or plan.inputs.prior is None:
+        return []
+    own = plan_of(plan, Candidate(recipe.method, recipe.method, options=recipe.options))
+    return [*trust_notes(own, threads), *coefficient_notes(recipe, own, threads)]
 
 
 class _Runner:
