@@ -15,8 +15,14 @@ from gradmerge.recipe import make_recipe
 State = Mapping[str, Tensor]
 
 
-def memory_plan(states: Sequence[State], curvature: Sequence[State], weights: Sequence[float], damping: float) -> Plan:
-    """A plan that reads state dicts and their curvature, those of the base first."""
+def memory_plan(
+    states: Sequence[State],
+    curvature: Sequence[State],
+    weights: Sequence[float],
+    damping: float,
+    penalty: Sequence[State | None] = (),
+) -> Plan:
+    """A plan that reads state dicts and their curvature, those of the base first; penalties as a recipe gives them."""
     base, *tuned = [Checkpoint(f"model {i}", memory=dict(state)) for i, state in enumerate(states)]
     inputs = Inputs(
         template=base,
@@ -25,6 +31,7 @@ def memory_plan(states: Sequence[State], curvature: Sequence[State], weights: Se
         weights=list(weights),
         prior=CurvatureInput("prior", memory=curvature[0]),
         curvature=[CurvatureInput(f"curvature {i}", memory=c) for i, c in enumerate(curvature[1:])],
+        penalty=[None if p is None else CurvatureInput(f"penalty {i}", memory=p) for i, p in enumerate(penalty)],
         damping=damping,
     )
     recipe = make_recipe({"method": "gradient-matching", "base": "base", "models": ["model"] * len(tuned)})

@@ -260,7 +260,7 @@ def test_removal_in_memory_gives_the_retrained_model_for_diagonal_designs(
         penalty=as_state(penalty.diagonal()) if own_penalty else None,
         weights=strengths,
         damping=delta,
-        options={"base_saw_removed": base_saw_removed},
+        options={"base_saw_removed": base_saw_removed, "cap": "none"},
     )
     assert (as_vector(removed) - trained([(1.0, stays)], ridge, centre)).abs().max() < 1e-10
 
@@ -313,6 +313,32 @@ def test_under_a_penalty_the_predicted_excess_leaves_out_the_first_order_term_an
         assert found.excess("merged", task) == pytest.approx(float(excess), abs=1e-10)
         mismatch = (loss.gradient(case.target) - loss.gradient(theta)).norm()
         assert found.mismatch("merged", task) == pytest.approx(float(mismatch), rel=1e-9)
+
+
+def test_where_the_penalty_is_known_the_predicted_excess_is_the_whole_of_it() -> None:
+    """Of every merge, for every task that has a penalty; a task without one is predicted without the first order."""
+    case = make_case("linear", diagonal=True)
+    states = [as_state(t) for t in (case.base, *case.tuned)]
+    known = as_state(case.penalty.diagonal())
+    plan = memory_plan(states, diagonals([case.penalty, *case.hessians]), WEIGHTS, 0.0, [known, known, None])
+    found = predict(plan, ["a", "b", "c"], [Candidate(m, m) for m in METHODS])
+    for method in METHODS:
+        settings = {} if method == "average" else {"weights": WEIGHTS}
+        prior, *curvature = diagonals([case.penalty, *case.hessians])
+        merged = as_vector(
+            gm.merge_state_dicts(
+                states[0], states[1:], method, prior=prior, curvature=curvature, damping=0.0, **settings
+            )
+        )
+        for task, loss, theta in zip(("a", "b", "c"), case.losses, case.tuned, strict=True):
+            excess = float(loss.value(merged) - loss.value(theta))
+            first_order = float(loss.gradient(theta) @ (merged - theta))
+            cost = found.cost(method, task)
+            assert cost.quadratic == pytest.approx(excess - first_order, abs=1e-10)
+            assert cost.first_order == pytest.approx(0.0 if task == "c" else first_order, abs=1e-10)
+            assert found.excess(method, task) == pytest.approx(excess - (first_order if task == "c" else 0), abs=1e-10)
+            assert abs(first_order) > 1e-3
+        assert found.cost(method, BASE).first_order == 0
 
 
 def test_predictions_for_other_losses_are_right_to_second_order() -> None:

@@ -40,7 +40,7 @@ CANDIDATES = [
     Candidate("fisher-averaging", "fisher-averaging"),
     Candidate("fisher with base", "fisher-averaging", options={"include_base": True}),
     Candidate("gradient-matching", "gradient-matching"),
-    Candidate("removal", "removal"),
+    Candidate("removal", "removal", options={"cap": "none"}),
     Candidate("ties", "ties", options={"density": 0.3}),
     Candidate("ties by tensor", "ties", options={"density": 0.3, "scope": "tensor"}),
     Candidate("dare", "dare", options={"density": 0.4, "seed": 3}),

@@ -130,7 +130,9 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
                 task: {
                     "relative_loss": found.relative(candidate, task),
                     "rank": found.rank(candidate, task),
-                    "quadratic_form": prediction.excess(candidate, task),
+                    "excess_loss": prediction.excess(candidate, task),
+                    "quadratic_form": prediction.cost(candidate, task).quadratic,
+                    "first_order": prediction.cost(candidate, task).first_order,
                     "mismatch_norm": prediction.mismatch(candidate, task),
                     "by_layer": {group: prediction.excess(candidate, task, group) for group in prediction.groups},
                 }
@@ -146,6 +148,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "measured": found.metrics,
         "examples": found.examples,
         "residuals": {name: asdict(residual) for name, residual in found.residuals.items()},
+        "gauges": {task: asdict(gauge) for task, gauge in found.gauges.items()},
         "true_mismatch": [
             {"merge": candidate, "task": task, "norm": value} for (candidate, task), value in found.mismatch.items()
         ],

@@ -20,9 +20,10 @@ from ..engine.candidates import Block, Candidate, look_at, notes_on
 from ..engine.plan import Plan
 from ..errors import InputError
 from ..progress import NoProgress, Progress
-from ..recipe import Recipe, reduction_factor
+from ..recipe import Recipe
 from ..rules import RULES
 from ..tasks import Loading
+from .gauge import Gauge, find_gauges, gradient_scale
 from .in_memory import State, TaskData, load_data, match_data, materialise, state_of
 from .predict import BASE, Prediction, open_to_look, predict, task_names
 
@@ -60,6 +61,8 @@ class Diagnosis(Displayed):
     """model → task → metrics; models are the candidates, `base` and `tuned`."""
     residuals: dict[str, Residual] = field(default_factory=dict)
     """By candidate, where every task has data."""
+    gauges: dict[str, Gauge] = field(default_factory=dict)
+    """By task with data: whether its model was tuned under the penalty that the recipe takes for granted."""
     mismatch: dict[tuple[str, str], float] = field(default_factory=dict)
     """(candidate, task) → ‖∇ℓ_t(θ) − ∇ℓ_t(target)‖, of the mean loss over the data."""
     examples: dict[str, int] = field(default_factory=dict)
@@ -78,9 +81,9 @@ class Diagnosis(Displayed):
         return next((name for name in REFERENCES if name in self.candidates), self.own)
 
     def relative(self, candidate: str, task: str) -> float | None:
-        """Predicted excess loss of a task, as a multiple of the reference merge's."""
+        """Predicted excess loss of a task, as a multiple of the reference merge's; None where that has none."""
         whole = self.prediction.excess(self.reference, task)
-        return self.prediction.excess(candidate, task) / whole if whole else None
+        return self.prediction.excess(candidate, task) / whole if whole > 0 else None
 
     def rank(self, candidate: str, task: str) -> int:
         """1 for the candidate that is predicted to cost a task least."""
@@ -185,7 +188,7 @@ def _evaluate(
     found.examples = {name: data.loaded.examples for name, data in loaded.items()}
     assert plan.inputs.base is not None
     states = {c.name: s for c, s in zip(candidates, materialise(plan, candidates, threads), strict=True)}
-    gradients: dict[str, dict[str, State]] = {name: {} for name in states}
+    gradients: dict[str, dict[str, State]] = {name: {} for name in ("tuned", *states)}
     for name, data in loaded.items():
         tuned = plan.inputs.base if name == BASE else plan.inputs.tuned[tasks.index(name)]
         models = {BASE: state_of(plan.inputs.base), "tuned": state_of(tuned), **states}
@@ -199,9 +202,11 @@ def _evaluate(
                 continue
             gradient = data.gradient(module)
             gradients[model][name] = gradient
-            if at_goal is not None:
+            if at_goal is not None and model != "tuned":
                 found.mismatch[model, name] = _distance(gradient, at_goal) / data.loaded.examples
         data.forget()
+    places = {task: place for place, task in enumerate(tasks) if task != BASE}
+    found.gauges = find_gauges(found.recipe, plan, places, gradients.pop("tuned"), found.examples, threads)
     if not {task for task in tasks if task != BASE} <= set(loaded):
         found.notes.append("the residual needs data of every task, and is left out")
         return
@@ -222,12 +227,7 @@ def _residual(
     """r = H_0(θ̂ − θ_0) + Σ α_t ∇ℓ_t(θ̂), with gradients scaled to the examples that the curvature was estimated on."""
     inputs = plan.inputs
     tasks = [task for task in found.prediction.tasks if task != BASE]
-    scales = [
-        curvature.examples * curvature.factor / found.examples[task]
-        if curvature.examples
-        else reduction_factor(found.recipe.reduction, found.examples[task])
-        for task, curvature in zip(tasks, inputs.curvature, strict=True)
-    ]
+    scales = [gradient_scale(found.recipe, inputs, place, found.examples[task]) for place, task in enumerate(tasks)]
     sums: dict[str, Tensor] = {}
     lock = threading.Lock()
 

@@ -2,7 +2,9 @@
 
 For task t with curvature H_t at θ_t, and any θ:
 
-- predicted excess loss ½ Σ_j H_tj (θ_j − θ_tj)²,
+- predicted excess loss ½ Σ_j H_tj (θ_j − θ_tj)² − Σ_j P_tj Δ_tj (θ_j − θ_tj), where P_t is the penalty that the recipe
+  says, or a record beside the model, that it was tuned under: then ∇ℓ_t(θ_t) = −P_t Δ_t. Without either it is taken
+  for 0: that models were tuned under H_0 is an assumption of a merge, and nothing that is known;
 - predicted gradient mismatch ‖H_t (θ − θ_t)‖, the norm of the first-order change of ∇ℓ_t.
 
 Both are sums over entries, kept per layer group. A diagonal sees little of the loss along the path: these numbers rank
@@ -47,10 +49,16 @@ class _Additive:
 class Cost(_Additive):
     """What a merge costs one task in one layer group."""
 
-    excess: float = 0.0
+    quadratic: float = 0.0
     """½ Σ H (θ̂ − θ_t)²"""
     mismatch: float = 0.0
     """Σ (H (θ̂ − θ_t))²: the square of the norm, so that groups add up."""
+    first_order: float = 0.0
+    """−Σ P Δ_t (θ̂ − θ_t), where P is known: below 0 where the merge goes where the penalty kept the model from."""
+
+    @property
+    def excess(self) -> float:
+        return self.quadratic + self.first_order
 
 
 @dataclass
@@ -176,11 +184,17 @@ def _look_at_block(block: Block, tasks: list[str], candidates: list[str]) -> Pre
     found, group = Prediction(candidates, tasks), group_of(block.job.name)
     curvature = [*block.curvature, *([block.prior] if block.prior is not None else [])]
     places = [*block.tuned, block.base]
+    # The base is where it is, under no penalty that is known.
+    held = [
+        None if penalty is None else (place - block.base).mul_(penalty)
+        for place, penalty in zip(places, (*(block.penalty or [None] * len(block.tuned)), None), strict=True)
+    ]
     for candidate, merged in zip(candidates, block.merged, strict=True):
-        for task, h, place in zip(tasks, curvature, places, strict=False):
+        for task, h, place, slope in zip(tasks, curvature, places, held, strict=False):
             off = merged - place
             pull = off * h
-            found.costs[candidate, task, group] = Cost(0.5 * _dot(pull, off), _dot(pull, pull))
+            first = -float((slope.double() * off).sum()) if slope is not None else 0.0
+            found.costs[candidate, task, group] = Cost(0.5 * _dot(pull, off), _dot(pull, pull), first)
     scaled = []
     for task, h, place in zip(tasks, block.curvature, block.tuned, strict=False):
         strength = (place - block.base).mul_(h.sqrt())

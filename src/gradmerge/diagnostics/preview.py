@@ -88,13 +88,12 @@ class Preview(Displayed):
         return headline(next(row.metrics[task] for row in (self.reference, *self.rows) if row.metrics.get(task)))
 
     def relative(self, row: Outcome, task: str) -> float | None:
-        """Predicted excess loss of a task as a multiple of the reference merge's, or of the largest where that is 0."""
-        whole = self.reference.values.get(task) or _largest(other.values.get(task) for other in self.rows)
-        return _ratio(row.values.get(task), whole)
+        """Predicted excess loss of a task as a multiple of the reference merge's, or of the largest if it has none."""
+        return _relative(row.values.get(task), self.reference.values.get(task), (r.values.get(task) for r in self.rows))
 
     def relative_score(self, row: Outcome) -> float | None:
         """The predicted loss that settings are compared by, as a multiple of the reference's, or of the largest."""
-        return _ratio(row.score, self.reference.score or _largest(other.score for other in self.rows))
+        return _relative(row.score, self.reference.score, (other.score for other in self.rows))
 
     def weights(self, row: Outcome) -> dict[str, float]:
         return dict(zip(self.models, row.setting.weights, strict=True)) if row.setting.weights else {}
@@ -133,12 +132,12 @@ class Preview(Displayed):
         return self.measured and higher_is_better(self.metric(task))
 
 
-def _largest(values: Iterable[float | None]) -> float:
-    return max((value for value in values if value is not None), default=0.0)
-
-
-def _ratio(value: float | None, whole: float) -> float | None:
-    return value / whole if value is not None and whole else None
+def _relative(value: float | None, reference: float | None, every: Iterable[float | None]) -> float | None:
+    """A multiple of the reference's, or of the largest, whichever is above 0: some predictions are below."""
+    whole = reference or 0.0
+    if whole <= 0:
+        whole = max((other for other in every if other is not None), default=0.0)
+    return value / whole if value is not None and whole > 0 else None
 
 
 class Looker(Protocol):
@@ -206,7 +205,7 @@ def make_preview(
     )
     found.rank_all()
     found.notes = [*looker.notes(), *_indifferent(found)]
-    free = [task for task in found.tasks if not found.measured and not reference.values.get(task)]
+    free = [task for task in found.tasks if not found.measured and not (reference.values.get(task) or 0) > 0]
     if free:
         nothing = f"{reference.setting.name} is predicted to cost {', '.join(free)} nothing"
         found.notes.append(f"{nothing}: multiples are of the largest predicted loss there")

@@ -46,6 +46,8 @@ class Block:
     tuned: Sequence[Tensor]
     prior: Tensor | None
     curvature: Sequence[Tensor]
+    penalty: Sequence[Tensor | None]
+    """P_t of every tuned model, None where it is H_0; empty if it is H_0 for all of them."""
     merged: Sequence[Tensor]
     """One per candidate, in float32 (float64 where inputs are)."""
 
@@ -80,8 +82,9 @@ def look_at(
         tensors = read_block(plan, job, unit.start, unit.stop, buffers)
         masks: Masks = {}
         merged = [runner.block(unit, tensors, masks, buffers) for runner in runners]
-        prior, curvature = tensors.get("prior"), tensors.get("curvature") or []
-        visit(Block(job, unit.start, unit.stop, tensors["base"], tensors["tuned"], prior, curvature, merged))
+        read = (tensors["base"], tensors["tuned"], tensors.get("prior"))
+        more = (tensors.get("curvature") or [], tensors.get("penalty") or [])
+        visit(Block(job, unit.start, unit.stop, *read, *more, merged))
         advance(plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel))
 
     run_parallel(plan.units(), with_buffers(work), threads)

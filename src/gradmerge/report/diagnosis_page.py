@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..diagnostics.diagnosis import Diagnosis
+from ..diagnostics.gauge import FAR, NEAR
 from ..diagnostics.predict import BASE
 from ..diagnostics.scores import headline, higher_is_better, loss_of
 from .charts import BarChart, HeatMap, ScatterChart, Series
@@ -17,6 +19,9 @@ TRUST = (
     "loss with Spearman's ρ of 0.4 to 0.5 on average (0.9 on one task, 0 on another) and hardly ranked accuracy. They "
     "are good at telling which layers cost most. A handful of labelled rows (`--data NAME=SRC`) overrides them."
 )
+
+#: Where a model's P comes from, in words.
+PENALTIES = {"recipe": "of the recipe", "recorded": "recorded beside it", "H_0": "H_0"}
 
 
 def costliest(found: Diagnosis, count: int = 5) -> list[tuple[str, float]]:
@@ -41,7 +46,7 @@ def verdict(found: Diagnosis) -> list[str]:
     if layers:
         listed = ", ".join(f"{name} ({100 * share:.0f} %)" for name, share in layers)
         words.append(f"Most of the predicted cost sits in {listed}.")
-    return [*words, *_interference_words(found), _advice(found)]
+    return [*words, *_interference_words(found), *_gauge_words(found), _advice(found)]
 
 
 def diagnosis_page(found: Diagnosis, provenance: dict[str, str], recipe: str, commands: list[str]) -> Page:
@@ -51,6 +56,8 @@ def diagnosis_page(found: Diagnosis, provenance: dict[str, str], recipe: str, co
         sections.append(_interference_section(found))
     if found.metrics:
         sections.append(_metrics_section(found))
+    if found.gauges:
+        sections.append(_gauge_section(found))
     if found.residuals:
         sections.append(_residual_section(found))
     if found.mismatch:
@@ -87,7 +94,7 @@ def _pairs(found: Diagnosis) -> Iterable[tuple[str, str]]:
 
 
 def _ratio(value: float, whole: float) -> float | None:
-    return value / whole if whole else None
+    return value / whole if whole > 0 else None
 
 
 def _predicted_words(found: Diagnosis) -> list[str]:
@@ -121,6 +128,25 @@ def _interference_words(found: Diagnosis) -> list[str]:
     if worst < 0.005:
         return ["Where two tasks care about the same entries, they move them in the same direction."]
     return [f"No two tasks pull apart on more than {extent} (chance gives 50 %)."]
+
+
+def _gauge_words(found: Diagnosis) -> list[str]:
+    known = {task: gauge for task, gauge in found.gauges.items() if gauge.gauge is not None}
+    if not known:
+        return []
+    words = []
+    for low, high, says in (
+        (0.0, NEAR, "tuned under the penalty {}, as the merge assumes"),
+        (NEAR, FAR, "tuned under something like the penalty {}, or not to the end"),
+        (FAR, math.inf, "not tuned under the penalty {}: set `base.penalty: none`"),
+    ):
+        fitting = {task: gauge for task, gauge in known.items() if low <= (gauge.gauge or 0.0) < high}
+        if fitting:
+            names = ", ".join(f"{task} ({gauge.gauge:.2g})" for task, gauge in fitting.items())
+            were = "were" if len(fitting) > 1 else "was"
+            kinds = " and ".join(dict.fromkeys(PENALTIES[gauge.penalty] for gauge in fitting.values()))
+            words.append(f"By the gauge, 0 at its minimum and about 1 without it, {names} {were} {says.format(kinds)}.")
+    return words
 
 
 def _advice(found: Diagnosis) -> str:
@@ -205,6 +231,18 @@ def _metrics_section(found: Diagnosis) -> Section:
         "Measured on " + ", ".join(f"{task}: {count} examples" for task, count in found.examples.items()) + ".",
         [BarChart("Measured on data", "measured", " / ".join(kinds).replace("_", " ") + lower, tasks, bars)],
         [Table("Measured", "measured-table", columns, rows)],
+    )
+
+
+def _gauge_section(found: Diagnosis) -> Section:
+    rows = [[task, PENALTIES[g.penalty], g.gauge, g.pull, g.gradient] for task, g in found.gauges.items()]
+    return Section(
+        "Were the models tuned under the penalty?",
+        "Gradient matching takes each model to be tuned to the end under ½‖θ − θ_0‖²_P: then ∇ℓ_t(θ_t) = −P Δ_t, and "
+        "the gauge ‖P Δ_t + ∇ℓ_t(θ_t)‖ / ‖P Δ_t‖ is 0. Around 1 or above, it was not, and P = 0 (`base.penalty: none`) "
+        "is the better assumption. Gradients are of the data given, which should be rows that the model was tuned on: "
+        "on few rows, or others, the gauge is too large.",
+        tables=[Table("Gauge of the penalty", "gauge", ["task", "P", "gauge", "‖P Δ_t‖", "‖∇ℓ_t(θ_t)‖"], rows)],
     )
 
 

@@ -1,0 +1,186 @@
+"""The gauge of the penalty: on regressions whose gradients are known, and on models and data on disk by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertForSequenceClassification
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+from gradmerge.diagnostics.gauge import Gauge, find_gauges
+from gradmerge.recipe import make_recipe
+from gradmerge.tasks import load_task
+
+from ..making import read_model, write_recipe
+from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
+from .conftest import tuned_from
+from .making import memory_plan
+from .test_identities import Case, as_state, diagonals, make_case, minima
+
+TASKS = {"a": 0, "b": 1, "c": 2}
+ONE = dict.fromkeys(TASKS, 1)
+
+
+def gauges(
+    case: Case | Any, factor: float | None, gradients: list[Tensor], damping: float = 0.0, **recipe: Any
+) -> dict[str, Gauge]:
+    """With P = ``factor`` times the true one, as a record beside the models; None: H_0, which is the true one."""
+    states = [as_state(t) for t in (case.base, *case.tuned)]
+    known = None if factor is None else as_state(factor * case.penalty.diagonal())
+    penalty = [] if known is None else [known] * 3
+    plan = memory_plan(states, diagonals([case.penalty, *case.hessians]), [1.0] * 3, damping, penalty)
+    made = make_recipe({"method": "gradient-matching", "base": "base", "models": ["model"] * 3} | recipe)
+    found = {task: as_state(gradient) for task, gradient in zip(TASKS, gradients, strict=True)}
+    return find_gauges(made, plan, TASKS, found, ONE)
+
+
+@pytest.mark.parametrize("kind", ["linear", "logistic"])
+def test_the_gauge_is_zero_where_loss_and_penalty_balance(kind: str) -> None:
+    case = make_case(kind, diagonal=True)
+    gradients = [loss.gradient(theta) for loss, theta in zip(case.losses, case.tuned, strict=True)]
+    for task, found in gauges(case, None, gradients).items():
+        pull = case.penalty @ (case.tuned[TASKS[task]] - case.base)
+        assert found.gauge is not None and found.gauge < 1e-11
+        assert found.pull == pytest.approx(float(pull.norm())) and found.penalty == "H_0"
+        assert found.gradient == pytest.approx(float(gradients[TASKS[task]].norm()))
+    for found in gauges(case, 1.0, gradients).values():
+        assert found.gauge is not None and found.gauge < 1e-11 and found.penalty == "recorded"
+    for found in gauges(case, 2.0, gradients).values():  # ‖2PΔ − PΔ‖ / ‖2PΔ‖
+        assert found.gauge == pytest.approx(0.5)
+
+
+def test_the_gauge_is_one_for_models_that_minimise_their_loss_alone() -> None:
+    losses, tuned, base = minima("linear")
+    case = make_case("linear", diagonal=True)
+    plain = Case(losses, base, case.penalty, tuned, base)
+    gradients = [loss.gradient(theta) for loss, theta in zip(losses, tuned, strict=True)]
+    assert all(found.gauge == pytest.approx(1.0) for found in gauges(plain, None, gradients).values())
+    nothing = gauges(plain, 0.0, gradients)
+    assert all(found.gauge is None and found.pull == 0 for found in nothing.values())
+
+
+def test_damping_is_part_of_h_0_and_not_of_a_penalty_that_is_known() -> None:
+    case = make_case("linear", diagonal=True)
+    gradients = [loss.gradient(theta) for loss, theta in zip(case.losses, case.tuned, strict=True)]
+    for task, found in gauges(case, None, gradients, damping=0.5).items():
+        delta = case.tuned[TASKS[task]] - case.base
+        want = 0.5 * delta.norm() / (case.penalty @ delta + 0.5 * delta).norm()
+        assert found.gauge == pytest.approx(float(want))
+    assert all((found.gauge or 0) < 1e-11 for found in gauges(case, 1.0, gradients, damping=0.5).values())
+
+
+ROWS = 10
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and two models near it, curvature of each on 20 rows, and half of those rows as data."""
+    folder = tmp_path_factory.mktemp("gauge")
+    tiny_bert_checkpoint(folder / "base", labels=3)
+    for seed, name in enumerate(("base", "one", "two")):
+        if name != "base":
+            tuned_from(folder / "base", folder / name, seed)
+        rows = labelled(2 * ROWS, 3, seed)
+        write_jsonl(folder / f"{name}-all.jsonl", rows)
+        write_jsonl(folder / f"{name}.jsonl", rows[:ROWS])
+        data = str(folder / f"{name}-all.jsonl")
+        gm.estimate_curvature(str(folder / name), data, out=folder / f"{name}-c", device="cpu", progress=False)
+    return folder
+
+
+def diagnosed(place: Path, out: Path, penalty: Any = None, **changes: Any) -> tuple[dict[str, Any], str]:
+    recipe = {
+        "method": "gradient-matching",
+        "base": {"model": str(place / "base"), "curvature": str(place / "base-c")},
+        "models": [{"model": str(place / name), "curvature": str(place / f"{name}-c")} for name in ("one", "two")],
+        "damping": 1e-3,
+    } | changes
+    if penalty is not None:
+        recipe["base"]["penalty"] = penalty
+    out.mkdir()
+    write_recipe(out / "r.yml", recipe)
+    data = [part for name in ("one", "two") for part in ("--data", f"{name}={place / name}.jsonl")]
+    arguments = ["diagnose", str(out / "r.yml"), *data, "--device", "cpu", "-o", str(out / "report")]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    return json.loads((out / "report" / "diagnosis.json").read_text()), done.output
+
+
+def by_hand(place: Path, name: str, penalty: dict[str, Tensor], scale: float) -> float:
+    """‖P Δ + s ∇ℓ‖ / ‖P Δ‖ with a gradient by autograd in float64, one row after the other."""
+    model: Any = BertForSequenceClassification.from_pretrained(place / name).double().eval()
+    loaded = load_task(place / name, place / f"{name}.jsonl", device="cpu")
+    total = 0
+    for batch in loaded.batches(1):
+        logits = model(input_ids=batch["input_ids"]).logits
+        total = total - logits.log_softmax(-1)[0, int(batch["labels"][0])]
+    gradients = torch.autograd.grad(total, list(model.parameters()))  # type: ignore[call-overload]
+    named = dict(zip((n for n, _ in model.named_parameters()), gradients, strict=True))
+    base, tuned = (read_model(place / which) for which in ("base", name))
+    off = whole = 0.0
+    for key, gradient in named.items():
+        pull = penalty[key] * (tuned[key].double() - base[key].double())
+        off += float((pull + scale * gradient).square().sum())
+        whole += float(pull.square().sum())
+    return float((off / whole) ** 0.5)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "mean_times"])
+def test_the_gauge_of_models_and_data_on_disk_is_that_by_hand(place: Path, tmp_path: Path, reduction: str) -> None:
+    said: Any = {"mean_times": 7} if reduction == "mean_times" else reduction
+    found, printed = diagnosed(place, tmp_path / "a", reduction=said)
+    examples = {"sum": 2 * ROWS, "mean": 1, "mean_times": 7}[reduction]
+    h0 = {n: v.double() * examples / (2 * ROWS) + 1e-3 for n, v in gm.Curvature.load(place / "base-c").items()}
+    for name in ("one", "two"):
+        got = found["gauges"][name]
+        assert got["gauge"] == pytest.approx(by_hand(place, name, h0, examples / ROWS), rel=1e-4)
+        assert got["penalty"] == "H_0" and f"{name} ({got['gauge']:.2g})" in printed
+    assert "base.penalty: none" in printed and "not tuned under the penalty H_0" in printed
+    page = (tmp_path / "a" / "report" / "report.html").read_text()
+    assert "Were the models tuned under the penalty?" in page
+    assert (tmp_path / "a" / "report" / "gauge.csv").is_file()
+    assert all(found["predicted"]["gradient-matching"][name]["first_order"] == 0 for name in ("one", "two"))
+
+
+def test_with_no_penalty_there_is_no_gauge_and_nothing_of_first_order(place: Path, tmp_path: Path) -> None:
+    found, printed = diagnosed(place, tmp_path / "a", penalty="none")
+    assert all(found["gauges"][name]["gauge"] is None for name in ("one", "two")) and "By the gauge" not in printed
+    costs = found["predicted"]["gradient-matching"]["one"]
+    assert costs["first_order"] == 0 and costs["excess_loss"] == costs["quadratic_form"]
+
+
+def test_a_penalty_that_the_models_were_tuned_under_is_recognised(place: Path, tmp_path: Path) -> None:
+    """Recorded beside a model, P is what its gradient says: −∇ℓ / Δ, entry by entry; for the sum over all examples."""
+    base, tuned = read_model(place / "base"), read_model(place / "one")
+    gradient = gm.estimate_gradient(place / "one", place / "one.jsonl", device="cpu", progress=False)
+    sums = {n: (-2 * g / (tuned[n] - base[n])).nan_to_num(0, 0, 0) for n, g in gradient.items()}
+    sums = {n: v.clamp(min=0, max=1e6) for n, v in sums.items()}
+    gm.Curvature(sums, 1).save(place / "one" / "penalty")
+    record = place / "one" / "gradmerge_penalty.json"
+    record.write_text(json.dumps({"format": "gradmerge-penalty/1", "penalty": "penalty"}))
+    try:
+        for reduction in ("sum", "mean"):
+            found, printed = diagnosed(place, tmp_path / reduction, reduction=reduction)
+            got = found["gauges"]["one"]
+            want = by_hand(place, "one", {n: v.double() for n, v in sums.items()}, 2.0)
+            assert got["gauge"] == pytest.approx(want, rel=1e-4) and got["penalty"] == "recorded"
+            assert found["gauges"]["two"]["penalty"] == "H_0"
+            costs = found["predicted"]["gradient-matching"]["one"]
+            assert costs["first_order"] != 0 and "recorded beside it" in printed
+            assert costs["excess_loss"] == pytest.approx(costs["quadratic_form"] + costs["first_order"])
+    finally:
+        record.unlink()
+
+
+def test_the_report_can_show_predictions_below_zero(place: Path, tmp_path: Path) -> None:
+    """A penalty far too strong says that every merge is better than each model: nothing to divide by."""
+    found, printed = diagnosed(place, tmp_path / "a", penalty={"identity": 20.0}, damping=10.0)
+    assert any(cost["excess_loss"] < 0 for costs in found["predicted"].values() for cost in costs.values())
+    assert "Traceback" not in printed and (tmp_path / "a" / "report" / "predicted-loss.svg").is_file()
