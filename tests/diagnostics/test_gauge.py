@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -95,22 +96,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def diagnosed(place: Path, out: Path, penalty: Any = None, **changes: Any) -> tuple[dict[str, Any], str]:
-    recipe = {
+def recipe_of(place: Path, penalty: Any = None, **changes: Any) -> dict[str, Any]:
+    base = {"model": str(place / "base"), "curvature": str(place / "base-c")}
+    return {
         "method": "gradient-matching",
-        "base": {"model": str(place / "base"), "curvature": str(place / "base-c")},
+        "base": base | ({"penalty": penalty} if penalty is not None else {}),
         "models": [{"model": str(place / name), "curvature": str(place / f"{name}-c")} for name in ("one", "two")],
         "damping": 1e-3,
     } | changes
-    if penalty is not None:
-        recipe["base"]["penalty"] = penalty
-    out.mkdir()
-    write_recipe(out / "r.yml", recipe)
-    data = [part for name in ("one", "two") for part in ("--data", f"{name}={place / name}.jsonl")]
-    arguments = ["diagnose", str(out / "r.yml"), *data, "--device", "cpu", "-o", str(out / "report")]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    return json.loads((out / "report" / "diagnosis.json").read_text()), done.output
+
+
+def diagnosed(place: Path, *tasks: str, **changes: Any) -> gm.Diagnosis:
+    data = {name: str(place / f"{name}.jsonl") for name in tasks}
+    return gm.diagnose(recipe_of(place, **changes), data=data, device="cpu", progress=False)
 
 
 def by_hand(place: Path, name: str, penalty: dict[str, Tensor], scale: float) -> float:
@@ -133,54 +131,81 @@ def by_hand(place: Path, name: str, penalty: dict[str, Tensor], scale: float) ->
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "mean_times"])
-def test_the_gauge_of_models_and_data_on_disk_is_that_by_hand(place: Path, tmp_path: Path, reduction: str) -> None:
-    said: Any = {"mean_times": 7} if reduction == "mean_times" else reduction
-    found, printed = diagnosed(place, tmp_path / "a", reduction=said)
+def test_the_gauge_of_models_and_data_on_disk_is_that_by_hand(place: Path, reduction: str) -> None:
+    found = diagnosed(place, "one", reduction={"mean_times": 7} if reduction == "mean_times" else reduction)
     examples = {"sum": 2 * ROWS, "mean": 1, "mean_times": 7}[reduction]
     h0 = {n: v.double() * examples / (2 * ROWS) + 1e-3 for n, v in gm.Curvature.load(place / "base-c").items()}
+    want = by_hand(place, "one", h0, examples / ROWS)
+    assert found.gauges["one"].gauge == pytest.approx(want, rel=1e-4)
+    assert found.gauges["one"].penalty == "H_0" and set(found.gauges) == {"one"}
+    assert found.prediction.cost("gradient-matching", "one").first_order == 0
+
+
+def test_the_command_prints_it_with_advice_and_reports_it(place: Path, tmp_path: Path) -> None:
+    write_recipe(tmp_path / "r.yml", recipe_of(place))
+    data = [part for name in ("one", "two") for part in ("--data", f"{name}={place / name}.jsonl")]
+    arguments = ["diagnose", str(tmp_path / "r.yml"), *data, "--device", "cpu", "-o", str(tmp_path / "report")]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "report" / "diagnosis.json").read_text())
     for name in ("one", "two"):
-        got = found["gauges"][name]
-        assert got["gauge"] == pytest.approx(by_hand(place, name, h0, examples / ROWS), rel=1e-4)
-        assert got["penalty"] == "H_0" and f"{name} ({got['gauge']:.2g})" in printed
-    assert "base.penalty: none" in printed and "not tuned under the penalty H_0" in printed
-    page = (tmp_path / "a" / "report" / "report.html").read_text()
-    assert "Were the models tuned under the penalty?" in page
-    assert (tmp_path / "a" / "report" / "gauge.csv").is_file()
-    assert all(found["predicted"]["gradient-matching"][name]["first_order"] == 0 for name in ("one", "two"))
-
-
-def test_with_no_penalty_there_is_no_gauge_and_nothing_of_first_order(place: Path, tmp_path: Path) -> None:
-    found, printed = diagnosed(place, tmp_path / "a", penalty="none")
-    assert all(found["gauges"][name]["gauge"] is None for name in ("one", "two")) and "By the gauge" not in printed
+        assert f"{name} ({found['gauges'][name]['gauge']:.2g})" in done.output
+    assert "were not tuned under the penalty H_0: set `base.penalty: none`" in done.output
     costs = found["predicted"]["gradient-matching"]["one"]
     assert costs["first_order"] == 0 and costs["excess_loss"] == costs["quadratic_form"]
+    assert "Were the models tuned under the penalty?" in (tmp_path / "report" / "report.html").read_text()
+    assert (tmp_path / "report" / "gauge.csv").is_file()
 
 
-def test_a_penalty_that_the_models_were_tuned_under_is_recognised(place: Path, tmp_path: Path) -> None:
-    """Recorded beside a model, P is what its gradient says: −∇ℓ / Δ, entry by entry; for the sum over all examples."""
+def test_with_no_penalty_there_is_no_gauge_and_nothing_of_first_order(place: Path) -> None:
+    found = diagnosed(place, "one", penalty="none")
+    assert found.gauges["one"].gauge is None and not any("By the gauge" in sentence for sentence in found.verdict)
+    assert found.prediction.cost("gradient-matching", "one").first_order == 0
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_recorded_penalty_goes_with_the_sum_over_all_examples(place: Path, tmp_path: Path, reduction: str) -> None:
+    """P is what the gradient says: −∇ℓ / Δ, entry by entry, where that is above 0."""
     base, tuned = read_model(place / "base"), read_model(place / "one")
     gradient = gm.estimate_gradient(place / "one", place / "one.jsonl", device="cpu", progress=False)
-    sums = {n: (-2 * g / (tuned[n] - base[n])).nan_to_num(0, 0, 0) for n, g in gradient.items()}
-    sums = {n: v.clamp(min=0, max=1e6) for n, v in sums.items()}
-    gm.Curvature(sums, 1).save(place / "one" / "penalty")
-    record = place / "one" / "gradmerge_penalty.json"
-    record.write_text(json.dumps({"format": "gradmerge-penalty/1", "penalty": "penalty"}))
-    try:
-        for reduction in ("sum", "mean"):
-            found, printed = diagnosed(place, tmp_path / reduction, reduction=reduction)
-            got = found["gauges"]["one"]
-            want = by_hand(place, "one", {n: v.double() for n, v in sums.items()}, 2.0)
-            assert got["gauge"] == pytest.approx(want, rel=1e-4) and got["penalty"] == "recorded"
-            assert found["gauges"]["two"]["penalty"] == "H_0"
-            costs = found["predicted"]["gradient-matching"]["one"]
-            assert costs["first_order"] != 0 and "recorded beside it" in printed
-            assert costs["excess_loss"] == pytest.approx(costs["quadratic_form"] + costs["first_order"])
-    finally:
-        record.unlink()
+    sums = {n: (-2 * g / (tuned[n] - base[n])).nan_to_num(0, 0, 0).clamp(0, 1e6) for n, g in gradient.items()}
+    shutil.copytree(place / "one", tmp_path / "one")
+    gm.Curvature(sums, 1).save(tmp_path / "one" / "penalty")
+    record = {"format": "gradmerge-penalty/1", "penalty": "penalty"}
+    (tmp_path / "one" / "gradmerge_penalty.json").write_text(json.dumps(record))
+    models = [{"model": str(tmp_path / "one"), "curvature": str(place / "one-c")}]
+    found = diagnosed(place, "one", models=models, reduction=reduction)
+    want = by_hand(place, "one", {n: v.double() for n, v in sums.items()}, 2.0)
+    assert found.gauges["one"].gauge == pytest.approx(want, rel=1e-4)
+    assert found.gauges["one"].penalty == "recorded"
+    assert found.prediction.cost("gradient-matching", "one").first_order != 0
 
 
 def test_the_report_can_show_predictions_below_zero(place: Path, tmp_path: Path) -> None:
-    """A penalty far too strong says that every merge is better than each model: nothing to divide by."""
-    found, printed = diagnosed(place, tmp_path / "a", penalty={"identity": 20.0}, damping=10.0)
-    assert any(cost["excess_loss"] < 0 for costs in found["predicted"].values() for cost in costs.values())
-    assert "Traceback" not in printed and (tmp_path / "a" / "report" / "predicted-loss.svg").is_file()
+    """A penalty far too strong says that merges are better than each model: nothing to divide by."""
+    found = gm.diagnose(recipe_of(place, {"identity": 20.0}, damping=10.0), tmp_path / "report", progress=False)
+    assert any(found.prediction.excess(candidate, "one") < 0 for candidate in found.candidates)
+    assert (tmp_path / "report" / "predicted-loss.svg").is_file()
+
+
+def test_training_under_a_penalty_its_record_and_the_gauge_agree(place: Path, tmp_path: Path) -> None:
+    """From PriorAdamW over the folder that it leaves to the diagnosis of a recipe that names no penalty."""
+    model: Any = BertForSequenceClassification.from_pretrained(place / "base").eval()
+    loaded = load_task(place / "base", place / "one-all.jsonl", device="cpu")
+    (batch,) = loaded.batches(2 * ROWS)
+    optimizer = gm.PriorAdamW(model, betas=(0.8, 0.9), weight_decay=0.0, prior=0.5, strength=1.0, coupling="adam")
+    for step in range(70):
+        optimizer.param_groups[0]["lr"] = 0.03 * 0.92**step
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    tuned_from(place / "base", tmp_path / "one", 1)
+    model.save_pretrained(tmp_path / "one")
+    optimizer.record_penalty(tmp_path / "one", mean_over=2 * ROWS)
+    data = str(place / "one-all.jsonl")
+    gm.estimate_curvature(tmp_path / "one", data, out=tmp_path / "one" / "curvature", device="cpu", progress=False)
+    recipe = recipe_of(place, models=[str(tmp_path / "one")])
+    found = gm.diagnose(recipe, data={"one": data}, device="cpu", progress=False)
+    assert found.gauges["one"].penalty == "recorded" and (found.gauges["one"].gauge or 1) < 0.05
+    assert any("was tuned under the penalty recorded beside it" in sentence for sentence in found.verdict)
+    assert found.prediction.cost("gradient-matching", "one").first_order != 0
