@@ -242,7 +242,6 @@ def _copy_adapter_config(home: Path, folder: Path) -> None:
     """The adapter's config; a base that it names from its own folder is named from the new one."""
     config = read_adapter_config(home)
     stated = config.get("base_model_name_or_path")
-    if isinstance(stated, str) and not Path(stated).is_absolute() and not Path(stated).exists():
-        if (home / stated).is_dir():
-            config["base_model_name_or_path"] = os.path.relpath(home / stated, folder)
+    if isinstance(stated, str) and not Path(stated).exists() and (home / stated).is_dir():
+        config["base_model_name_or_path"] = os.path.relpath(home / stated, folder)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
