@@ -8,11 +8,13 @@ from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .api import diagnose as diagnose, evaluate as evaluate, merge as merge, merge_state_dicts as merge_state_dicts
+    from .api.differentiating import estimate_gradient as estimate_gradient
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
     from .api.previewing import preview as preview, suggest_weights as suggest_weights
     from .api.sampling import sample_posterior as sample_posterior
     from .checkpoints import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from .curvature import Curvature as Curvature
+    from .curvature.gradients import Gradient as Gradient
     from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
     from .curvature.optimizers import import_curvature as import_curvature
     from .diagnostics.diagnosis import Diagnosis as Diagnosis
@@ -34,11 +36,13 @@ if TYPE_CHECKING:
 # Where names come from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
 _NAMES = {
     "api": "diagnose evaluate merge merge_state_dicts",
+    "api.differentiating": "estimate_gradient",
     "api.estimating": "Estimate estimate_curvature",
     "api.previewing": "preview suggest_weights",
     "api.sampling": "sample_posterior",
     "checkpoints": "Checkpoint open_checkpoint",
     "curvature": "Curvature",
+    "curvature.gradients": "Gradient",
     "curvature.gram": "Gram estimate_gram",
     "curvature.optimizers": "import_curvature",
     "diagnostics.diagnosis": "Diagnosis",

@@ -86,7 +86,7 @@ def newton(
     for _ in range(rounds):
         answers = [owner.gradient(model) for owner in owners]
         gradient = {
-            name: sum(scale * answer.sums[name] for scale, answer in zip(scales, answers, strict=True))
+            name: sum(scale * answer[name] for scale, answer in zip(scales, answers, strict=True))
             for name in parameters
         }
         if penalty is not None and base is not None:

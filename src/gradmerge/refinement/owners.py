@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,20 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..curvature.batches import examples_in, moved
 from ..curvature.estimate import estimate_curvature
+from ..curvature.gradients import Gradient, estimate_gradient
 from ..curvature.kronecker import KroneckerCurvature
 from ..curvature.losses import ExampleLoss, labels_of, logits_of, loss_of as loss_for
 
 Point = Mapping[str, Tensor]
 """Values by the names of a model's parameters: weights, a gradient, or a direction."""
-
-
-@dataclass
-class Gradient:
-    """Σ_i ∇ℓ_i and Σ_i ℓ_i of some examples, as **sums**."""
-
-    sums: dict[str, Tensor]
-    loss: float
-    examples: int
 
 
 class Owner(Protocol):
@@ -85,19 +76,7 @@ class DataOwner:
         return found
 
     def gradient(self, model: nn.Module) -> Gradient:
-        parameters = trained(model)
-        sums = {name: torch.zeros_like(p, dtype=_wide(p), requires_grad=False) for name, p in parameters.items()}
-        loss, examples = 0.0, 0
-        with _evaluated(model):
-            for batch in self._moved(model, self._batches):
-                total = self._losses(model, batch).sum()
-                found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
-                for into, gradient in zip(sums.values(), found, strict=True):
-                    if gradient is not None:
-                        into += gradient
-                loss += float(total)
-                examples += examples_in(batch)
-        return Gradient(sums, loss, examples)
+        return estimate_gradient(model, self._batches, output=self._loss)
 
     def along(self, model: nn.Module, directions: Sequence[Point]) -> Tensor:
         matrix = torch.zeros(len(directions), len(directions), dtype=torch.float64)
@@ -169,10 +148,6 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-def _wide(value: Tensor) -> torch.dtype:
-    return torch.float64 if value.dtype == torch.float64 else torch.float32
 
 
 def _change(model: nn.Module, parameters: Mapping[str, Tensor], direction: Point, batch: Any) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from ..checkpoints.model import TORCH_TYPES, Checkpoint
 from ..checkpoints.opening import HUB_ID
 from ..checkpoints.sidecars import copy_sidecars, sidecars
 from ..checkpoints.ties import same_values, tied_to
-from ..curvature.stored_names import stored_shapes, stored_sources, stored_tensors
+from ..curvature.stored_names import adapter_names, stored_shapes, stored_sources, stored_tensors
 from ..engine.card import as_card
 from ..engine.record import digest_of
 from ..engine.rounding import rounded
@@ -110,7 +110,8 @@ def opened_start(reference: str, options: Loading) -> Iterator[Start]:
             reference, options["task"], device=device, dtype=dtype, attn=attn, adapter_apart=stem == "adapter_model"
         )
         stored.config = getattr(getattr(model, "config", None), "to_dict", dict)()
-        sources = _adapter_sources(model) if stem == "adapter_model" else stored_sources(model)
+        adapter = stem == "adapter_model"
+        sources = {file: own for own, file in adapter_names(model).items()} if adapter else stored_sources(model)
         start = Start(reference, model, info, options | {"dtype": dtype}, stored, sources, list(info.notes))
         lacking = [name for name in _values_in(start, meta=True) if name not in stored.tensors]
         if lacking:
@@ -210,15 +211,6 @@ def _values_in(start: Start, meta: bool = False) -> dict[str, Tensor]:
     if meta:
         return {name: torch.empty(shape, device="meta") for name, shape in stored_shapes(start.model).items()}
     return stored_tensors(start.model, {name: p.detach() for name, p in start.model.named_parameters()})
-
-
-def _adapter_sources(model: nn.Module) -> dict[str, str]:
-    """Tensor of an adapter's files → parameter in memory: they are the same tensors under two names."""
-    from peft import get_peft_model_state_dict
-
-    found = get_peft_model_state_dict(model, save_embedding_layers=False)
-    places = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
-    return {name: places[value.data_ptr()] for name, value in found.items() if value.data_ptr() in places}
 
 
 def _overwrite(path: Path, values: Mapping[str, Tensor], reference: str) -> None:

@@ -126,19 +126,29 @@ class LoadedTask:
 
 
 def load_task(
-    model_reference: str | Path, source: str | Path, *, split: str | None = None, **loading: Unpack[Loading]
+    model_reference: str | Path,
+    source: str | Path,
+    *,
+    split: str | None = None,
+    adapter_apart: bool = False,
+    **loading: Unpack[Loading],
 ) -> LoadedTask:
     """Load a model and data for it.
 
     ``model_reference`` is a folder, a Hub id (`org/name@revision`) or a PEFT adapter folder; ``source`` a .jsonl, .csv,
     .parquet or .txt file (each also .gz), an .npz, a folder of images by class, or `org/name:split` of the Hub.
-    The other options are those of :class:`gradmerge.Loading`.
+    ``adapter_apart`` is as of :func:`load_model`; the other options are those of :class:`gradmerge.Loading`.
     """
     options = complete(loading, load_task)
     model_reference, source = str(model_reference), str(source)
     rows = read_rows(source, limit=options["limit"], split=split)  # the quicker of the two to fail
     model, info = load_model(
-        model_reference, options["task"], device=options["device"], dtype=options["dtype"], attn=options["attn"]
+        model_reference,
+        options["task"],
+        device=options["device"],
+        dtype=options["dtype"],
+        attn=options["attn"],
+        adapter_apart=adapter_apart,
     )
     return _joined(model_reference, model, info, rows, options)
 
