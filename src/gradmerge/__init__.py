@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .curvature import Curvature as Curvature
     from .curvature.gradients import Gradient as Gradient
     from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
+    from .curvature.kronecker import KroneckerCurvature as KroneckerCurvature
     from .curvature.optimizers import import_curvature as import_curvature
     from .diagnostics.diagnosis import Diagnosis as Diagnosis
     from .diagnostics.preview import Preview as Preview
@@ -44,6 +45,7 @@ _NAMES = {
     "curvature": "Curvature",
     "curvature.gradients": "Gradient",
     "curvature.gram": "Gram estimate_gram",
+    "curvature.kronecker": "KroneckerCurvature",
     "curvature.optimizers": "import_curvature",
     "diagnostics.diagnosis": "Diagnosis",
     "diagnostics.preview": "Preview",
