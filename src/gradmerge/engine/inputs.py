@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.model import Buffers, Checkpoint, block_digest
+from ..checkpoints.model import Buffers, Checkpoint, block_digest, combined_digest
 from ..curvature.files import CurvatureFile
+from ..curvature.kronecker import INPUTS, OUTPUTS
 from ..errors import InputError
+from ..rules.kronecker_matching import Factors
 
 #: Curvature above this is refused: sums over some models, times their weights, must fit float32.
 LARGEST = 1e35
@@ -32,6 +34,10 @@ class CurvatureInput:
     """What a stored sum is multiplied by: 1, or 1/N for the mean."""
     examples: int = 0
     likelihood: str = ""
+    tokens: Mapping[str, int] | None = None
+    """Of Kronecker curvature: the weights that have factors, with the number of tokens behind those."""
+    transposed: frozenset[str] = frozenset()
+    """Weights whose first axis is the input's."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied heads → the embedding whose curvature is used for them."""
 
@@ -43,7 +49,16 @@ class CurvatureInput:
     def of_file(cls, file: CurvatureFile, reduction: str) -> CurvatureInput:
         """A file's sums over examples, or with ``mean`` those divided by the number of examples."""
         factor = 1.0 / file.examples if reduction == "mean" else 1.0
-        return cls(file.label, file=file, factor=factor, examples=file.examples, likelihood=file.likelihood)
+        tokens = file.tokens if file.kind == "kronecker" else None
+        more: Any = {"examples": file.examples, "likelihood": file.likelihood}
+        return cls(file.label, file=file, factor=factor, tokens=tokens, transposed=file.transposed, **more)
+
+    @property
+    def kind(self) -> str:
+        """`diagonal`, `gram`, `kronecker` or `constant`."""
+        if self.tokens is not None:
+            return "kronecker"
+        return self.file.kind if self.file is not None else "constant" if self.constant is not None else "diagonal"
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
@@ -85,8 +100,19 @@ class CurvatureInput:
         values = values.to(dtype)
         return values if self.factor == 1.0 else values * self.factor
 
-    def read_matrix(self, name: str, digests: Digests) -> Tensor:
+    def read_factors(self, name: str, digests: Digests) -> Factors:
+        """The Kronecker factors of a layer's weight, in float64; the scale holds 1/T and the reduction."""
+        assert self.tokens is not None
+        seen: list[Digests] = [{}, {}]
+        outputs, inputs = (
+            self.read_matrix(name + part, own, 1.0) for part, own in zip((OUTPUTS, INPUTS), seen, strict=True)
+        )
+        digests[self] = combined_digest(own[self] for own in seen)
+        return Factors(outputs, inputs, self.factor / self.tokens[name])
+
+    def read_matrix(self, name: str, digests: Digests, factor: float | None = None) -> Tensor:
         """A whole Gram matrix, reduced, in float64. Its diagonal may not be negative; other entries may."""
+        factor = self.factor if factor is None else factor
         shapes = self.shapes
         assert shapes is not None
         values = self._stored(name, 0, math.prod(shapes[name]), Buffers(), "gram").reshape(shapes[name])
@@ -95,7 +121,7 @@ class CurvatureInput:
                 f"{self.label}: {name} is no Gram matrix: it has entries that are not finite, or a negative diagonal"
             )
         digests[self] = block_digest(values)
-        return values.double() * self.factor
+        return values.double() * factor
 
     def _stored(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
         if self.file is not None:
@@ -116,12 +142,18 @@ class CurvatureInput:
                 "numbers do not fit float32. Scale the curvature of all models down alike."
             )
 
+    def _stored_parts(self, name: str) -> list[str]:
+        """The tensors of the file that hold the curvature of a parameter."""
+        parts = [name + INPUTS, name + OUTPUTS] if self.tokens and name in self.tokens else [name]
+        return [part for part in parts if self.shapes is not None and part in self.shapes]
+
     def will_need(self, name: str) -> None:
-        if self.file is not None and name in self.file.shapes:
-            self.file.will_need(name)
+        if self.file is not None:
+            for part in self._stored_parts(name):
+                self.file.will_need(part)
 
     def nbytes(self, name: str) -> int:
-        return self.file.nbytes(name) if self.file is not None and name in self.file.shapes else 0
+        return sum(self.file.nbytes(part) for part in self._stored_parts(name)) if self.file is not None else 0
 
     def files(self) -> list[Path]:
         return self.file.files() if self.file is not None else []

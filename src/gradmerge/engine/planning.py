@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from ..rules.spherical import Geometry
 from ..storage.tensorfile import FLOATS, TensorInfo
 from ..text import listed
 from .inputs import CurvatureInput, Inputs
-from .plan import Job, Plan, rule_arguments
+from .layers import find_layers, held_by_factors
+from .plan import Job, Layer, Plan, rule_arguments
 
 _STORED = {word: code for code, word in FLOATS.items()}
 
@@ -128,14 +130,16 @@ def make_plan(
     diagonals = [source for source in inputs.curvatures if source not in inputs.grams]
     _tie(diagonals, template, comparison.merged)
     gram_names, gram_problems = _gram_names(inputs, comparison.merged)
-    problems = list(comparison.problems)
+    layers, layer_problems = find_layers(inputs, rule, comparison.merged)
+    problems = [*comparison.problems, *layer_problems]
     for source in diagonals:
-        problems += _problems_of(source, inputs, comparison.merged, recipe.missing)
+        held = held_by_factors(source, layers)
+        problems += _problems_of(source, inputs, comparison.merged, held, recipe.missing)
     problems += gram_problems
     if problems:
         raise InputError("these cannot be merged:\n" + "\n".join(f"• {p}" for p in problems))
 
-    wanted = set(comparison.merged)
+    wanted, biases = set(comparison.merged), {bias for _, bias in layers.values()}
     jobs = []
     for name, info in template.tensors.items():
         if name not in wanted:
@@ -144,8 +148,14 @@ def make_plan(
         stored = _STORED.get(recipe.output.dtype, info.dtype)
         chosen = rule if rule.otherwise is None or name in gram_names else rule.otherwise
         types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
-        compute = torch.float64 if "F64" in types or chosen.otherwise is not None else torch.float32
-        jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute))
+        wide = "F64" in types or chosen.otherwise is not None or name in layers or name in biases
+        compute = torch.float64 if wide else torch.float32
+        jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute, inside=name in biases))
+    own = {job.name: job for job in jobs}
+    for place, job in enumerate(jobs):
+        if job.name in layers:
+            turned, bias = layers[job.name]
+            jobs[place] = replace(job, layer=Layer(turned, own[bias] if bias is not None else None))
     plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
     plan.note(comparison.notes)
     plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
@@ -191,19 +201,22 @@ def _tie(diagonals: Sequence[CurvatureInput], template: Checkpoint, names: Seque
         source.aliases = ties
 
 
-def _problems_of(source: CurvatureInput, inputs: Inputs, names: Sequence[str], missing: str) -> list[str]:
+def _problems_of(
+    source: CurvatureInput, inputs: Inputs, names: Sequence[str], held: set[str], missing: str
+) -> list[str]:
+    """What is wrong with the diagonals of a source; those ``held`` in Kronecker factors need none."""
     shapes = source.shapes
     if shapes is None:
         return []
     tensors = inputs.template.tensors
-    if source.file is not None and source.file.kind != "diagonal":
+    if source.file is not None and source.kind not in ("diagonal", "kronecker"):
         return [f"{source.label}: holds {source.file.kind} matrices, where a diagonal is needed"]
     problems = []
     misfits = [n for n in names if n in shapes and shapes[n] != tensors[n].shape]
     if misfits:
         wrong = [f"{n}: {list(shapes[n])}, but the weight is {list(tensors[n].shape)}" for n in misfits]
         problems.append(f"{source.label}: curvature of another model, its shapes do not fit\n{listed(wrong)}")
-    absent = [n for n in names if source.stored_name(n, tensors[n].shape) is None]
+    absent = [n for n in names if n not in held and source.stored_name(n, tensors[n].shape) is None]
     if absent and len(absent) == len(names):
         problems.append(
             f"{source.label}: curvature of another model: it has none of the tensors to merge\n{listed(absent, 3)}"
