@@ -104,9 +104,8 @@ class CurvatureInput:
         """The Kronecker factors of a layer's weight, in float64; the scale holds 1/T and the reduction."""
         assert self.tokens is not None
         seen: list[Digests] = [{}, {}]
-        outputs, inputs = (
-            self.read_matrix(name + part, own, 1.0) for part, own in zip((OUTPUTS, INPUTS), seen, strict=True)
-        )
+        sides = (self.read_matrix(name + part, own, 1.0) for part, own in zip((OUTPUTS, INPUTS), seen, strict=True))
+        outputs, inputs = (side.add(side.T).mul_(0.5) for side in sides)  # symmetric, whoever wrote them
         digests[self] = combined_digest(own[self] for own in seen)
         return Factors(outputs, inputs, self.factor / self.tokens[name])
 

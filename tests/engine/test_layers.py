@@ -1,0 +1,220 @@
+"""Merges and removals with Kronecker curvature, on disk and in memory, against matrices that are written out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
+
+from ..making import assert_close, near, random_curvature, random_state, read_model, weight_bytes, write_model
+from ..rules import slow
+
+EMBEDDING = "model.embed_tokens.weight"
+SHAPES = {
+    EMBEDDING: (9, 4),
+    "lm_head.weight": (9, 4),
+    "norm.weight": (4,),
+    "linear.weight": (3, 4),
+    "linear.bias": (3,),
+    "plain.weight": (4, 4),
+    "turned.weight": (5, 4),
+    "turned.bias": (4,),
+    "convolution.weight": (3, 2, 2, 2),
+    "convolution.bias": (3,),
+}
+#: Weight → (out, in) and whether there is a bias.
+LAYERS = {
+    "linear.weight": (3, 4, True),
+    "plain.weight": (4, 4, False),
+    "turned.weight": (4, 5, True),
+    "convolution.weight": (3, 8, True),
+}
+WEIGHTS = [1.0, 0.4]
+Sources = list[Any]
+
+
+def kronecker(seed: int, tokens: int = 30, examples: int = 10) -> KroneckerCurvature:
+    generator = torch.Generator().manual_seed(seed)
+
+    def square(size: int) -> Tensor:
+        rows = torch.randn(tokens, size, generator=generator)
+        square = rows.T @ rows
+        return (square + square.T) / 2
+
+    layers = {n: LayerFactors(square(i + bias), square(o), tokens) for n, (o, i, bias) in LAYERS.items()}
+    rest = {n: torch.rand(SHAPES[n], generator=generator) for n in (EMBEDDING, "norm.weight")}
+    return KroneckerCurvature(layers, rest, examples, "sampled", "test", ["turned.weight"])
+
+
+@pytest.fixture
+def states() -> list[dict[str, Tensor]]:
+    base = random_state(0, SHAPES, torch.float64)
+    base["lm_head.weight"] = base[EMBEDDING].clone()
+    models = [base, near(base, 1), near(base, 2)]
+    for model in models:
+        model["lm_head.weight"] = model[EMBEDDING].clone()
+    return models
+
+
+@pytest.fixture
+def folders(tmp_path: Path, states: list[dict[str, Tensor]]) -> list[str]:
+    config = {"tie_word_embeddings": True}
+    return [str(write_model(tmp_path / f"m{i}", state, config=config)) for i, state in enumerate(states)]
+
+
+def saved(source: Any, place: Path) -> Any:
+    if isinstance(source, float):
+        return {"identity": source}
+    source.save(place)
+    return str(place)
+
+
+def recipe_of(folders: list[str], sources: Sources, place: Path, method: str, **more: Any) -> dict[str, Any]:
+    paths = [saved(source, place / f"curvature{i}") for i, source in enumerate(sources)]
+    base = {"model": folders[0], "curvature": paths[0], **more.pop("base", {})}
+    models = [
+        {"model": f, "curvature": p, "weight": w} for f, p, w in zip(folders[1:], paths[1:], WEIGHTS, strict=True)
+    ]
+    return {"method": method, "base": base, "models": models, "damping": 0.01, **more}
+
+
+def matrix(name: str, state: dict[str, Tensor]) -> Tensor:
+    """[W b], out × in + 1."""
+    weight = state[name].T if name == "turned.weight" else state[name].flatten(1)
+    bias = state.get(name.replace("weight", "bias")) if LAYERS[name][2] else None
+    return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
+
+
+def written_out(name: str, source: Any, factor: float) -> Tensor:
+    numel = LAYERS[name][0] * (LAYERS[name][1] + LAYERS[name][2])
+    if isinstance(source, KroneckerCurvature):
+        layer = source.layers[name]
+        return torch.kron(layer.outputs.double(), layer.inputs.double()) * factor / layer.tokens
+    if isinstance(source, float):
+        return source * torch.eye(numel, dtype=torch.float64)
+    return torch.diag(matrix(name, {n: v.double() for n, v in source.items()}).reshape(-1)) * factor
+
+
+def expected(states: list[dict[str, Tensor]], sources: Sources, method: str, reduction: str = "sum", damping=0.01):
+    """Every layer by its own dense matrices, every other parameter by the rule for single entries."""
+    factors = [1.0 if reduction == "sum" or isinstance(s, float) else 1 / s.examples for s in sources]
+    want: dict[str, Tensor] = {}
+    for name in LAYERS:
+        x0, *xs = (matrix(name, state) for state in states)
+        h0, *hs = (written_out(name, source, factor) for source, factor in zip(sources, factors, strict=True))
+        h0 = h0 + damping * torch.eye(len(h0), dtype=torch.float64)
+        pull = sum(w * (h0 + h) @ (x - x0).reshape(-1) for w, h, x in zip(WEIGHTS, hs, xs, strict=True))
+        whole = h0 if method == "removal" else h0 + sum(w * h for w, h in zip(WEIGHTS, hs, strict=True))
+        step = torch.linalg.solve(whole, pull).reshape(x0.shape)
+        merged = x0 - step if method == "removal" else x0 + step
+        rows, columns, bias = LAYERS[name]
+        weight = merged[:, :columns]
+        want[name] = weight.T if name == "turned.weight" else weight.reshape(SHAPES[name])
+        if bias:
+            want[name.replace("weight", "bias")] = merged[:, -1]
+    for name in (EMBEDDING, "lm_head.weight", "norm.weight"):
+        numel = states[0][name].numel()
+        diagonals = [
+            [s] * numel if isinstance(s, float) else (s.get(name, s[EMBEDDING]).double() * f).reshape(-1).tolist()
+            for s, f in zip(sources, factors, strict=True)
+        ]
+        flat = [state[name].reshape(-1).tolist() for state in states]
+        given = (flat[0], flat[1:], WEIGHTS, diagonals[0], diagonals[1:], damping)
+        rule = slow.removal if method == "removal" else slow.gradient_matching
+        want[name] = torch.tensor(rule(*given), dtype=torch.float64).reshape(SHAPES[name])
+    return want
+
+
+def bases(states: list[dict[str, Tensor]]) -> dict[str, Any]:
+    return {"kronecker": kronecker(3), "diagonal": random_curvature(4, states[0], examples=10), "identity": 0.5}
+
+
+@pytest.mark.parametrize("base", ["kronecker", "diagonal", "identity"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("method", ["gradient-matching", "removal"])
+def test_every_layer_is_solved_and_every_other_parameter_divided(
+    tmp_path: Path, states: Any, folders: Any, base: str, reduction: str, method: str
+) -> None:
+    sources = [bases(states)[base], kronecker(5), kronecker(6, tokens=40)]
+    want = expected(states, sources, method, reduction)
+    options: Any = {"reduction": reduction}
+    gm.merge(recipe_of(folders, sources, tmp_path, method, **options), tmp_path / "out", accept_untrusted=True)
+    assert_close(read_model(tmp_path / "out"), want, 1e-8)
+    got = gm.merge_state_dicts(
+        states[0],
+        states[1:],
+        method,
+        prior=sources[0],
+        curvature=sources[1:],
+        weights=WEIGHTS,
+        damping=0.01,
+        **options,
+    )
+    assert_close(got, want, 1e-8)
+
+
+def test_linear_regression_by_estimated_factors_gives_the_jointly_trained_model() -> None:
+    """Squared errors of a linear layer: the curvature is I ⊗ A exactly, and so is the merge, to 1e-8."""
+    generator = torch.Generator().manual_seed(0)
+
+    def trained(parts: list[tuple[Tensor, Tensor]], ridge: float) -> dict[str, Tensor]:
+        x, y = (torch.cat(column) for column in zip(*parts, strict=True))
+        x = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+        solved = torch.linalg.solve(x.T @ x + ridge * torch.eye(5, dtype=torch.float64), x.T @ y).T
+        return {"weight": solved[:, :-1].contiguous(), "bias": solved[:, -1].contiguous()}
+
+    tasks = [
+        (torch.randn(20, 4, generator=generator).double(), torch.randn(20, 3, generator=generator).double())
+        for _ in range(3)
+    ]
+    base = {"weight": torch.zeros(3, 4, dtype=torch.float64), "bias": torch.zeros(3, dtype=torch.float64)}
+    sources = []
+    for x, y in tasks:
+        model = torch.nn.Linear(4, 3).double()
+        found = gm.estimate_curvature(model, [(x, y)], "exact", output="squared", structure="kronecker", progress=False)
+        sources.append(found)
+    got = gm.merge_state_dicts(base, [trained([t], 2.0) for t in tasks], prior=2.0, curvature=sources, damping=0.0)
+    assert_close(got, trained(tasks, 2.0), 1e-8)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_and_a_resumed_merge_give_the_same_bytes(
+    tmp_path: Path, folders: Any, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradmerge.engine.target import Target
+
+    sources = [kronecker(3), kronecker(5), kronecker(6)]
+    recipe = recipe_of(folders, sources, tmp_path, "gradient-matching")
+    gm.merge(recipe, tmp_path / "whole", threads=1)
+    put, written = Target.put, 0
+
+    def stop(self: Target, block: Any) -> None:
+        nonlocal written
+        written += 1
+        if written > 3:
+            raise KeyboardInterrupt
+        put(self, block)
+
+    monkeypatch.setattr(Target, "put", stop)
+    with pytest.raises(KeyboardInterrupt):
+        gm.merge(recipe, tmp_path / "out", threads=threads, resume=True)
+    monkeypatch.setattr(Target, "put", put)
+    gm.merge(recipe, tmp_path / "out", threads=threads, resume=True)
+    assert json.loads((tmp_path / "out" / "gradmerge.json").read_text())["resumed_blocks"] == 3
+    assert weight_bytes(tmp_path / "out") == weight_bytes(tmp_path / "whole")
+    records = [json.loads((tmp_path / name / "gradmerge.json").read_text()) for name in ("out", "whole")]
+    digests = [[entry["digest"] for entry in record["inputs"]] for record in records]
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 6
+    from gradmerge.engine.record import digest_of
+
+    for entry, folder in zip(records[0]["inputs"], folders, strict=False):
+        with gm.open_checkpoint(folder) as checkpoint:
+            assert entry["digest"] == f"xxh3-128:{digest_of(checkpoint).hex()}"
