@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .checkpoints import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from .curvature import Curvature as Curvature
     from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
+    from .curvature.kronecker import KroneckerCurvature as KroneckerCurvature
     from .curvature.optimizers import import_curvature as import_curvature
     from .diagnostics.diagnosis import Diagnosis as Diagnosis
     from .diagnostics.preview import Preview as Preview
@@ -40,6 +41,7 @@ _NAMES = {
     "checkpoints": "Checkpoint open_checkpoint",
     "curvature": "Curvature",
     "curvature.gram": "Gram estimate_gram",
+    "curvature.kronecker": "KroneckerCurvature",
     "curvature.optimizers": "import_curvature",
     "diagnostics.diagnosis": "Diagnosis",
     "diagnostics.preview": "Preview",

@@ -24,7 +24,7 @@ SHARD_SIZE = 5_000_000_000
 
 
 class NamedSums(Displayed, Mapping[str, Tensor]):
-    """What `Curvature` and `Gram` have in common: names → sums over the examples of one data set, of one model."""
+    """What every kind of curvature has in common: names → sums over the examples of one data set, of one model."""
 
     def __init__(self, sums: Mapping[str, Tensor], examples: int, model: str = "") -> None:
         if examples != int(examples) or examples < 1:
@@ -50,7 +50,7 @@ class NamedSums(Displayed, Mapping[str, Tensor]):
 
         Args:
             path: The new folder, such as the model's own `curvature/`, where merges look for it.
-            precision: ``float32``, ``bfloat16`` or ``log8`` (8 bits per entry); of Gram matrices ``float32`` only.
+            precision: ``float32``, ``bfloat16`` or ``log8`` (8 bits per entry); of matrices ``float32`` only.
             shard_size: Largest size of one file, in bytes.
             force: Replace ``path`` if gradmerge wrote it, or it is empty.
 
@@ -148,7 +148,7 @@ class Curvature(NamedSums):
         """
         with open_curvature(str(path)) as file:
             if file.kind != "diagonal":
-                raise InputError(f"{path}: holds {file.kind} matrices, not a diagonal")
+                raise InputError(f"{path}: holds {file.holds}, where a diagonal is needed (--kind diagonal)")
             sums = {name: file.read_whole(name) for name in file.shapes}
             return cls(sums, file.examples, file.likelihood, file.metadata.get("model", ""))
 
