@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.model import Buffers, Checkpoint, block_digest, combined_digest
-from ..curvature.files import CurvatureFile
-from ..curvature.kronecker import INPUTS, OUTPUTS
+from ..curvature.files import INPUTS, OUTPUTS, CurvatureFile
 from ..errors import InputError
 from ..rules.kronecker_matching import Factors
 

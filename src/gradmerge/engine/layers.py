@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.model import Buffers, combined_digest
-from ..curvature.kronecker import INPUTS, OUTPUTS
+from ..curvature.files import INPUTS, OUTPUTS
 from ..errors import InputError
 from ..rules import Rule
 from ..rules.kronecker_matching import LayerHessian
