@@ -16,11 +16,11 @@ from ..checkpoints.model import Checkpoint
 from ..checkpoints.opening import open_checkpoint
 from ..curvature.summary import group_of
 from ..display import Displayed, View
-from ..engine.candidates import Block, Candidate, look_at
+from ..engine.candidates import Block, Candidate, look_at, notes_on
 from ..engine.plan import Plan
 from ..errors import InputError
 from ..progress import NoProgress, Progress
-from ..recipe import Recipe
+from ..recipe import Recipe, reduction_factor
 from ..rules import RULES
 from ..tasks import Loading
 from .in_memory import State, TaskData, load_data, match_data, materialise, state_of
@@ -128,6 +128,7 @@ def find_costs(
             return opened.enter_context(model)
 
         progress.begin("looking", plan.total_read)
+        plan.note(notes_on(recipe, plan, threads))
         candidates, notes = _candidates(recipe, plan, checkpoint(merged) if merged is not None else None)
         prediction = predict(plan, tasks, candidates, threads=threads, advance=progress.advance)
         found = Diagnosis(recipe, candidates[0].name, prediction, notes=plan.notes + notes)
@@ -221,11 +222,10 @@ def _residual(
     """r = H_0(θ̂ − θ_0) + Σ α_t ∇ℓ_t(θ̂), with gradients scaled to the examples that the curvature was estimated on."""
     inputs = plan.inputs
     tasks = [task for task in found.prediction.tasks if task != BASE]
-    whole = found.recipe.reduction == "sum"
     scales = [
         curvature.examples * curvature.factor / found.examples[task]
         if curvature.examples
-        else (1.0 if whole else 1.0 / found.examples[task])
+        else reduction_factor(found.recipe.reduction, found.examples[task])
         for task, curvature in zip(tasks, inputs.curvature, strict=True)
     ]
     sums: dict[str, Tensor] = {}

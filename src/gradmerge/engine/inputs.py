@@ -15,10 +15,14 @@ from torch import Tensor
 from ..checkpoints.model import Buffers, Checkpoint, block_digest, combined_digest
 from ..curvature.files import INPUTS, OUTPUTS, CurvatureFile
 from ..errors import InputError
+from ..recipe import MeanTimes, reduction_factor
+from ..rules import Rule
 from ..rules.kronecker_matching import Factors
 
 #: Curvature above this is refused: sums over some models, times their weights, must fit float32.
 LARGEST = 1e35
+#: δ of `damping: auto`, but for removal.
+USUAL_DAMPING = 1e-10
 
 
 @dataclass(eq=False)
@@ -30,8 +34,10 @@ class CurvatureInput:
     memory: Mapping[str, Tensor] | None = None
     constant: float | None = None
     factor: float = 1.0
-    """What a stored sum is multiplied by: 1, or 1/N for the mean."""
+    """What a stored sum is multiplied by: 1, or 1/examples for the mean."""
     examples: int = 0
+    stands_for: int = 0
+    """The examples that it is scaled to, where a recipe says so; else those that it was estimated on."""
     likelihood: str = ""
     tokens: Mapping[str, int] | None = None
     """Of Kronecker curvature: the weights that have factors, with the number of tokens behind those."""
@@ -45,12 +51,20 @@ class CurvatureInput:
             raise InputError(f"{self.label}: {self.constant:g} is too large for a curvature; the limit is {LARGEST:g}")
 
     @classmethod
-    def of_file(cls, file: CurvatureFile, reduction: str) -> CurvatureInput:
-        """A file's sums over examples, or with ``mean`` those divided by the number of examples."""
-        factor = 1.0 / file.examples if reduction == "mean" else 1.0
-        tokens = file.tokens if file.kind == "kronecker" else None
-        more: Any = {"examples": file.examples, "likelihood": file.likelihood}
-        return cls(file.label, file=file, factor=factor, tokens=tokens, transposed=file.transposed, **more)
+    def of_file(cls, file: CurvatureFile, reduction: str | MeanTimes, stands_for: int | None = None) -> CurvatureInput:
+        """A file's sums over examples, reduced; or scaled to the number of examples that it ``stands_for``."""
+        factor = reduction_factor(reduction, file.examples) if stands_for is None else stands_for / file.examples
+        behind = file.examples if stands_for is None else stands_for
+        return cls(
+            file.label,
+            file=file,
+            factor=factor,
+            examples=file.examples,
+            stands_for=behind,
+            likelihood=file.likelihood,
+            tokens=file.tokens if file.kind == "kronecker" else None,
+            transposed=file.transposed,
+        )
 
     @property
     def kind(self) -> str:
@@ -178,9 +192,15 @@ class Inputs:
     base_weight: float | None = None
     prior: CurvatureInput | None = None
     curvature: list[CurvatureInput] = field(default_factory=list)
-    penalty: CurvatureInput | None = None
+    penalty: list[CurvatureInput | None] = field(default_factory=list)
+    """P_t of every tuned model, None where it is H_0; empty if it is H_0 for all of them."""
     grams: list[CurvatureInput] = field(default_factory=list)
     damping: float = 0.0
+    """δ, but for a removal where the recipe leaves it open."""
+    damping_is_open: bool = False
+    """`damping: auto`."""
+    mean_curvature: float | None = None
+    """The mean over all entries of Σ F_t, once it is found: δ of a removal where the recipe leaves it open."""
     options: Mapping[str, Any] = field(default_factory=dict)
     aliases: dict[Checkpoint, dict[str, str]] = field(default_factory=dict)
     """Per checkpoint: tensor → the one it is tied to there, if only that is stored."""
@@ -197,13 +217,20 @@ class Inputs:
 
     @property
     def curvatures(self) -> list[CurvatureInput]:
-        every = (self.prior, *self.curvature, self.penalty, *self.grams)
+        every = (self.prior, *self.curvature, *self.penalty, *self.grams)
         return list(dict.fromkeys(source for source in every if source is not None))
 
     @property
     def sources(self) -> list[Source]:
         """Everything that is read, in the order of the journal's digests and of the record."""
         return [*self.checkpoints, *self.curvatures]
+
+    def damping_of(self, rule: Rule) -> float:
+        """δ for a rule."""
+        if not (self.damping_is_open and rule.name == "removal"):
+            return self.damping
+        assert self.mean_curvature is not None, "find_damping comes first"
+        return self.mean_curvature
 
     def stored_name(self, checkpoint: Checkpoint, name: str) -> str:
         return self.aliases.get(checkpoint, {}).get(name, name)

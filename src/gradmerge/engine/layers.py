@@ -12,7 +12,7 @@ from ..checkpoints.model import Buffers, combined_digest
 from ..curvature.files import INPUTS, OUTPUTS
 from ..errors import InputError
 from ..rules import Rule
-from ..rules.kronecker_matching import LayerHessian
+from ..rules.kronecker_matching import OF_MERGES, Factors, LayerHessian, diagonal_of, mean_eigenvalue
 from ..storage.tensorfile import TensorInfo
 from ..text import listed
 from .inputs import CurvatureInput, Digests, Inputs
@@ -101,34 +101,75 @@ def matrix_shape(info: TensorInfo, turned: bool) -> tuple[int, int]:
 def read_layer(plan: Plan, job: Job, digests: Digests) -> dict[str, Any]:
     """The inputs of a rule for one layer, in float64: matrices X = [W b], and curvature that acts on them."""
     inputs = plan.inputs
-    pieces = [job] if job.layer is None or job.layer.bias is None else [job, job.layer.bias]
-    found = [read_models(plan, piece, 0, piece.info.numel, Buffers()) for piece in pieces]
+    found = [read_models(plan, piece, 0, piece.info.numel, Buffers()) for piece in pieces_of(job)]
     bases, tuned = [base for base, _ in found if base is not None], zip(*(models for _, models in found), strict=True)
-
-    def hessian(source: CurvatureInput | None) -> LayerHessian | None:
-        if source is None:
-            return None
-        if source.constant is not None:
-            return torch.tensor(source.constant, dtype=torch.float64)
-        if source.tokens is not None and job.name in source.tokens:
-            return source.read_factors(job.name, digests)
-        parts: list[Tensor] = []
-        seen: list[int] = []
-        for piece in pieces:
-            own: Digests = {}
-            name, numel = source.stored_name(piece.name, piece.info.shape), piece.info.numel
-            if name is None:
-                parts.append(torch.zeros(numel, dtype=torch.float64))
-            else:
-                parts.append(source.read(name, 0, numel, Buffers(), "curvature", torch.float64, own))
-            seen += own.values()
-        if seen:
-            digests[source] = combined_digest(seen)
-        return joined(job, parts)
-
     values: dict[str, Any] = {"base": joined(job, bases), "tuned": [joined(job, parts) for parts in tuned]}
-    values |= {"prior": hessian(inputs.prior), "penalty": hessian(inputs.penalty)}
-    return values | {"curvature": [hessian(source) for source in inputs.curvature]}
+    read = {source: read_hessian(source, job, digests) for source in inputs.curvatures}
+    if inputs.prior is not None:
+        values["prior"] = read[inputs.prior]
+    if inputs.penalty:
+        values["penalty"] = [None if source is None else read[source] for source in inputs.penalty]
+    return values | {"curvature": [read[source] for source in inputs.curvature]}
+
+
+def read_hessian(source: CurvatureInput, job: Job, digests: Digests) -> LayerHessian:
+    """The curvature of a layer: factors, a matrix with one number per entry of X, or one number for all."""
+    if source.constant is not None:
+        return torch.tensor(source.constant, dtype=torch.float64)
+    if source.tokens is not None and job.name in source.tokens:
+        return source.read_factors(job.name, digests)
+    parts: list[Tensor] = []
+    seen: list[int] = []
+    for piece in pieces_of(job):
+        own: Digests = {}
+        name, numel = source.stored_name(piece.name, piece.info.shape), piece.info.numel
+        if name is None:
+            parts.append(torch.zeros(numel, dtype=torch.float64))
+        else:
+            parts.append(source.read(name, 0, numel, Buffers(), "curvature", torch.float64, own))
+        seen += own.values()
+    if seen:
+        digests[source] = combined_digest(seen)
+    return joined(job, parts)
+
+
+def diagonal_block(plan: Plan, job: Job) -> dict[str, Any]:
+    """The same as :func:`read_layer` with nothing but the diagonals of the curvature, as the rule for entries takes."""
+
+    def diagonal(value: Any) -> Any:
+        if isinstance(value, list):
+            return [diagonal(item) for item in value]
+        return diagonal_of(value) if isinstance(value, Factors) else value
+
+    tensors = read_layer(plan, job, {})
+    block = {name: diagonal(value) for name, value in tensors.items()}
+    if (damping := open_damping(plan, plan.rule, tensors)) is not None:
+        block["damping"] = damping
+    return block
+
+
+def open_damping(plan: Plan, rule: Rule, tensors: Mapping[str, Any]) -> float | None:
+    """δ of a layer where the recipe leaves it open, and the rule goes by the layer; else None."""
+    if not plan.inputs.damping_is_open or rule.name == "removal":
+        return None
+    mean = mean_eigenvalue(plan.inputs.weights, tensors["curvature"], tensors["base"].numel())
+    return OF_MERGES * mean
+
+
+def solve_layer(plan: Plan, rule: Rule, tensors: Mapping[str, Any], name: str) -> Tensor:
+    """The rule on the matrices of one layer."""
+    assert rule.layers is not None
+    damping = open_damping(plan, rule, tensors)
+    arguments = rule_arguments(rule, plan, tensors if damping is None else {**tensors, "damping": damping})
+    try:
+        return rule.layers(**{key: arguments[key] for key in rule.inputs})
+    except ValueError as error:
+        raise InputError(f"{name}: {error}") from error
+
+
+def pieces_of(job: Job) -> list[Job]:
+    """The tensors of a layer: its weight, and its bias if it has one."""
+    return [job] if job.layer is None or job.layer.bias is None else [job, job.layer.bias]
 
 
 def joined(job: Job, parts: Sequence[Tensor]) -> Tensor:
@@ -146,13 +187,3 @@ def parted(job: Job, matrix: Tensor) -> list[tuple[Job, Tensor]]:
     weight = matrix if bias is None else matrix[:, :-1]
     flat = (weight.T if job.layer.transposed else weight).reshape(-1)
     return [(job, flat)] if bias is None else [(job, flat), (bias, matrix[:, -1].contiguous())]
-
-
-def solve_layer(plan: Plan, rule: Rule, tensors: Mapping[str, Any], name: str) -> Tensor:
-    """The rule on the matrices of one layer."""
-    assert rule.layers is not None
-    arguments = rule_arguments(rule, plan, tensors)
-    try:
-        return rule.layers(**{key: arguments[key] for key in rule.inputs})
-    except ValueError as error:
-        raise InputError(f"{name}: {error}") from error

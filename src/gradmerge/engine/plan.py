@@ -82,6 +82,16 @@ class Plan:
     def merged(self) -> list[Job]:
         return [job for job in self.jobs if job.rule is not None]
 
+    @property
+    def entrywise(self) -> list[Job]:
+        """Tensors that go through the rule entry by entry."""
+        return [job for job in self.merged if job.layer is None and not job.inside]
+
+    @property
+    def layers(self) -> list[Job]:
+        """Weights of layers that are solved whole, each with its bias."""
+        return [job for job in self.merged if job.layer is not None]
+
     def units(self) -> Iterator[Unit]:
         """Blocks in the order of the template's files."""
         number = 0
@@ -108,7 +118,9 @@ class Plan:
     @property
     def examples(self) -> int:
         """Number of examples behind the curvature of the result: the sum over all inputs."""
-        return max(1, sum(c.examples for c in self.inputs.curvatures))
+        inputs = self.inputs
+        every = (*([inputs.prior] if inputs.prior else []), *inputs.curvature, *inputs.grams)
+        return max(1, sum(source.stands_for for source in every))
 
     def bytes_read(self, job: Job) -> int:
         """Bytes that one pass over a tensor reads."""
@@ -131,6 +143,14 @@ class Plan:
     def statistics_read(self) -> int:
         """Bytes read for thresholds or angles alone: about one pass, or none where a sample tells the thresholds."""
         return sum(self.bytes_read(job) for job in self.merged) if self.needs & {"thresholds", "geometry"} else 0
+
+    @property
+    def damping_read(self) -> int:
+        """Bytes of curvature that are read to find the damping, where the recipe leaves it open."""
+        inputs = self.inputs
+        if self.rule.name != "removal" or not inputs.damping_is_open or inputs.mean_curvature is not None:
+            return 0
+        return sum(source.nbytes(job.name) for source in inputs.curvature for job in self.merged)
 
     @property
     def total_written(self) -> int:
@@ -162,7 +182,9 @@ def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any]) -> dict[s
     inputs = plan.inputs
     if rule.wide(inputs.all_weights, inputs.options):
         tensors = converted(tensors, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
-    numbers = {"weights": inputs.weights, "base_weight": inputs.base_weight, "damping": inputs.damping}
+    numbers = {"weights": inputs.weights, "base_weight": inputs.base_weight}
+    if "damping" in rule.inputs:
+        numbers["damping"] = tensors["damping"] if "damping" in tensors else inputs.damping_of(rule)
     read = plan.needs if rule is plan.rule else frozenset(rule.inputs)
     arguments = {
         name: numbers[name] if name in numbers else tensors.get(name) if name in read else None for name in rule.inputs

@@ -17,13 +17,14 @@ from ..checkpoints.ties import same_values, tied_to
 from ..curvature.files import default_curvature, open_curvature
 from ..errors import InputError
 from ..notes import Kind, Note
-from ..recipe import CurvatureSource, Identity, Recipe
+from ..recipe import NONE, CurvatureSource, Identity, Recipe
 from ..rules import Rule
 from ..rules.spherical import Geometry
 from ..storage.tensorfile import FLOATS, TensorInfo
 from ..text import listed
-from .inputs import CurvatureInput, Inputs
+from .inputs import USUAL_DAMPING, CurvatureInput, Inputs
 from .layers import find_layers, held_by_factors
+from .penalties import incomplete, recorded_penalty
 from .plan import Job, Layer, Plan, rule_arguments
 
 _STORED = {word: code for code, word in FLOATS.items()}
@@ -71,7 +72,12 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
             if "prior" in needs:
                 inputs.prior = curvature(recipe.base.curvature, base, "base.curvature")
             if "penalty" in needs and recipe.base.penalty is not None:
-                inputs.penalty = curvature(recipe.base.penalty, base, "base.penalty")
+                inputs.penalty = [curvature(recipe.base.penalty, base, "base.penalty")] * len(inputs.tuned)
+            elif "penalty" in needs:
+                for model in inputs.tuned:
+                    inputs.penalty.append(found := recorded_penalty(model))
+                    opened.callback(found.close if found is not None else lambda: None)
+                inputs.penalty = inputs.penalty if any(inputs.penalty) else []
         if needs & {"curvature", "grams"}:
             pairs = enumerate(zip(recipe.models, inputs.tuned, strict=True))
             every = [curvature(m.curvature, c, f"models[{i}].curvature") for i, (m, c) in pairs]
@@ -88,7 +94,8 @@ def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) 
         tuned=tuned,
         weights=recipe.weights,
         base_weight=recipe.base.weight if recipe.base else None,
-        damping=recipe.damping,
+        damping=USUAL_DAMPING if recipe.damping == "auto" else recipe.damping,
+        damping_is_open=recipe.damping == "auto",
         options=recipe.resolved_options,
     )
 
@@ -98,6 +105,8 @@ def _open_curvature(
 ) -> CurvatureInput:
     if isinstance(source, Identity):
         return CurvatureInput(label=f"{key} (identity)", constant=source.identity)
+    if source == NONE and key == "base.penalty":
+        return CurvatureInput(label=f"{key} (none)", constant=0.0)
     if source is not None:
         file = open_curvature(source, relative_to=recipe.folder)
     else:
@@ -111,7 +120,8 @@ def _open_curvature(
             )
         file = open_curvature(str(inside), relative_to=Path())
         file.label = f"{model.label}/{inside.name}"
-    return CurvatureInput.of_file(file, recipe.reduction)
+    scaled = recipe.base.examples if recipe.base is not None and key == "base.curvature" else None
+    return CurvatureInput.of_file(file, recipe.reduction, scaled)
 
 
 def make_plan(
@@ -133,8 +143,10 @@ def make_plan(
     layers, layer_problems = find_layers(inputs, rule, comparison.merged)
     problems = [*comparison.problems, *layer_problems]
     for source in diagonals:
-        held = held_by_factors(source, layers)
-        problems += _problems_of(source, inputs, comparison.merged, held, recipe.missing)
+        # What a recorded penalty does not name was not held by it.
+        recorded = source in inputs.penalty and recipe.base is not None and recipe.base.penalty is None
+        held, missing = held_by_factors(source, layers), "zero" if recorded else recipe.missing
+        problems += _problems_of(source, inputs, comparison.merged, held, missing)
     problems += gram_problems
     if problems:
         raise InputError("these cannot be merged:\n" + "\n".join(f"• {p}" for p in problems))
@@ -159,6 +171,7 @@ def make_plan(
     plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
     plan.note(comparison.notes)
     plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
+    plan.note(incomplete(inputs))
     plan.note(_method_notes(recipe, looking=reads is not None))
     if reads is None:
         rehearse(plan)
@@ -209,7 +222,7 @@ def _problems_of(
     if shapes is None:
         return []
     tensors = inputs.template.tensors
-    if source.file is not None and source.kind not in ("diagonal", "kronecker"):
+    if source.file is not None and source.kind != "diagonal" and source.tokens is None:
         return [f"{source.label}: holds {source.file.kind} matrices, where a diagonal is needed"]
     problems = []
     misfits = [n for n in names if n in shapes and shapes[n] != tensors[n].shape]
@@ -264,6 +277,7 @@ def rehearse(plan: Plan) -> None:
     stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one)
     stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
     stand_ins |= {"thresholds": [0.0] * models, "kept": [one > 0] * models, "geometry": Geometry(1.0, 1.0, 1.0)}
+    stand_ins["damping"] = plan.inputs.damping
     for rule in (plan.rule, plan.rule.otherwise):
         if rule is not None:
             try:

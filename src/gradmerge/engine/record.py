@@ -16,6 +16,7 @@ from ..checkpoints.model import Buffers, Checkpoint, Digest, block_digest
 from ..recipe import Recipe
 from ..storage.tensorfile import TensorInfo
 from .inputs import Inputs, Source
+from .penalties import used
 from .plan import BLOCK, Plan
 
 
@@ -35,6 +36,7 @@ def merge_record(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "fingerprint": fingerprint,
         "recipe": recipe.model_dump(mode="json") | {"options": dict(plan.inputs.options)},
+        **used(recipe, plan),
         "inputs": [_input_record(plan, place, source, digests) for place, source in enumerate(plan.inputs.sources)],
         "output": {
             "files": [name for name in sizes if not name.startswith("curvature/")],
@@ -92,7 +94,8 @@ def _digest_of_source(plan: Plan, place: int, source: Source, digests: Mapping[i
 
 
 def _role(source: Source, inputs: Inputs) -> str:
-    roles = {inputs.base: "base", inputs.prior: "base curvature", inputs.penalty: "penalty"}
+    roles: dict[Source | None, str] = {inputs.base: "base", inputs.prior: "base curvature"}
+    roles |= dict.fromkeys(inputs.penalty, "penalty")
     return roles.get(source, "tuned" if isinstance(source, Checkpoint) else "curvature")
 
 

@@ -20,8 +20,8 @@ STEPS = 2000
 LOOSE = 1e-5
 #: Eigenvalues that are smaller than this share of the largest are rounding.
 ROUNDING = 1e-14
-#: Damping, where none is given, as a share of the mean eigenvalue of Σ |α_t| H_t in the layer.
-OF_MERGES, OF_REMOVALS = 0.2, 1.0
+#: Damping of a merge, where none is given, as a share of the mean eigenvalue of Σ |α_t| H_t in the layer.
+OF_MERGES = 0.2
 
 
 class Factors(NamedTuple):
@@ -62,17 +62,14 @@ def match_layer(
     weights: Sequence[float],
     prior: LayerHessian,
     curvature: Sequence[LayerHessian],
-    damping: float | None,
+    damping: float,
     penalty: LayerPenalty = None,
 ) -> Tensor:
     """θ_0 + H̄⁻¹ Σ α_t (P_t + H_t) Δ_t, with H_0 = F_0 + δ, H̄ = H_0 + Σ α_t H_t, and P_t = H_0 where it is None.
 
-    In directions in which H̄ is 0 it is task arithmetic, as the rule for single entries is. Without ``damping`` δ is a
-    share of the layer's mean curvature.
+    In directions in which H̄ is 0 it is task arithmetic, as the rule for single entries is.
     """
     prior, curvature = sound(prior), [sound(hessian) for hessian in curvature]
-    if damping is None:
-        damping = OF_MERGES * mean_eigenvalue(weights, curvature, base.numel())
     parts = [(1.0, prior), (damping, base.new_ones(())), *zip(weights, curvature, strict=True)]
     arithmetic, right = _arithmetic(base, tuned, weights, parts[:2], penalty)
     # Solved for is how far the answer is from task arithmetic: Σ α_t [(P_t − H_0) Δ_t + H_t (Δ_t − Σ_s α_s Δ_s)].
@@ -87,13 +84,11 @@ def remove_layer(
     weights: Sequence[float],
     prior: LayerHessian,
     curvature: Sequence[LayerHessian],
-    damping: float | None,
+    damping: float,
     penalty: LayerPenalty = None,
 ) -> Tensor:
     """θ_0 − H̄_rest⁻¹ Σ α_t (P_t + H_t) Δ_t, with H̄_rest = H_0 = F_0 + δ, and P_t = H_0 where it is None."""
     prior, curvature = sound(prior), [sound(hessian) for hessian in curvature]
-    if damping is None:
-        damping = OF_REMOVALS * mean_eigenvalue(weights, curvature, base.numel())
     rest = [(1.0, prior), (damping, base.new_ones(()))]
     arithmetic, right = _arithmetic(base, tuned, weights, rest, penalty)
     for model, hessian, weight in zip(tuned, curvature, weights, strict=True):
