@@ -114,7 +114,7 @@ def expected(states: list[dict[str, Tensor]], sources: Sources, method: str, red
         whole = h0 if method == "removal" else h0 + sum(w * h for w, h in zip(WEIGHTS, hs, strict=True))
         step = torch.linalg.solve(whole, pull).reshape(x0.shape)
         merged = x0 - step if method == "removal" else x0 + step
-        rows, columns, bias = LAYERS[name]
+        _, columns, bias = LAYERS[name]
         weight = merged[:, :columns]
         want[name] = weight.T if name == "turned.weight" else weight.reshape(SHAPES[name])
         if bias:
@@ -144,7 +144,7 @@ def test_every_layer_is_solved_and_every_other_parameter_divided(
 ) -> None:
     sources = [bases(states)[base], kronecker(5), kronecker(6, tokens=40)]
     want = expected(states, sources, method, reduction)
-    options: Any = {"reduction": reduction}
+    options: Any = {"reduction": reduction, "options": {"cap": "none"} if method == "removal" else {}}
     gm.merge(recipe_of(folders, sources, tmp_path, method, **options), tmp_path / "out", accept_untrusted=True)
     assert_close(read_model(tmp_path / "out"), want, 1e-8)
     got = gm.merge_state_dicts(
@@ -219,3 +219,139 @@ def test_threads_and_a_resumed_merge_give_the_same_bytes(
     for entry, folder in zip(records[0]["inputs"], folders, strict=False):
         with gm.open_checkpoint(folder) as checkpoint:
             assert entry["digest"] == f"xxh3-128:{digest_of(checkpoint).hex()}"
+
+
+def layer_damping(name: str, sources: Sources) -> float:
+    traces = (w * float(written_out(name, s, 1.0).diagonal().mean()) for w, s in zip(WEIGHTS, sources[1:], strict=True))
+    return sum(traces)
+
+
+@pytest.mark.parametrize("base", ["kronecker", "identity"])
+def test_open_damping_goes_by_the_layer_in_a_merge(tmp_path: Path, states: Any, folders: Any, base: str) -> None:
+    """δ is a fifth of the layer's mean eigenvalue of Σ α_t H_t; entries outside of layers have the usual 1e-10."""
+    sources = [bases(states)[base], kronecker(5), kronecker(6)]
+    recipe = recipe_of(folders, sources, tmp_path, "gradient-matching", damping="auto")
+    gm.merge(recipe, tmp_path / "out")
+    got = read_model(tmp_path / "out")
+    for name in LAYERS:
+        want = expected(states, sources, "gradient-matching", damping=0.2 * layer_damping(name, sources))
+        names = {name, name.replace("weight", "bias")} & want.keys()
+        assert_close({n: got[n] for n in names}, {n: want[n] for n in names}, 1e-8)
+    want = expected(states, sources, "gradient-matching", damping=1e-10)
+    assert_close({"norm.weight": got["norm.weight"]}, {"norm.weight": want["norm.weight"]}, 1e-8)
+    assert "0.2 × the mean curvature of the layer" in (tmp_path / "out" / "README.md").read_text()
+    again = gm.merge_state_dicts(states[0], states[1:], prior=sources[0], curvature=sources[1:], weights=WEIGHTS)
+    assert_close(again, got, 1e-12)
+
+
+def test_a_removal_is_damped_by_the_mean_over_all_entries(tmp_path: Path, states: Any, folders: Any) -> None:
+    """Also over those of layers, by the traces of their factors; cap holds for entries outside of layers."""
+    sources = [kronecker(3), kronecker(5), kronecker(6)]
+    total = sum(float(written_out(name, s, 1.0).trace()) for s in sources[1:] for name in LAYERS)
+    total += sum(float(s[n].double().sum()) for s in sources[1:] for n in (EMBEDDING, EMBEDDING, "norm.weight"))
+    damping = total / sum(value.numel() for value in states[0].values())
+    gm.merge(recipe_of(folders, sources, tmp_path, "removal", damping="auto"), tmp_path / "out", accept_untrusted=True)
+    got, want = read_model(tmp_path / "out"), expected(states, sources, "removal", damping=damping)
+    layers = {n for name in LAYERS for n in (name, name.replace("weight", "bias")) if n in want}
+    assert_close({n: got[n] for n in layers}, {n: want[n] for n in layers}, 1e-8)
+    step, negated = (
+        (got["norm.weight"] - states[0]["norm.weight"]).abs(),
+        sum(w * (s["norm.weight"] - states[0]["norm.weight"]).abs() for w, s in zip(WEIGHTS, states[1:], strict=True)),
+    )
+    assert bool((step <= 2 * negated + 1e-12).all())
+
+
+def test_a_removal_whose_step_is_too_long_is_refused(tmp_path: Path, states: Any, folders: Any) -> None:
+    """Judged on the layers as they are solved: with almost no curvature of the base, the step is enormous."""
+    sources = [1e-6, kronecker(5), kronecker(6)]
+    recipe = recipe_of(folders, sources, tmp_path, "removal", damping=1e-6)
+    with pytest.raises(gm.InputError, match="cannot be trusted"):
+        gm.merge(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dead_layer_is_task_arithmetic(tmp_path: Path, states: Any, folders: Any) -> None:
+    sources = []
+    for seed in (3, 5, 6):
+        source = kronecker(seed)
+        a, g, tokens = source.layers["linear.weight"]
+        dead = LayerFactors(a, torch.zeros_like(g), tokens)
+        sources.append(
+            KroneckerCurvature(
+                {**source.layers, "linear.weight": dead}, source.diagonal, 10, "sampled", "t", ["turned.weight"]
+            )
+        )
+    for damping in (0.0, "auto"):
+        recipe = recipe_of(folders, sources, tmp_path / str(damping), "gradient-matching", damping=damping)
+        gm.merge(recipe, tmp_path / str(damping) / "out")
+        got = read_model(tmp_path / str(damping) / "out")
+        for name in ("linear.weight", "linear.bias"):
+            want = states[0][name] + sum(
+                w * (s[name] - states[0][name]) for w, s in zip(WEIGHTS, states[1:], strict=True)
+            )
+            assert_close({name: got[name]}, {name: want}, 1e-12)
+
+
+def other_model() -> KroneckerCurvature:
+    source = kronecker(5)
+    a, g, tokens = source.layers["linear.weight"]
+    layers = {**source.layers, "linear.weight": LayerFactors(a[:-2, :-2].contiguous(), g, tokens)}
+    return KroneckerCurvature(layers, source.diagonal, 10, "sampled", "t", ["turned.weight"])
+
+
+def without(name: str) -> KroneckerCurvature:
+    source = kronecker(5)
+    layers = {n: layer for n, layer in source.layers.items() if n != name}
+    return KroneckerCurvature(layers, source.diagonal, 10, "sampled", "t", ["turned.weight"])
+
+
+BAD: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "another model's": ("curvature of another model, its factors do not fit", other_model, {}),
+    "lacking a layer": ("no curvature for 2 of 10 tensors", lambda: without("linear.weight"), {}),
+    "bias excluded": ("include both or exclude both", None, {"exclude": ["linear.bias"]}),
+    "weight excluded": ("include both or exclude both", None, {"exclude": ["linear.weight"]}),
+    "output.curvature": ("sum of Kronecker products", None, {"output": {"curvature": True}}),
+    "another method": ("which fisher-averaging does not take", None, {"method": "fisher-averaging"}),
+    "base_saw_removed": (
+        "base_saw_removed",
+        None,
+        {"method": "removal", "options": {"base_saw_removed": True}},
+    ),
+    "cap": ("options.cap", None, {"method": "removal", "options": {"cap": 1.0}}),
+    "regmean": ("needs Gram matrices", None, {"method": "regmean"}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_refused(tmp_path: Path, folders: Any, case: str) -> None:
+    message, make, more = BAD[case]
+    sources = [kronecker(3), make() if make else kronecker(5), kronecker(6)]
+    recipe = recipe_of(folders, sources, tmp_path, more.get("method", "gradient-matching"))
+    with pytest.raises(gm.InputError, match=message):
+        gm.merge(recipe | more, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_curvature_of_several_kinds_is_refused(tmp_path: Path, states: Any, folders: Any) -> None:
+    diagonal = random_curvature(4, states[0])
+    for sources in ([0.5, kronecker(5), diagonal], [kronecker(3), diagonal, diagonal]):
+        with pytest.raises(gm.InputError, match="of one kind"):
+            gm.merge(
+                recipe_of(folders, sources, tmp_path / str(len(str(sources))), "gradient-matching"), tmp_path / "o"
+            )
+
+
+def test_negative_weights_that_leave_no_minimum_are_refused(tmp_path: Path, folders: Any) -> None:
+    recipe = recipe_of(folders, [0.001, kronecker(5), kronecker(6)], tmp_path, "gradient-matching")
+    recipe["models"][0]["weight"] = -1.0
+    with pytest.raises(gm.InputError, match=r"weight: H̄ is not positive"):
+        gm.merge(recipe, tmp_path / "out")
+
+
+def test_a_penalty_of_its_own_enters_each_layer(tmp_path: Path, states: Any, folders: Any) -> None:
+    """With P = none and H_0 = 0, merging two models that are alike gives them back."""
+    sources = [0.0, kronecker(5), kronecker(5)]
+    recipe = recipe_of([folders[0], folders[1], folders[1]], sources, tmp_path, "gradient-matching", damping=0.0)
+    recipe["base"]["penalty"] = "none"
+    gm.merge(recipe, tmp_path / "out")
+    assert_close(read_model(tmp_path / "out"), states[1], 1e-6)

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradmerge.rules.kronecker_matching import Factors, applied, diagonal_of, match_layer, remove_layer, solve
+from gradmerge.rules.kronecker_matching import (
+    Factors,
+    applied,
+    diagonal_of,
+    match_layer,
+    mean_eigenvalue,
+    remove_layer,
+    solve,
+)
 
 OUT, IN = 4, 6
 
@@ -109,7 +117,7 @@ def test_where_nothing_is_known_it_is_task_arithmetic() -> None:
     none = torch.zeros((), dtype=torch.float64)
     dead = Factors(torch.zeros(OUT, OUT).double(), factors(1).inputs, 1.0)
     for curvature in ([dead, dead], [Factors(dead.outputs, torch.zeros(IN, IN).double(), 1.0), none]):
-        for damping in (0.0, 1e-10, None):
+        for damping in (0.0, 1e-10):
             merged = match_layer(base, tuned, [1.0, 0.5], none, curvature, damping)
             torch.testing.assert_close(merged, arithmetic)
             removed = remove_layer(base, tuned, [1.0, 0.5], none, curvature, damping)
@@ -123,13 +131,10 @@ def test_where_nothing_is_known_it_is_task_arithmetic() -> None:
     torch.testing.assert_close(merged @ seen.T, arithmetic @ seen.T, rtol=1e-5, atol=1e-5)
 
 
-def test_damping_is_by_default_a_share_of_the_mean_eigenvalue() -> None:
-    base, tuned = tensor(0, OUT, IN), [tensor(i, OUT, IN) for i in (1, 2)]
-    curvature: list[Any] = [factors(1), torch.tensor(0.5).double()]
-    mean = float((2.0 * written_out(curvature[0]) + written_out(curvature[1])).trace()) / base.numel()
-    given = (base, tuned, [2.0, 1.0], PRIORS["constant"], curvature)
-    torch.testing.assert_close(match_layer(*given, None), match_layer(*given, 0.2 * mean))
-    torch.testing.assert_close(remove_layer(*given, None), remove_layer(*given, mean))
+def test_the_mean_eigenvalue_is_the_trace_over_the_size() -> None:
+    curvature: list[Any] = [factors(1), torch.tensor(0.5).double(), PRIORS["diagonal"]]
+    whole = 2.0 * written_out(curvature[0]) + written_out(curvature[1]) + 0.3 * written_out(curvature[2])
+    assert mean_eigenvalue([2.0, -1.0, 0.3], curvature, OUT * IN) == pytest.approx(float(whole.trace()) / (OUT * IN))
 
 
 def test_what_has_no_minimum_is_an_error() -> None:

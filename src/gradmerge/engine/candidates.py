@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checkpoints.model import Buffers, Checkpoint
@@ -53,6 +54,14 @@ class Block:
 
     Of a layer with Kronecker curvature all of these are matrices [W b], in float64, and ``job`` is its weight's.
     """
+
+    def part_of(self, state: Mapping[str, Tensor]) -> Tensor:
+        """The same stretch of other tensors by these names, such as a gradient; 0 where there are none."""
+        parts = []
+        for job in pieces_of(self.job):
+            whole = state[job.name].reshape(-1) if job.name in state else torch.zeros(job.info.numel)
+            parts.append(whole[self.start : self.stop if job is self.job else None].double())
+        return parts[0] if self.job.layer is None else joined(self.job, parts)
 
     def tensors_of(self, merged: Tensor) -> list[tuple[Job, int, int, Tensor]]:
         """What a candidate has in the tensors that are stored: job, start, stop and flat values."""

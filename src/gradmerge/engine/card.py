@@ -55,6 +55,8 @@ def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, A
 def _used(facts: Mapping[str, Any]) -> str:
     """δ and P in words."""
     lines = [f"δ = {facts['damping']:g}"] if "damping" in facts else []
+    if "damping_of_layers" in facts:
+        lines = [f"{lines[0]}; in layers with Kronecker curvature {facts['damping_of_layers']}"]
     origins = {"default": "by default", "recipe": "as the recipe says", "recorded": "as recorded beside the model"}
     for one in facts.get("penalty", ()):
         value = one["penalty"]

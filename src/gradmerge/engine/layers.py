@@ -23,12 +23,15 @@ Layers = dict[str, tuple[bool, str | None]]
 """Weights that are solved with Kronecker factors → (whether they are stored transposed, their bias)."""
 
 
-def find_layers(inputs: Inputs, rule: Rule, names: Sequence[str]) -> tuple[Layers, list[str]]:
-    """The layers among the tensors to merge, and what is wrong with their curvature."""
+def find_layers(inputs: Inputs, rule: Rule, names: Sequence[str], looking: bool = False) -> tuple[Layers, list[str]]:
+    """The layers among the tensors to merge, and what is wrong with their curvature.
+
+    Who is ``looking`` at merges only may hold them against any rule.
+    """
     sources = [source for source in inputs.curvatures if source.tokens is not None]
     if not sources:
         return {}, []
-    problems = _kinds(inputs, rule, sources)
+    problems = _kinds(inputs, None if looking else rule, sources)
     tensors, wanted = inputs.template.tensors, set(names)
     found: Layers = {}
     for source in sources:
@@ -58,9 +61,9 @@ def find_layers(inputs: Inputs, rule: Rule, names: Sequence[str]) -> tuple[Layer
     return found, problems
 
 
-def _kinds(inputs: Inputs, rule: Rule, sources: Sequence[CurvatureInput]) -> list[str]:
+def _kinds(inputs: Inputs, rule: Rule | None, sources: Sequence[CurvatureInput]) -> list[str]:
     """What is wrong with the mixture of kinds, before any shape is looked at."""
-    if rule.layers is None:
+    if rule is not None and rule.layers is None:
         why = f"which {rule.name} does not take; gradient-matching and removal do. Estimate it with --kind diagonal"
         return [f"{source.label}: holds Kronecker factors, {why}" for source in sources]
     others = [source.label for source in inputs.curvature if source.kind not in ("kronecker", "constant")]

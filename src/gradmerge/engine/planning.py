@@ -140,7 +140,7 @@ def make_plan(
     diagonals = [source for source in inputs.curvatures if source not in inputs.grams]
     _tie(diagonals, template, comparison.merged)
     gram_names, gram_problems = _gram_names(inputs, comparison.merged)
-    layers, layer_problems = find_layers(inputs, rule, comparison.merged)
+    layers, layer_problems = find_layers(inputs, rule, comparison.merged, looking=reads is not None)
     problems = [*comparison.problems, *layer_problems]
     for source in diagonals:
         # What a recorded penalty does not name was not held by it.
@@ -148,6 +148,7 @@ def make_plan(
         held, missing = held_by_factors(source, layers), "zero" if recorded else recipe.missing
         problems += _problems_of(source, inputs, comparison.merged, held, missing)
     problems += gram_problems
+    problems += _problems_of_layers(recipe) if layers and reads is None else []
     if problems:
         raise InputError("these cannot be merged:\n" + "\n".join(f"• {p}" for p in problems))
 
@@ -200,6 +201,27 @@ def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
     needs = rule.needs(inputs.options)
     idle = inputs.base is None or ("base_weight" in needs and inputs.base_weight is None)
     return needs - (rule.optional & {"base"}) if idle else needs
+
+
+def _problems_of_layers(recipe: Recipe) -> list[str]:
+    """Settings that single entries know and layers with Kronecker curvature do not."""
+    problems = []
+    if recipe.output.curvature:
+        problems.append(
+            "output.curvature: with Kronecker curvature H̄ is a sum of Kronecker products, which no file holds. "
+            "Leave it out, and estimate the curvature of the merged model instead"
+        )
+    if recipe.options.get("base_saw_removed"):
+        problems.append(
+            "options.base_saw_removed: a Kronecker product minus others is no curvature. Estimate that of the base on "
+            "the data that stays, or take diagonals"
+        )
+    if recipe.options.get("cap", NONE) != NONE:
+        problems.append(
+            "options.cap: limits the step of single entries, which Kronecker curvature does not have. Bound it with "
+            "`damping`, and leave cap out"
+        )
+    return problems
 
 
 def _tie(diagonals: Sequence[CurvatureInput], template: Checkpoint, names: Sequence[str]) -> None:
