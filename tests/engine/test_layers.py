@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,12 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
+from gradmerge.diagnostics.in_memory import materialise
+from gradmerge.diagnostics.predict import open_to_look, predict
+from gradmerge.engine.candidates import Candidate
+from gradmerge.engine.record import digest_of
+from gradmerge.engine.target import Target
+from gradmerge.recipe import make_recipe
 
 from ..making import assert_close, near, random_curvature, random_state, read_model, weight_bytes, write_model
 from ..rules import slow
@@ -188,8 +195,6 @@ def test_linear_regression_by_estimated_factors_gives_the_jointly_trained_model(
 def test_threads_and_a_resumed_merge_give_the_same_bytes(
     tmp_path: Path, folders: Any, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradmerge.engine.target import Target
-
     sources = [kronecker(3), kronecker(5), kronecker(6)]
     recipe = recipe_of(folders, sources, tmp_path, "gradient-matching")
     gm.merge(recipe, tmp_path / "whole", threads=1)
@@ -214,8 +219,6 @@ def test_threads_and_a_resumed_merge_give_the_same_bytes(
     digests = [[entry["digest"] for entry in record["inputs"]] for record in records]
     assert digests[0] == digests[1]
     assert len(digests[0]) == 6
-    from gradmerge.engine.record import digest_of
-
     for entry, folder in zip(records[0]["inputs"], folders, strict=False):
         with gm.open_checkpoint(folder) as checkpoint:
             assert entry["digest"] == f"xxh3-128:{digest_of(checkpoint).hex()}"
@@ -355,3 +358,66 @@ def test_a_penalty_of_its_own_enters_each_layer(tmp_path: Path, states: Any, fol
     recipe["base"]["penalty"] = "none"
     gm.merge(recipe, tmp_path / "out")
     assert_close(read_model(tmp_path / "out"), states[1], 1e-6)
+
+
+def test_predicted_costs_are_those_of_written_out_matrices(tmp_path: Path, states: Any, folders: Any) -> None:
+    sources = [kronecker(3), kronecker(5), kronecker(6)]
+    recipe = make_recipe(recipe_of(folders, sources, tmp_path, "gradient-matching"))
+    plan = open_to_look(recipe)
+    with contextlib.closing(plan.inputs):
+        methods = ("gradient-matching", "task-arithmetic")
+        found = predict(plan, ["a", "b"], [Candidate(m, m) for m in methods], threads=2)
+    gm.merge(recipe, tmp_path / "out")
+    for method, merged in (
+        ("gradient-matching", read_model(tmp_path / "out")),
+        ("task-arithmetic", gm.merge_state_dicts(states[0], states[1:], "task-arithmetic", weights=WEIGHTS)),
+    ):
+        for place, task in ((1, "a"), (2, "b"), (0, "base")):
+            state, source = states[place], sources[place]
+            excess = mismatch = 0.0
+            for name in LAYERS:
+                off = (matrix(name, merged) - matrix(name, state)).reshape(-1)
+                pull = written_out(name, source, 1.0) @ off
+                excess, mismatch = excess + 0.5 * float(pull @ off), mismatch + float(pull @ pull)
+            for name in (EMBEDDING, "lm_head.weight", "norm.weight"):
+                off = (merged[name] - state[name]).reshape(-1)
+                pull = source.get(name, source[EMBEDDING]).double().reshape(-1) * off
+                excess, mismatch = excess + 0.5 * float(pull @ off), mismatch + float(pull @ pull)
+            assert found.excess(method, task) == pytest.approx(excess, rel=1e-8)
+            assert found.mismatch(method, task) == pytest.approx(mismatch**0.5, rel=1e-8)
+            change = matrix("linear.weight", state) - matrix("linear.weight", states[0])
+            moved = written_out("linear.weight", source, 1.0).diagonal() @ change.reshape(-1).square()
+            assert found.moved[task, "linear"] == pytest.approx(float(moved), rel=1e-8)
+
+
+def test_merges_in_memory_are_those_on_disk(tmp_path: Path, folders: Any) -> None:
+    """What a preview evaluates: every candidate by the tensors that are stored, also of rules for single entries."""
+    recipe = recipe_of(folders, [kronecker(3), kronecker(5), kronecker(6)], tmp_path, "gradient-matching")
+    candidates = [
+        Candidate("gradient-matching", "gradient-matching"),
+        Candidate("removal", "removal"),
+        Candidate("ties", "ties", options={"density": 0.4, "scope": "tensor"}),
+        Candidate("dare", "dare", options={"density": 0.4, "seed": 1}),
+    ]
+    plan = open_to_look(make_recipe(recipe))
+    with contextlib.closing(plan.inputs):
+        found = materialise(plan, candidates, threads=2)
+        with pytest.raises(gm.InputError, match="takes diagonals"):
+            materialise(plan, [Candidate("fisher-averaging", "fisher-averaging")])
+    for candidate, state in zip(candidates, found, strict=True):
+        own = recipe | {"method": candidate.method, "options": dict(candidate.options or {})}
+        if candidate.method in ("ties", "dare"):
+            own = own | {"models": [{"model": m["model"], "weight": m["weight"]} for m in recipe["models"]]}
+        gm.merge(own, tmp_path / candidate.name, accept_untrusted=True)
+        merged = read_model(tmp_path / candidate.name)
+        assert all(torch.equal(merged[name], state[name]) for name in merged), candidate.name
+
+
+def test_a_diagnosis_and_a_preview_of_a_kronecker_recipe(tmp_path: Path, folders: Any) -> None:
+    recipe = recipe_of(folders, [0.5, kronecker(5), kronecker(6)], tmp_path, "gradient-matching")
+    found = gm.diagnose(recipe, progress=False)
+    assert any("fisher-averaging is not compared" in note for note in found.notes)
+    assert found.candidates == ["gradient-matching", "task-arithmetic", "average"]
+    assert all(0 < found.prediction.excess(name, "m1") < 10 for name in found.candidates)
+    seen = gm.preview(recipe, weights="0:1:0.5", methods="gradient-matching,task-arithmetic", progress=False)
+    assert len(seen.rows) == 6
