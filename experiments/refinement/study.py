@@ -51,7 +51,7 @@ class Study(ABC):
         """Name → scores of every task; and how long each refinement took, and what its rounds did."""
         states = self.states()
         base, tuned = states["base"], [states[task] for task in self.tasks if task in states]
-        merged = self._merges(base, tuned)
+        merged = self._merged(base, tuned)
         scores = {name: self.score(self.module(state)) for name, state in (states | merged).items()}
         told: dict[str, Any] = {}
         for first in self.sizes:
@@ -64,11 +64,17 @@ class Study(ABC):
                 given = {task: noisy(part) for task, part in rows.items()} if "noise" in name else rows
                 begun = time.perf_counter()
                 found = gm.refine(module, given, method=method, progress=False)
-                told[name] = {"seconds": time.perf_counter() - begun, "rounds": found.summary()}
+                told[name] = {
+                    "seconds": time.perf_counter() - begun,
+                    "held_back": [one.judged for one in found.rounds],
+                    "lengths": [[step.length for step in one.steps] for one in found.rounds],
+                    "passes": dict(found.passes),
+                    "stopped": found.stopped,
+                }
                 scores[name] = self.score(module)
         return {"scores": scores, "refinements": told}
 
-    def _merges(self, base: State, tuned: Sequence[State]) -> dict[str, dict[str, Tensor]]:
+    def _merged(self, base: State, tuned: Sequence[State]) -> dict[str, dict[str, Tensor]]:
         prior, curvature = self.curvature("diagonal")
         wide_prior, wide = self.curvature("kronecker")
         of_diagonal = {"prior": prior, "curvature": curvature, "reduction": "mean"}

@@ -55,7 +55,8 @@ class TextSeed(run.Seed, Study):
         return kept.load(self.stages.path(f"{kind}-{name}") / "curvature")
 
     def module(self, state: State) -> nn.Module:
-        model: nn.Module = model_with(self._template, state)
+        # The model's weights may be the very tensors that it is given, and refining changes them.
+        model: nn.Module = model_with(self._template, {name: value.clone() for name, value in state.items()})
         return model
 
     def rows(self, task: str, first: int) -> list[Any]:
