@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from .api.differentiating import estimate_gradient as estimate_gradient
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
     from .api.previewing import preview as preview, suggest_weights as suggest_weights
+    from .api.refining import refine as refine
     from .api.sampling import sample_posterior as sample_posterior
     from .checkpoints import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from .curvature import Curvature as Curvature
     from .curvature.gradients import Gradient as Gradient
     from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
+    from .curvature.kronecker import KroneckerCurvature as KroneckerCurvature
     from .curvature.optimizers import import_curvature as import_curvature
     from .diagnostics.diagnosis import Diagnosis as Diagnosis
     from .diagnostics.preview import Preview as Preview
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from .notes import Note as Note
     from .progress import Progress as Progress
     from .recipe import Recipe as Recipe, load_recipe as load_recipe
+    from .refinement.rounds import Refinement as Refinement
     from .rules import RULES as RULES, gradient_matching_full as gradient_matching_full, removal_full as removal_full
     from .tasks.data_sources import read_rows as read_rows
     from .tasks.loading import Loading as Loading
@@ -39,11 +42,13 @@ _NAMES = {
     "api.differentiating": "estimate_gradient",
     "api.estimating": "Estimate estimate_curvature",
     "api.previewing": "preview suggest_weights",
+    "api.refining": "refine",
     "api.sampling": "sample_posterior",
     "checkpoints": "Checkpoint open_checkpoint",
     "curvature": "Curvature",
     "curvature.gradients": "Gradient",
     "curvature.gram": "Gram estimate_gram",
+    "curvature.kronecker": "KroneckerCurvature",
     "curvature.optimizers": "import_curvature",
     "diagnostics.diagnosis": "Diagnosis",
     "diagnostics.preview": "Preview",
@@ -53,6 +58,7 @@ _NAMES = {
     "notes": "Note",
     "progress": "Progress",
     "recipe": "Recipe load_recipe",
+    "refinement.rounds": "Refinement",
     "rules": "RULES gradient_matching_full removal_full",
     "tasks.data_sources": "read_rows",
     "tasks.loading": "Loading",

@@ -64,7 +64,12 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
         "a batch is a mapping with labels or a tuple that ends with them, not int",
     ),
     ("estimate_curvature", (MODEL, BATCHES, 3), {}, "likelihood is 3, but must be text"),
-    ("estimate_curvature", (MODEL, BATCHES), {"start": 4}, "start is 4, but must be a Curvature or None"),
+    (
+        "estimate_curvature",
+        (MODEL, BATCHES),
+        {"start": 4},
+        "start is 4, but must be a Curvature, a KroneckerCurvature or None",
+    ),
     ("estimate_curvature", (MODEL, "rows.jsonl"), {}, "batches is str, but must be batches in memory, for a module"),
     (
         "estimate_curvature",

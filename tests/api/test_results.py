@@ -11,6 +11,7 @@ import torch
 
 import gradmerge as gm
 from gradmerge.api.previewing import suggest_weights
+from gradmerge.curvature.kronecker import LayerFactors
 
 from ..making import random_curvature, three_models, write_recipe
 
@@ -57,13 +58,16 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             "Diagnosis": gm.diagnose(path),
             "Curvature": gm.Curvature(sums, 7, name),
             "Gram": gm.Gram(sums, 7),
+            "KroneckerCurvature": gm.KroneckerCurvature(
+                {key: LayerFactors(value, value, 9) for key, value in sums.items()}, {}, 7, name
+            ),
             "Estimate": gm.Estimate(Path(name), "diagonal", "classify", 7, 60, 240, 1.5, "cpu", notes=[name]),
             "Checkpoint": checkpoint,
             "Rows": gm.read_rows(folder / "rows.jsonl"),
         }
 
 
-TABLES = ("MergeResult", "Preview", "Suggestion", "Diagnosis", "Curvature", "Gram", "Estimate")
+TABLES = ("MergeResult", "Preview", "Suggestion", "Diagnosis", "Curvature", "Gram", "KroneckerCurvature", "Estimate")
 
 
 @pytest.mark.parametrize("kind", [*TABLES, "Recipe", "Checkpoint", "Rows"])

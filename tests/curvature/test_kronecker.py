@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import gradmerge as gm
+from gradmerge.curvature import kernels
 from gradmerge.curvature.estimate import estimate_curvature
 from gradmerge.curvature.kronecker import KroneckerCurvature
 
@@ -133,7 +134,8 @@ def test_every_other_parameter_has_its_diagonal(name: str) -> None:
     assert got.diagonal.keys() | got.layers.keys() | (biases & diagonal.keys()) == diagonal.keys()
     assert not got.diagonal.keys() & (got.layers.keys() | biases)
     for key, value in got.diagonal.items():
-        assert torch.equal(value, diagonal[key]), key
+        rounding = 1e-13 if value.dtype == torch.float64 else 1e-6
+        torch.testing.assert_close(value, diagonal[key], rtol=0, atol=rounding * float(diagonal[key].max()))
     assert wanted(name).keys() == diagonal.keys()
 
 
@@ -153,19 +155,16 @@ def test_float32_is_the_same_to_its_rounding(name: str) -> None:
 
 
 def test_where_memory_runs_out_halves_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradmerge.curvature import accumulate
-
     model, examples = made("bert")
-    real = accumulate.add_squares
     failed: list[int] = []
 
     def failing(total: Tensor, terms: Any) -> None:
         if not failed:
             failed.append(1)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        real(total, terms)
+        kernels.add_squares(total, terms)
 
-    monkeypatch.setattr(accumulate, "add_squares", failing)
+    monkeypatch.setattr("gradmerge.curvature.accumulate.add_squares", failing)
     got = estimated(model, [batch_of(examples)])
     assert failed
     assert_factors(got, wanted_factors("bert"), EXACT)
@@ -242,8 +241,8 @@ def test_what_cannot_be_is_told(tmp_path: Path) -> None:
     with pytest.raises(gm.InputError, match="float32 only"):
         got.save(tmp_path / "k", precision="log8")
     got.save(tmp_path / "k")
-    with pytest.raises(gm.InputError, match="holds kronecker"):
+    with pytest.raises(gm.InputError, match="holds Kronecker factors, where a diagonal is needed"):
         gm.Curvature.load(tmp_path / "k")
     estimate_curvature(model, [batch_of(examples)]).save(tmp_path / "d")
-    with pytest.raises(gm.InputError, match="not Kronecker factors"):
+    with pytest.raises(gm.InputError, match="where Kronecker factors are needed"):
         KroneckerCurvature.load(tmp_path / "d")

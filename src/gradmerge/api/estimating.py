@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Unpack, cast, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 import torch
 from torch import nn
@@ -21,21 +19,25 @@ from ..curvature.curvature import Curvature
 from ..curvature.estimate import LIKELIHOODS, estimate_curvature as estimate_in_memory
 from ..curvature.files import PRECISIONS
 from ..curvature.gram import Gram, estimate_gram
+from ..curvature.kronecker import WIDEST, KroneckerCurvature
 from ..curvature.losses import ExampleLoss, TokenLoss
-from ..curvature.stored_names import for_files
 from ..curvature.trial import Trial
 from ..display import Displayed
 from ..engine.reads import changed, digest_of_state, model_paths, state_of
 from ..errors import GradmergeError, InputError, MachineError
 from ..progress import Progress, shown
-from ..storage.smallfile import read_json
-from ..storage.staging import MARK, REPLACED, Staging
+from ..storage.staging import Staging
 from ..tasks import LoadedTask, Loading, complete, load_model, load_task
 from ..tasks.data_sources import data_paths
-from ..text import nearest
+from ..text import listed, nearest
+from .saved_sums import SavedSums, stored_as
 
 #: What can be estimated, and what unfinished work on it is called.
-KINDS = {"diagonal": "measurement of diagonal curvature", "gram": "measurement of Gram matrices"}
+KINDS = {
+    "diagonal": "measurement of diagonal curvature",
+    "gram": "measurement of Gram matrices",
+    "kronecker": "measurement of Kronecker factors",
+}
 #: Seconds between two copies of the sums so far.
 SAVE_EVERY = 180.0
 
@@ -62,8 +64,21 @@ class Estimate(Displayed):
 
 @overload
 def estimate_curvature(
-    model: nn.Module, batches: Iterable[Any], likelihood: str = ..., **options: Any
+    model: nn.Module,
+    batches: Iterable[Any],
+    likelihood: str = ...,
+    *,
+    structure: Literal["diagonal"] = ...,
+    **options: Any,
 ) -> Curvature: ...
+@overload
+def estimate_curvature(
+    model: nn.Module, batches: Iterable[Any], likelihood: str = ..., *, structure: Literal["kronecker"], **options: Any
+) -> KroneckerCurvature: ...
+@overload
+def estimate_curvature(
+    model: nn.Module, batches: Iterable[Any], likelihood: str = ..., *, kind: Literal["kronecker"], **options: Any
+) -> KroneckerCurvature: ...
 @overload
 def estimate_curvature(
     model: str | Path, batches: str | Path, likelihood: str = ..., *, out: str | Path, **options: Any
@@ -74,14 +89,16 @@ def estimate_curvature(
     batches: Iterable[Any] | str | Path,
     likelihood: str = "empirical",
     *,
+    structure: str = "diagonal",
     out: str | Path | None = None,
     seed: int = 0,
     progress: bool | Progress = True,
+    widest: int = WIDEST,
     output: str | ExampleLoss | None = None,
-    start: Curvature | None = None,
-    each_batch: Callable[[Callable[[], Curvature]], None] | None = None,
+    start: Curvature | KroneckerCurvature | None = None,
+    each_batch: Callable[[Callable[[], Any]], None] | None = None,
     trial: Trial | None = None,
-    kind: str = "diagonal",
+    kind: str | None = None,
     at_delta: str | Path | None = None,
     precision: str = "float32",
     shard_size: int = 5_000_000_000,
@@ -90,8 +107,8 @@ def estimate_curvature(
     durable: bool = False,
     save_every: float = SAVE_EVERY,
     **loading: Any,
-) -> Curvature | Estimate:
-    """The diagonal curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the square of every single example's gradient.
+) -> Curvature | KroneckerCurvature | Estimate:
+    """The curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the square of every single example's gradient.
 
     ℓ_i is the negative log-likelihood of example i: of a sequence it is the sum over its tokens, never their mean.
     Neither batch size nor padding changes the result. It costs about a training step per batch.
@@ -104,15 +121,18 @@ def estimate_curvature(
             For a model on disk: its data, as `gradmerge curvature estimate --data` takes it.
         likelihood: ``empirical`` takes the data's labels, ``sampled`` draws them from the model, ``exact`` takes the
             expectation over the model's classes.
+        structure: ``diagonal``; ``kronecker``: of every linear layer the factors A = Σ x̃x̃ᵀ and G = Σ ggᵀ over tokens,
+            of every other parameter the diagonal; on disk also ``gram``, as of :func:`gradmerge.estimate_gram`.
         out: For a model on disk: the new folder to write, such as the model's own `curvature/`.
         seed: Of the labels that are drawn. They depend on the seed and the example's place in the data alone.
         progress: A bar on long work; False for none; or what is told how far it is, in batches or, on disk, examples.
+        widest: Layers with more inputs or outputs have a diagonal instead of Kronecker factors; the result names them.
         output: For a module: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``, where the model and
             its labels do not tell. See :mod:`gradmerge.curvature.losses`.
         start: For a module: the curvature of the examples before the first of ``batches``, to go on from.
         each_batch: For a module: called after every batch with a function that gives the curvature so far.
         trial: For many estimates of one module: `gradmerge.curvature.trial.Trial()`, the same one in every call.
-        kind: On disk: ``diagonal``, or ``gram`` as of :func:`gradmerge.estimate_gram`.
+        kind: Another name of ``structure``, the one that files and the command line have for it.
         at_delta: On disk: a base, to estimate at MODEL − BASE, for ``fa1``.
         precision, shard_size, force: On disk: as of :meth:`Curvature.save`.
         resume: On disk: go on with a run that was stopped, from the sums that it saved every ``save_every`` seconds.
@@ -121,14 +141,19 @@ def estimate_curvature(
             ``device``: where batches are moved to, by default where the model is.
 
     Returns:
-        For a module its :class:`Curvature`, **sums** over examples; for a model on disk what was written.
+        For a module its :class:`Curvature` or :class:`KroneckerCurvature`, **sums** over examples; for a model on disk
+        what was written.
 
     >>> estimate_curvature(module, batches).save("./yelp/curvature")  # doctest: +SKIP
     >>> estimate_curvature("./yelp", "reviews.jsonl", out="./yelp/curvature", limit=1000)  # doctest: +SKIP
     """
     of_modules: Any = {"output": output, "start": start, "each_batch": each_batch, "trial": trial}
-    of_disk: Any = {"out": out, "kind": kind, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
+    of_disk: Any = {"out": out, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
     of_disk |= {"resume": resume, "force": force, "durable": durable, "save_every": save_every}
+    if kind is not None and structure not in ("diagonal", kind):
+        raise InputError(f"structure {structure!r} and kind {kind!r} are two names of one option: give one of them")
+    structure = kind or structure
+    _check_widest(widest, structure)
     on_disk = not isinstance(model, nn.Module)
     if on_disk is not isinstance(batches, str | os.PathLike):
         expected = "the path or name of its data, for a model on disk" if on_disk else "batches in memory, for a module"
@@ -136,15 +161,18 @@ def estimate_curvature(
     if isinstance(model, nn.Module):
         device = loading.pop("device", None)
         complete(cast(Loading, loading), estimate_curvature)
+        if structure == "gram":
+            raise InputError("structure gram: of a module, gradmerge.estimate_gram(model, batches) gives Gram matrices")
         _refuse(of_disk | loading, "a model on disk, not for a module")
         with shown(progress, "batches") as told:
             seen = watched(cast(Iterable[Any], batches), told, "estimating")
-            return estimate_in_memory(model, seen, likelihood, seed=seed, device=device, **of_modules)
+            keywords: Any = of_modules | {"seed": seed, "device": device, "widest": widest}
+            return estimate_in_memory(model, seen, likelihood, structure=structure, **keywords)
     _refuse(of_modules, "a module, not for a model on disk")
     if out is None:
         raise InputError("out is None, but must be the folder to write, for a model on disk: out=…")
-    data = str(batches)
-    return estimate_to_disk(model, data, likelihood=likelihood, seed=seed, progress=progress, **of_disk, **loading)
+    of_disk |= {"likelihood": likelihood, "kind": structure, "seed": seed, "widest": widest, "progress": progress}
+    return estimate_to_disk(model, str(batches), **of_disk, **loading)
 
 
 def _refuse(options: Mapping[str, Any], whose: str) -> None:
@@ -163,6 +191,7 @@ def estimate_to_disk(
     likelihood: str = "empirical",
     kind: str = "diagonal",
     at_delta: str | Path | None = None,
+    widest: int = WIDEST,
     seed: int = 0,
     precision: str = "float32",
     shard_size: int = 5_000_000_000,
@@ -176,6 +205,7 @@ def estimate_to_disk(
     """``estimate_curvature`` of a model on disk."""
     options = complete(loading, estimate_to_disk)
     _check_options(likelihood, kind, precision, at_delta)
+    _check_widest(widest, kind)
     begun = time.perf_counter()
     model, source, at_delta = str(model), str(source), None if at_delta is None else str(at_delta)
     models = [path for reference in (model, at_delta, options["tokenizer"]) for path in model_paths(reference)]
@@ -191,13 +221,13 @@ def estimate_to_disk(
         durable=durable,
     )
     with place as staging, shown(progress, "examples") as told:
-        saved = _Saved(staging, save_every)
+        saved = SavedSums(staging, save_every)
         files = state_of(models) + state_of(data, deep=True)
         loaded = load_task(model, source, **options)
-        if likelihood == "exact" and kind == "diagonal" and isinstance(loaded.output, TokenLoss):
+        if likelihood == "exact" and kind != "gram" and isinstance(loaded.output, TokenLoss):
             next(loaded.output.factors(torch.empty(0)))  # explains why it cannot be done
         notes = _subtract(loaded, at_delta, options) if at_delta is not None else []
-        result: Curvature | Gram
+        result: Curvature | KroneckerCurvature | Gram
         start = None
         if kind == "gram":
             told.begin("estimating", loaded.examples)
@@ -216,9 +246,14 @@ def estimate_to_disk(
                 "columns": dict(options["columns"] or {}),
                 "seed": seed,
                 **{name: asked[name] for name in ("limit", "max_length", "dtype", "tokenizer")},
+                **({"widest": widest} if kind == "kronecker" else {}),
             }
-            start = saved.read() if resume else None
-            result = _estimate(loaded, likelihood, seed, start, saved, told)
+            start = saved.read(kind) if resume else None
+            result = _estimate(loaded, likelihood, kind, widest, seed, start, saved, told)
+            if isinstance(result, KroneckerCurvature) and result.wide:
+                notes.append(
+                    f"layers with more than {widest:,} inputs or outputs have a diagonal:\n{listed(result.wide)}"
+                )
         if path := changed(files, state_of(models) + state_of(data, deep=True)):
             staging.keep = False
             raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Estimate again.")
@@ -249,18 +284,33 @@ def _check_options(likelihood: str, kind: str, precision: str, at_delta: str | P
     ):
         if value not in known:
             raise InputError(f"--{option} {value}: known are {', '.join(known)}{nearest(value, known)}")
-    if kind == "gram" and precision != "float32":
-        raise InputError("--kind gram: Gram matrices are stored as float32 only")
-    if kind == "gram" and at_delta is not None:
-        raise InputError("--at-delta is for the Fisher of fa1; Gram matrices are estimated at the model itself")
+    matrices = {"gram": "Gram matrices", "kronecker": "Kronecker factors"}.get(kind)
+    if matrices and precision != "float32":
+        raise InputError(f"--precision {precision}: {matrices} are stored as float32 only")
+    if matrices and at_delta is not None:
+        raise InputError(f"--at-delta is for the Fisher of fa1; {matrices} are estimated at the model itself")
+
+
+def _check_widest(widest: int, kind: str) -> None:
+    if widest < 1:
+        raise InputError(f"--widest {widest}: a number of inputs or outputs, at least 1")
+    if kind != "kronecker" and widest != WIDEST:
+        raise InputError(f"--widest is for Kronecker factors; --kind is {kind}")
 
 
 def _estimate(
-    loaded: LoadedTask, likelihood: str, seed: int, start: Curvature | None, saved: _Saved, progress: Progress
-) -> Curvature:
+    loaded: LoadedTask,
+    likelihood: str,
+    kind: str,
+    widest: int,
+    seed: int,
+    start: Curvature | KroneckerCurvature | None,
+    saved: SavedSums,
+    progress: Progress,
+) -> Curvature | KroneckerCurvature:
     done = first = start.examples if start is not None else 0
     if start is not None and done == loaded.examples:
-        return Curvature(start, done, likelihood, stored=for_files(loaded.model))
+        return stored_as(start, loaded.model)
     progress.begin("estimating", loaded.examples, done)
 
     def each_batch(so_far: Any) -> None:
@@ -274,63 +324,14 @@ def _estimate(
         loaded.model,
         Again(lambda: loaded.batches(start=first)),
         likelihood,
+        structure=kind,
         output=loaded.output,
         seed=seed,
         device=loaded.device,
         start=start,
         each_batch=each_batch,
+        widest=widest,
     )
-
-
-class _Saved:
-    """The sums so far, in the folder that becomes the result, with the request that they are for."""
-
-    def __init__(self, staging: Staging, every: float) -> None:
-        self._staging, self._folder = staging, staging.folder
-        self._curvature, self._request = self._folder / "so-far", self._folder / "so-far.json"
-        self._every, self._last = every, time.monotonic()
-        self.request: dict[str, Any] = {}
-        staging.keep = self._request.is_file()
-
-    def maybe_write(self, so_far: Any) -> None:
-        if time.monotonic() - self._last < self._every:
-            return
-        curvature: Curvature = so_far()
-        # As in memory: names of files are for the result.
-        Curvature(curvature, curvature.examples, curvature.likelihood).save(self._curvature, force=True)
-        temporary = self._request.with_suffix(".new")
-        temporary.write_text(json.dumps(self.request))
-        os.replace(temporary, self._request)  # noqa: PTH105
-        self._staging.keep = True
-        self._last = time.monotonic()
-
-    def clear_rest(self) -> None:
-        """Make room for the result; the sums stay until that is written."""
-        for child in self._folder.iterdir():
-            if child not in (self._curvature, self._request, self._folder / MARK):
-                shutil.rmtree(child) if child.is_dir() else child.unlink()
-
-    def remove(self) -> None:
-        self._request.unlink(missing_ok=True)
-        shutil.rmtree(self._curvature, ignore_errors=True)
-
-    def read(self) -> Curvature | None:
-        if not self._request.is_file():
-            return None
-        aside = self._curvature.with_name(self._curvature.name + REPLACED)
-        if aside.is_dir() and not self._curvature.exists():  # a kill came while newer sums took the place of these
-            aside.rename(self._curvature)
-        try:
-            found, so_far = read_json(self._request), Curvature.load(self._curvature)
-        except (InputError, OSError, ValueError) as error:
-            unread = f"what it holds cannot be read ({error})"
-            raise InputError(f"{self._folder}: {unread}. Run without --resume to begin anew.") from error
-        if found != self.request:
-            raise InputError(
-                f"{self._folder}: holds a measurement of another model, other data or other options. "
-                "Run it with the same ones, or without --resume to begin anew."
-            )
-        return so_far
 
 
 def _subtract(loaded: LoadedTask, base: str, options: Loading) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..arguments import checked
 from ..checkpoints.model import STORED_TYPES, Checkpoint
 from ..curvature.curvature import Curvature
+from ..curvature.kronecker import KroneckerCurvature
 from ..engine.damping import find_damping
 from ..engine.inputs import CurvatureInput
 from ..engine.local import MergedBlock, run
@@ -120,6 +121,8 @@ def merge_state_dicts(
 
     def put(block: MergedBlock) -> None:
         result[block.unit.job.name].view(-1)[block.unit.start : block.unit.stop] = block.values
+        for name, values in block.beside.items():
+            result[name].view(-1)[:] = values
 
     threads = threads or default_threads()
     find_damping(plan, threads)
@@ -152,6 +155,10 @@ def _in_memory(value: CurvatureLike | None, label: str, recipe: Recipe, method: 
             f"{label}: {method} needs it: a Curvature, a mapping from names to tensors, or a number c for c · I"
         )
     if isinstance(value, Mapping):
+        if isinstance(value, KroneckerCurvature):
+            factor = reduction_factor(recipe.reduction, value.examples)
+            tokens = {name: layer.tokens for name, layer in value.layers.items()}
+            return CurvatureInput(label, memory=value, factor=factor, tokens=tokens, transposed=value.transposed)
         if isinstance(value, Curvature):
             return CurvatureInput(label, memory=value, factor=reduction_factor(recipe.reduction, value.examples))
         return CurvatureInput(label, memory=value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,11 @@ class Checkpoint(OneLine):
 def block_digest(block: Tensor) -> int:
     """XXH3 (64 bits) of a block's bytes as stored."""
     return xxhash.xxh3_64_intdigest(bytes_of(block)) if block.numel() else 0
+
+
+def combined_digest(digests: Iterable[int]) -> int:
+    """One number for the digests of several blocks."""
+    return xxhash.xxh3_64_intdigest(b"".join(digest.to_bytes(8, "little") for digest in digests))
 
 
 class Digest:

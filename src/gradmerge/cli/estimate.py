@@ -33,8 +33,19 @@ class EstimateOptions:
     ] = "empirical"
     kind: Annotated[
         str,
-        typer.Option(metavar="K", help="diagonal: squared gradients; gram: XᵀX of linear layers' inputs, for regmean."),
+        typer.Option(
+            metavar="K",
+            help="diagonal: squared gradients; gram: XᵀX of linear layers' inputs, for regmean; kronecker: two factors "
+            "per linear layer, for gradient-matching, removal, refine.",
+        ),
     ] = "diagonal"
+    widest: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="With --kind kronecker: layers with more inputs or outputs than this have a diagonal.",
+        ),
+    ] = 16384
     at_delta: Annotated[
         str | None, typer.Option(metavar="BASE", help="Estimate at MODEL − BASE instead of MODEL, for fa1.")
     ] = None
@@ -74,9 +85,9 @@ def estimate(
     for text in result.notes:
         note(text, printing.quiet)
     if not printing.quiet:
-        what = "Gram matrices" if options.kind == "gram" else f"{options.likelihood} curvature"
+        kinds = {"gram": "Gram matrices", "kronecker": f"{options.likelihood} Kronecker factors"}
         say(
-            f"{out}: {what} of {result.tensors} tensors, {count(result.entries)} entries, "
-            f"sum over {result.examples} examples ({result.task}), stored as {options.precision}; "
-            f"{result.seconds:.1f} s on {result.device}"
+            f"{out}: {kinds.get(options.kind) or f'{options.likelihood} curvature'} of {result.tensors} tensors, "
+            f"{count(result.entries)} entries, sum over {result.examples} examples ({result.task}), "
+            f"stored as {options.precision}; {result.seconds:.1f} s on {result.device}"
         )

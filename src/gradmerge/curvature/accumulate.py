@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from .batches import batch_rows, enough_memory, examples_in, is_out_of_memory
-from .factors import KroneckerSums
+from .factors import BatchInputs, KroneckerSums
 from .hooks import Recorder, Unsuited
 from .kernels import DirectGradient, OuterGradient, Term, add_many_direct, add_outer, add_squares
 from .padding import masks_of
@@ -82,11 +82,12 @@ class Accumulator(Recorder):
         slow: Iterable[nn.Parameter] = (),
         factors: Mapping[nn.Parameter, KroneckerSums] = MappingProxyType({}),
     ) -> None:
-        super().__init__(
-            model, {parameter: ParameterSum(parameter, factors.get(parameter)) for parameter in parameters}
-        )
-        self._model = model
-        self._masks: Mapping[bool, Tensor | None] = {}
+        super().__init__(model, {p: ParameterSum(p, factors.get(p)) for p in parameters})
+        for one in list(self.sums.values()):
+            if one.factors is not None and one.factors.bias is not None:
+                self.sums[one.factors.bias].weight = one
+        self._model, self._factors = model, bool(factors)
+        self._inputs = BatchInputs({})
         self._objectives = objectives
         self._chooser = FormulaChooser(model, self.sums, outputs, trial, slow, self.hooks)
         self._before, self._now = _BatchProgress(), _BatchProgress()
@@ -146,8 +147,8 @@ class Accumulator(Recorder):
     def _add_at_once(self, batch: Any, first: int, before: _BatchProgress) -> None:
         """The forward pass and every backward pass over the batch; the hooks call :meth:`take`."""
         self._before, self._now = before, _BatchProgress(before.passes)
-        self._masks = masks_of(self._model, batch)
-        with self.recording(batch), self._watching():
+        self._inputs = BatchInputs(masks_of(self._model, batch) if self._factors else {})
+        with self.recording(batch), self._watching(), contextlib.closing(self._inputs):
             objectives = self._objectives(batch, first)
             for number in range(before.passes, len(objectives)):
                 objective = objectives[number]()
@@ -158,6 +159,9 @@ class Accumulator(Recorder):
                     self._drop_strays(one for one in self._watched if one.parameter.grad is not None)
                 self._finish()
                 self._before, self._now = _BatchProgress(number + 1), _BatchProgress(number + 1)
+
+    def wants(self, one: ParameterSum) -> bool:
+        return one.weight is None or not one.weight.has_factors
 
     def take(self, one: ParameterSum, term: Term) -> None:
         if one.slow or one in self._before.added:
@@ -171,7 +175,7 @@ class Accumulator(Recorder):
             if one in self._now.added:
                 raise Distrusted([one.parameter])
             if one.factors is not None and isinstance(term, OuterGradient):
-                one.factors.add(term, self._masks, inputs=self._now.passes == 0)
+                one.factors.add(term, self._inputs, inputs=self._now.passes == 0)
             else:
                 add_squares(one.total, [term])
             self._now.added.add(one)

@@ -151,7 +151,7 @@ class Curvature(NamedSums):
         """
         with open_curvature(str(path)) as file:
             if file.kind != "diagonal":
-                raise InputError(f"{path}: holds {file.kind} matrices, not a diagonal")
+                raise InputError(f"{path}: holds {file.holds}, where a diagonal is needed (--kind diagonal)")
             sums = {name: file.read_whole(name) for name in file.shapes}
             return cls(sums, file.examples, file.likelihood, file.metadata.get("model", ""))
 

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from ..text import listed, nearest
 from .accumulate import Accumulator
 from .batches import examples_in, moved
 from .curvature import Curvature
-from .kronecker import WIDEST, factors_for, kronecker_of
+from .factors import KroneckerSums
+from .kronecker import WIDEST, KroneckerCurvature, factors_for, for_kronecker_files, go_on, kronecker_of, stored_alone
 from .losses import LOSSES, ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_of
 from .stored_names import for_files
 from .sums import Distrusted
@@ -30,20 +31,54 @@ LIKELIHOODS = ("empirical", "sampled", "exact")
 _log = logging.getLogger(__name__)
 
 
+class _Keywords(TypedDict, total=False):
+    """Options whatever the structure."""
+
+    output: str | ExampleLoss | None
+    seed: int
+    device: str | torch.device | None
+    start: Curvature | KroneckerCurvature | None
+    each_batch: Callable[[Callable[[], Any]], None] | None
+    trial: Trial | None
+    widest: int
+
+
+@overload
+def estimate_curvature(
+    model: nn.Module,
+    batches: Iterable[Any],
+    likelihood: str = ...,
+    *,
+    structure: Literal["kronecker"],
+    **options: Unpack[_Keywords],
+) -> KroneckerCurvature: ...
+@overload
+def estimate_curvature(
+    model: nn.Module,
+    batches: Iterable[Any],
+    likelihood: str = ...,
+    *,
+    structure: Literal["diagonal"] = ...,
+    **options: Unpack[_Keywords],
+) -> Curvature: ...
+@overload
+def estimate_curvature(
+    model: nn.Module, batches: Iterable[Any], likelihood: str = ..., *, structure: str, **options: Unpack[_Keywords]
+) -> Curvature | KroneckerCurvature: ...
 def estimate_curvature(
     model: nn.Module,
     batches: Iterable[Any],
     likelihood: str = "empirical",
     *,
+    structure: str = "diagonal",
     output: str | ExampleLoss | None = None,
     seed: int = 0,
     device: str | torch.device | None = None,
-    start: Curvature | None = None,
-    each_batch: Callable[[Callable[[], Curvature]], None] | None = None,
+    start: Curvature | KroneckerCurvature | None = None,
+    each_batch: Callable[[Callable[[], Any]], None] | None = None,
     trial: Trial | None = None,
-    structure: str = "diagonal",
     widest: int = WIDEST,
-) -> Any:
+) -> Curvature | KroneckerCurvature:
     """Σ_i [∇ℓ_i(θ)]² over the examples of ``batches``; :func:`gradmerge.estimate_curvature` explains the arguments.
 
     How the sums come about: :mod:`gradmerge.curvature.accumulate`. ``device`` is where batches are moved to,
@@ -57,25 +92,22 @@ def estimate_curvature(
         raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
     if structure not in STRUCTURES:
         raise InputError(f"structure {structure!r}: known are {', '.join(STRUCTURES)}{nearest(structure, STRUCTURES)}")
-    if structure == "kronecker" and start is not None:
-        raise InputError("structure kronecker: factors cannot be gone on from; estimate all examples in one call")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
     if not parameters:
         raise InputError("the model has no parameter with requires_grad=True: there is nothing to estimate")
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
     objective = _Objective(model, likelihood, LOSSES[output] if isinstance(output, str) else output, seed)
     begun = start.examples if start is not None else 0
-    if start is not None:
-        shapes, wanted = ({name: value.shape for name, value in sums.items()} for sums in (start, parameters))
-        if start.likelihood != likelihood or shapes != wanted:
-            raise InputError("the curvature to go on from is of another model, or of another likelihood")
+    kronecker = structure == "kronecker"
+    alone = stored_alone(model) if kronecker else {}
 
-    def so_far(copy: bool = True) -> Any:
+    def so_far(copy: bool = True) -> Curvature | KroneckerCurvature:
         objective.check_losses()
         label = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
         found = {name: accumulator.sums[p] for name, p in parameters.items()}
-        if structure == "kronecker":
-            return kronecker_of(model, found, examples, likelihood, label)
+        if kronecker:
+            before, stored = start if isinstance(start, KroneckerCurvature) else None, for_kronecker_files(model, alone)
+            return kronecker_of(found, before, examples, likelihood, label, wide, stored)
         sums = {name: one.total.clone() if copy else one.total for name, one in found.items()}
         if start is not None:
             for name, total in sums.items():
@@ -88,7 +120,9 @@ def estimate_curvature(
     while True:
         examples = begun
         try:
-            factors = factors_for(model, parameters.values(), widest) if structure == "kronecker" else {}
+            factors, wide = factors_for(model, every, alone, widest) if kronecker else ({}, [])
+            if start is not None:
+                _check_start(start, structure, likelihood, parameters, factors)
             accumulator = Accumulator(model, every, passes, objective.logits, trial, slow, factors)
             with _prepared(model), accumulator:
                 for batch in batches:
@@ -110,10 +144,34 @@ def estimate_curvature(
             slow |= error.parameters
     if examples == begun:
         raise InputError("there are no examples to estimate curvature on")
+    unused = [name for name, p in parameters.items() if p in factors and not accumulator.sums[p].used]
+    if unused:
+        what = "no gradient has reached these layers on any example, so that they have no Kronecker factors"
+        raise InputError(f"{what}:\n{listed(unused)}\n  Freeze what is not trained (requires_grad_(False)).")
     return so_far(copy=False)
 
 
-def _check_repeatable(batches: Iterable[Any], start: Curvature | None, names: Collection[str], examples: int) -> None:
+def _check_start(
+    start: Curvature | KroneckerCurvature,
+    structure: str,
+    likelihood: str,
+    parameters: Mapping[str, nn.Parameter],
+    factors: dict[nn.Parameter, KroneckerSums],
+) -> None:
+    """Raise unless it is of such a model; Kronecker factors begin with those of ``start``."""
+    if isinstance(start, KroneckerCurvature) is not (structure == "kronecker"):
+        raise InputError(f"structure {structure}: a {type(start).__name__} cannot be gone on from")
+    if isinstance(start, KroneckerCurvature):
+        fits = go_on(start, parameters, factors)
+    else:
+        fits = {n: value.shape for n, value in start.items()} == {n: p.shape for n, p in parameters.items()}
+    if start.likelihood != likelihood or not fits:
+        raise InputError("the curvature to go on from is of another model, or of another likelihood")
+
+
+def _check_repeatable(
+    batches: Iterable[Any], start: Curvature | KroneckerCurvature | None, names: Collection[str], examples: int
+) -> None:
     """Say that the sums so far may be wrong, and raise unless the estimate can begin again."""
     found = (
         f"the formula that fitted the first examples does not fit those from {examples} on (counted from 0), "

@@ -2,10 +2,13 @@
 
 x̃ = [x; 1] is what went into the layer, with a 1 for its bias, and y the gradient of the loss with respect to what came
 out. G ⊗ A / T, with T tokens, stands for the curvature of [W b]. Padding is left out of all three.
+
+Sums are kept on and left of the diagonal, and mirrored at the end: what is right of it is never computed.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -14,8 +17,67 @@ from torch import Tensor, nn
 from .kernels import OuterGradient, sum_type
 from .padding import sees_decoder
 
-#: Products of a matrix with itself are formed in so many stripes, of which only what is left of the diagonal is needed.
-STRIPES = 4
+#: Products of a matrix with itself are formed in up to so many stripes, which end at the diagonal, none of them thinner
+#: than a matrix product can be quick at.
+STRIPES, THINNEST = 6, 96
+
+
+class BatchInputs:
+    """What the layers of one batch share: which tokens are padding, and x̃x̃ᵀ where several have the same input."""
+
+    def __init__(self, masks: Mapping[bool, Tensor | None]) -> None:
+        self._masks: dict[bool, Tensor] = {}
+        """Tokens that count (examples, tokens), where some do not; a GPU would have to wait to find that out."""
+        self._counts: dict[bool, int | Tensor] = {}
+        for side, mask in masks.items():
+            if mask is not None and (_waits(mask) or not bool(mask.all())):
+                self._masks[side] = mask != 0
+                self._counts[side] = self._masks[side].sum() if _waits(mask) else int(self._masks[side].sum())
+        self._last: tuple[KroneckerSums, Tensor, Tensor] | None = None
+
+    def tokens(self, value: Tensor, side: bool) -> int | Tensor:
+        """How many tokens of (examples, tokens, width) are no padding."""
+        return value.shape[0] * value.shape[1] if self._mask(value, side) is None else self._counts[side]
+
+    def rows(self, value: Tensor, side: bool, dtype: torch.dtype) -> Tensor:
+        """(tokens, width) without padding, ready to be multiplied into a sum of this type.
+
+        On a GPU padding is 0 instead, since picking rows makes it wait.
+        """
+        mask, flat = self._mask(value, side), value.flatten(0, 1)
+        if mask is not None:
+            flat = flat * mask.reshape(-1, 1) if _waits(mask) else flat[mask.flatten()]
+        return flat if dtype == torch.float32 and _adds_wide(flat.device, flat.dtype) else flat.to(dtype)
+
+    def _mask(self, value: Tensor, side: bool) -> Tensor | None:
+        mask = self._masks.get(side)
+        return mask.to(value.device) if mask is not None and mask.shape == value.shape[:2] else None
+
+    def add_inputs(self, sums: KroneckerSums, total: Tensor, x: Tensor) -> None:
+        """total += Σ x̃x̃ᵀ, but for the last entry, T. Queries, keys and values take one input: it is multiplied once."""
+        if self._last is not None:
+            first, seen, product = self._last
+            # The input that is held here is not freed, so that no other can lie at its address.
+            alike = seen.data_ptr() == x.data_ptr() and seen.shape == x.shape and seen.stride() == x.stride()
+            if alike and product.shape == total.shape and first.decoder == sums.decoder:
+                first.shares = sums.shares = True
+                total += product
+                return
+            self.close()
+        rows = self.rows(x, sums.decoder, total.dtype)
+        if sums.shares is False:
+            _add_inputs(total, rows)
+            return
+        product = torch.zeros_like(total)
+        _add_inputs(product, rows)
+        total += product
+        self._last = sums, x, product
+
+    def close(self) -> None:
+        """Let go of the last input; if no other layer has asked for it, its own does not keep it again."""
+        if self._last is not None:
+            self._last[0].shares = bool(self._last[0].shares)
+            self._last = None
 
 
 class KroneckerSums:
@@ -26,7 +88,9 @@ class KroneckerSums:
         """The weight's first axis is the input's, as of GPT-2's Conv1D."""
         self.bias = bias
         """The parameter that the last row and column of A stand for."""
-        self._decoder = sees_decoder(name)
+        self.decoder = sees_decoder(name)
+        self.shares: bool | None = None
+        """Whether another layer has the same input; None until that is known."""
         outputs, inputs = weight.shape[0], weight[0].numel()
         if turned:
             outputs, inputs = inputs, outputs
@@ -34,34 +98,35 @@ class KroneckerSums:
         dtype = sum_type(weight)
         self._inputs = torch.zeros(width, width, dtype=dtype, device=weight.device)
         self._outputs = torch.zeros(outputs, outputs, dtype=dtype, device=weight.device)
-        self._tokens = torch.zeros((), dtype=torch.float64, device=weight.device)
+        self._tokens: int | Tensor = 0
         self.begun = False
 
-    def add(self, term: OuterGradient, masks: Mapping[bool, Tensor | None], inputs: bool) -> None:
+    def add(self, term: OuterGradient, batch: BatchInputs, inputs: bool) -> None:
         """Add a batch; where labels are many, the ``inputs`` count in the first of several backward passes alone."""
         self.begun = True
         x, y = (term.y, term.x) if self.turned else (term.x, term.y)
-        mask = masks.get(self._decoder)
-        if mask is not None and mask.shape == x.shape[:2]:
-            kept = mask[..., None].to(x.dtype)
-            x, y = x * kept, y * kept
-            tokens = kept.sum(dtype=torch.float64)
-        else:
-            tokens = torch.tensor(float(x.shape[0] * x.shape[1]), dtype=torch.float64, device=x.device)
-        x, y = x.flatten(0, 1), y.flatten(0, 1)
+        rows = batch.rows(y, self.decoder, self._outputs.dtype)  # nothing is added if memory runs out here
         if inputs:
-            width = x.shape[1]
-            _add_square(self._inputs[:width, :width], x)
-            if self.bias is not None:
-                self._inputs[width, :width] += x.sum(0, dtype=self._inputs.dtype)
-                self._inputs[width, width] += tokens.to(self._inputs.dtype)
-            self._tokens += tokens
-        _add_square(self._outputs, y)
+            batch.add_inputs(self, self._inputs, x)
+            self._tokens = self._tokens + batch.tokens(x, self.decoder)
+        _add_square(self._outputs, rows)
+
+    def go_on(self, inputs: Tensor, outputs: Tensor, tokens: int) -> bool:
+        """Begin with these sums, if they are of such a layer."""
+        if inputs.shape != self._inputs.shape or outputs.shape != self._outputs.shape:
+            return False
+        self._inputs += inputs.to(self._inputs)
+        self._outputs += outputs.to(self._outputs)
+        self._tokens, self.begun = self._tokens + tokens, True
+        return True
 
     @property
     def inputs(self) -> Tensor:
         """A: (in + 1, in + 1), or (in, in) without a bias."""
-        return _mirrored(self._inputs)
+        mirrored = _mirrored(self._inputs)
+        if self.bias is not None:
+            mirrored[-1, -1] = self.tokens
+        return mirrored
 
     @property
     def outputs(self) -> Tensor:
@@ -73,14 +138,43 @@ class KroneckerSums:
         return int(self._tokens)
 
 
+def _add_inputs(total: Tensor, x: Tensor) -> None:
+    width = x.shape[1]
+    ones = x.sum(0, dtype=total.dtype) if len(total) > width else None
+    _add_square(total[:width, :width], x)
+    if ones is not None:
+        total[width, :width] += ones
+
+
 def _add_square(total: Tensor, rows: Tensor) -> None:
     """total += rowsᵀ rows, on and left of the diagonal; what is right of it may be anything."""
-    rows = rows.to(total.dtype)
     width = rows.shape[1]
-    step = -(-width // STRIPES) if width >= 128 else width
+    step = max(THINNEST, -(-width // STRIPES))
     for top in range(0, width, step):
         bottom = min(top + step, width)
-        total[top:bottom, :bottom].addmm_(rows[:, top:bottom].T, rows[:, :bottom])
+        part, left, right = total[top:bottom, :bottom], rows[:, top:bottom].T, rows[:, :bottom]
+        if rows.dtype == total.dtype:
+            part.addmm_(left, right)
+        else:
+            torch.addmm(part, left, right, out_dtype=torch.float32, out=part)
+
+
+@functools.cache
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether 16-bit matrices are multiplied there into a float32 sum, as tensor cores can."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    ones, total = torch.ones(32, 32, dtype=dtype, device=device), torch.ones(32, 64, device=device)[:, :32]
+    try:
+        torch.addmm(total, ones.T, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):  # an older PyTorch
+        return False
+    return bool((total == 33).all())
+
+
+def _waits(value: Tensor) -> bool:
+    """Whether it lies on a device that would have to be waited for to look at it."""
+    return value.device.type != "cpu"
 
 
 def _mirrored(lower: Tensor) -> Tensor:

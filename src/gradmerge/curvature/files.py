@@ -19,14 +19,17 @@ from . import log8
 
 FORMAT = "gradmerge-curvature/1"
 STEM = "curvature"
-KINDS = ("diagonal", "gram", "kronecker")
+#: Kinds of curvature, and what messages call what a file holds.
+KINDS = {"diagonal": "diagonal curvature", "gram": "Gram matrices", "kronecker": "Kronecker factors"}
+#: Suffixes of the names of a weight's Kronecker factors.
+INPUTS, OUTPUTS = ".A", ".G"
 #: How a value is stored, by precision.
 PRECISIONS = {"float32": "F32", "bfloat16": "BF16", "log8": "U8"}
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
 class CurvatureFile:
-    """Curvature on disk: the sum over ``examples`` of squared gradients, by parameter (or Gram matrices, by weight)."""
+    """Curvature on disk: the sum over ``examples`` of squared gradients by parameter, or matrices by weight."""
 
     def __init__(self, label: str, files: list[TensorFile]) -> None:
         self.label = label
@@ -43,6 +46,8 @@ class CurvatureFile:
         scales = {name + log8.SUFFIX for name in self._places} if self.precision == "log8" else set()
         self.shapes = {name: entry.shape for name, (_, entry) in self._places.items() if name not in scales}
         self._check_types()
+        self.tokens = self._tokens() if self.kind == "kronecker" else {}
+        """Weights that have Kronecker factors, and how many tokens those were added up over."""
         self._tables: dict[str, Tensor] = {}
 
     def _check_format(self) -> None:
@@ -80,18 +85,24 @@ class CurvatureFile:
         return frozenset(n for n in names if isinstance(n, str)) if isinstance(names, list) else frozenset()
 
     @property
-    def tokens(self) -> dict[str, int]:
-        """Weights that have Kronecker factors, and how many tokens those were added up over."""
+    def holds(self) -> str:
+        """What it holds, in words."""
+        return KINDS[self.kind]
+
+    def _tokens(self) -> dict[str, int]:
         found: Any = None
         with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(self.metadata.get("tokens", "{}"))
-        sound = isinstance(found, dict) and all(
-            type(count) is int and count > 0 and {f"{name}.A", f"{name}.G"} <= self.shapes.keys()
-            for name, count in found.items()
-        )
-        if not sound:
-            raise InputError(f"{self.label}: the header's tokens do not name layers of this file with a count each")
-        return dict(found)
+            found = json.loads(self.metadata.get("tokens", ""))
+        if not isinstance(found, dict) or not all(type(count) is int and count > 0 for count in found.values()):
+            raise InputError(f"{self.label}: the header's tokens are not a number above 0 for each layer")
+        wrong = []
+        for part in (name + suffix for name in found for suffix in (INPUTS, OUTPUTS)):
+            shape = self.shapes.get(part)
+            if shape is None or len(shape) != 2 or shape[0] != shape[1]:
+                wrong.append(f"{part}: {'missing' if shape is None else f'of shape {list(shape)}'}")
+        if wrong:
+            raise InputError(f"{self.label}: layers without two square factors:\n{listed(wrong)}")
+        return found
 
     def read(self, name: str, start: int, stop: int, take: Any) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened sum, in float32; ``take(nbytes)`` lends a uint8 buffer."""

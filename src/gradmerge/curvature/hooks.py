@@ -55,6 +55,10 @@ class Recorder:
         self.anchor = torch.zeros((), device=next(iter(sums)).device, requires_grad=True)
         self._active = False
 
+    def wants(self, one: ParameterSum) -> bool:
+        """Whether terms of a bias are needed."""
+        return True
+
     def take(self, one: ParameterSum, term: Term) -> None:
         """A term of the gradients of this batch's examples, for one parameter."""
         raise NotImplementedError
@@ -201,7 +205,8 @@ class LayerFormula:
 
     def _take_bias(self, y: Tensor) -> None:
         """``y`` is (examples, tokens, width)."""
-        if bias := self.sums.get("bias"):
+        bias = self.sums.get("bias")
+        if bias is not None and self.recorder.wants(bias):
             self.recorder.take(bias, DirectGradient(y.sum(1, dtype=sum_type(y))))
 
     @contextlib.contextmanager

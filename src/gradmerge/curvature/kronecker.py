@@ -11,17 +11,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..arguments import checked
+from ..display import View
 from ..errors import InputError
 from .curvature import SHARD_SIZE, NamedSums, write_sums
 from .factors import KroneckerSums
-from .files import metadata, open_curvature
+from .files import INPUTS, OUTPUTS, metadata, open_curvature
 from .formulas import is_conv1d
 from .stored_names import for_files, stored_shapes, stored_sources
 from .sums import ParameterSum
 
-#: Suffixes of a weight's factors in files.
-INPUTS, OUTPUTS = ".A", ".G"
-#: Layers with more inputs or outputs get a diagonal: their factors would be larger than the layer.
+#: Layers with more inputs or outputs get a diagonal: their factors would be of a gigabyte or more each.
 WIDEST = 16384
 
 
@@ -41,6 +41,14 @@ class KroneckerCurvature(NamedSums):
 
     A mapping from names to **sums** over examples, as its file has them: ``NAME.A`` and ``NAME.G`` of a weight NAME
     (the layer's bias is part of A), and under a parameter's own name the diagonal where there are no factors.
+
+    Args:
+        layers: Name of a weight → its :class:`LayerFactors`.
+        diagonal: Name of any other parameter → Σ_i [∇ℓ_i]².
+        examples, likelihood, model: As of :class:`Curvature`.
+        transposed: Weights whose first axis is the input's, as of GPT-2's Conv1D.
+        wide: Weights of layers that have a diagonal because they are wider than they were allowed to be.
+        stored: Turns names in memory into those of the model's files when the curvature is saved.
     """
 
     def __init__(
@@ -48,9 +56,10 @@ class KroneckerCurvature(NamedSums):
         layers: Mapping[str, LayerFactors],
         diagonal: Mapping[str, Tensor],
         examples: int,
-        likelihood: str = "sampled",
+        likelihood: str = "empirical",
         model: str = "",
         transposed: Iterable[str] = (),
+        wide: Iterable[str] = (),
         stored: Callable[[KroneckerCurvature], KroneckerCurvature] | None = None,
     ) -> None:
         sums: dict[str, Tensor] = {}
@@ -61,12 +70,20 @@ class KroneckerCurvature(NamedSums):
         self.diagonal = dict(diagonal)
         self.likelihood = likelihood
         self.transposed = frozenset(transposed)
-        """Weights whose first axis is the input's, as of GPT-2's Conv1D."""
+        self.wide = tuple(wide)
         self._stored = stored
 
-    def __repr__(self) -> str:
-        parts = f"{len(self.layers)} layers, {len(self.diagonal)} diagonals"
-        return f"KroneckerCurvature({parts}, {self.examples} examples, {self.likelihood})"
+    def _line(self) -> list[str]:
+        parts = [f"{len(self.layers)} layers", f"{len(self.diagonal)} diagonals"]
+        return [*parts, f"{self.examples} examples", self.likelihood]
+
+    def _view(self) -> View:
+        columns = ["layer", "tokens", "inputs", "trace of A/T", "outputs", "trace of G (sum over examples)"]
+        rows = [
+            [name, tokens, len(a), float(a.trace()) / tokens, len(g), float(g.trace())]
+            for name, (a, g, tokens) in self.layers.items()
+        ]
+        return columns, rows, ()
 
     def write(self, folder: Path, precision: str = "float32", shard_size: int = SHARD_SIZE) -> None:
         """Write the files into a folder that is there; ``precision`` is ``float32``, the only one of factors."""
@@ -82,11 +99,22 @@ class KroneckerCurvature(NamedSums):
         write_sums(folder, named, header, shard_size)
 
     @classmethod
+    @checked()
     def load(cls, path: str | Path) -> KroneckerCurvature:
-        """Read a curvature folder or file of this kind whole."""
+        """Read a curvature folder or file of kind `kronecker` whole.
+
+        Args:
+            path: The folder or file.
+
+        Returns:
+            The factors and diagonals, as sums over examples.
+
+        >>> KroneckerCurvature.load("./yelp/kronecker").layers["classifier.weight"].tokens  # doctest: +SKIP
+        560000
+        """
         with open_curvature(str(path)) as file:
             if file.kind != "kronecker":
-                raise InputError(f"{path}: holds {file.kind} curvature, not Kronecker factors")
+                raise InputError(f"{path}: holds {file.holds}, where Kronecker factors are needed (--kind kronecker)")
             parts = {name + suffix for name in file.tokens for suffix in (INPUTS, OUTPUTS)}
             layers = {
                 name: LayerFactors(file.read_whole(name + INPUTS), file.read_whole(name + OUTPUTS), tokens)
@@ -98,58 +126,97 @@ class KroneckerCurvature(NamedSums):
 
 
 def factors_for(
-    model: nn.Module, parameters: Collection[nn.Parameter], widest: int = WIDEST
-) -> dict[nn.Parameter, KroneckerSums]:
-    """Empty factors for the weight of every linear layer and convolution that one module alone holds, if narrow enough.
+    model: nn.Module, parameters: Collection[nn.Parameter], stored: Collection[str], widest: int = WIDEST
+) -> tuple[dict[nn.Parameter, KroneckerSums], list[str]]:
+    """Empty factors for the weight of every linear layer and convolution that one module alone holds.
 
-    And that files hold as it is: a weight that is stored together with others, or in parts, has a diagonal.
+    And that files hold as it is, as of those in ``stored``: a weight that is stored together with others, or in parts,
+    has a diagonal. So have layers that are too wide, whose names come second.
     """
     uses: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 uses.setdefault(parameter, []).append((f"{path}.{name}".lstrip("."), module))
-    stored, known = _stored_alone(model), set(parameters)
-    found = {}
+    known = {parameter for parameter in parameters if len(uses[parameter]) == 1}
+    found, wide = {}, []
     for parameter in parameters:
-        (name, module), *others = uses[parameter]
+        name, module = uses[parameter][0]
         turned = is_conv1d(module)
         linear = isinstance(module, nn.Linear) or turned
         convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1
-        if others or name not in stored or module._parameters.get("weight") is not parameter:
+        own = parameter in known and name in stored and module._parameters.get("weight") is parameter
+        if not own or not (linear or convolution):
             continue
-        if (linear or convolution) and max(parameter.shape[0], parameter[0].numel()) < widest:
-            bias = module._parameters.get("bias")
-            found[parameter] = KroneckerSums(name, parameter, bias if bias in known else None, turned)
-    return found
+        if max(parameter.shape[0], parameter[0].numel()) > widest:
+            wide.append(name)
+            continue
+        bias = module._parameters.get("bias")
+        found[parameter] = KroneckerSums(name, parameter, bias if bias in known else None, turned)
+    return found, wide
 
 
 def kronecker_of(
-    model: nn.Module, sums: Mapping[str, ParameterSum], examples: int, likelihood: str, name: str
+    sums: Mapping[str, ParameterSum],
+    start: KroneckerCurvature | None,
+    examples: int,
+    likelihood: str,
+    model: str,
+    wide: Iterable[str],
+    stored: Callable[[KroneckerCurvature], KroneckerCurvature],
 ) -> KroneckerCurvature:
-    """What was added up, by the names of ``model.named_parameters()``."""
+    """What was added up, by the names of ``model.named_parameters()``; ``start`` is in the factors already."""
     factors = {name: one.factors for name, one in sums.items() if one.has_factors and one.factors is not None}
-    inside = {one.bias for one in factors.values()}
     layers = {name: LayerFactors(one.inputs, one.outputs, one.tokens) for name, one in factors.items()}
-    rest = {key: one for key, one in sums.items() if key not in factors and one.parameter not in inside}
-    diagonal = {key: one.total for key, one in rest.items()}
-    turned = [key for key, one in factors.items() if one.turned]
-    files, convert = _stored_alone(model), for_files(model)
+    inside = {one.bias for one in factors.values()}
+    diagonal = {}
+    for name, one in sums.items():
+        if name not in factors and one.parameter not in inside:
+            before = start.diagonal.get(name) if start is not None else None
+            diagonal[name] = one.total.clone() if before is None else one.total + before.to(one.total)
+    turned = [name for name, one in factors.items() if one.turned]
+    return KroneckerCurvature(layers, diagonal, examples, likelihood, model, turned, wide, stored)
+
+
+def go_on(
+    start: KroneckerCurvature, parameters: Mapping[str, nn.Parameter], factors: dict[nn.Parameter, KroneckerSums]
+) -> bool:
+    """Begin with the factors of ``start``, if it is of such a model; what has a diagonal there keeps to it."""
+    inside: set[nn.Parameter | None] = set()
+    for name, layer in start.layers.items():
+        one = factors.get(parameters[name]) if name in parameters else None
+        if one is None or not one.go_on(*layer):
+            return False
+        inside.add(one.bias)
+    rest = {name: p for name, p in parameters.items() if name not in start.layers and p not in inside}
+    if {name: value.shape for name, value in start.diagonal.items()} != {name: p.shape for name, p in rest.items()}:
+        return False
+    for name, parameter in rest.items():
+        if bool(start.diagonal[name].any()):  # otherwise it was not used yet
+            factors.pop(parameter, None)
+    return True
+
+
+def for_kronecker_files(
+    model: nn.Module, alone: Mapping[str, str]
+) -> Callable[[KroneckerCurvature], KroneckerCurvature]:
+    """What turns names in memory into names in files; ``alone`` is as of :func:`stored_alone`."""
+    convert = for_files(model)
 
     def stored(curvature: KroneckerCurvature) -> KroneckerCurvature:
         return KroneckerCurvature(
-            {files[key]: layer for key, layer in curvature.layers.items()},
+            {alone[key]: layer for key, layer in curvature.layers.items()},
             convert(curvature.diagonal) if convert is not None else curvature.diagonal,
             curvature.examples,
             curvature.likelihood,
             curvature.model,
-            [files[key] for key in curvature.transposed],
+            [alone[key] for key in curvature.transposed],
         )
 
-    return KroneckerCurvature(layers, diagonal, examples, likelihood, name, turned, stored)
+    return stored
 
 
-def _stored_alone(model: nn.Module) -> dict[str, str]:
+def stored_alone(model: nn.Module) -> dict[str, str]:
     """Name in memory → name in a checkpoint, of parameters that are one tensor of the same shape there."""
     shapes, sources = stored_shapes(model), stored_sources(model)
     parts = Counter(sources.values())

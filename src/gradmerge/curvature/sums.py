@@ -30,6 +30,8 @@ class ParameterSum:
     def __init__(self, parameter: nn.Parameter, factors: KroneckerSums | None = None) -> None:
         self.parameter = parameter
         self.factors = factors
+        self.weight: ParameterSum | None = None
+        """Of a bias: the weight whose factors, if it has some, stand for the bias too."""
         self.slow = False
         """No formula fits: autograd takes the gradients, one example at a time."""
         self.kinds: list[type] = []
@@ -48,7 +50,14 @@ class ParameterSum:
     @property
     def has_factors(self) -> bool:
         """Whether factors stand for it: one product with a matrix, by a formula that fits."""
-        return self.factors is not None and not self.slow and self.kinds == [OuterGradient]
+        if self.factors is None or self.slow:
+            return False
+        return self.kinds == [OuterGradient] or (self.factors.begun and not self.kinds)  # gone on from, and not used
+
+    @property
+    def used(self) -> bool:
+        """Whether a gradient has reached it, as far as is known."""
+        return self.slow or bool(self.kinds) or (self.factors is not None and self.factors.begun)
 
     @property
     def is_tied_table(self) -> bool:

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from ..engine.candidates import Block, look_at
 from ..engine.inputs import Inputs
+from ..engine.layers import open_damping
 from ..engine.plan import Plan
 from ..recipe import Recipe, reduction_factor
+from ..rules.kronecker_matching import applied
 
 #: Below the first a model counts as tuned under the penalty, from the second on as not tuned under it.
 NEAR, FAR = 0.3, 0.7
@@ -75,15 +77,16 @@ def find_gauges(
 
     def visit(block: Block) -> None:
         for task in origins:
-            gradient = gradients[task].get(block.job.name)
-            if gradient is None:  # tied to a tensor that has it
+            if block.job.name not in gradients[task]:  # tied to a tensor that has its gradient
                 continue
+            change = block.tuned[tasks[task]].double() - block.base.double()
             penalty = block.penalty[tasks[task]] if block.penalty else None
             if penalty is None:
                 assert block.prior is not None
-                penalty = block.prior.double() + inputs.damping_of(plan.rule)
-            pull = penalty.double() * (block.tuned[tasks[task]].double() - block.base.double())
-            slope = scales[task] * gradient.reshape(-1)[block.start : block.stop].double()
+                pull = applied(block.prior, change) + _damping(plan, block) * change
+            else:
+                pull = applied(penalty, change)
+            slope = scales[task] * block.part_of(gradients[task])
             found = torch.stack([v.square().sum() for v in (pull + slope, pull, slope)])
             with lock:
                 sums[task] += found
@@ -95,6 +98,14 @@ def find_gauges(
         off, pull, slope = (math.sqrt(value) for value in sums[task].tolist())
         result[task] = Gauge(origin, off / pull if pull else None, pull, slope)
     return result
+
+
+def _damping(plan: Plan, block: Block) -> float:
+    """δ of H_0; a layer with Kronecker curvature may have one of its own."""
+    own = None
+    if block.job.layer is not None:
+        own = open_damping(plan, plan.rule, {"curvature": block.curvature, "base": block.base})
+    return plan.inputs.damping_of(plan.rule) if own is None else own
 
 
 def _origin(recipe: Recipe, inputs: Inputs, place: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checkpoints.model import Buffers, Checkpoint
@@ -13,8 +14,10 @@ from ..errors import InputError
 from ..notes import Note
 from ..recipe import Recipe, check_options
 from ..rules import RULES
+from ..rules.kronecker_matching import LayerHessian
 from .coefficients import coefficient_notes
 from .damping import find_damping
+from .layers import joined, parted, pieces_of, read_layer, solve_layer
 from .plan import Job, Plan, Unit, rule_arguments
 from .planning import rehearse
 from .randomness import keep_mask
@@ -44,12 +47,29 @@ class Block:
     stop: int
     base: Tensor
     tuned: Sequence[Tensor]
-    prior: Tensor | None
-    curvature: Sequence[Tensor]
-    penalty: Sequence[Tensor | None]
+    prior: LayerHessian | None
+    curvature: Sequence[LayerHessian]
+    penalty: Sequence[LayerHessian | None]
     """P_t of every tuned model, None where it is H_0; empty if it is H_0 for all of them."""
     merged: Sequence[Tensor]
-    """One per candidate, in float32 (float64 where inputs are)."""
+    """One per candidate, in float32 (float64 where inputs are).
+
+    Of a layer with Kronecker curvature all of these are matrices [W b], in float64, and ``job`` is its weight's.
+    """
+
+    def part_of(self, state: Mapping[str, Tensor]) -> Tensor:
+        """The same stretch of other tensors by these names, such as a gradient; 0 where there are none."""
+        parts = []
+        for job in pieces_of(self.job):
+            whole = state[job.name].reshape(-1) if job.name in state else torch.zeros(job.info.numel)
+            parts.append(whole[self.start : self.stop if job is self.job else None].double())
+        return parts[0] if self.job.layer is None else joined(self.job, parts)
+
+    def tensors_of(self, merged: Tensor) -> list[tuple[Job, int, int, Tensor]]:
+        """What a candidate has in the tensors that are stored: job, start, stop and flat values."""
+        if self.job.layer is None:
+            return [(self.job, self.start, self.stop, merged)]
+        return [(job, 0, job.info.numel, values) for job, values in parted(self.job, merged)]
 
 
 Visit = Callable[[Block], None]
@@ -79,9 +99,13 @@ def look_at(
         job = unit.job
         if job.rule is None:
             return
-        tensors = read_block(plan, job, unit.start, unit.stop, buffers)
         masks: Masks = {}
-        merged = [runner.block(unit, tensors, masks, buffers) for runner in runners]
+        if job.layer is not None:
+            tensors = read_layer(plan, job, {})
+            merged = [runner.layer(unit, tensors, buffers) for runner in runners]
+        else:
+            tensors = read_block(plan, job, unit.start, unit.stop, buffers)
+            merged = [runner.block(unit, tensors, masks, buffers) for runner in runners]
         read = (tensors["base"], tensors["tuned"], tensors.get("prior"))
         more = (tensors.get("curvature") or [], tensors.get("penalty") or [])
         visit(Block(job, unit.start, unit.stop, *read, *more, merged))
@@ -107,6 +131,8 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
         raise InputError(f"{rule.name} takes the base and one model, not {len(inputs.tuned)}")
     if "prior" in rule.needs(options) and inputs.prior is None:
         raise InputError(f"{rule.name} needs the curvature of the base, which has none here")
+    if plan.layers and rule.layers is None and rule.needs(options) & {"prior", "curvature"}:
+        raise InputError(f"{rule.name} takes diagonals, and the curvature of these models is Kronecker")
     needs = frozenset(rule.needs(options)) - (set() if inputs.penalty else rule.optional & {"penalty"})
     jobs = [job if job.rule is None else replace(job, rule=rule) for job in plan.jobs]
     own = Plan(rule, inputs, jobs, needs | {"base"})
@@ -144,6 +170,19 @@ class _Runner:
         if key not in measured:
             measured[key] = find_statistics(self._plan, threads)
         self._statistics = measured[key]
+
+    def layer(self, unit: Unit, tensors: Mapping[str, Any], buffers: Buffers) -> Tensor:
+        """The matrix [W b] of a layer with Kronecker curvature; rules for entries see its tensors one by one."""
+        job = unit.job
+        if self._candidate.model is None and self._plan.rule.layers is not None:
+            return solve_layer(self._plan, self._plan.rule, tensors, job.name)
+        split = [parted(job, matrix) for matrix in (tensors["base"], *tensors["tuned"])]
+        parts = []
+        for place, piece in enumerate(pieces_of(job)):
+            base, *tuned = (matrix[place][1] for matrix in split)
+            block = self.block(Unit(0, piece, 0, piece.info.numel), {"base": base, "tuned": tuned}, {}, buffers)
+            parts.append(block.double().clone())
+        return joined(job, parts)
 
     def block(self, unit: Unit, tensors: Mapping[str, Any], masks: Masks, buffers: Buffers) -> Tensor:
         candidate, job = self._candidate, unit.job

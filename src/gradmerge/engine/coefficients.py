@@ -17,6 +17,7 @@ from ..checkpoints.model import Buffers
 from ..notes import Kind, Note
 from ..recipe import Recipe
 from ..text import count
+from .layers import diagonal_block, pieces_of
 from .plan import Job, Plan, converted, rule_arguments
 from .reading import read_block
 from .statistics import exact_sum
@@ -63,7 +64,7 @@ def share_above(plan: Plan, threads: int = 1) -> tuple[float, int]:
     """The share of Σ_t |α_t| Δ_t² in entries whose coefficients add up to more than ABOVE, and how many were seen."""
     total = sum(job.info.numel for job in plan.merged)
     part = min(max(SMALL, total * PART), MOST, total) / max(1, total)
-    runs = {job.name: list(_runs(job.info.numel, part)) for job in plan.merged if job.info.numel}
+    runs = {job.name: list(_runs(job.info.numel, part)) for job in plan.entrywise if job.info.numel}
     seen = {name: sum(stop - start for start, stop in places) for name, places in runs.items()}
     found: dict[tuple[str, int], tuple[float, float]] = {}
 
@@ -73,10 +74,16 @@ def share_above(plan: Plan, threads: int = 1) -> tuple[float, int]:
         times = job.info.numel / seen[job.name]
         found[job.name, start] = above * times, whole * times
 
-    every = ((job, *place) for job in plan.merged for place in runs.get(job.name, ()))
+    def layer(job: Job) -> None:
+        found[job.name, 0] = _changes(plan, diagonal_block(plan, job))
+
+    every = ((job, *place) for job in plan.entrywise for place in runs.get(job.name, ()))
     run_parallel(every, with_buffers(work), threads)
+    run_parallel(plan.layers, lambda: layer, threads)
     above, whole = (exact_sum(column) for column in zip(*found.values(), strict=True)) if found else (0.0, 0.0)
-    return above / whole if whole > 0 and math.isfinite(above) else 0.0, sum(seen.values())
+    return above / whole if whole > 0 and math.isfinite(above) else 0.0, sum(seen.values()) + sum(
+        piece.info.numel for job in plan.layers for piece in pieces_of(job)
+    )
 
 
 def _changes(plan: Plan, block: dict[str, Tensor]) -> tuple[float, float]:

@@ -7,6 +7,8 @@ import math
 import torch
 
 from ..checkpoints.model import Buffers
+from ..rules.kronecker_matching import mean_eigenvalue
+from .layers import pieces_of, read_hessian
 from .plan import Job, Plan
 from .reading import read_curvature
 from .statistics import Advance, chunks, exact_sum
@@ -33,6 +35,13 @@ def find_damping(plan: Plan, threads: int = 1, advance: Advance = lambda nbytes:
         sums[job.name, start] = math.fsum(parts)
         advance(sum(source.nbytes(job.name) for source in inputs.curvature) * (stop - start) // job.info.numel)
 
-    run_parallel(chunks(plan.merged), with_buffers(work), threads)
+    def trace(job: Job) -> None:
+        numel = sum(piece.info.numel for piece in pieces_of(job))
+        found = (mean_eigenvalue([1.0], [read_hessian(source, job, {})], numel) for source in inputs.curvature)
+        sums[job.name, 0] = math.fsum(mean * numel for mean in found)
+        advance(sum(source.nbytes(job.name) for source in inputs.curvature))
+
+    run_parallel(chunks(plan.entrywise), with_buffers(work), threads)
+    run_parallel(plan.layers, lambda: trace, threads)
     entries = sum(job.info.numel for job in plan.merged)
     inputs.mean_curvature = exact_sum(sums.values()) / max(1, entries)

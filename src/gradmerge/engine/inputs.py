@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.model import Buffers, Checkpoint, block_digest
-from ..curvature.files import CurvatureFile
+from ..checkpoints.model import Buffers, Checkpoint, block_digest, combined_digest
+from ..curvature.files import INPUTS, OUTPUTS, CurvatureFile
 from ..errors import InputError
 from ..recipe import MeanTimes, reduction_factor
 from ..rules import Rule
+from ..rules.kronecker_matching import Factors
 
 #: Curvature above this is refused: sums over some models, times their weights, must fit float32.
 LARGEST = 1e35
@@ -38,6 +39,10 @@ class CurvatureInput:
     stands_for: int = 0
     """The examples that it is scaled to, where a recipe says so; else those that it was estimated on."""
     likelihood: str = ""
+    tokens: Mapping[str, int] | None = None
+    """Of Kronecker curvature: the weights that have factors, with the number of tokens behind those."""
+    transposed: frozenset[str] = frozenset()
+    """Weights whose first axis is the input's."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied heads → the embedding whose curvature is used for them."""
 
@@ -57,7 +62,16 @@ class CurvatureInput:
             examples=file.examples,
             stands_for=behind,
             likelihood=file.likelihood,
+            tokens=file.tokens if file.kind == "kronecker" else None,
+            transposed=file.transposed,
         )
+
+    @property
+    def kind(self) -> str:
+        """`diagonal`, `gram`, `kronecker` or `constant`."""
+        if self.tokens is not None:
+            return "kronecker"
+        return self.file.kind if self.file is not None else "constant" if self.constant is not None else "diagonal"
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
@@ -99,8 +113,18 @@ class CurvatureInput:
         values = values.to(dtype)
         return values if self.factor == 1.0 else values * self.factor
 
-    def read_matrix(self, name: str, digests: Digests) -> Tensor:
+    def read_factors(self, name: str, digests: Digests) -> Factors:
+        """The Kronecker factors of a layer's weight, in float64; the scale holds 1/T and the reduction."""
+        assert self.tokens is not None
+        seen: list[Digests] = [{}, {}]
+        sides = (self.read_matrix(name + part, own, 1.0) for part, own in zip((OUTPUTS, INPUTS), seen, strict=True))
+        outputs, inputs = (side.add(side.T).mul_(0.5) for side in sides)  # symmetric, whoever wrote them
+        digests[self] = combined_digest(own[self] for own in seen)
+        return Factors(outputs, inputs, self.factor / self.tokens[name])
+
+    def read_matrix(self, name: str, digests: Digests, factor: float | None = None) -> Tensor:
         """A whole Gram matrix, reduced, in float64. Its diagonal may not be negative; other entries may."""
+        factor = self.factor if factor is None else factor
         shapes = self.shapes
         assert shapes is not None
         values = self._stored(name, 0, math.prod(shapes[name]), Buffers(), "gram").reshape(shapes[name])
@@ -109,7 +133,7 @@ class CurvatureInput:
                 f"{self.label}: {name} is no Gram matrix: it has entries that are not finite, or a negative diagonal"
             )
         digests[self] = block_digest(values)
-        return values.double() * self.factor
+        return values.double() * factor
 
     def _stored(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
         if self.file is not None:
@@ -130,12 +154,18 @@ class CurvatureInput:
                 "numbers do not fit float32. Scale the curvature of all models down alike."
             )
 
+    def _stored_parts(self, name: str) -> list[str]:
+        """The tensors of the file that hold the curvature of a parameter."""
+        parts = [name + INPUTS, name + OUTPUTS] if self.tokens and name in self.tokens else [name]
+        return [part for part in parts if self.shapes is not None and part in self.shapes]
+
     def will_need(self, name: str) -> None:
-        if self.file is not None and name in self.file.shapes:
-            self.file.will_need(name)
+        if self.file is not None:
+            for part in self._stored_parts(name):
+                self.file.will_need(part)
 
     def nbytes(self, name: str) -> int:
-        return self.file.nbytes(name) if self.file is not None and name in self.file.shapes else 0
+        return sum(self.file.nbytes(part) for part in self._stored_parts(name)) if self.file is not None else 0
 
     def files(self) -> list[Path]:
         return self.file.files() if self.file is not None else []

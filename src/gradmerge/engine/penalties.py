@@ -11,6 +11,7 @@ from ..curvature.files import open_curvature
 from ..errors import InputError
 from ..notes import Kind, Note
 from ..recipe import NONE, Identity, Recipe, check_penalty
+from ..rules.kronecker_matching import OF_MERGES
 from ..storage.links import require_within
 from ..storage.smallfile import read_json
 from ..text import one_line
@@ -70,6 +71,8 @@ def used(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "damping" in plan.rule.inputs:
         found["damping"] = inputs.damping_of(plan.rule)
+        if plan.layers and inputs.damping_is_open and plan.rule.name != "removal":
+            found["damping_of_layers"] = f"{OF_MERGES:g} × the mean curvature of the layer"
     if "penalty" in plan.rule.inputs:
         found["penalty"] = [_used_penalty(recipe, inputs, place) for place in range(len(inputs.tuned))]
     return found

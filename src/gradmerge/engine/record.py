@@ -76,15 +76,18 @@ def _digest_of_source(plan: Plan, place: int, source: Source, digests: Mapping[i
         return digest_of(source, plan.block)
     digest, buffers = Digest(plan.block), Buffers()
     for unit in plan.units():
-        name = unit.job.name
+        name, layer = unit.job.name, unit.job.layer
         if isinstance(source, Checkpoint):
             name = plan.inputs.stored_name(source, name)
             info = source.tensors.get(name)
         else:
             info = TensorInfo("F32", unit.job.info.shape)
         value = digests[unit.number][place]
-        if info is not None and unit.job.whole and isinstance(source, Checkpoint) and source in plan.inputs.tuned:
+        read = source in plan.inputs.tuned or layer is not None
+        if info is not None and unit.job.whole and isinstance(source, Checkpoint) and read:
             _add_tensor(digest, source, name, buffers)
+            if layer is not None and layer.bias is not None:
+                _add_tensor(digest, source, plan.inputs.stored_name(source, layer.bias.name), buffers)
         elif info is not None and value >= 0:
             digest.add(name, info, unit.start, value)
     return digest

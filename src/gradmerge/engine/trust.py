@@ -20,7 +20,9 @@ from ..curvature.summary import group_of
 from ..errors import InputError
 from ..notes import Kind, Note
 from ..progress import Progress
+from ..rules.kronecker_matching import applied
 from .damping import find_damping
+from .layers import read_layer, solve_layer
 from .plan import Job, Plan, converted, rule_arguments
 from .reading import read_block
 from .statistics import Advance, chunks
@@ -167,12 +169,16 @@ def judge(
                 group.add(step)
             advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
 
-    run_parallel(chunks(plan.merged), with_buffers(work), threads)
+    every = (*chunks(plan.entrywise), *((job, 0, job.info.numel) for job in plan.layers))
+    run_parallel(every, with_buffers(work), threads)
     return judgements
 
 
 def _steps(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, dampings: Sequence[float]) -> Iterator[Step]:
     """In float64, so that a step that overflows in the merge is still a number here."""
+    if job.layer is not None:
+        yield from _layer_steps(plan, job, dampings)
+        return
     wide = converted(read_block(plan, job, start, stop, buffers), Tensor.double)
     base, tuned = wide["base"], wide["tuned"]
     moved = sum((model - base).abs_() for model in tuned)
@@ -182,3 +188,18 @@ def _steps(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, dampin
         arguments = rule_arguments(plan.rule, plan, wide) | {"damping": damping}
         step = (plan.rule(**arguments) - base).square_()
         yield Step(float(step.sum()), tuning, float((step * curvature).sum()), felt)
+
+
+def _layer_steps(plan: Plan, job: Job, dampings: Sequence[float]) -> Iterator[Step]:
+    """The same for a layer with Kronecker curvature; what is felt is ⟨X, H X⟩."""
+    tensors = read_layer(plan, job, {})
+    base, moved = tensors["base"], [model - tensors["base"] for model in tensors["tuned"]]
+
+    def felt(x: Tensor) -> float:
+        return sum(float((applied(hessian, x) * x).sum()) for hessian in tensors["curvature"])
+
+    tuning = float(sum(delta.abs() for delta in moved).square().sum())
+    felt_tuning = sum(math.sqrt(max(0.0, felt(delta))) for delta in moved) ** 2
+    for damping in dampings:
+        step = solve_layer(plan, plan.rule, {**tensors, "damping": damping}, job.name) - base
+        yield Step(float(step.square().sum()), tuning, max(0.0, felt(step)), felt_tuning)

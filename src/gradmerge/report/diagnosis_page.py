@@ -145,7 +145,8 @@ def _gauge_words(found: Diagnosis) -> list[str]:
             names = ", ".join(f"{task} ({gauge.gauge:.2g})" for task, gauge in fitting.items())
             were = "were" if len(fitting) > 1 else "was"
             kinds = " and ".join(dict.fromkeys(PENALTIES[gauge.penalty] for gauge in fitting.values()))
-            words.append(f"By the gauge (0: tuned under it; about 1 or more: not), {names} {were} {says.format(kinds)}.")
+            how = says.format(kinds)
+            words.append(f"By the gauge (0: tuned under it; about 1 or more: not), {names} {were} {how}.")
     return words
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import positive
+from .kronecker_matching import match_layer, remove_layer
 from .spec import Help, OrNone, rule, unusual
 
 PAPER = "Daheim et al., Model merging by uncertainty-based gradient matching, ICLR 2024"
@@ -50,6 +51,7 @@ def merged_precision(
     reference=PAPER,
     optional=["penalty"],
     precision=merged_precision,
+    layers=match_layer,
     wide=unusual,
 )
 def gradient_matching(
@@ -103,6 +105,7 @@ def _rest(
     reference=PAPER,
     optional=["penalty"],
     precision=_rest,
+    layers=remove_layer,
     wide=lambda weights, options: bool(options.get("base_saw_removed")) or unusual(weights, options),
 )
 def removal(

@@ -122,6 +122,8 @@ class Rule:
     """Where the base has NaN or infinity, the result has too."""
     otherwise: Rule | None = None
     """The rule for tensors that have no Gram matrix; a rule with one works on whole matrices."""
+    layers: Callable[..., Tensor] | None = None
+    """The same rule for a linear layer with Kronecker curvature: a function of the same inputs, as matrices [W b]."""
     wide: Wide = never
     """When the rule is given float64 whatever the files hold."""
 
@@ -169,6 +171,7 @@ def rule(
     only_one_model: bool = False,
     base_shows: bool = True,
     otherwise: Rule | None = None,
+    layers: Callable[..., Tensor] | None = None,
     wide: Wide = never,
 ) -> Callable[[Callable[..., Tensor]], Rule]:
     """Declare a function as a merge rule; inputs and options are read from its signature."""
@@ -196,6 +199,7 @@ def rule(
             only_one_model=only_one_model,
             base_shows=base_shows,
             otherwise=otherwise,
+            layers=layers,
             wide=wide,
         )
 

@@ -50,7 +50,10 @@ def classes_of(folder: Path) -> int | None:
 
 
 def with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingInfo, apart: bool = False) -> nn.Module:
-    """The base with the adapter merged into it, or ``apart`` and to be trained. ``info`` no longer names as missing what the adapter brings."""
+    """The base with the adapter merged into it, or ``apart`` and to be trained.
+
+    ``info`` no longer names as missing what the adapter brings.
+    """
     try:
         from peft import PeftConfig, PeftModel
     except ImportError as error:
