@@ -16,10 +16,13 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.cli.app import app
 from gradmerge.diagnostics.gauge import Gauge, find_gauges
+from gradmerge.diagnostics.predict import open_to_look, predict
+from gradmerge.engine.candidates import Candidate
 from gradmerge.recipe import make_recipe
 from gradmerge.tasks import load_task
 
-from ..making import read_model, write_recipe
+from ..engine import test_layers as layers
+from ..making import random_state, read_model, write_model, write_recipe
 from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
 from .conftest import tuned_from
 from .making import memory_plan
@@ -186,6 +189,53 @@ def test_the_report_can_show_predictions_below_zero(place: Path, tmp_path: Path)
     found = gm.diagnose(recipe_of(place, {"identity": 20.0}, damping=10.0), tmp_path / "report", progress=False)
     assert any(found.prediction.excess(candidate, "one") < 0 for candidate in found.candidates)
     assert (tmp_path / "report" / "predicted-loss.svg").is_file()
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["H_0", "penalty"])
+def test_with_kronecker_curvature_it_is_that_of_matrices_that_are_written_out(tmp_path: Path, given: bool) -> None:
+    """The gauge, and the first-order term of a prediction; the head is tied, and has no gradient of its own."""
+    shapes = {name: shape for name, shape in layers.SHAPES.items() if name != "lm_head.weight"}
+    states = [random_state(seed, shapes, torch.float64) for seed in (0, 1, 2)]
+    folders = [str(write_model(tmp_path / f"m{i}", state)) for i, state in enumerate(states)]
+    sources = [layers.kronecker(seed) for seed in (3, 4, 5)]
+    known = layers.kronecker(6)
+    known.save(tmp_path / "penalty")
+    more = {"base": {"penalty": str(tmp_path / "penalty")}} if given else {}
+    recipe = make_recipe(layers.recipe_of(folders, sources, tmp_path, "gradient-matching", **more))
+    gradients = {task: random_state(seed, shapes, torch.float64) for seed, task in ((7, "a"), (8, "b"))}
+    plan = open_to_look(recipe)
+    try:
+        found = find_gauges(recipe, plan, {"a": 0, "b": 1}, gradients, {"a": 5, "b": 10})
+        prediction = predict(plan, ["a", "b"], [Candidate("average", "average")])
+    finally:
+        plan.inputs.close()
+    damping, source = (0.0, known) if given else (0.01, sources[0])
+    merged = {name: (states[1][name] + states[2][name]) / 2 for name in shapes}
+    for task, place, scale in (("a", 1, 10 / 5), ("b", 2, 10 / 10)):
+        off = whole = first = 0.0
+        parts = []
+        for name in layers.LAYERS:
+            p = layers.written_out(name, source, 1.0)
+            change, step, slope = (
+                layers.matrix(name, state).reshape(-1)
+                for state in (
+                    {n: states[place][n] - states[0][n] for n in shapes},
+                    {n: merged[n] - states[place][n] for n in shapes},
+                    gradients[task],
+                )
+            )
+            parts.append((p @ change + damping * change, slope, step))
+        for name in (layers.EMBEDDING, "norm.weight"):
+            change = (states[place][name] - states[0][name]).reshape(-1)
+            pull = source[name].double().reshape(-1) * change + damping * change
+            step = (merged[name] - states[place][name]).reshape(-1)
+            parts.append((pull, gradients[task][name].reshape(-1), step))
+        for pull, slope, step in parts:
+            off += float((pull + scale * slope).square().sum())
+            whole += float(pull.square().sum())
+            first -= float(pull @ step)
+        assert found[task].gauge == pytest.approx((off / whole) ** 0.5, rel=1e-6)
+        assert prediction.cost("average", task).first_order == pytest.approx(first if given else 0.0, rel=1e-6)
 
 
 def test_training_under_a_penalty_its_record_and_the_gauge_agree(place: Path, tmp_path: Path) -> None:
