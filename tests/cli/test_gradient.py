@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -142,6 +143,22 @@ def test_the_digest_is_that_of_inspect_and_of_a_merges_record(place: Path, tmp_p
         out = tmp_path / f"gradient-{model.name}"
         text = run("gradient", model, "--data", place / "labels.jsonl", "--device", "cpu", "-o", out).stdout
         assert digest in text and gm.Gradient.load(out).digest == digest
+
+
+def test_a_model_in_bfloat16_is_differentiated_in_float32(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "bert", tmp_path / "bert")
+    shutil.copy(place / "labels.jsonl", tmp_path)
+    narrow = {name: value.bfloat16() for name, value in read_model(place / "bert").items()}
+    save_file(narrow, tmp_path / "bert" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "bert" / "config.json").read_text())
+    (tmp_path / "bert" / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    found = gm.estimate_gradient(tmp_path / "bert", tmp_path / "labels.jsonl", device="cpu", progress=False)
+    assert found.notes == ["the model is stored as BF16 and computes in float32 here"]
+    assert_near(found, by_hand(tmp_path, "bert")[0])
+    asked = gm.estimate_gradient(
+        tmp_path / "bert", tmp_path / "labels.jsonl", device="cpu", dtype="bfloat16", progress=False
+    )
+    assert not asked.notes and asked.loss != found.loss
 
 
 def test_an_adapter_has_the_gradient_of_its_own_tensors(place: Path, tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ from ..tasks import Loading, complete, load_task
 from ..tasks.data_sources import data_paths
 from ..text import nearest
 
+#: Types whose sums of gradients would be mostly rounding.
+NARROW = {"BF16", "F16"}
+
 
 @checked()
 def estimate_gradient(
@@ -57,8 +60,9 @@ def estimate_gradient(
         force: Replace ``out`` if gradmerge wrote it, or it is empty.
         durable: Have the folder on the disk before it gets its name.
         progress: A bar on long work; False for none; or what is told how far it is, in batches or, on disk, examples.
-        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says. For a module only
-            ``device``: where batches are moved to, by default where the model is.
+        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says, but that a model
+            stored in 16 bits computes in float32 if no ``dtype`` is given. For a module only ``device``: where batches
+            are moved to, by default where the model is.
 
     Returns:
         The gradient: for a module by the names of its parameters, for a model on disk by those of its files.
@@ -98,8 +102,15 @@ def estimate_gradient(
 
 def _from_disk(model: str, source: str, options: Loading, state: Callable[[], State], progress: Progress) -> Gradient:
     files = state()
-    loaded = load_task(model, source, adapter_apart=True, **options)
+    notes = []
     with open_checkpoint(model) as checkpoint:
+        types = {info.dtype for info in checkpoint.tensors.values()}
+        if options["dtype"] == "auto":
+            # Near the end of training the gradients of examples all but cancel, and narrow types would round that away.
+            options = {**options, "dtype": "float64" if "F64" in types else "float32"}
+            if types & NARROW:
+                notes.append(f"the model is stored as {', '.join(sorted(types & NARROW))} and computes in float32 here")
+        loaded = load_task(model, source, adapter_apart=True, **options)
         digest = str(digest_of(checkpoint))
     progress.begin("estimating", loaded.examples)
     found = estimate_in_memory(
@@ -110,5 +121,5 @@ def _from_disk(model: str, source: str, options: Loading, state: Callable[[], St
     # The name of a folder without the path to it, as files are published.
     found.model = Path(model).resolve().name if Path(model).exists() else model
     found.digest = digest
-    found.notes = [*loaded.notes, *found.notes]
+    found.notes = [*notes, *loaded.notes, *found.notes]
     return found

@@ -33,6 +33,7 @@ def gradient(
     """Estimate a gradient: the sum over examples of the gradient of each example's loss, and the loss with it.
 
     It costs about a training step per batch. Of a PEFT adapter folder it is the gradient of the adapter's own tensors.
+    A model stored in 16 bits computes in float32, unless --dtype says otherwise: gradients of examples nearly cancel.
     """
     with heavy_imports():
         from ..api.differentiating import estimate_gradient
