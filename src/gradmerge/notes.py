@@ -15,7 +15,7 @@ class Kind(StrEnum):
     STRANGERS = "strangers"
     """A model may not stem from the base: ``distance`` and ``cosine`` of their weight matrices."""
     PENALTIES = "penalties"
-    """Recorded penalties that do not fit: there is none beside the models that are ``lacking``, or curvature is a mean."""
+    """Recorded penalties that do not fit: none is there for the ``lacking`` models, or the curvature is a mean."""
     COEFFICIENTS = "coefficients"
     """Gradient matching is close to task arithmetic: the ``share`` of the change on which coefficients exceed 1.5."""
     UNUSED = "unused"
