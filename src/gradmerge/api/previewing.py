@@ -19,7 +19,7 @@ from ..engine.card import recipe_as_written, to_yaml
 from ..engine.to_folder import MergeResult
 from ..errors import InputError
 from ..progress import Progress, shown
-from ..recipe import Base, Identity, Model, Recipe
+from ..recipe import NONE, Base, Identity, Model, Recipe
 from ..report.page import write_report
 from ..report.preview_page import preview_page, settings_table, verdict
 from ..storage.staging import Staging
@@ -222,7 +222,7 @@ def _moved(recipe: Recipe, folder: Path) -> dict[str, Any]:
         part.model = moved(part.model)
         if part.curvature is not None and not isinstance(part.curvature, Identity):
             part.curvature = moved(part.curvature)
-    if copy.base is not None and isinstance(copy.base.penalty, str):
+    if copy.base is not None and isinstance(copy.base.penalty, str) and copy.base.penalty != NONE:
         copy.base.penalty = moved(copy.base.penalty)
     return recipe_as_written(copy)
 
