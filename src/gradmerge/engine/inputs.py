@@ -225,6 +225,11 @@ class Inputs:
         """Everything that is read, in the order of the journal's digests and of the record."""
         return [*self.checkpoints, *self.curvatures]
 
+    @property
+    def damps_layers(self) -> bool:
+        """Whether each layer with Kronecker curvature has a δ of its own: it is open, and the base's is not c · I."""
+        return self.damping_is_open and not (self.prior is not None and self.prior.constant)
+
     def damping_of(self, rule: Rule) -> float:
         """δ for a rule."""
         if not (self.damping_is_open and rule.name == "removal"):

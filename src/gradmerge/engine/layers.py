@@ -152,8 +152,11 @@ def diagonal_block(plan: Plan, job: Job) -> dict[str, Any]:
 
 
 def open_damping(plan: Plan, rule: Rule, tensors: Mapping[str, Any]) -> float | None:
-    """δ of a layer where the recipe leaves it open, and the rule goes by the layer; else None."""
-    if not plan.inputs.damping_is_open or rule.name == "removal":
+    """δ of a layer where the recipe leaves it open, and the rule goes by the layer; else None.
+
+    A base of curvature c · I is damped already: what H_t say is trusted beside it.
+    """
+    if not plan.inputs.damps_layers or rule.name == "removal":
         return None
     mean = mean_eigenvalue(plan.inputs.weights, tensors["curvature"], tensors["base"].numel())
     return OF_MERGES * mean
