@@ -85,9 +85,10 @@ def kind(field: dict[str, Any]) -> str:
     """A JSON schema in words."""
     if "$ref" in field:
         name = field["$ref"].rpartition("/")[2]
-        return {"Identity": "`{identity: c}`", "Base": "mapping or path", "Model": "mapping or path"}.get(
-            name, "mapping"
-        )
+        words = {"Identity": "`{identity: c}`", "MeanTimes": "`{mean_times: N}`"}
+        return (words | dict.fromkeys(("Base", "Model"), "mapping or path")).get(name, "mapping")
+    if "const" in field:
+        return f"`{field['const']}`"
     if "enum" in field:
         return " | ".join(f"`{value}`" for value in field["enum"])
     if "anyOf" in field:
@@ -96,6 +97,8 @@ def kind(field: dict[str, Any]) -> str:
     if field.get("type") == "array":
         return f"list of {kind(field['items'])}"
     word = {"string": "text", "number": "number", "integer": "size", "boolean": "`true` | `false`", "object": "mapping"}
+    if "maximum" in field and field["type"] == "integer":
+        return "whole number"
     return word[field["type"]] + (f", at least {field['minimum']:g}" if "minimum" in field else "")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import gradmerge as gm
-from gradmerge.recipe import load_recipe, make_recipe
+from gradmerge.recipe import Identity, load_recipe, make_recipe, reduction_factor
 from gradmerge.safe_yaml import parse_yaml
 
 FULL = """
@@ -59,6 +59,7 @@ def test_sizes_are_read(text: str | int, size: float) -> None:
 
 
 BASE = {"method": "ties", "base": "b", "models": ["a"]}
+REMOVAL = BASE | {"method": "removal"}
 WRONG = {
     "key": (BASE | {"modles": []}, "modles: unknown key; did you mean 'models'"),
     "key of a model": (
@@ -86,8 +87,29 @@ WRONG = {
     ),
     "weight of the base": (BASE | {"base": {"model": "b", "weight": 1}}, "base.weight: ties does not use it"),
     "penalty": (BASE | {"base": {"model": "b", "penalty": "p"}}, "base.penalty: ties does not use it"),
-    "damping": (BASE | {"damping": -1}, "damping"),
-    "reduction": (BASE | {"reduction": "median"}, "reduction"),
+    "damping": (BASE | {"damping": -1}, "damping: should be a finite number from 0 to 1e.30, or auto, but it is -1"),
+    "damping that is a word": (BASE | {"damping": "car"}, "damping: should be a finite number .*, or auto, but it is"),
+    "damping that is nothing": (BASE | {"damping": None}, "damping: .* but it is None"),
+    "reduction": (BASE | {"reduction": "median"}, r"reduction: should be sum, mean or \{mean_times: N\}"),
+    "reduction by nothing": (BASE | {"reduction": {"mean_times": 0}}, r"reduction.mean_times: should be greater"),
+    "key of the reduction": (
+        BASE | {"reduction": {"mean_time": 2}},
+        "mean_time: unknown key; did you mean 'mean_times'",
+    ),
+    "cap": (REMOVAL | {"options": {"cap": -0.1}}, "cap: should be a finite number from 0 to 1e.30, or none"),
+    "cap that is nothing": (REMOVAL | {"options": {"cap": None}}, "cap: .*, or none, but it is None"),
+    "cap of another method": (BASE | {"options": {"cap": 1}}, "cap: unknown key of ties"),
+    "penalty that is a number": (REMOVAL | {"base": {"model": "b", "penalty": 3}}, "base.penalty"),
+    "examples": (REMOVAL | {"base": {"model": "b", "examples": 0}}, "base.examples: should be greater"),
+    "examples of a constant": (
+        REMOVAL | {"base": {"model": "b", "examples": 9, "curvature": {"identity": 1}}},
+        "base.examples: {identity: c} is taken as it is",
+    ),
+    "examples and means": (
+        REMOVAL | {"base": {"model": "b", "examples": 9}, "reduction": "mean"},
+        "base.examples: with `reduction: mean` no number",
+    ),
+    "examples of a rule without": (BASE | {"base": {"model": "b", "examples": 9}}, "base.examples: ties does not use"),
     "identity": (BASE | {"models": [{"model": "a", "curvature": {"identity": -1}}]}, "identity"),
     "size": (BASE | {"output": {"shard_size": "big"}}, "not a size such as 5GB"),
     "curvature of a rule without": (BASE | {"output": {"curvature": True}}, "ties merge has no curvature of its own"),
@@ -100,6 +122,36 @@ def test_a_wrong_recipe_says_where_and_what(case: str) -> None:
     value, message = WRONG[case]
     with pytest.raises(gm.InputError, match=message):
         make_recipe(value)
+
+
+@pytest.mark.parametrize("method", ["gradient-matching", "removal"])
+@pytest.mark.parametrize(
+    ("text", "penalty"),
+    [("none", "none"), ("None", "none"), ("null", None), ("~", None), ("{identity: 2}", 2.0), ("./none", "./none")],
+)
+def test_none_is_a_word_for_no_penalty_and_null_leaves_it_open(method: str, text: str, penalty: object) -> None:
+    raw = parse_yaml(f"{{method: {method}, base: {{model: b, penalty: {text}}}, models: [a]}}", "r")
+    recipe = make_recipe(raw)
+    assert recipe.base is not None
+    found = recipe.base.penalty
+    assert (found.identity if isinstance(found, Identity) else found) == penalty
+
+
+def test_words_and_numbers_stay_what_they_are_when_a_recipe_is_written_and_read_again() -> None:
+    raw = REMOVAL | {"options": {"cap": "none"}, "damping": "1e-8", "reduction": {"mean_times": 50}}
+    recipe = make_recipe(raw | {"base": {"model": "b", "penalty": "none", "examples": 7}})
+    assert (recipe.damping, recipe.resolved_options["cap"]) == (1e-8, "none")
+    again = make_recipe(recipe.model_dump(mode="json") | {"options": recipe.resolved_options})
+    assert again.resolved_options == recipe.resolved_options
+    assert (again.base, again.reduction, again.damping) == (recipe.base, recipe.reduction, recipe.damping)
+    assert make_recipe(REMOVAL).resolved_options["cap"] == 1.0
+    assert make_recipe(REMOVAL | {"options": {"cap": "0.5"}}).resolved_options["cap"] == 0.5
+
+
+def test_reductions_are_factors_of_the_sum() -> None:
+    recipe = make_recipe(BASE | {"reduction": {"mean_times": 50}})
+    factors = [reduction_factor(reduction, 200) for reduction in ("sum", "mean", recipe.reduction)]
+    assert factors == [1.0, 1 / 200, 50 / 200]
 
 
 def test_all_mistakes_are_told_at_once() -> None:

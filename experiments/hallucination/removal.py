@@ -61,6 +61,8 @@ class Removals:
         if method != "task-arithmetic":
             curvature = self._curvature if method == "removal" else self._delta
             how |= {"prior": self._rest, "curvature": [curvature], "damping": setting["damping"]}
+        if method == "removal":
+            how["options"] = {"cap": "none"}  # the paper's formula
         return gm.merge_state_dicts(self._base, [self._tuned], method, threads=THREADS, **how)
 
     def step(self, state: State) -> float:

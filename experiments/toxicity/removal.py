@@ -44,6 +44,7 @@ class Task:
             return gm.merge_state_dicts(self.base, [self.tuned], method, weights=[-strength], **how)
         assert damping is not None
         how |= {"prior": self.prior, "curvature": [self.curvature], "damping": damping}
+        how["options"] = {"cap": "none"}  # the paper's formula
         return gm.merge_state_dicts(self.base, [self.tuned], "removal", weights=[strength], **how)
 
     def step(self, removed: State) -> float:

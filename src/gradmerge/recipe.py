@@ -211,7 +211,7 @@ def _check_fit(recipe: Recipe) -> None:
     if recipe.base and recipe.base.weight is not None and "base_weight" not in needs:
         raise InputError(f"base.weight: {rule.name} does not use it; only weighted-average does")
     if recipe.base and recipe.base.penalty is not None and "penalty" not in needs:
-        raise InputError(f"base.penalty: {rule.name} does not use it; only gradient-matching and removal do")
+        raise InputError(f"base.penalty: {rule.name} does not use it; only removal and gradient-matching do")
     if recipe.base and recipe.base.examples is not None:
         if "prior" not in needs:
             raise InputError(f"base.examples: {rule.name} does not use the base's curvature")

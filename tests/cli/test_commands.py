@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -232,3 +233,40 @@ def test_a_merge_that_is_complete_is_not_done_again(models: tuple[Path, ...], tm
     stamp = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
     assert "complete already" in run(*words)
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_set_takes_penalties_caps_and_reductions(models: tuple[Path, ...], tmp_path: Path) -> None:
+    base, a, b = models
+    states, curvature = [read_model(m) for m in models], [gm.Curvature.load(m) for m in models]
+    given: dict[str, Any] = {"prior": curvature[0], "curvature": curvature[1:]}
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(f"method: gradient-matching\nbase: {base}\nmodels: [{a}, {b}]\nreduction: sum\n")
+    for number, (settings, how) in enumerate(
+        [
+            (["base.penalty=none"], {"penalty": "none"}),
+            (["base.penalty=none", "base.penalty=null"], {}),
+            (["base.penalty=none", "base.penalty.identity=2"], {"penalty": 2.0}),
+            (["reduction.mean_times=50"], {"reduction": {"mean_times": 50}}),
+            (["reduction={mean_times: 50}"], {"reduction": {"mean_times": 50}}),
+            (["method=removal", "cap=0.5"], {"method": "removal", "options": {"cap": 0.5}}),
+            (
+                ["method=removal", "damping=1", "options.cap=none"],
+                {"method": "removal", "damping": 1.0, "options": {"cap": "none"}},
+            ),
+        ]
+    ):
+        words = [word for setting in settings for word in ("--set", setting)]
+        run("merge", recipe, *words, "-o", tmp_path / f"out-{number}", "--accept-untrusted")
+        want = gm.merge_state_dicts(states[0], states[1:], **given, **how)
+        assert all(torch.equal(v, want[n]) for n, v in read_model(tmp_path / f"out-{number}").items()), settings
+
+
+def test_a_dry_run_says_which_damping_and_penalties_are_used(models: tuple[Path, ...]) -> None:
+    base, a, b = models
+    given = ["--base", base, "--model", a, "--model", b, "--dry-run", "--json"]
+    found = json.loads(run("remove", *given))
+    mean = sum(float(t.double().sum()) for m in (a, b) for t in gm.Curvature.load(m).sum().values())
+    assert found["damping"] == pytest.approx(mean / sum(t.numel() for t in read_model(base).values()))
+    assert [one["from"] for one in found["penalty"]] == ["default", "default"]
+    found = json.loads(run("merge", "-m", "gradient-matching", *given, "--set", "base.penalty=none"))
+    assert found["damping"] == 1e-10 and [one["penalty"] for one in found["penalty"]] == ["none", "none"]

@@ -29,6 +29,7 @@ def test_a_rule_is_read_from_its_signature() -> None:
     assert mine.options[0].required
     assert mine.options[0].kind == "number, 0 < x ≤ 1"
     assert mine.options[1].kind == "a | b"
+    assert [o.kind for o in RULES["removal"].options] == ["true | false", "number, 0 ≤ x; or none"]
     assert mine.summary == "What it does."
     assert mine.needs({"careful": False}) == {"base"}
     assert mine.needs({"careful": True}) == {"base", "prior"}

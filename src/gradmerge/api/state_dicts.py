@@ -80,6 +80,8 @@ def merge_state_dicts(
     if method not in RULES:
         raise InputError(f"method: there is no rule {method!r}; known are {', '.join(RULES)}")
     _check_state_dicts(base, tuned)
+    if isinstance(damping, str) and damping != "auto":
+        raise InputError(f"damping is {damping!r}, but must be a number, or auto")
     weights = [1.0] * len(tuned) if weights is None else weights
     if len(weights) != len(tuned):
         raise InputError(f"weights: {len(weights)} for {len(tuned)} tuned models")

@@ -194,7 +194,7 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, read
     ]
     for c in inputs.curvatures:
         sources.append({"source": c.label, "kind": "curvature", "bytes": sum(c.nbytes(j.name) for j in plan.merged)})
-    facts = {
+    facts: dict[str, Any] = {
         "method": recipe.method,
         "options": dict(inputs.options),
         "inputs": sources,
@@ -220,6 +220,10 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, read
     ]
     print_table(["input", "kind", "parameters", "size"], rows, right=(2, 3))
     say(f"tensors: {facts['merged_tensors']} merged, {facts['copied_tensors']} copied from {inputs.template.label}")
+    if "damping" in facts:
+        say(f"damping: {facts['damping']:g}")
+    for one in facts.get("penalty", ()):
+        say(f"penalty: {one['penalty']} for {one['model']} ({one['from']})")
     say(f"reads:   {size(read)}")
     say(f"writes:  {size(plan.total_written)} in {files} file{'s' if files > 1 else ''}" + (f" → {out}" if out else ""))
     say(f"memory:  about {size(plan.memory(threads))} with {threads} thread{'s' if threads > 1 else ''}")

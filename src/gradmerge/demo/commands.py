@@ -74,7 +74,7 @@ def diagnose() -> Command:
 def remove(damping: float) -> Command:
     model = f"models/joint-{REMOVED}"
     measured = f"--curvature base=curvature/joint-rest --curvature {model}=curvature/joint-{REMOVED}"
-    out = f"--set damping={damping:g} -o removed/{REMOVAL} --force"
+    out = f"--set damping={damping:g} --set cap=none -o removed/{REMOVAL} --force"
     return f"gradmerge remove --base models/joint --model {model} {measured} {out}".split()
 
 

@@ -64,6 +64,7 @@ def removal(damping: float) -> dict[str, Any]:
         "base": {"model": "../models/joint", "curvature": "../curvature/joint-rest"},
         "models": [{"model": f"../models/joint-{REMOVED}", "curvature": f"../curvature/joint-{REMOVED}"}],
         "damping": damping,
+        "options": {"cap": "none"},
     }
 
 

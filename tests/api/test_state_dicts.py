@@ -1,0 +1,89 @@
+"""Merging in memory: penalties, dampings and reductions as in a recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import gradmerge as gm
+
+from ..making import random_curvature, random_state
+from ..rules import slow
+
+SHAPES = {"a.weight": (5, 4), "a.bias": (5,)}
+STATES = [random_state(seed, SHAPES, torch.float64) for seed in range(3)]
+CURVATURE = [random_curvature(10 + seed, state) for seed, state in enumerate(STATES)]
+WEIGHTS = [0.6, 1.3]
+
+
+def flat(state: Any) -> list[float]:
+    return torch.cat([state[name].double().reshape(-1) for name in SHAPES]).tolist()
+
+
+def merge(**given: Any) -> list[float]:
+    given = {"prior": CURVATURE[0], "curvature": CURVATURE[1:], "weights": WEIGHTS} | given
+    return flat(gm.merge_state_dicts(STATES[0], STATES[1:], **given))
+
+
+def expected(method: str, damping: float, penalty: list[float] | None, **options: Any) -> list[float]:
+    twin = slow.removal if method == "removal" else slow.gradient_matching
+    tuned, curvature = [flat(s) for s in STATES[1:]], [flat(c.sum()) for c in CURVATURE[1:]]
+    every = None if penalty is None else [penalty] * 2
+    return twin(flat(STATES[0]), tuned, WEIGHTS, flat(CURVATURE[0].sum()), curvature, damping, every, **options)
+
+
+OTHER = random_curvature(30, STATES[0])
+
+
+@pytest.mark.parametrize("method", ["gradient-matching", "removal"])
+@pytest.mark.parametrize(
+    ("penalty", "values"),
+    [
+        (None, None),
+        ("none", [0.0] * 25),
+        (0, [0.0] * 25),
+        (2.5, [2.5] * 25),
+        (OTHER, flat(OTHER.sum())),
+        (OTHER.sum(), flat(OTHER.sum())),
+    ],
+)
+def test_a_penalty_is_a_number_a_mapping_a_curvature_or_none(
+    method: str, penalty: Any, values: list[float] | None
+) -> None:
+    capped = {"cap": 1.0} if method == "removal" else {}
+    got = merge(method=method, penalty=penalty, damping=0.01)
+    assert got == pytest.approx(expected(method, 0.01, values, **capped), rel=1e-11, abs=1e-12)
+
+
+def test_by_default_a_removal_has_the_mean_curvature_as_damping_and_others_have_next_to_none() -> None:
+    mean = sum(sum(flat(c.sum())) for c in CURVATURE[1:]) / 25
+    assert merge(method="removal") == pytest.approx(expected("removal", mean, None, cap=1.0), rel=1e-11)
+    assert merge() == pytest.approx(expected("gradient-matching", 1e-10, None), rel=1e-11)
+    unbounded = merge(method="removal", damping=0.5, options={"cap": "none"})
+    assert unbounded == pytest.approx(expected("removal", 0.5, None), rel=1e-11)
+
+
+def test_curvature_may_be_read_as_so_many_times_its_mean() -> None:
+    scaled = [one.scale(50 / one.examples) for one in CURVATURE]
+    got = merge(reduction={"mean_times": 50}, damping=0.01)
+    assert got == pytest.approx(merge(prior=scaled[0], curvature=scaled[1:], damping=0.01), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"penalty": "nothing"}, "penalty: 'nothing' is no curvature; the only word"),
+        ({"penalty": -1.0}, "penalty: -1.0 is no curvature"),
+        ({"penalty": {"a.weight": torch.ones(5, 4)}}, "penalty: no curvature for 1 of 2 tensors"),
+        ({"method": "fisher-averaging", "penalty": 1.0}, "base.penalty: fisher-averaging does not use it"),
+        ({"damping": "much"}, "damping is 'much', but must be a number, or auto"),
+        ({"reduction": {"mean_times": -1}}, "reduction.mean_times"),
+        ({"reduction": "median"}, "reduction: should be sum, mean or"),
+        ({"method": "removal", "options": {"cap": -1}}, "cap: should be a finite number from 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(gm.InputError, match=message):
+        merge(**given)

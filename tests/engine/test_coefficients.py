@@ -1,0 +1,125 @@
+"""On how much of the change gradient matching is task arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradmerge as gm
+from gradmerge.api import planned
+from gradmerge.engine import coefficients
+from gradmerge.engine.coefficients import coefficient_notes, share_above
+from gradmerge.notes import Kind, Note
+from gradmerge.recipe import make_recipe
+
+from ..making import near, random_state, write_model
+from .test_penalties import record
+
+SHAPES = {"layers.0.w": (40, 50), "layers.1.w": (3000,), "layers.1.bias": (7,)}
+WEIGHTS = [1.0, 0.8, 1.1]
+Case = dict[str, Any]
+Sums = list[dict[str, torch.Tensor]]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[Case, list[dict[str, torch.Tensor]], Sums]:
+    """Three models whose curvature is mostly far below the base's."""
+    base = random_state(0, SHAPES, torch.float64)
+    states = [base, *(near(base, seed) for seed in (1, 2, 3))]
+    sums: Sums = []
+    for seed, state in enumerate(states):
+        values = {n: t.square().float() for n, t in random_state(10 + seed, SHAPES).items()}
+        sums.append({n: t * (3.0 if seed == 0 else 1.0) for n, t in values.items()})
+        folder = write_model(tmp_path / f"m{seed}", state)
+        gm.Curvature(sums[-1], 1).save(folder / "curvature")
+    models = [{"model": str(tmp_path / f"m{i + 1}"), "weight": w} for i, w in enumerate(WEIGHTS)]
+    case = {"method": "gradient-matching", "base": {"model": str(tmp_path / "m0")}, "models": models, "damping": 0.1}
+    return case, states, sums
+
+
+def expected(states: Sums, sums: Sums, penalty: float | None = None) -> float:
+    """The share, one entry at a time."""
+    above = whole = 0.0
+    for name in SHAPES:
+        values = [state[name].double().reshape(-1).tolist() for state in states]
+        curvature = [one[name].double().reshape(-1).tolist() for one in sums]
+        for i, base in enumerate(values[0]):
+            h0 = curvature[0][i] + 0.1
+            p = h0 if penalty is None else penalty
+            below = h0 + sum(w * curvature[t + 1][i] for t, w in enumerate(WEIGHTS))
+            total = sum(w * (p + curvature[t + 1][i]) / below for t, w in enumerate(WEIGHTS))
+            change = sum(abs(w) * (values[t + 1][i] - base) ** 2 for t, w in enumerate(WEIGHTS))
+            above += change * (total > 1.5)
+            whole += change
+    return above / whole
+
+
+def notes_of(case: Case) -> list[Note]:
+    with planned(case) as plan:
+        return coefficient_notes(make_recipe(case), plan)
+
+
+@pytest.mark.parametrize("penalty", [None, 1.0])
+def test_the_share_is_that_of_every_entry(made, penalty: float | None) -> None:
+    case, states, sums = made
+    if penalty is not None:
+        case["base"]["penalty"] = {"identity": penalty}
+    found = set()
+    for threads in (1, 3):
+        with planned(case) as plan:
+            found.add(share_above(plan, threads))
+    ((share, looked_at),) = found
+    assert looked_at == 2000 + 3000 + 7
+    assert 0.05 < share < 0.95
+    assert share == pytest.approx(expected(states, sums, penalty), rel=1e-12)
+
+
+def test_a_merge_that_is_mostly_task_arithmetic_says_so_and_what_to_set(made, tmp_path: Path) -> None:
+    case, states, sums = made
+    strong = {n: t * 1000 for n, t in sums[0].items()}
+    gm.Curvature(strong, 1).save(Path(case["base"]["model"]) / "curvature", force=True)
+    share = expected(states, [strong, *sums[1:]])
+    assert share > 0.9
+    (note,) = gm.merge(case, tmp_path / "out").notes
+    assert note.kind == Kind.COEFFICIENTS and note.is_warning
+    assert note.data["share"] == pytest.approx(share)
+    assert f"this is task arithmetic at the same weights on {share:.0%}" in note
+    assert "on all entries" in note and "set `base.penalty: none`" in note
+    assert note in gm.diagnose(case).notes and note in gm.preview(case, weights="1").notes
+    same = [model | {"weight": 1.0} for model in case["models"]]
+    assert "task arithmetic at weight 1 on" in notes_of(case | {"models": same})[0]
+    case["base"]["penalty"] = "none"
+    assert notes_of(case) == []
+    case["base"]["penalty"] = str(Path(case["base"]["model"]) / "curvature")
+    assert "P is what base.penalty says" in notes_of(case)[0]
+
+
+def test_nothing_is_said_of_one_model_of_small_weights_of_recorded_penalties_or_of_other_methods(made) -> None:
+    case, _, sums = made
+    gm.Curvature({n: t * 1000 for n, t in sums[0].items()}, 1).save(
+        Path(case["base"]["model"]) / "curvature", force=True
+    )
+    assert notes_of(case)
+    assert notes_of(case | {"models": case["models"][:1]}) == []
+    assert notes_of(case | {"models": [model | {"weight": 0.3} for model in case["models"]]}) == []
+    assert notes_of(case | {"method": "task-arithmetic"}) == []
+    for model in case["models"]:
+        record(model["model"], {"identity": 3000.0})
+    assert notes_of(case) == []
+
+
+def test_a_large_model_is_looked_at_in_runs_and_the_note_says_so(made, monkeypatch) -> None:
+    case, states, sums = made
+    gm.Curvature({n: t * 1000 for n, t in sums[0].items()}, 1).save(
+        Path(case["base"]["model"]) / "curvature", force=True
+    )
+    for name, value in {"SMALL": 500, "MOST": 800, "RUN": 20}.items():
+        monkeypatch.setattr(coefficients, name, value)
+    with planned(case) as plan:
+        share, looked_at = share_above(plan)
+    assert 400 <= looked_at <= 800
+    assert share == pytest.approx(expected(states, [{n: t * 1000 for n, t in sums[0].items()}, *sums[1:]]), abs=0.05)
+    assert f"a sample of {looked_at} of 5.01 k entries" in notes_of(case)[0]
