@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checkpoints.model import TORCH_TYPES
 from ..notes import Note
 from ..rules import Rule
-from ..rules.kronecker_matching import Factors
+from ..rules.kronecker_matching import KroneckerFactors
 from ..storage.tensorfile import TensorInfo
 from ..text import natural
 from .inputs import Inputs
@@ -199,8 +199,8 @@ def converted(inputs: Mapping[str, Any], convert: Callable[[Tensor], Tensor]) ->
     def one(value: Any) -> Any:
         if isinstance(value, list):
             return [one(item) for item in value]
-        if isinstance(value, Factors):
-            return Factors(*map(one, value))
+        if isinstance(value, KroneckerFactors):
+            return KroneckerFactors(*map(one, value))
         return convert(value) if isinstance(value, Tensor) else value
 
     return {name: one(value) for name, value in inputs.items()}
