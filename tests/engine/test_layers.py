@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
+from gradmerge.api.merging import planned
 from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
 from gradmerge.diagnostics.in_memory import materialise
 from gradmerge.diagnostics.predict import open_to_look, predict
@@ -20,7 +22,7 @@ from gradmerge.engine.record import digest_of
 from gradmerge.engine.target import Target
 from gradmerge.recipe import make_recipe
 
-from ..making import assert_close, near, random_curvature, random_state, read_model, weight_bytes, write_model
+from ..making import assert_close, cli, near, random_curvature, random_state, read_model, weight_bytes, write_model
 from ..rules import slow
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -276,6 +278,20 @@ def test_a_removal_whose_step_is_too_long_is_refused(tmp_path: Path, states: Any
     with pytest.raises(gm.InputError, match="cannot be trusted"):
         gm.merge(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_counts_the_factors_and_a_dry_run_says_how_layers_are_damped(tmp_path: Path, folders: Any) -> None:
+    sources = [kronecker(3), kronecker(5), kronecker(6)]
+    recipe = recipe_of(folders, sources, tmp_path, "gradient-matching", damping="auto")
+    (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
+    with planned(recipe) as plan:
+        stored = 4 * sum(value.numel() for source in sources for value in source.values())
+        models = 3 * sum(math.prod(shape) * 8 for shape in SHAPES.values())
+        assert 0.9 * (stored + models) < plan.total_read <= stored + models
+        largest = max((i + bias) ** 2 + o**2 for o, i, bias in LAYERS.values())
+        assert plan.memory(2) - plan.memory(1) > 3 * 8 * largest
+    said = cli("merge", tmp_path / "recipe.yml", "--dry-run")
+    assert "0.2 × the mean curvature of the layer" in said.stdout, said.stderr
 
 
 def test_a_dead_layer_is_task_arithmetic(tmp_path: Path, states: Any, folders: Any) -> None:
