@@ -142,7 +142,10 @@ def report(run: str, name: str, row: Mapping[str, float]) -> None:
 
 
 def small_network(demo: Path, seed: int) -> dict[str, Any]:
-    """64 → 20 → 10, tuned under ½ · PENALTY · ‖θ − θ_0‖² until nothing moves: what the rule takes for granted."""
+    """64 → 20 → 10, tuned under ½ · PENALTY · ‖θ − θ_0‖² until nothing moves: what the rule takes for granted.
+
+    The base is trained under the same penalty, from random weights. Joint training goes on from it, without its data.
+    """
 
     def rows(task: str, split: str) -> tuple[Tensor, Tensor]:
         file = demo / "data" / f"{task}.npz"
@@ -192,13 +195,20 @@ def small_network(demo: Path, seed: int) -> dict[str, Any]:
     best = min(by_weight, key=lambda weight: by_weight[weight]["loss"])
     found[f"task-arithmetic, best on the test rows: {best:g}"] = by_weight[best]
     for structure in ("diagonal", "kronecker"):
-        curvature = [
+        prior, *curvature = (
             gm.estimate_curvature(model, [part], "exact", output="classes", structure=structure, progress=False)
-            for model, part in zip(tuned, tasks, strict=True)
-        ]
-        for name, damping in (("0", 0.0), ("auto", "auto")):
-            merged = gm.merge_state_dicts(start, states, prior=PENALTY, curvature=curvature, damping=damping)
-            found[f"{structure}, damping {name}"] = evaluated(merged)
+            for model, part in zip([base, *tuned], [rows("upright", "train"), *tasks], strict=True)
+        )
+        settings: dict[str, dict[str, Any]] = {
+            "H_0 = P = I": {"prior": PENALTY},
+            "H_0 = F_0 + I, P = I": {"prior": prior, "penalty": PENALTY, "damping": PENALTY},
+            "H_0 = F_0 + I, penalty none": {"prior": prior, "penalty": "none", "damping": PENALTY},
+            "H_0 = F_0 + I = P": {"prior": prior, "damping": PENALTY},
+            "H_0 = F_0 + δ = P, all by default": {"prior": prior},
+        }
+        for name, setting in settings.items():
+            merged = gm.merge_state_dicts(start, states, curvature=curvature, **setting)
+            found[f"{structure}, {name}"] = evaluated(merged)
     found["joint training"] = evaluated(trained(base, tasks, PENALTY).state_dict())
     for name, row in found.items():
         report(f"small {seed}", name, row)
