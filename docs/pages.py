@@ -85,8 +85,8 @@ def kind(field: dict[str, Any]) -> str:
     """A JSON schema in words."""
     if "$ref" in field:
         name = field["$ref"].rpartition("/")[2]
-        words = {"Identity": "`{identity: c}`", "MeanTimes": "`{mean_times: N}`"}
-        return (words | dict.fromkeys(("Base", "Model"), "mapping or path")).get(name, "mapping")
+        known = {"Identity": "`{identity: c}`", "MeanTimes": "`{mean_times: N}`"}
+        return (known | dict.fromkeys(("Base", "Model"), "mapping or path")).get(name, "mapping")
     if "const" in field:
         return f"`{field['const']}`"
     if "enum" in field:

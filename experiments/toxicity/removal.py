@@ -143,6 +143,7 @@ def advice(base: Path, tuned: Path, prior: Path, curvature: Path, damping: float
         "base": {"model": str(base), "curvature": str(prior)},
         "models": [{"model": str(tuned), "curvature": str(curvature)}],
         "damping": damping,
+        "options": {"cap": "none"},
     }
     notes = gm.merge(recipe, out, threads=2, force=True, accept_untrusted=True).notes
     untrusted = next((note for note in notes if note.kind == "untrusted"), None)

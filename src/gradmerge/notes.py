@@ -15,7 +15,7 @@ class Kind(StrEnum):
     STRANGERS = "strangers"
     """A model may not stem from the base: ``distance`` and ``cosine`` of their weight matrices."""
     PENALTIES = "penalties"
-    """A penalty is recorded beside some of the tuned models, and none beside those that are ``lacking``."""
+    """Recorded penalties that do not fit: none is there for the ``lacking`` models, or the curvature is a mean."""
     COEFFICIENTS = "coefficients"
     """Gradient matching is close to task arithmetic: the ``share`` of the change on which coefficients exceed 1.5."""
     UNUSED = "unused"

@@ -41,6 +41,7 @@ CANDIDATES = [
     Candidate("fisher with base", "fisher-averaging", options={"include_base": True}),
     Candidate("gradient-matching", "gradient-matching"),
     Candidate("removal", "removal"),
+    Candidate("removal without bounds", "removal", options={"cap": "none"}),
     Candidate("ties", "ties", options={"density": 0.3}),
     Candidate("ties by tensor", "ties", options={"density": 0.3, "scope": "tensor"}),
     Candidate("dare", "dare", options={"density": 0.4, "seed": 3}),
@@ -64,8 +65,10 @@ def slow_merge(candidate: Candidate, states: Sequence[State], curvature: Sequenc
                 for i in range(2)
             ]
             values = slow.dare(base, tuned, weights, kept, **options)
-        elif candidate.method in ("gradient-matching", "removal"):
-            values = getattr(slow, candidate.method.replace("-", "_"))(base, tuned, weights, prior, fishers, damping)
+        elif candidate.method == "gradient-matching":
+            values = slow.gradient_matching(base, tuned, weights, prior, fishers, damping)
+        elif candidate.method == "removal":
+            values = slow.removal(base, tuned, weights, prior, fishers, damping, **({"cap": 1.0} | options))
         elif candidate.method == "fisher-averaging":
             values = slow.fisher_averaging(base, tuned, weights, fishers, damping, prior, **options)
         elif candidate.method == "average":

@@ -65,6 +65,20 @@ def incomplete(inputs: Inputs) -> Iterator[Note]:
         )
 
 
+def mismatched(recipe: Recipe, inputs: Inputs) -> Iterator[Note]:
+    """A warning where penalties of sums of losses meet curvature that is a mean."""
+    recorded = recipe.base is not None and recipe.base.penalty is None
+    some = any(one is not None and one.constant != 0 for one in inputs.penalty)
+    if recorded and some and recipe.reduction == "mean":
+        yield Note(
+            "the penalties recorded beside the models go with the sum of the losses over all examples and are taken as "
+            "they are, but `reduction: mean` divides the curvature by the number of examples. Set `reduction: sum` (or "
+            "{mean_times: N} with the number of examples in training), or base.penalty for mean losses.",
+            Kind.PENALTIES,
+            lacking=[],
+        )
+
+
 def used(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """For the record: δ as a number, and where each model's P came from."""
     inputs = plan.inputs

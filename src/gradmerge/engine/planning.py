@@ -24,7 +24,7 @@ from ..storage.tensorfile import FLOATS, TensorInfo
 from ..text import listed
 from .inputs import USUAL_DAMPING, CurvatureInput, Inputs
 from .layers import find_layers, held_by_factors
-from .penalties import incomplete, recorded_penalty
+from .penalties import incomplete, mismatched, recorded_penalty
 from .plan import Job, Layer, Plan, rule_arguments
 
 _STORED = {word: code for code, word in FLOATS.items()}
@@ -173,6 +173,7 @@ def make_plan(
     plan.note(comparison.notes)
     plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
     plan.note(incomplete(inputs))
+    plan.note(mismatched(recipe, inputs))
     plan.note(_method_notes(recipe, looking=reads is not None))
     if reads is None:
         rehearse(plan)
