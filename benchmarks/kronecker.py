@@ -137,6 +137,44 @@ def measure(run: Run, device: str) -> dict[str, Any]:
     return rows
 
 
+def removals(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Taking `tilted` out of the model of all tasks: accuracy on it and, as mean, on the rest."""
+    loading: Any = {"task": "image", "device": args.device, "batch_size": args.batch_size, "progress": False}
+    work = args.work / folder.name
+    models = {"rest": folder / "models" / "joint", "tilted": folder / "models" / "joint-tilted"}
+    recipes: dict[str, dict[str, Any]] = {
+        "negation": {
+            "method": "task-arithmetic",
+            "base": str(models["rest"]),
+            "models": [{"model": str(models["tilted"]), "weight": -1.0}],
+        }
+    }
+    for kind in ("diagonal", "kronecker"):
+        made = {name: work / f"{kind}-removal-{name}" for name in models}
+        for name, out in made.items():
+            if not out.is_dir():
+                data = f"{folder / 'data' / name}.npz:train"
+                gm.estimate_curvature(models[name], data, "exact", out=out, kind=kind, **loading)
+        base, tuned = ({"model": str(models[n]), "curvature": str(made[n].absolute())} for n in models)
+        recipes[f"removal, {kind}"] = {"method": "removal", "base": base, "models": [tuned]}
+    places = {"before": models["rest"]}
+    for name, recipe in recipes.items():
+        places[name] = work / "removed" / name.replace(", ", "-")
+        places[name].parent.mkdir(parents=True, exist_ok=True)
+        gm.merge(recipe, places[name], force=True, progress=False, device=args.device)
+    places["never tuned on it"] = folder / "models" / "without-tilted"
+    found = {}
+    for name, place in places.items():
+        right = {
+            task: gm.evaluate(place, f"{folder / 'data' / task}.npz:test", **loading)["accuracy"]
+            for task in ("upright", *TASKS)
+        }
+        removed = right.pop("tilted")
+        found[name] = {"removed": removed, "rest": mean(right.values())}
+        print(f"{folder.name:12} {name:44} {100 * removed:6.2f} {100 * found[name]['rest']:6.2f}", flush=True)
+    return found
+
+
 def report(run: str, name: str, row: Mapping[str, float]) -> None:
     print(f"{run:12} {name:44} {100 * row['accuracy']:6.2f} {row['loss']:8.4f}", flush=True)
 
@@ -272,16 +310,18 @@ def main() -> None:
     args = parser.parse_args()
     found: dict[str, Any] = {}
     for seed, folder in enumerate(args.small):
-        found[f"small network, {folder.name}"] = small_network(folder, seed)
+        found[f"small network, {folder.name}"] = {"rows": small_network(folder, seed)}
     for run in [*(of_demo(folder, args) for folder in args.demo), *([of_options(args)] if args.name else [])]:
         run.work.mkdir(parents=True, exist_ok=True)
-        found[run.name] = measure(run, args.device)
+        found[run.name] = {"rows": measure(run, args.device)}
+    for folder in args.demo:
+        found[folder.name]["removals"] = removals(folder, args)
     if args.json:
         kept: dict[str, Any] = {"command": "python -m benchmarks.kronecker"}
         kept |= json.loads(args.json.read_text()) if args.json.is_file() else {}
         machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu"
         facts = {"device": machine, "torch": torch.__version__, "gradmerge": gm.__version__}
-        kept.setdefault("runs", {}).update({name: {**facts, "rows": rows} for name, rows in found.items()})
+        kept.setdefault("runs", {}).update({name: facts | tables for name, tables in found.items()})
         args.json.write_text(json.dumps(kept, indent=2) + "\n")
 
 

@@ -204,7 +204,15 @@ def kronecker_results() -> str:
     for name, run in runs.items():
         group = next((kind for kind in ("small network", "demo") if name.startswith(kind)), name)
         groups.setdefault(group, []).append({case.partition(":")[0]: row for case, row in run["rows"].items()})
-    return "\n\n".join(_kronecker_table(group, parts) for group, parts in groups.items())
+    tables = [_kronecker_table(group, parts) for group, parts in groups.items()]
+    removals = [run["removals"] for run in runs.values() if "removals" in run]
+    if removals:
+        rows = []
+        for case in removals[0]:
+            shares = (100 * sum(one[case][key] for one in removals) / len(removals) for key in ("removed", "rest"))
+            rows.append((case, *(f"{share:.1f}" for share in shares)))
+        tables.append(table(("demo, taking one task out", "accuracy on it, %", "on the rest, %"), rows))
+    return "\n\n".join(tables)
 
 
 def _kronecker_table(group: str, runs: list[dict[str, Any]]) -> str:
