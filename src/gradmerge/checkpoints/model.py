@@ -148,6 +148,10 @@ class Digest:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def __str__(self) -> str:
+        """As records and messages give it."""
+        return f"xxh3-128:{self.hex()}"
+
     def hex(self) -> str:
         total = xxhash.xxh3_128()
         for name in sorted(self._blocks):

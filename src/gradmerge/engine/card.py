@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -101,3 +101,19 @@ def _row(part: Base | Model) -> str:
     weight, named = "" if part.weight is None else f"{part.weight:g}", part.curvature
     curvature = f"{named.identity:g} · I" if isinstance(named, Identity) else _code(named) if named is not None else ""
     return f"{_code(part.model)} | {weight} | {curvature}"
+
+
+def as_card(front: Mapping[str, Any], name: str, text: str) -> str:
+    """A model card with this front matter, of a model of this name."""
+    return f"---\n{to_yaml(front)}---\n\n# {_plain(name)}\n\n{text.rstrip()}\n"
+
+
+def as_code(text: str) -> str:
+    """A name as code, in text or in a cell of a table."""
+    return _code(text)
+
+
+def as_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; the first cell of a row is a name, as code."""
+    lines = [columns, ["---"] * len(columns), *([_code(row[0]), *row[1:]] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
