@@ -219,7 +219,7 @@ def test_factors_come_back_in_shards(tmp_path: Path) -> None:
     )
     assert len(list((tmp_path / "k").glob("*.safetensors"))) > 1
     got = gm.KroneckerCurvature.load(tmp_path / "k")
-    assert (got.examples, got.likelihood, got.model, got.transposed) == (9, "exact", "m", {"1.weight"})
+    assert (got.examples, got.likelihood, got.model, got.transposed) == (9, "exact", "m", frozenset({"1.weight"}))
     assert got.layers.keys() == layers.keys() and got.diagonal.keys() == {"b"}
     for name, (a, g, tokens) in layers.items():
         assert torch.equal(got.layers[name].inputs, a) and torch.equal(got.layers[name].outputs, g)

@@ -21,7 +21,6 @@ from gradmerge.cli.app import app
 from gradmerge.curvature.files import open_curvature
 from gradmerge.curvature.kronecker import LayerFactors
 from gradmerge.curvature.summary import group_of
-from gradmerge.report import curvature_plot
 from gradmerge.report.curvature_plot import LayerRow, draw, legible, spread
 
 from ..making import random_curvature, random_state
