@@ -22,7 +22,7 @@ from gradmerge.curvature.losses import LOSSES
 
 from . import slow
 from .families import EXACT, FAMILIES, batch_of, batches_of
-from .slow import Example
+from .slow import Example, assert_same
 from .test_estimate import CLASSIFIERS, made, wanted
 
 #: Weights of linear layers that have a diagonal: tied to an embedding, or used more than once per example.
@@ -157,20 +157,27 @@ def test_float32_is_the_same_to_its_rounding(name: str) -> None:
     assert_factors(got, wanted_factors(name), 1e-4)
 
 
-def test_where_memory_runs_out_halves_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("what", "when"),
+    [("accumulate.add_squares", 1), *(("factors.BatchInputs.rows", when) for when in (1, 2, 3, 6, 11))],
+)
+def test_where_memory_runs_out_halves_give_the_same(what: str, when: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether at a squared gradient, or where the rows of a layer's input or output are made."""
     model, examples = made("bert")
-    failed: list[int] = []
+    real: Any = kernels.add_squares if "squares" in what else factors.BatchInputs.rows
+    calls: list[int] = []
 
-    def failing(total: Tensor, terms: Any) -> None:
-        if not failed:
-            failed.append(1)
+    def failing(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == when:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        kernels.add_squares(total, terms)
+        return real(*arguments)
 
-    monkeypatch.setattr("gradmerge.curvature.accumulate.add_squares", failing)
+    monkeypatch.setattr(f"gradmerge.curvature.{what}", failing)
     got = estimated(model, [batch_of(examples)])
-    assert failed
+    assert len(calls) > when
     assert_factors(got, wanted_factors("bert"), EXACT)
+    assert_same(got.diagonal, {name: value for name, value in wanted("bert").items() if name in got.diagonal}, EXACT)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2, classes", "llama", "t5"])
