@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import gradmerge as gm
-from gradmerge.recipe import load_recipe, make_recipe, parse_yaml
+from gradmerge.recipe import load_recipe, make_recipe
+from gradmerge.safe_yaml import parse_yaml
 
 FULL = """
 method: gradient-matching
@@ -44,7 +45,7 @@ def test_a_full_recipe_is_read(tmp_path: Path) -> None:
 
 def test_defaults_are_those_of_the_design() -> None:
     recipe = make_recipe({"method": "task-arithmetic", "base": "b", "models": ["a"]})
-    assert (recipe.reduction, recipe.damping, recipe.include, recipe.exclude) == ("sum", 1e-10, ["*"], [])
+    assert (recipe.reduction, recipe.damping, recipe.include, recipe.exclude) == ("sum", "auto", ["*"], [])
     assert (recipe.output.dtype, recipe.output.shard_size, recipe.output.curvature) == ("auto", 5_000_000_000, False)
     assert recipe.missing == "error"
 

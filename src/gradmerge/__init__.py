@@ -8,11 +8,14 @@ from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .api import diagnose as diagnose, evaluate as evaluate, merge as merge, merge_state_dicts as merge_state_dicts
+    from .api.differentiating import estimate_gradient as estimate_gradient
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
     from .api.previewing import preview as preview, suggest_weights as suggest_weights
+    from .api.refining import refine as refine
     from .api.sampling import sample_posterior as sample_posterior
     from .checkpoints import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from .curvature import Curvature as Curvature
+    from .curvature.gradients import Gradient as Gradient
     from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
     from .curvature.kronecker import KroneckerCurvature as KroneckerCurvature
     from .curvature.optimizers import import_curvature as import_curvature
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from .notes import Note as Note
     from .progress import Progress as Progress
     from .recipe import Recipe as Recipe, load_recipe as load_recipe
+    from .refinement.rounds import Refinement as Refinement
     from .rules import RULES as RULES, gradient_matching_full as gradient_matching_full, removal_full as removal_full
     from .tasks.data_sources import read_rows as read_rows
     from .tasks.loading import Loading as Loading
@@ -35,11 +39,14 @@ if TYPE_CHECKING:
 # Where names come from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
 _NAMES = {
     "api": "diagnose evaluate merge merge_state_dicts",
+    "api.differentiating": "estimate_gradient",
     "api.estimating": "Estimate estimate_curvature",
     "api.previewing": "preview suggest_weights",
+    "api.refining": "refine",
     "api.sampling": "sample_posterior",
     "checkpoints": "Checkpoint open_checkpoint",
     "curvature": "Curvature",
+    "curvature.gradients": "Gradient",
     "curvature.gram": "Gram estimate_gram",
     "curvature.kronecker": "KroneckerCurvature",
     "curvature.optimizers": "import_curvature",
@@ -51,6 +58,7 @@ _NAMES = {
     "notes": "Note",
     "progress": "Progress",
     "recipe": "Recipe load_recipe",
+    "refinement.rounds": "Refinement",
     "rules": "RULES gradient_matching_full removal_full",
     "tasks.data_sources": "read_rows",
     "tasks.loading": "Loading",

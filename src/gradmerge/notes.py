@@ -14,6 +14,10 @@ class Kind(StrEnum):
     """A removal whose step is too long: ``amplification``, and the least ``damping`` that is enough (None: none is)."""
     STRANGERS = "strangers"
     """A model may not stem from the base: ``distance`` and ``cosine`` of their weight matrices."""
+    PENALTIES = "penalties"
+    """A penalty is recorded beside some of the tuned models, and none beside those that are ``lacking``."""
+    COEFFICIENTS = "coefficients"
+    """Gradient matching is close to task arithmetic: the ``share`` of the change on which coefficients exceed 1.5."""
     UNUSED = "unused"
     """``keys`` of the recipe name curvature that the method does not read."""
 
@@ -32,4 +36,4 @@ class Note(str):
     @property
     def is_warning(self) -> bool:
         """Whether it is shown also to those who asked for quiet: the result is probably not what they want."""
-        return self.kind in (Kind.UNTRUSTED, Kind.STRANGERS)
+        return self.kind in (Kind.UNTRUSTED, Kind.STRANGERS, Kind.PENALTIES, Kind.COEFFICIENTS)

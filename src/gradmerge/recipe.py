@@ -2,96 +2,50 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    create_model,
-)
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, ValidationError, create_model
 
 from .arguments import checked
 from .display import OneLine
 from .errors import InputError
+from .recipe_values import (
+    NONE,
+    CurvatureSource,
+    Identity,
+    MeanTimes,
+    Number,
+    PenaltySource,
+    RecipePart,
+    Reduction,
+    Reference,
+    Size,
+    Weight,
+    as_text,
+    number_or,
+    reduction_factor,
+)
 from .rules import RULES, Rule
-from .rules.spec import Option
+from .rules.spec import Option, OrNone
+from .safe_yaml import parse_yaml
 from .text import nearest
 
+#: With what others need of the values.
+__all__ = ["NONE", "Base", "CurvatureSource", "Identity", "MeanTimes", "Model", "Output", "Recipe", "check_options"]
+__all__ += ["check_penalty", "load_recipe", "make_recipe", "parse_yaml", "reduction_factor"]
+
 MAX_BYTES = 1_000_000
-MAX_NODES = 20_000
-#: Characters of a number.
-LONGEST_NUMBER = 10_000
-
-
-def _parse_size(value: Any) -> int:
-    size = value
-    if isinstance(value, bool) or not isinstance(value, int):
-        match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", str(value), re.IGNORECASE)
-        if not match or match[1].count(".") > 1 or match[1] == ".":
-            raise ValueError("not a size such as 5GB, 500MB or 2GiB")
-        unit = 1024 if match[3] else 1000
-        size = int(min(float(match[1]), 1e100) * unit ** " KMGT".index(match[2].upper() or " "))
-    if size < 1:
-        raise ValueError("a size must be above 0")
-    return int(size)
-
-
-#: Bounds of weights, damping and options other than 0: their products with any curvature and model then fit float64.
-SMALLEST, LARGEST = 1e-30, 1e30
-
-
-def _check_weight(value: float) -> float:
-    if value != 0 and not SMALLEST <= abs(value) <= LARGEST:
-        raise ValueError(f"a weight is a finite number: 0, or from {SMALLEST:g} to {LARGEST:g} in size")
-    return value
-
-
-def _check_number(value: float) -> float:
-    if not abs(value) <= LARGEST:
-        raise ValueError(f"should be a finite number, at most {LARGEST:g} in size")
-    return value
-
-
-Weight = Annotated[float, AfterValidator(_check_weight)]
-Number = Annotated[float, AfterValidator(_check_number)]
-Size = Annotated[int, BeforeValidator(_parse_size)]
-
-
-class _RecipePart(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
-
-
-class Identity(_RecipePart):
-    """Curvature that is the same number for every entry: c · I."""
-
-    identity: Annotated[Number, Field(ge=0, description="The number c; not divided by any count.")]
-
-
-def _as_text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _from_path(value: Any) -> Any:
-    value = _as_text(value)
+    value = as_text(value)
     return {"model": value} if isinstance(value, str) else value
 
 
-Reference = Annotated[str, BeforeValidator(_as_text)]
-CurvatureSource = Reference | Identity
-
-
-class _Source(_RecipePart):
+class _Source(RecipePart):
     model: Reference = Field(
         description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder."
     )
@@ -104,10 +58,16 @@ class Base(_Source):
     """The model that every fine-tune started from."""
 
     weight: Weight | None = Field(None, description="The base's own weight; only for `weighted-average`.")
-    penalty: CurvatureSource | None = Field(
+    penalty: PenaltySource | None = Field(
         None,
-        description="Only for `removal`: the matrix of the penalty that the models were tuned under, if it is not the "
-        "base's curvature.",
+        description="P, the matrix of the penalty that the models were tuned under, for `gradient-matching` and "
+        "`removal`: curvature, or `none` if they were tuned without. Default: what is recorded beside each tuned "
+        "model, or else H_0.",
+    )
+    examples: Annotated[int, Field(ge=1, le=10**18)] | None = Field(
+        None,
+        description="How many examples the base's curvature stands for: it is read as that many times its mean. "
+        "Default: those it was estimated on.",
     )
 
 
@@ -121,7 +81,7 @@ class Model(_Source):
     )
 
 
-class Output(_RecipePart):
+class Output(RecipePart):
     """What is written."""
 
     dtype: Literal["auto", "float64", "float32", "float16", "bfloat16"] = Field(
@@ -134,7 +94,7 @@ class Output(_RecipePart):
     )
 
 
-class Recipe(OneLine, _RecipePart):
+class Recipe(OneLine, RecipePart):
     """A merge, as written in YAML."""
 
     method: str = Field(description="The method; `gradmerge methods` lists them.")
@@ -146,11 +106,15 @@ class Recipe(OneLine, _RecipePart):
     models: list[Annotated[Model, BeforeValidator(_from_path)]] = Field(
         min_length=1, description="The tuned models: mappings, or only their paths."
     )
-    reduction: Literal["sum", "mean"] = Field(
-        "sum", description="How curvature files are read: the sum over examples, or the sum divided by their number."
+    reduction: Reduction = Field(
+        "sum",
+        description="How curvature files are read: the sum over examples, the sum divided by their number, or N times "
+        "that.",
     )
-    damping: Annotated[Number, Field(ge=0)] = Field(
-        1e-10, description="δ, added to the prior (in Fisher averaging and RegMean, to the curvature of every model)."
+    damping: Annotated[float | Literal["auto"], number_or("auto", 0)] = Field(
+        "auto",
+        description="δ, added to the prior (in Fisher averaging and RegMean, to the curvature of every model); `auto` "
+        "is the mean over all entries of Σ F_t for `removal`, and 1e-10 elsewhere.",
     )
     include: list[str] = Field(["*"], min_length=1, description="Glob patterns over tensor names: what is merged.")
     exclude: list[str] = Field([], description="Glob patterns over tensor names: what comes from the base unchanged.")
@@ -247,7 +211,14 @@ def _check_fit(recipe: Recipe) -> None:
     if recipe.base and recipe.base.weight is not None and "base_weight" not in needs:
         raise InputError(f"base.weight: {rule.name} does not use it; only weighted-average does")
     if recipe.base and recipe.base.penalty is not None and "penalty" not in needs:
-        raise InputError(f"base.penalty: {rule.name} does not use it; only removal does")
+        raise InputError(f"base.penalty: {rule.name} does not use it; only gradient-matching and removal do")
+    if recipe.base and recipe.base.examples is not None:
+        if "prior" not in needs:
+            raise InputError(f"base.examples: {rule.name} does not use the base's curvature")
+        if isinstance(recipe.base.curvature, Identity):
+            raise InputError("base.examples: {identity: c} is taken as it is; only a curvature file is scaled")
+        if recipe.reduction == "mean":
+            raise InputError("base.examples: with `reduction: mean` no number of examples counts; leave one out")
     if "weights" not in needs and any(weight != 1 for weight in recipe.weights):
         instead = "; weighted-average has" if rule.name == "average" else ""
         raise InputError(f"models: {rule.name} has no weights{instead}")
@@ -256,6 +227,17 @@ def _check_fit(recipe: Recipe) -> None:
     if recipe.output.curvature and rule.precision is None:
         have = ", ".join(r.name for r in RULES.values() if r.precision)
         raise InputError(f"output.curvature: a {rule.name} merge has no curvature of its own; methods with one: {have}")
+
+
+def check_penalty(value: Any, where: str) -> CurvatureSource:
+    """A penalty as `base.penalty` takes it, from elsewhere."""
+    try:
+        found = Base.model_validate({"model": "", "penalty": value}).penalty
+    except ValidationError as error:
+        raise InputError(_explain(error, where, Base)) from None
+    if found is None:
+        raise InputError(f"{where}: names no penalty")
+    return found
 
 
 def check_options(rule: Rule, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,8 +256,10 @@ def _options_model(name: str, options: tuple[Option, ...]) -> type[BaseModel]:
         default = ... if option.required else option.default
         limits: dict[str, Any] = {"ge": option.help.ge, "gt": option.help.gt, "le": option.help.le}
         kind = Number if option.type is float else option.type
+        if option.type == OrNone:
+            kind, limits = Annotated[OrNone, number_or(NONE, option.help.ge or 0, option.help.le)], {}
         fields[option.name] = (kind, Field(default, description=option.help.text, **limits))
-    return create_model(f"Options of {name}", __base__=_RecipePart, **fields)
+    return create_model(f"Options of {name}", __base__=RecipePart, **fields)
 
 
 def _explain(error: ValidationError, where: str, model: type[BaseModel], rule: str = "") -> str:
@@ -311,85 +295,14 @@ def _place(loc: tuple[int | str, ...]) -> str:
     for part in loc:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part not in ("str", "Identity"):
+        elif part not in ("str", "Identity", "MeanTimes") and not part.startswith(("literal[", "function-")):
             text += f".{part}" if text else part
     return text or "recipe"
 
 
 def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    sections: dict[str, type[BaseModel]] = {"base": Base, "models": Model, "output": Output, "Identity": Identity}
+    sections: dict[str, type[BaseModel]] = {"base": Base, "models": Model, "output": Output}
+    sections.update(Identity=Identity, MeanTimes=MeanTimes)
     for part in loc:
         model = sections.get(str(part), model)
     return list(model.model_fields)
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML without duplicate keys, endless numbers, or numbers to the base of 60."""
-
-    nodes = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        self.nodes += 1
-        if self.nodes > MAX_NODES:
-            raise ValueError(f"it has more than {MAX_NODES} values, the limit for a recipe")
-        return super().compose_node(parent, index)
-
-    def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
-        text = self.construct_scalar(node)
-        if len(text) > LONGEST_NUMBER:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"a number of {len(text)} characters; {LONGEST_NUMBER} is the limit", node.start_mark
-            )
-        if ":" in text:  # only YAML 1.1 takes 1:30 for 60 · 1 + 30, and it is slow at that
-            return text
-        construct = self.construct_yaml_int if node.tag.endswith(":int") else self.construct_yaml_float
-        number: int | float = construct(node)
-        return number
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-            if key is not None and key in seen:
-                problem = f"the key {key!r} occurs twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-for _tag in ("int", "float"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
-
-
-def parse_yaml(raw: bytes | str, where: str) -> Any:
-    """YAML from an untrusted source: no tags that run code, no duplicate keys, no aliases that blow up."""
-    try:
-        loader = _Loader(raw)
-        node = loader.get_single_node()
-        if node is None:
-            raise InputError(f"{where}: is empty")
-        if _expanded_size(node, {}, set()) > MAX_NODES:
-            raise InputError(f"{where}: its aliases stand for more than {MAX_NODES} values; that is no recipe")
-        return loader.construct_document(node)
-    except (yaml.YAMLError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise InputError(f"{where}{line}: not valid YAML: {problem}") from None
-    except (IndexError, KeyError, AttributeError, TypeError, OverflowError):  # how PyYAML fails on such as `!!bool x`
-        raise InputError(f"{where}: not valid YAML: a value does not fit its tag") from None
-    except RecursionError:
-        raise InputError(f"{where}: nested too deeply; that is no recipe") from None
-
-
-def _expanded_size(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:
-    """How many values a node stands for once every alias in it is written out."""
-    if id(node) in above:
-        raise ValueError("an alias refers to itself")
-    if id(node) not in sizes:
-        above.add(id(node))
-        below = node.value if isinstance(node, yaml.CollectionNode) else []
-        children = [c for pair in below for c in pair] if isinstance(node, yaml.MappingNode) else below
-        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes, above) for child in children)
-        above.discard(id(node))
-    return sizes[id(node)]

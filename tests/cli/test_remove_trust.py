@@ -15,6 +15,8 @@ from gradmerge.cli.app import app
 from ..making import random_curvature, read_model, three_models
 
 runner = CliRunner()
+#: The paper's formula, with nothing that bounds the step.
+UNBOUNDED = ("--set", "damping=1e-10", "--set", "cap=none")
 
 
 @pytest.fixture
@@ -37,12 +39,13 @@ def remove(*arguments: str | Path, status: int = 0) -> tuple[str, str]:
 
 def test_a_step_that_is_too_long_is_refused_and_nothing_is_written(models: list[Path], tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
-    printed, said = remove("--base", models[0], "--model", models[1], "-o", tmp_path / "out", status=2)
+    printed, said = remove("--base", models[0], "--model", models[1], *UNBOUNDED, "-o", tmp_path / "out", status=2)
     assert printed == "" and said.startswith("error: this removal cannot be trusted.")
     assert "on all entries" in said and "--accept-untrusted" in said and "Raise the damping from 1e-10 to" in said
     assert sorted(tmp_path.iterdir()) == before
+    recipe = {"method": "removal", "base": str(models[0]), "models": [str(models[1])]}
     with pytest.raises(gm.InputError, match="cannot be trusted"):
-        gm.merge({"method": "removal", "base": str(models[0]), "models": [str(models[1])]}, tmp_path / "out")
+        gm.merge(recipe | {"damping": 1e-10, "options": {"cap": "none"}}, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -50,18 +53,19 @@ def test_a_step_that_is_too_long_is_noted_on_stderr_and_the_model_is_written_if_
     models: list[Path], tmp_path: Path
 ) -> None:
     base, a, _ = models
-    printed, noted = remove("--base", base, "--model", a, "-o", tmp_path / "out", "--accept-untrusted")
+    printed, noted = remove("--base", base, "--model", a, *UNBOUNDED, "-o", tmp_path / "out", "--accept-untrusted")
     assert "note: this removal cannot be trusted." in noted and "layers.0" in noted
     assert "cannot be trusted" not in printed
     damping = noted.partition("from 1e-10 to ")[2].partition(",")[0]
-    _, noted = remove("--base", base, "--model", a, "--set", f"damping={damping}", "-o", tmp_path / "better")
+    better = ("--set", f"damping={damping}", "--set", "cap=none", "-o", tmp_path / "better")
+    _, noted = remove("--base", base, "--model", a, *better)
     assert noted == ""
     assert read_model(tmp_path / "out").keys() == read_model(tmp_path / "better").keys()
 
 
 def test_the_note_is_in_json_in_the_record_and_in_a_dry_run(models: list[Path], tmp_path: Path) -> None:
     base, a, _ = models
-    arguments = ("--base", base, "--model", a)
+    arguments = ("--base", base, "--model", a, *UNBOUNDED)
     (note,) = json.loads(remove(*arguments, "-o", tmp_path / "out", "--json", "--accept-untrusted")[0])["notes"]
     assert note.startswith("this removal cannot be trusted.")
     assert json.loads((tmp_path / "out" / "gradmerge.json").read_text())["notes"] == [note]
@@ -71,9 +75,17 @@ def test_the_note_is_in_json_in_the_record_and_in_a_dry_run(models: list[Path], 
 
 
 def test_quiet_does_not_hide_it(models: list[Path], tmp_path: Path) -> None:
-    words = ("--base", models[0], "--model", models[1], "-o", tmp_path / "out")
+    words = ("--base", models[0], "--model", models[1], *UNBOUNDED, "-o", tmp_path / "out")
     shown, noted = remove(*words, "--quiet", "--accept-untrusted")
     assert shown == "" and "cannot be trusted" in noted
+
+
+def test_by_default_the_step_is_bounded_and_nothing_is_to_be_said(models: list[Path], tmp_path: Path) -> None:
+    _, noted = remove("--base", models[0], "--model", models[1], "-o", tmp_path / "out")
+    assert noted == ""
+    base, tuned, out = (read_model(folder) for folder in (models[0], models[1], tmp_path / "out"))
+    for name, value in base.items():
+        assert bool(((out[name] - value).abs() <= 2.001 * (tuned[name] - value).abs() + 1e-6).all())
 
 
 def test_negation_is_not_judged(models: list[Path], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +130,58 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         ),
     ),
     "removal": (
-        {"curvature": True, "damping": 0.5, "penalty": {"identity": 2.5}, "options": {"base_saw_removed": True}},
+        {
+            "curvature": True,
+            "damping": 0.5,
+            "penalty": {"identity": 2.5},
+            "options": {"base_saw_removed": True, "cap": "none"},
+        },
         lambda s, c: unflat(
             slow.removal(
-                flat(s[0]), flats(s[1:]), [1.0, 1.0], flat(c[0].sum()), sums(c[1:]), 0.5, [2.5] * len(flat(s[0])), True
+                *(flat(s[0]), flats(s[1:]), [1.0, 1.0], flat(c[0].sum()), sums(c[1:]), 0.5),
+                [[2.5] * len(flat(s[0]))] * 2,
+                True,
+            )
+        ),
+    ),
+    "removal as by default": (
+        {"weights": W, "curvature": True},
+        lambda s, c: unflat(
+            slow.removal(*(flat(s[0]), flats(s[1:]), W, flat(c[0].sum()), sums(c[1:]), mean_of(sums(c[1:]))), cap=1.0)
+        ),
+    ),
+    "gradient-matching without a penalty": (
+        {"weights": W, "curvature": True, "damping": GAMMA, "penalty": "none"},
+        lambda s, c: unflat(
+            slow.gradient_matching(
+                *(flat(s[0]), flats(s[1:]), W, flat(c[0].sum()), sums(c[1:]), GAMMA), [[0.0] * len(flat(s[0]))] * 2
+            )
+        ),
+    ),
+    "gradient-matching with 37 means under a penalty": (
+        {
+            "weights": W,
+            "curvature": True,
+            "damping": GAMMA,
+            "penalty": {"identity": 2.5},
+            "reduction": {"mean_times": 37},
+        },
+        lambda s, c: unflat(
+            slow.gradient_matching(
+                *(flat(s[0]), flats(s[1:]), W, times(c[0], 37), [times(one, 37) for one in c[1:]], GAMMA),
+                [[2.5] * len(flat(s[0]))] * 2,
             )
         ),
     ),
 }
+
+
+def mean_of(sums: list[list[float]]) -> float:
+    return math.fsum(value for one in sums for value in one) / len(sums[0])
+
+
+def times(curvature: gm.Curvature, number: float) -> list[float]:
+    return [number * value / curvature.examples for value in flat(curvature.sum())]
 
 
 def recipe_of(case: str, folders: list[Path]) -> dict[str, Any]:
@@ -271,10 +316,10 @@ def test_state_dicts_merge_in_memory_to_the_same_values_as_on_disk(tmp_path: Pat
             recipe["method"],
             prior=sources[0],
             curvature=sources[1 : 1 + len(models)],
-            penalty=base["penalty"]["identity"] if "penalty" in base else None,
+            penalty=base["penalty"]["identity"] if isinstance(base.get("penalty"), dict) else base.get("penalty"),
             weights=[m["weight"] for m in models],
             base_weight=base.get("weight"),
-            damping=recipe.get("damping", 1e-10),
+            damping=recipe.get("damping", "auto"),
             reduction=recipe.get("reduction", "sum"),
             options=recipe.get("options"),
         )

@@ -34,7 +34,7 @@ def test_a_plan_reads_what_its_method_needs_and_notes_what_it_does_not_use(recip
 def test_a_plan_to_look_at_reads_what_is_asked_for_whatever_the_method_is(recipe: gm.Recipe) -> None:
     plan = open_plan(recipe, reads=frozenset({"base", "curvature", "penalty"}))
     assert plan.needs == {"base", "curvature", "penalty"}
-    assert len(plan.inputs.curvature) == 2 and plan.inputs.prior is None and plan.inputs.penalty is None
+    assert len(plan.inputs.curvature) == 2 and plan.inputs.prior is None and plan.inputs.penalty == []
     assert plan.notes == []
     plan.inputs.close()
 

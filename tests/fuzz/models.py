@@ -16,7 +16,8 @@ from safetensors.torch import save
 import gradmerge as gm
 from gradmerge.checkpoints import open_checkpoint
 from gradmerge.checkpoints.model import Buffers
-from gradmerge.recipe import make_recipe, parse_yaml
+from gradmerge.recipe import make_recipe
+from gradmerge.safe_yaml import parse_yaml
 from tests.making import near, random_curvature, random_state, write_model
 
 from .mutate import (

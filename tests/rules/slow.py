@@ -141,28 +141,31 @@ def regmean_of_inputs(weights_out_in, inputs, weights):
     return average + step.T
 
 
-def gradient_matching(base, tuned, weights, prior, curvature, damping):
+def gradient_matching(base, tuned, weights, prior, curvature, damping, penalties=None):
+    """``penalties`` holds a vector for each model, or None where it is H_0."""
     result = []
     for i, b in enumerate(base):
         h0 = prior[i] + damping
         whole = h0 + math.fsum(w * h[i] for w, h in zip(weights, curvature, strict=True))
         step = 0.0
-        for w, h, m in zip(weights, curvature, tuned, strict=True):
-            step += w * (m[i] - b) * (1.0 if whole == 0 else (h0 + h[i]) / whole)
+        for t, (w, h, m) in enumerate(zip(weights, curvature, tuned, strict=True)):
+            p = h0 if penalties is None or penalties[t] is None else penalties[t][i]
+            step += w * (m[i] - b) * (1.0 if whole == 0 else (p + h[i]) / whole)
         result.append(b + step)
     return result
 
 
-def removal(base, tuned, weights, prior, curvature, damping, penalty=None, base_saw_removed=False):
+def removal(base, tuned, weights, prior, curvature, damping, penalties=None, base_saw_removed=False, cap="none"):
     result = []
     for i, b in enumerate(base):
-        h0 = prior[i] + damping if penalty is None else penalty[i]
         rest = prior[i]
         if base_saw_removed:
             rest = max(rest - math.fsum(w * h[i] for w, h in zip(weights, curvature, strict=True)), 0.0)
         rest += damping
         step = 0.0
-        for w, h, m in zip(weights, curvature, tuned, strict=True):
-            step += w * (m[i] - b) * (1.0 if rest == 0 else (h0 + h[i]) / rest)
+        for t, (w, h, m) in enumerate(zip(weights, curvature, tuned, strict=True)):
+            p = prior[i] + damping if penalties is None or penalties[t] is None else penalties[t][i]
+            ratio = 1.0 if rest == 0 else (p + h[i]) / rest
+            step += w * (m[i] - b) * (ratio if cap == "none" else min(ratio, 1 + cap))
         result.append(b - step)
     return result

@@ -35,7 +35,7 @@ GRAMS = [(x := normal(seed)).T @ x for seed in (8, 9, 10)]
 
 def given(name: str, **changes: Any) -> dict[str, Any]:
     inputs = RULES[name].inputs
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"damping": 1e-10}
     if "prior" in inputs and name != "fisher-averaging":
         found["prior"] = {"w": PRIOR}
     if "curvature" in inputs:
@@ -65,7 +65,15 @@ def expected(name: str, weights: Sequence[float], options: Mapping[str, Any], da
         "fa1": lambda: slow.fa1(base, tuned, weights, prior, curvature, damping),
         "gradient-matching": lambda: slow.gradient_matching(base, tuned, weights, prior, curvature, damping),
         "removal": lambda: slow.removal(
-            base, tuned, weights, prior, curvature, damping, None, options.get("base_saw_removed", False)
+            base,
+            tuned,
+            weights,
+            prior,
+            curvature,
+            damping,
+            None,
+            options.get("base_saw_removed", False),
+            options.get("cap", 1.0),
         ),
         "ties": lambda: slow.ties(base, tuned, weights, DENSITY),
         "sparse-finetuning": lambda: slow.sparse_finetuning(base, tuned, weights, DENSITY, options["normalize"]),
@@ -95,8 +103,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "fisher-averaging": ("fisher-averaging", {}),
     "fa1": ("fa1", {}),
     "gradient-matching": ("gradient-matching", {}),
-    "removal": ("removal", {}),
-    "removal, seen": ("removal", {"base_saw_removed": True}),
+    "removal": ("removal", {"cap": "none"}),
+    "removal, seen": ("removal", {"base_saw_removed": True, "cap": "none"}),
+    "removal, capped": ("removal", {}),
     "ties": ("ties", {"density": DENSITY, "scope": "tensor"}),
     "sparse": ("sparse-finetuning", {"density": DENSITY, "scope": "tensor", "normalize": False}),
     "sparse, normalised": ("sparse-finetuning", {"density": DENSITY, "scope": "tensor", "normalize": True}),
@@ -140,7 +149,7 @@ def test_a_negative_weight_of_the_base_is_as_right() -> None:
 
 
 def test_positive_weights_that_leave_little_of_the_bases_curvature_are_right() -> None:
-    options, weights = {"base_saw_removed": True}, [0.3, 0.2, 0.1]
+    options, weights = {"base_saw_removed": True, "cap": "none"}, [0.3, 0.2, 0.1]
     assert error(merge("removal", weights, options=options), expected("removal", weights, options, 1e-10)) < 1e-6
 
 
@@ -168,7 +177,7 @@ def test_weights_that_cancel_at_an_entry_do_not_blow_it_up(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"damping": 1e308}, r"damping: should be a finite number, at most 1e\+30"),
+        ({"damping": 1e308}, r"damping: should be a finite number from 0 to 1e\+30, or auto"),
         ({"prior": 1e308}, r"prior: 1e\+308 is too large"),
         ({"prior": 1e36}, r"prior: 1e\+36 is too large"),
     ],

@@ -48,6 +48,71 @@ def test_gradient_matching_gives_the_jointly_trained_model(prior: Tensor, weight
     assert (arithmetic - target).norm() > 100 * (merged - target).norm()
 
 
+def relative(found: Tensor, target: Tensor, base: Tensor) -> float:
+    """The error as a multiple of how far the target is from the base."""
+    return float((found - target).norm() / (target - base).norm())
+
+
+@pytest.mark.parametrize("held_by", ["nothing", "H_0", "another P", "a P of each"])
+def test_with_the_penalty_that_the_models_were_tuned_under_the_merge_is_the_jointly_trained_model(
+    prior: Tensor, held_by: str
+) -> None:
+    """H̄ has H_0, which the target is held by; P is what the models were held by. With any other P it is far off."""
+    base = torch.randn(FEATURES, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    tasks, weights = [data(20, seed) for seed in range(3)], [1.0, 0.7, 1.2]
+    hold = 50 * prior
+    eye = torch.eye(FEATURES, dtype=torch.float64)
+    penalties = {
+        "nothing": [0 * eye] * 3,
+        "H_0": [hold] * 3,
+        "another P": [7 * eye] * 3,
+        "a P of each": [0 * eye, 7 * eye, hold],
+    }
+    tuned = [minimise([(1.0, x, y)], own, base) for (x, y), own in zip(tasks, penalties[held_by], strict=True)]
+    target = minimise([(w, x, y) for w, (x, y) in zip(weights, tasks, strict=True)], hold, base)
+    curvature = [x.T @ x for x, _ in tasks]
+
+    def merged(penalty: list[Tensor]) -> Tensor:
+        return gradient_matching_full(base, tuned, hold, curvature, weights, penalty)
+
+    assert relative(merged(penalties[held_by]), target, base) < 1e-11
+    for other, penalty in penalties.items():
+        if other != held_by:
+            assert relative(merged(penalty), target, base) > 0.05, other
+    if held_by == "nothing":
+        assert relative(merged(penalties["H_0"]), target, base) > 5
+    if held_by == "H_0":
+        assert torch.equal(gradient_matching_full(base, tuned, hold, curvature, weights), merged([hold] * 3))
+
+
+@pytest.mark.parametrize("held_by", ["nothing", "H_0", "another P"])
+def test_the_rules_themselves_are_exact_with_the_right_penalty_where_features_do_not_overlap(held_by: str) -> None:
+    """Then every matrix is diagonal. The removal takes a part out of a base that was trained on all."""
+    generator = torch.Generator().manual_seed(1)
+
+    def diagonal() -> Tensor:
+        return torch.rand(FEATURES, generator=generator, dtype=torch.float64) + 0.5
+
+    base, hold = diagonal(), 30 * diagonal()
+    own = {"nothing": torch.zeros(FEATURES, dtype=torch.float64), "H_0": hold, "another P": 7 * diagonal()}[held_by]
+    curvature, optima = [diagonal(), diagonal()], [diagonal() * 3, -diagonal()]
+    tuned = [(h * best + own * base) / (h + own) for h, best in zip(curvature, optima, strict=True)]
+    target = (hold * base + curvature[0] * optima[0] + 0.5 * curvature[1] * optima[1]) / (
+        hold + curvature[0] + 0.5 * curvature[1]
+    )
+    got = RULES["gradient-matching"](base, tuned, [1.0, 0.5], hold, curvature, 0.0, own)
+    assert relative(got, target, base) < 1e-12
+
+    stays, best = 2 * diagonal(), diagonal() * 4
+    everything = (stays * best + curvature[0] * optima[0]) / (stays + curvature[0])
+    tuned = [(curvature[0] * optima[0] + own * everything) / (curvature[0] + own)]
+    got = RULES["removal"](everything, tuned, [1.0], stays, curvature[:1], 0.0, own, cap="none")
+    assert relative(got, best, everything) < 1e-12
+    if held_by == "nothing":
+        wrong = RULES["removal"](everything, tuned, [1.0], stays, curvature[:1], 0.0, cap="none")
+        assert relative(wrong, best, everything) > 1
+
+
 def test_task_arithmetic_errs_by_exactly_the_gradient_mismatch(prior: Tensor) -> None:
     base = torch.randn(FEATURES, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     tasks = [data(20, seed) for seed in range(3)]
@@ -117,7 +182,7 @@ def test_diagonal_rules_equal_the_full_ones_for_diagonal_matrices() -> None:
 
     penalty = positive()
     big = prior + 10
-    diagonal = RULES["removal"](base, tuned, weights, big, curvature, 0.2, penalty, base_saw_removed=True)
+    diagonal = RULES["removal"](base, tuned, weights, big, curvature, 0.2, penalty, base_saw_removed=True, cap="none")
     rest = big - weights[0] * curvature[0] - weights[1] * curvature[1] + 0.2
     full = removal_full(base, tuned, torch.diag(rest), torch.diag(penalty), [torch.diag(c) for c in curvature], weights)
     assert torch.allclose(diagonal, full, rtol=1e-12)

@@ -280,19 +280,50 @@ def test_gradient_matching_follows_its_equation(setting: tuple[Case, float], dam
 @pytest.mark.parametrize("damping", [0.0, 0.5])
 @pytest.mark.parametrize("with_penalty", [False, True])
 @pytest.mark.parametrize("saw", [False, True])
+@pytest.mark.parametrize("cap", ["none", 1.0, 0.0])
 def test_removal_follows_its_equation(
-    setting: tuple[Case, float], damping: float, with_penalty: bool, saw: bool
+    setting: tuple[Case, float], damping: float, with_penalty: bool, saw: bool, cap: float | str
 ) -> None:
     case, tolerance = setting
     # Larger than Σ α F, so that H̄_rest is not a difference of nearly equal numbers; the first entries stay 0.
     case.prior = case.prior + 30 * (case.prior > 0)
     penalty = case.penalty if with_penalty else None
-    got = RULES["removal"](
-        case.base, case.tuned, case.positive, case.prior, case.curvature, damping, penalty, base_saw_removed=saw
-    )
+    options = {"base_saw_removed": saw, "cap": cap}
+    given_ = (case.base, case.tuned, case.positive, case.prior, case.curvature, damping, penalty)
+    got = RULES["removal"](*given_, **options)
     base, tuned, prior, curvature = case.lists("base", "tuned", "prior", "curvature")
-    want = slow.removal(base, tuned, case.positive, prior, curvature, damping, as_lists(penalty), saw)
+    penalties = [as_lists(penalty)] * len(tuned)
+    want = slow.removal(base, tuned, case.positive, prior, curvature, damping, penalties, saw, cap)
     check(got, want, 10 * tolerance)
+
+
+@pytest.mark.parametrize("name", ["gradient-matching", "removal"])
+@pytest.mark.parametrize("kind", ["for all", "none", "each", "some"])
+def test_every_model_has_its_own_penalty(setting: tuple[Case, float], name: str, kind: str) -> None:
+    case, tolerance = setting
+    own: list[Tensor | None] = [case.penalty * (t + 1) for t in range(len(case.tuned))]
+    if kind == "some":
+        own[1] = None
+    if kind in ("for all", "none"):
+        own = [case.penalty * (kind == "for all")] * len(case.tuned)
+    given_ = own[0] if kind in ("for all", "none") else own
+    got = RULES[name](case.base, case.tuned, case.positive, case.prior + 30, case.curvature, 0.5, given_)
+    base, tuned, prior, curvature = case.lists("base", "tuned", "prior", "curvature")
+    prior, lists = [p + 30 for p in prior], [as_lists(one) for one in own]
+    cap = {"cap": 1.0} if name == "removal" else {}
+    twin = slow.removal if name == "removal" else slow.gradient_matching
+    check(got, twin(base, tuned, case.positive, prior, curvature, 0.5, lists, **cap), 10 * tolerance)
+
+
+def test_by_default_no_weight_moves_more_than_twice_as_far_as_under_negation() -> None:
+    """Where the data that stays say nothing of it, the paper's formula goes without bounds."""
+    case = Case(torch.float32, models=1)
+    nothing = torch.zeros_like(case.base)
+    far = RULES["removal"](case.base, case.tuned, [1.0], nothing, [case.curvature[0] + 1], 1e-10, cap="none")
+    near = RULES["removal"](case.base, case.tuned, [1.0], nothing, [case.curvature[0] + 1], 1e-10)
+    change = case.tuned[0] - case.base
+    assert float((far - case.base).abs().max()) > 1e8 * float(change.abs().max())
+    assert torch.allclose(near, case.base - 2 * change, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", [r.name for r in RULES.values() if r.precision])

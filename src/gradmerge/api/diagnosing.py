@@ -110,8 +110,8 @@ def provenance(recipe: Recipe, data: Mapping[str, str]) -> dict[str, str]:
         "made at": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "recipe": recipe.file.name if recipe.file is not None else "given on the command line",
         "method": recipe.method,
-        "reduction": recipe.reduction,
-        "damping": f"{recipe.damping:g}",
+        "reduction": str(recipe.reduction),
+        "damping": recipe.damping if isinstance(recipe.damping, str) else f"{recipe.damping:g}",
     }
     return facts | {f"data of {name}": source for name, source in data.items()}
 

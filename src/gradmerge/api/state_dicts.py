@@ -11,13 +11,15 @@ from torch import Tensor
 from ..arguments import checked
 from ..checkpoints.model import STORED_TYPES, Checkpoint
 from ..curvature.curvature import Curvature
+from ..curvature.kronecker import KroneckerCurvature
+from ..engine.damping import find_damping
 from ..engine.inputs import CurvatureInput
 from ..engine.local import MergedBlock, run
 from ..engine.plan import torch_type
 from ..engine.planning import inputs_of, make_plan
 from ..engine.statistics import find_statistics
 from ..errors import InputError
-from ..recipe import make_recipe
+from ..recipe import NONE, Recipe, make_recipe, reduction_factor
 from ..rules import RULES
 from .merging import default_threads
 
@@ -32,11 +34,11 @@ def merge_state_dicts(
     *,
     prior: CurvatureLike | None = None,
     curvature: Sequence[CurvatureLike] | None = None,
-    penalty: CurvatureLike | None = None,
+    penalty: CurvatureLike | str | None = None,
     weights: Sequence[float] | None = None,
     base_weight: float | None = None,
-    damping: float = 1e-10,
-    reduction: str = "sum",
+    damping: float | str = "auto",
+    reduction: str | Mapping[str, float] = "sum",
     include: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
     missing: str = "error",
@@ -54,12 +56,14 @@ def merge_state_dicts(
         method: See `gradmerge methods`.
         prior: The base's curvature.
         curvature: That of each tuned model; for ``regmean``, Gram matrices.
-        penalty: For ``removal``, the matrix of the penalty that the models were tuned under, if it is not ``prior``.
+        penalty: P, the matrix of the penalty that the models were tuned under, for ``gradient-matching`` and
+            ``removal``; "none" if there was none. By default P = H_0, the prior plus damping.
         weights: One per tuned model, 1 by default.
         base_weight: The base's own, for ``weighted-average``.
-        damping: δ, added to the prior, or where the method has none to the curvature of every model.
-        reduction: Whether :class:`Curvature` counts as the sum over its examples, as in a recipe, or as their mean.
-            Tensors and numbers are taken as they are.
+        damping: δ, added to the prior, or where the method has none to the curvature of every model. "auto" is the
+            mean over all entries of Σ F_t for ``removal``, and 1e-10 elsewhere.
+        reduction: Whether :class:`Curvature` counts as the sum over its examples, as in a recipe, as their "mean", or
+            as {"mean_times": N}. Tensors and numbers are taken as they are.
         include, exclude: Glob patterns of tensors to merge; others are copied from the base.
         missing: "error", or "zero" where curvature lacks a tensor.
         options: The method's own.
@@ -90,7 +94,9 @@ def merge_state_dicts(
         "options": dict(options or {}),
     }
     if base is not None:
-        named = None if penalty is None else "penalty"
+        if isinstance(penalty, str) and penalty != NONE:
+            raise InputError(f"penalty: {penalty!r} is no curvature; the only word that it may be is {NONE!r}")
+        named = penalty if penalty is None or isinstance(penalty, str) else "penalty"
         description["base"] = {"model": "base", "weight": base_weight, "penalty": named}
     elif base_weight is not None:
         raise InputError("base_weight: there is no base that it could belong to")
@@ -99,21 +105,25 @@ def merge_state_dicts(
     inputs = inputs_of(recipe, Checkpoint("base", memory=_contiguous(base)) if base is not None else None, opened)
     needs = recipe.rule.needs(inputs.options)
     if "prior" in needs:
-        inputs.prior = _in_memory(prior, "prior", reduction, method)
+        inputs.prior = _in_memory(prior, "prior", recipe, method)
     if penalty is not None:
-        inputs.penalty = _in_memory(penalty, "penalty", reduction, method)
+        found = _in_memory(0.0 if isinstance(penalty, str) else penalty, "penalty", recipe, method)
+        inputs.penalty = [found] * len(tuned)
     if needs & {"curvature", "grams"}:
         if curvature is None or isinstance(curvature, Mapping) or len(curvature) != len(tuned):
             raise InputError(f"curvature: {method} needs one for each of the {len(tuned)} tuned models")
-        every = [_in_memory(c, f"curvature[{i}]", reduction, method) for i, c in enumerate(curvature)]
+        every = [_in_memory(c, f"curvature[{i}]", recipe, method) for i, c in enumerate(curvature)]
         inputs.curvature, inputs.grams = ([], every) if "grams" in needs else (every, [])
     plan = make_plan(recipe, inputs)
     result = {job.name: torch.empty(job.info.shape, dtype=torch_type(job.info)) for job in plan.jobs}
 
     def put(block: MergedBlock) -> None:
         result[block.unit.job.name].view(-1)[block.unit.start : block.unit.stop] = block.values
+        for name, values in block.beside.items():
+            result[name].view(-1)[:] = values
 
     threads = threads or default_threads()
+    find_damping(plan, threads)
     run(plan, find_statistics(plan, threads), put, threads=threads, allow_nonfinite=allow_nonfinite)
     template = base if base is not None else tuned[0]
     return {name: value.to(template[name].device) for name, value in result.items()}
@@ -137,15 +147,18 @@ def _contiguous(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().contiguous() for name, value in state.items()}
 
 
-def _in_memory(value: CurvatureLike | None, label: str, reduction: str, method: str) -> CurvatureInput:
+def _in_memory(value: CurvatureLike | None, label: str, recipe: Recipe, method: str) -> CurvatureInput:
     if value is None:
         raise InputError(
             f"{label}: {method} needs it: a Curvature, a mapping from names to tensors, or a number c for c · I"
         )
     if isinstance(value, Mapping):
+        if isinstance(value, KroneckerCurvature):
+            factor = reduction_factor(recipe.reduction, value.examples)
+            tokens = {name: layer.tokens for name, layer in value.layers.items()}
+            return CurvatureInput(label, memory=value, factor=factor, tokens=tokens, transposed=value.transposed)
         if isinstance(value, Curvature):
-            factor = 1.0 / value.examples if reduction == "mean" else 1.0
-            return CurvatureInput(label, memory=value, factor=factor)
+            return CurvatureInput(label, memory=value, factor=reduction_factor(recipe.reduction, value.examples))
         return CurvatureInput(label, memory=value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise InputError(f"{label}: {value} is no curvature; it must be a finite number that is not negative")

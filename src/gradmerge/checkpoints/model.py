@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,11 @@ def block_digest(block: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(bytes_of(block)) if block.numel() else 0
 
 
+def combined_digest(digests: Iterable[int]) -> int:
+    """One number for the digests of several blocks."""
+    return xxhash.xxh3_64_intdigest(b"".join(digest.to_bytes(8, "little") for digest in digests))
+
+
 class Digest:
     """A digest of the tensors of a model, the same for every shard layout.
 
@@ -142,6 +147,10 @@ class Digest:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __str__(self) -> str:
+        """As records and messages give it."""
+        return f"xxh3-128:{self.hex()}"
 
     def hex(self) -> str:
         total = xxhash.xxh3_128()

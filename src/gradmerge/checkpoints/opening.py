@@ -21,7 +21,7 @@ from .pickles import SUFFIXES, PickleFile
 
 #: What of a Hub repository is fetched: weights that can be merged, and the small files that go with them.
 HUB_FILES = (
-    "model*.safetensors adapter_model*.safetensors [0-9]*_*/model*.safetensors curvature/curvature* "
+    "model*.safetensors adapter_model*.safetensors [0-9]*_*/model*.safetensors curvature/curvature* penalty/curvature* "
     "*.json *.txt *.model *.jinja *.tiktoken LICENSE* NOTICE*"
 )
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")

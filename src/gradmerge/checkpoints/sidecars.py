@@ -29,7 +29,8 @@ NEEDED_OF_MODULES = f"{NEEDED} *_config.json"
 #: Left out without a word: weights in any format, what is written anew, and what belongs to a training run.
 EXPECTED = (
     "*.safetensors *.bin *.pt *.pth *.ckpt *.h5 *.msgpack *.onnx *.gguf *.ot *.npz *.lock *.index.json .* README.md "
-    "gradmerge.json adapter_config.json trainer_state.json *_results.json curvature additional_chat_templates"
+    "gradmerge.json gradmerge_penalty.json adapter_config.json trainer_state.json *_results.json curvature penalty "
+    "additional_chat_templates"
 )
 NEVER = "*.py *.pkl *.pickle *.sh"
 

@@ -100,7 +100,7 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
     if isinstance(checkpoint, AdapterCheckpoint):
         facts |= {"base": checkpoint.base.label, "adapter_parameters": checkpoint.adapter.parameters}
     if digest:
-        facts["digest"] = f"xxh3-128:{digest_of(checkpoint).hex()}"
+        facts["digest"] = str(digest_of(checkpoint))
     if tensors:
         facts["tensor_list"] = {n: {"dtype": i.dtype, "shape": list(i.shape)} for n, i in checkpoint.tensors.items()}
     return facts

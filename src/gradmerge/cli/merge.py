@@ -136,14 +136,18 @@ def _run(recipe: Recipe, out: Path | None, options: MergeOptions, printing: Prin
     """Merge, or print the plan."""
     with heavy_imports():
         from .. import api
+        from ..engine.coefficients import coefficient_notes
         from ..engine.trust import trust_notes
 
     settings = options.as_keywords()
     if settings.pop("dry_run"):
         allowed = {key: settings[key] for key in ("allow_pickle", "allow_config")}
+        threads = options.threads or api.default_threads()
         with api.planned(recipe, **allowed) as plan:
-            plan.note(trust_notes(plan))
-            _print_plan(recipe, plan, out, options.threads or api.default_threads(), printing.json)
+            read = plan.total_read + plan.statistics_read + plan.damping_read
+            plan.note(trust_notes(plan, threads))
+            plan.note(coefficient_notes(recipe, plan, threads))
+            _print_plan(recipe, plan, out, threads, read, printing.json)
         return
     if out is None:
         raise InputError("say where to write the result: -o OUT")
@@ -178,7 +182,8 @@ def _run(recipe: Recipe, out: Path | None, options: MergeOptions, printing: Prin
         )
 
 
-def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, as_json: bool) -> None:
+def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, read: int, as_json: bool) -> None:
+    from ..engine.penalties import used
     from ..storage.tensorwriter import split_into_shards
 
     inputs = plan.inputs
@@ -195,7 +200,8 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, as_j
         "inputs": sources,
         "merged_tensors": len(plan.merged),
         "copied_tensors": len(plan.jobs) - len(plan.merged),
-        "bytes_read": plan.total_read + plan.statistics_read,
+        **used(recipe, plan),
+        "bytes_read": read,
         "bytes_written": plan.total_written,
         "output": str(out) if out else None,
         "output_files": files,
@@ -214,7 +220,7 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, as_j
     ]
     print_table(["input", "kind", "parameters", "size"], rows, right=(2, 3))
     say(f"tensors: {facts['merged_tensors']} merged, {facts['copied_tensors']} copied from {inputs.template.label}")
-    say(f"reads:   {size(plan.total_read + plan.statistics_read)}")
+    say(f"reads:   {size(read)}")
     say(f"writes:  {size(plan.total_written)} in {files} file{'s' if files > 1 else ''}" + (f" → {out}" if out else ""))
     say(f"memory:  about {size(plan.memory(threads))} with {threads} thread{'s' if threads > 1 else ''}")
     for text in plan.notes:

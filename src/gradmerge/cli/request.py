@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..recipe import Recipe, load_recipe, make_recipe, parse_yaml
+from ..recipe import Recipe, load_recipe, make_recipe
 from ..rules import RULES
+from ..safe_yaml import parse_yaml
 
 
 def split_weight(text: str) -> tuple[str, float]:
@@ -89,8 +90,9 @@ def _put(target: Any, parts: list[str | int], value: Any, setting: str) -> None:
             raise InputError(f"--set {setting}: {parts[depth - 1]} is a single value and has no {part}")
         if depth == len(parts) - 1:
             target[part] = value
-        elif isinstance(target[part], str):  # a model that is given by its path alone
-            target[part] = {"model": target[part]}
+        elif isinstance(target[part], str):  # a model that is given by its path alone, or a word instead of a mapping
+            is_model = part == "base" or isinstance(target, list)
+            target[part] = {"model": target[part]} if is_model else {}
         target = target[part]
 
 

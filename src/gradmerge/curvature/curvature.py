@@ -24,11 +24,14 @@ SHARD_SIZE = 5_000_000_000
 
 
 class NamedSums(Displayed, Mapping[str, Tensor]):
-    """What every kind of curvature has in common: names → sums over the examples of one data set, of one model."""
+    """What curvature, Gram matrices and gradients have in common: names → sums over the examples of one data set."""
+
+    #: What it is, in a word.
+    what = "curvature"
 
     def __init__(self, sums: Mapping[str, Tensor], examples: int, model: str = "") -> None:
         if examples != int(examples) or examples < 1:
-            raise ValueError(f"curvature is a sum over a whole number of examples, at least 1, not over {examples}")
+            raise ValueError(f"{self.what} is a sum over a whole number of examples, at least 1, not over {examples}")
         self._sums = dict(sums)
         self.examples = int(examples)
         self.model = model
@@ -46,17 +49,17 @@ class NamedSums(Displayed, Mapping[str, Tensor]):
     def save(
         self, path: str | Path, *, precision: str = "float32", shard_size: int = SHARD_SIZE, force: bool = False
     ) -> None:
-        """Write a curvature folder, whole or not at all.
+        """Write a folder, whole or not at all.
 
         Args:
-            path: The new folder, such as the model's own `curvature/`, where merges look for it.
-            precision: ``float32``, ``bfloat16`` or ``log8`` (8 bits per entry); of matrices ``float32`` only.
+            path: The new folder; of curvature the model's own `curvature/` is where merges look for it.
+            precision: ``float32``; of diagonal curvature also ``bfloat16`` or ``log8`` (8 bits per entry).
             shard_size: Largest size of one file, in bytes.
             force: Replace ``path`` if gradmerge wrote it, or it is empty.
 
         >>> curvature.save("./yelp/curvature", precision="log8")  # doctest: +SKIP
         """
-        with Staging(Path(path), "curvature", force=force) as staging:
+        with Staging(Path(path), self.what, force=force) as staging:
             self.write(staging.folder, precision, shard_size)
 
     @abstractmethod
@@ -153,9 +156,11 @@ class Curvature(NamedSums):
             return cls(sums, file.examples, file.likelihood, file.metadata.get("model", ""))
 
 
-def write_sums(folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, str], shard_size: int) -> None:
-    """Write curvature files, in the precision that the header says. Tensors are encoded one at a time."""
-    precision = header["precision"]
+def write_sums(
+    folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, str], shard_size: int, stem: str = STEM
+) -> None:
+    """Write files of sums, in the precision that the header says. Tensors are encoded one at a time."""
+    precision = header.get("precision", "float32")
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     parts: dict[str, Callable[[], Tensor]] = {}
     for name, value in sums.items():
@@ -164,7 +169,7 @@ def write_sums(folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, st
         if precision == "log8":
             tensors[name + log8.SUFFIX] = ("F32", (2,))
             parts[name + log8.SUFFIX] = lambda v=value: log8.encode(v.detach().cpu())[1]  # type: ignore[misc]
-    writer = TensorWriter(folder, STEM, tensors, shard_size, header)
+    writer = TensorWriter(folder, stem, tensors, shard_size, header)
     require_space(folder, writer.nbytes)
     try:
         writer.open()

@@ -37,7 +37,7 @@ class CurvatureFile:
         self.metadata = {key: text for file in files for key, text in file.metadata.items()}
         self.kind = self.metadata.get("kind", "diagonal")
         self._check_format()
-        self.examples = self._examples()
+        self.examples = examples_of(label, self.metadata)
         self.likelihood = self.metadata.get("likelihood", "")
         self.precision = self.metadata.get("precision", "float32")
         self._places: dict[str, tuple[TensorFile, Entry]] = {
@@ -58,14 +58,6 @@ class CurvatureFile:
         if self.kind not in KINDS:
             known = ", ".join(KINDS)
             raise InputError(f"{self.label}: curvature of an unknown kind, {self.kind[:40]!r}; known are {known}")
-
-    def _examples(self) -> int:
-        text = self.metadata.get("examples", "")
-        if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) == 0:
-            raise InputError(
-                f"{self.label}: the header's number of examples is {text[:40]!r}, not a whole number above 0"
-            )
-        return int(text)
 
     def _check_types(self) -> None:
         if self.precision not in PRECISIONS:
@@ -160,6 +152,14 @@ class CurvatureFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def examples_of(label: str, header: Mapping[str, str]) -> int:
+    """The number of examples that a header states."""
+    text = header.get("examples", "")
+    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) == 0:
+        raise InputError(f"{label}: the header's number of examples is {text[:40]!r}, not a whole number above 0")
+    return int(text)
 
 
 def open_curvature(reference: str, *, relative_to: Path | None = None) -> CurvatureFile:

@@ -128,12 +128,39 @@ def stored_sources(model: nn.Module) -> dict[str, str]:
     return {n: names[int(v.min())] for n, v in stored.items() if v.numel() and bool(v.min() == v.max())}
 
 
-def for_files(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None:
+def for_files(model: Any) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None:
     """What turns tensors by names in memory into tensors by names in files; it does not keep the model."""
+    if is_adapted(model) and len(model.active_adapters) == 1:
+        names = adapter_names(model)
+        return lambda tensors: {names.get(name, name): value for name, value in tensors.items()}
     if not _is_pretrained(model):
         return None
     kind, config = type(model), model.config
     return lambda tensors: stored_tensors(skeleton(kind, config), tensors)
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether PEFT has put an adapter on the model."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def active_adapter(model: Any) -> str:
+    names = model.active_adapters
+    if len(names) != 1:
+        raise InputError(
+            f"several adapters are active ({', '.join(names)}), and curvature belongs to one of them. Activate it "
+            "alone: model.set_adapter(name)."
+        )
+    return str(names[0])
+
+
+def adapter_names(model: nn.Module) -> dict[str, str]:
+    """Name in memory → name in the file of the active adapter, told by the memory that the tensors share."""
+    from peft import get_peft_model_state_dict
+
+    saved = get_peft_model_state_dict(model, adapter_name=active_adapter(model), save_embedding_layers=False)
+    names = {(value.data_ptr(), value.shape): name for name, value in saved.items() if value.numel()}
+    return {name: names[key] for name, p in model.named_parameters() if (key := (p.data_ptr(), p.shape)) in names}
 
 
 def skeleton(kind: Any, config: Any) -> nn.Module:

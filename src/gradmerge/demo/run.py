@@ -223,7 +223,7 @@ def _page(advance: Advance) -> None:
 
 
 def _damping() -> float:
-    return load_recipe(f"recipes/{REMOVAL}.yml").damping
+    return float(load_recipe(f"recipes/{REMOVAL}.yml").damping)
 
 
 def _previewed() -> dict[str, dict[str, Any]]:

@@ -16,12 +16,14 @@ from ..checkpoints.model import Checkpoint
 from ..checkpoints.opening import open_checkpoint
 from ..curvature.summary import group_of
 from ..display import Displayed, View
-from ..engine.candidates import Block, Candidate, look_at
+from ..engine.candidates import Block, Candidate, look_at, notes_on
+from ..engine.layers import open_damping
 from ..engine.plan import Plan
 from ..errors import InputError
 from ..progress import NoProgress, Progress
-from ..recipe import Recipe
+from ..recipe import Recipe, reduction_factor
 from ..rules import RULES
+from ..rules.kronecker_matching import applied, diagonal_of, solve, sound
 from ..tasks import Loading
 from .in_memory import State, TaskData, load_data, match_data, materialise, state_of
 from .predict import BASE, Prediction, open_to_look, predict, task_names
@@ -128,6 +130,7 @@ def find_costs(
             return opened.enter_context(model)
 
         progress.begin("looking", plan.total_read)
+        plan.note(notes_on(recipe, plan, threads))
         candidates, notes = _candidates(recipe, plan, checkpoint(merged) if merged is not None else None)
         prediction = predict(plan, tasks, candidates, threads=threads, advance=progress.advance)
         found = Diagnosis(recipe, candidates[0].name, prediction, notes=plan.notes + notes)
@@ -161,6 +164,9 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
             continue
         if "prior" in RULES[method].inputs and "prior" not in RULES[method].when and plan.inputs.prior is None:
             notes.append(f"{method} is not compared: it needs the base's curvature")
+            continue
+        if plan.layers and RULES[method].layers is None and "curvature" in RULES[method].inputs:
+            notes.append(f"{method} is not compared: it takes diagonals, and the curvature here is Kronecker")
             continue
         found.append(Candidate(method, method, _weights(recipe, method)))
     return found, notes
@@ -215,17 +221,34 @@ def _distance(one: State, other: State) -> float:
     return math.sqrt(sum(float((one[name].double() - other[name].double()).square().sum()) for name in one))
 
 
+def _solved(plan: Plan, block: Block, residual: Tensor) -> Tensor:
+    """H̄⁻¹ r on a block, 0 where H̄ is not positive."""
+    inputs, prior = plan.inputs, block.prior
+    assert prior is not None
+    if block.job.layer is not None:
+        one, rule = residual.new_ones(()), RULES["gradient-matching"]
+        damping = open_damping(plan, rule, {"curvature": block.curvature, "base": block.base})
+        parts = [(1.0, sound(prior)), (inputs.damping if damping is None else damping, one)]
+        parts += [(weight, sound(h)) for weight, h in zip(inputs.weights, block.curvature, strict=True)]
+        with contextlib.suppress(ValueError):
+            return solve(parts, residual)
+        return torch.zeros_like(residual)
+    precision = torch.zeros_like(residual).add_(diagonal_of(prior)).add_(inputs.damping)
+    for weight, h in zip(inputs.weights, block.curvature, strict=True):
+        precision += weight * diagonal_of(h).double()
+    return torch.where(precision > 0, residual / precision, torch.zeros_like(residual))
+
+
 def _residual(
     found: Diagnosis, plan: Plan, candidate: Candidate, gradients: Mapping[str, State], threads: int
 ) -> Residual:
     """r = H_0(θ̂ − θ_0) + Σ α_t ∇ℓ_t(θ̂), with gradients scaled to the examples that the curvature was estimated on."""
     inputs = plan.inputs
     tasks = [task for task in found.prediction.tasks if task != BASE]
-    whole = found.recipe.reduction == "sum"
     scales = [
         curvature.examples * curvature.factor / found.examples[task]
         if curvature.examples
-        else (1.0 if whole else 1.0 / found.examples[task])
+        else reduction_factor(found.recipe.reduction, found.examples[task])
         for task, curvature in zip(tasks, inputs.curvature, strict=True)
     ]
     sums: dict[str, Tensor] = {}
@@ -233,17 +256,12 @@ def _residual(
 
     def visit(block: Block) -> None:
         assert block.prior is not None
-        prior = block.prior.double() + inputs.damping
         step = block.merged[0].double() - block.base.double()
         pull = torch.zeros_like(step)
-        precision = prior.expand_as(step).clone()
-        for task, weight, scale, h in zip(tasks, inputs.weights, scales, block.curvature, strict=True):
-            gradient = gradients[task].get(block.job.name)
-            if gradient is not None:
-                pull += weight * scale * gradient.reshape(-1)[block.start : block.stop].double()
-            precision += weight * h.double()
-        residual = prior * step + pull
-        away = torch.where(precision > 0, residual / precision, torch.zeros_like(residual))
+        for task, weight, scale in zip(tasks, inputs.weights, scales, strict=True):
+            pull += weight * scale * block.part_of(gradients[task])
+        residual = applied(block.prior, step) + inputs.damping * step + pull
+        away = _solved(plan, block, residual)
         found_here = torch.stack([v.square().sum() for v in (residual, pull, away, step)])
         with lock:
             group = group_of(block.job.name)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..engine.candidates import notes_on
 from ..errors import InputError
 from ..recipe import Recipe
 from ..tasks import Loading
@@ -45,6 +46,8 @@ class Evaluator:
         self.plan = open_for(recipe, methods, allow_pickle, allow_config)
         try:
             check_prior(recipe, methods, self.plan)
+            if recipe.method in methods:
+                self.plan.note(notes_on(recipe, self.plan, threads))
             self._data = _load(recipe, {name: given[name] for name in self.tasks}, loading)
             self._any = next(iter(self._data.values()))
             self.examples = {name: one.loaded.examples for name, one in self._data.items()}

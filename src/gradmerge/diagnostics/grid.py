@@ -261,7 +261,7 @@ def recipe_with(recipe: Recipe, method: str, weights: Sequence[float]) -> Recipe
             model["weight"] = weight
     if method != recipe.method:
         raw.pop("options", None)
-        for key, needed in (("weight", "base_weight"), ("penalty", "penalty")):
+        for key, needed in (("weight", "base_weight"), ("penalty", "penalty"), ("examples", "prior")):
             if raw.get("base") and needed not in rule.inputs:
                 raw["base"].pop(key, None)
         if rule.precision is None and raw.get("output"):

@@ -40,7 +40,8 @@ def materialise(
 
     def visit(block: Block) -> None:
         for state, merged in zip(states, block.merged, strict=True):
-            state[block.job.name].view(-1)[block.start : block.stop] = rounded(merged, torch_type(block.job.info))
+            for job, start, stop, values in block.tensors_of(merged):
+                state[job.name].view(-1)[start:stop] = rounded(values, torch_type(job.info))
 
     look_at(plan, candidates, visit, threads=threads, measured=measured)
     return states

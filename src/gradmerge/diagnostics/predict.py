@@ -6,7 +6,7 @@ For task t with curvature H_t at θ_t, and any θ:
 - predicted gradient mismatch ‖H_t (θ − θ_t)‖, the norm of the first-order change of ∇ℓ_t.
 
 Both are sums over entries, kept per layer group. A diagonal sees little of the loss along the path: these numbers rank
-merges and layers; they are no losses in nats.
+merges and layers; they are no losses in nats. With Kronecker curvature H_t acts on each layer's matrix [W b].
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ..engine.planning import open_plan
 from ..engine.statistics import Advance
 from ..errors import InputError
 from ..recipe import Recipe
+from ..rules.kronecker_matching import applied, diagonal_of
 from ..storage.tensorfile import local_path
 from ..text import natural
 
@@ -179,11 +180,11 @@ def _look_at_block(block: Block, tasks: list[str], candidates: list[str]) -> Pre
     for candidate, merged in zip(candidates, block.merged, strict=True):
         for task, h, place in zip(tasks, curvature, places, strict=False):
             off = merged - place
-            pull = off * h
+            pull = applied(h, off)
             found.costs[candidate, task, group] = Cost(0.5 * _dot(pull, off), _dot(pull, pull))
     scaled = []
     for task, h, place in zip(tasks, block.curvature, block.tuned, strict=False):
-        strength = (place - block.base).mul_(h.sqrt())
+        strength = (place - block.base).mul_(diagonal_of(h).sqrt())
         scaled.append(strength)
         found.moved[task, group] = _dot(strength, strength)
     for i, one in enumerate(scaled):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from ..engine.candidates import notes_on
 from ..engine.plan import BLOCK
 from ..errors import InputError
 from ..recipe import Recipe
@@ -43,7 +44,9 @@ class Predictor:
         self.plan = open_to_look(recipe, allow_pickle=allow_pickle, allow_config=allow_config)
         try:
             check_prior(recipe, methods, self.plan)
-        except InputError:
+            if recipe.method in methods:
+                self.plan.note(notes_on(recipe, self.plan, threads))
+        except BaseException:
             self.plan.inputs.close()
             raise
         inputs = self.plan.inputs

@@ -6,17 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checkpoints.model import Buffers, Checkpoint
 from ..errors import InputError
-from ..recipe import check_options
+from ..notes import Note
+from ..recipe import Recipe, check_options
 from ..rules import RULES
+from ..rules.kronecker_matching import LayerHessian
+from .coefficients import coefficient_notes
+from .damping import find_damping
+from .layers import joined, parted, pieces_of, read_layer, solve_layer
 from .plan import Job, Plan, Unit, rule_arguments
 from .planning import rehearse
 from .randomness import keep_mask
 from .reading import read_block
 from .statistics import Advance, Statistics, find_statistics
+from .trust import trust_notes
 from .workers import run_parallel, with_buffers
 
 
@@ -40,10 +47,27 @@ class Block:
     stop: int
     base: Tensor
     tuned: Sequence[Tensor]
-    prior: Tensor | None
-    curvature: Sequence[Tensor]
+    prior: LayerHessian | None
+    curvature: Sequence[LayerHessian]
     merged: Sequence[Tensor]
-    """One per candidate, in float32 (float64 where inputs are)."""
+    """One per candidate, in float32 (float64 where inputs are).
+
+    Of a layer with Kronecker curvature all of these are matrices [W b], in float64, and ``job`` is its weight's.
+    """
+
+    def part_of(self, state: Mapping[str, Tensor]) -> Tensor:
+        """The same stretch of other tensors by these names, such as a gradient; 0 where there are none."""
+        parts = []
+        for job in pieces_of(self.job):
+            whole = state[job.name].reshape(-1) if job.name in state else torch.zeros(job.info.numel)
+            parts.append(whole[self.start : self.stop if job is self.job else None].double())
+        return parts[0] if self.job.layer is None else joined(self.job, parts)
+
+    def tensors_of(self, merged: Tensor) -> list[tuple[Job, int, int, Tensor]]:
+        """What a candidate has in the tensors that are stored: job, start, stop and flat values."""
+        if self.job.layer is None:
+            return [(self.job, self.start, self.stop, merged)]
+        return [(job, 0, job.info.numel, values) for job, values in parted(self.job, merged)]
 
 
 Visit = Callable[[Block], None]
@@ -73,9 +97,13 @@ def look_at(
         job = unit.job
         if job.rule is None:
             return
-        tensors = read_block(plan, job, unit.start, unit.stop, buffers)
         masks: Masks = {}
-        merged = [runner.block(unit, tensors, masks, buffers) for runner in runners]
+        if job.layer is not None:
+            tensors = read_layer(plan, job, {})
+            merged = [runner.layer(unit, tensors, buffers) for runner in runners]
+        else:
+            tensors = read_block(plan, job, unit.start, unit.stop, buffers)
+            merged = [runner.block(unit, tensors, masks, buffers) for runner in runners]
         prior, curvature = tensors.get("prior"), tensors.get("curvature") or []
         visit(Block(job, unit.start, unit.stop, tensors["base"], tensors["tuned"], prior, curvature, merged))
         advance(plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel))
@@ -100,11 +128,23 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
         raise InputError(f"{rule.name} takes the base and one model, not {len(inputs.tuned)}")
     if "prior" in rule.needs(options) and inputs.prior is None:
         raise InputError(f"{rule.name} needs the curvature of the base, which has none here")
-    needs = frozenset(rule.needs(options)) - (rule.optional & {"penalty"} if inputs.penalty is None else set())
+    if plan.layers and rule.layers is None and rule.needs(options) & {"prior", "curvature"}:
+        raise InputError(f"{rule.name} takes diagonals, and the curvature of these models is Kronecker")
+    needs = frozenset(rule.needs(options)) - (set() if inputs.penalty else rule.optional & {"penalty"})
     jobs = [job if job.rule is None else replace(job, rule=rule) for job in plan.jobs]
     own = Plan(rule, inputs, jobs, needs | {"base"})
     rehearse(own)
+    find_damping(own)
+    plan.inputs.mean_curvature = own.inputs.mean_curvature  # found once for all candidates
     return own
+
+
+def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
+    """What is said of a merge before it is made: too long a step, or gradient matching that is task arithmetic."""
+    if recipe.method not in ("gradient-matching", "removal") or plan.inputs.prior is None:
+        return []
+    own = plan_of(plan, Candidate(recipe.method, recipe.method, options=recipe.options))
+    return [*trust_notes(own, threads), *coefficient_notes(recipe, own, threads)]
 
 
 class _Runner:
@@ -127,6 +167,19 @@ class _Runner:
         if key not in measured:
             measured[key] = find_statistics(self._plan, threads)
         self._statistics = measured[key]
+
+    def layer(self, unit: Unit, tensors: Mapping[str, Any], buffers: Buffers) -> Tensor:
+        """The matrix [W b] of a layer with Kronecker curvature; rules for entries see its tensors one by one."""
+        job = unit.job
+        if self._candidate.model is None and self._plan.rule.layers is not None:
+            return solve_layer(self._plan, self._plan.rule, tensors, job.name)
+        split = [parted(job, matrix) for matrix in (tensors["base"], *tensors["tuned"])]
+        parts = []
+        for place, piece in enumerate(pieces_of(job)):
+            base, *tuned = (matrix[place][1] for matrix in split)
+            block = self.block(Unit(0, piece, 0, piece.info.numel), {"base": base, "tuned": tuned}, {}, buffers)
+            parts.append(block.double().clone())
+        return joined(job, parts)
 
     def block(self, unit: Unit, tensors: Mapping[str, Any], masks: Masks, buffers: Buffers) -> Tensor:
         candidate, job = self._candidate, unit.job

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from .._version import __version__
 from ..checkpoints.opening import HUB_ID
-from ..recipe import Base, Identity, Model, Recipe
+from ..recipe import NONE, Base, Identity, Model, Recipe
 from ..storage.tensorfile import local_path
 from ..text import one_line, printable
 
 
-def model_card(recipe: Recipe, name: str, has_config: bool) -> str:
-    """README.md: what was merged, by which method, and the recipe. The same inputs give the same text."""
+def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, Any] | None = None) -> str:
+    """README.md: what was merged, by which method, with what, and the recipe. The same inputs give the same text."""
     rule = recipe.rule
     every = [m.model for m in (recipe.base, *recipe.models) if m is not None]
     hub_ids = [text for text in every if HUB_ID.fullmatch(text) and not local_path(text, recipe.folder).exists()]
@@ -42,7 +42,7 @@ def model_card(recipe: Recipe, name: str, has_config: bool) -> str:
 ({rule.reference})
 
 {table}
-
+{_used(used or {})}
 ## Recipe
 
 {fence}yaml
@@ -50,6 +50,22 @@ def model_card(recipe: Recipe, name: str, has_config: bool) -> str:
 
 `gradmerge.json` in this repository holds the full recipe with defaults, digests of the inputs and versions.
 """
+
+
+def _used(facts: Mapping[str, Any]) -> str:
+    """δ and P in words."""
+    lines = [f"δ = {facts['damping']:g}"] if "damping" in facts else []
+    if "damping_of_layers" in facts:
+        lines = [f"{lines[0]}; in layers with Kronecker curvature {facts['damping_of_layers']}"]
+    origins = {"default": "by default", "recipe": "as the recipe says", "recorded": "as recorded beside the model"}
+    for one in facts.get("penalty", ()):
+        value = one["penalty"]
+        if isinstance(value, Mapping):
+            value = f"{value['identity']:g} · I"
+        elif value not in ("H_0", NONE):
+            value = _code(value)
+        lines.append(f"P of {_code(one['model'])}: {value}, {origins[one['from']]}")
+    return "".join(f"\n{line}\n" for line in lines)
 
 
 def recipe_as_written(recipe: Recipe) -> dict[str, Any]:
@@ -85,3 +101,19 @@ def _row(part: Base | Model) -> str:
     weight, named = "" if part.weight is None else f"{part.weight:g}", part.curvature
     curvature = f"{named.identity:g} · I" if isinstance(named, Identity) else _code(named) if named is not None else ""
     return f"{_code(part.model)} | {weight} | {curvature}"
+
+
+def as_card(front: Mapping[str, Any], name: str, text: str) -> str:
+    """A model card with this front matter, of a model of this name."""
+    return f"---\n{to_yaml(front)}---\n\n# {_plain(name)}\n\n{text.rstrip()}\n"
+
+
+def as_code(text: str) -> str:
+    """A name as code, in text or in a cell of a table."""
+    return _code(text)
+
+
+def as_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; the first cell of a row is a name, as code."""
+    lines = [columns, ["---"] * len(columns), *([_code(row[0]), *row[1:]] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -12,12 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.model import Buffers, Checkpoint, block_digest
-from ..curvature.files import CurvatureFile
+from ..checkpoints.model import Buffers, Checkpoint, block_digest, combined_digest
+from ..curvature.files import INPUTS, OUTPUTS, CurvatureFile
 from ..errors import InputError
+from ..recipe import MeanTimes, reduction_factor
+from ..rules import Rule
+from ..rules.kronecker_matching import Factors
 
 #: Curvature above this is refused: sums over some models, times their weights, must fit float32.
 LARGEST = 1e35
+#: δ of `damping: auto`, but for removal.
+USUAL_DAMPING = 1e-10
 
 
 @dataclass(eq=False)
@@ -29,9 +34,15 @@ class CurvatureInput:
     memory: Mapping[str, Tensor] | None = None
     constant: float | None = None
     factor: float = 1.0
-    """What a stored sum is multiplied by: 1, or 1/N for the mean."""
+    """What a stored sum is multiplied by: 1, or 1/examples for the mean."""
     examples: int = 0
+    stands_for: int = 0
+    """The examples that it is scaled to, where a recipe says so; else those that it was estimated on."""
     likelihood: str = ""
+    tokens: Mapping[str, int] | None = None
+    """Of Kronecker curvature: the weights that have factors, with the number of tokens behind those."""
+    transposed: frozenset[str] = frozenset()
+    """Weights whose first axis is the input's."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied heads → the embedding whose curvature is used for them."""
 
@@ -40,10 +51,27 @@ class CurvatureInput:
             raise InputError(f"{self.label}: {self.constant:g} is too large for a curvature; the limit is {LARGEST:g}")
 
     @classmethod
-    def of_file(cls, file: CurvatureFile, reduction: str) -> CurvatureInput:
-        """A file's sums over examples, or with ``mean`` those divided by the number of examples."""
-        factor = 1.0 / file.examples if reduction == "mean" else 1.0
-        return cls(file.label, file=file, factor=factor, examples=file.examples, likelihood=file.likelihood)
+    def of_file(cls, file: CurvatureFile, reduction: str | MeanTimes, stands_for: int | None = None) -> CurvatureInput:
+        """A file's sums over examples, reduced; or scaled to the number of examples that it ``stands_for``."""
+        factor = reduction_factor(reduction, file.examples) if stands_for is None else stands_for / file.examples
+        behind = file.examples if stands_for is None else stands_for
+        return cls(
+            file.label,
+            file=file,
+            factor=factor,
+            examples=file.examples,
+            stands_for=behind,
+            likelihood=file.likelihood,
+            tokens=file.tokens if file.kind == "kronecker" else None,
+            transposed=file.transposed,
+        )
+
+    @property
+    def kind(self) -> str:
+        """`diagonal`, `gram`, `kronecker` or `constant`."""
+        if self.tokens is not None:
+            return "kronecker"
+        return self.file.kind if self.file is not None else "constant" if self.constant is not None else "diagonal"
 
     @functools.cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
@@ -85,8 +113,18 @@ class CurvatureInput:
         values = values.to(dtype)
         return values if self.factor == 1.0 else values * self.factor
 
-    def read_matrix(self, name: str, digests: Digests) -> Tensor:
+    def read_factors(self, name: str, digests: Digests) -> Factors:
+        """The Kronecker factors of a layer's weight, in float64; the scale holds 1/T and the reduction."""
+        assert self.tokens is not None
+        seen: list[Digests] = [{}, {}]
+        sides = (self.read_matrix(name + part, own, 1.0) for part, own in zip((OUTPUTS, INPUTS), seen, strict=True))
+        outputs, inputs = (side.add(side.T).mul_(0.5) for side in sides)  # symmetric, whoever wrote them
+        digests[self] = combined_digest(own[self] for own in seen)
+        return Factors(outputs, inputs, self.factor / self.tokens[name])
+
+    def read_matrix(self, name: str, digests: Digests, factor: float | None = None) -> Tensor:
         """A whole Gram matrix, reduced, in float64. Its diagonal may not be negative; other entries may."""
+        factor = self.factor if factor is None else factor
         shapes = self.shapes
         assert shapes is not None
         values = self._stored(name, 0, math.prod(shapes[name]), Buffers(), "gram").reshape(shapes[name])
@@ -95,7 +133,7 @@ class CurvatureInput:
                 f"{self.label}: {name} is no Gram matrix: it has entries that are not finite, or a negative diagonal"
             )
         digests[self] = block_digest(values)
-        return values.double() * self.factor
+        return values.double() * factor
 
     def _stored(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
         if self.file is not None:
@@ -116,12 +154,18 @@ class CurvatureInput:
                 "numbers do not fit float32. Scale the curvature of all models down alike."
             )
 
+    def _stored_parts(self, name: str) -> list[str]:
+        """The tensors of the file that hold the curvature of a parameter."""
+        parts = [name + INPUTS, name + OUTPUTS] if self.tokens and name in self.tokens else [name]
+        return [part for part in parts if self.shapes is not None and part in self.shapes]
+
     def will_need(self, name: str) -> None:
-        if self.file is not None and name in self.file.shapes:
-            self.file.will_need(name)
+        if self.file is not None:
+            for part in self._stored_parts(name):
+                self.file.will_need(part)
 
     def nbytes(self, name: str) -> int:
-        return self.file.nbytes(name) if self.file is not None and name in self.file.shapes else 0
+        return sum(self.file.nbytes(part) for part in self._stored_parts(name)) if self.file is not None else 0
 
     def files(self) -> list[Path]:
         return self.file.files() if self.file is not None else []
@@ -148,9 +192,15 @@ class Inputs:
     base_weight: float | None = None
     prior: CurvatureInput | None = None
     curvature: list[CurvatureInput] = field(default_factory=list)
-    penalty: CurvatureInput | None = None
+    penalty: list[CurvatureInput | None] = field(default_factory=list)
+    """P_t of every tuned model, None where it is H_0; empty if it is H_0 for all of them."""
     grams: list[CurvatureInput] = field(default_factory=list)
     damping: float = 0.0
+    """δ, but for a removal where the recipe leaves it open."""
+    damping_is_open: bool = False
+    """`damping: auto`."""
+    mean_curvature: float | None = None
+    """The mean over all entries of Σ F_t, once it is found: δ of a removal where the recipe leaves it open."""
     options: Mapping[str, Any] = field(default_factory=dict)
     aliases: dict[Checkpoint, dict[str, str]] = field(default_factory=dict)
     """Per checkpoint: tensor → the one it is tied to there, if only that is stored."""
@@ -167,13 +217,20 @@ class Inputs:
 
     @property
     def curvatures(self) -> list[CurvatureInput]:
-        every = (self.prior, *self.curvature, self.penalty, *self.grams)
+        every = (self.prior, *self.curvature, *self.penalty, *self.grams)
         return list(dict.fromkeys(source for source in every if source is not None))
 
     @property
     def sources(self) -> list[Source]:
         """Everything that is read, in the order of the journal's digests and of the record."""
         return [*self.checkpoints, *self.curvatures]
+
+    def damping_of(self, rule: Rule) -> float:
+        """δ for a rule."""
+        if not (self.damping_is_open and rule.name == "removal"):
+            return self.damping
+        assert self.mean_curvature is not None, "find_damping comes first"
+        return self.mean_curvature
 
     def stored_name(self, checkpoint: Checkpoint, name: str) -> str:
         return self.aliases.get(checkpoint, {}).get(name, name)

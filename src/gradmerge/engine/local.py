@@ -14,6 +14,7 @@ from ..checkpoints.model import Buffers, block_digest
 from ..errors import InputError
 from ..storage.tensorfile import FLOATS
 from .inputs import Digests
+from .layers import parted, read_layer, solve_layer
 from .plan import Job, Plan, Unit, converted, rule_arguments, torch_type
 from .reading import all_finite, is_transposed, not_finite, read_block, read_matrices
 from .rounding import rounded
@@ -34,6 +35,8 @@ class MergedBlock:
     precision: Tensor | None = None
     """H̄ of the same entries, in float32, if the plan writes it."""
     digests: Digests = field(default_factory=dict)
+    beside: dict[str, Tensor] = field(default_factory=dict)
+    """Other tensors that the unit gives whole, by name: the bias of a layer that is solved together with its weight."""
 
 
 def run(
@@ -103,6 +106,8 @@ def _merge(
     job = unit.job
     assert job.rule is not None
     digests: Digests = {}
+    if job.layer is not None:
+        return _solve_layer(plan, unit, device, allow_nonfinite)
     if job.whole:
         tensors = read_matrices(plan, job, buffers, digests)
     else:
@@ -122,6 +127,18 @@ def _merge(
     if plan.write_precision and job.rule.precision is not None:
         precision = _storable(job.rule.precision(**arguments).cpu() * precision_factor, job.name)
     return MergedBlock(unit, stored, precision, digests)
+
+
+def _solve_layer(plan: Plan, unit: Unit, device: torch.device, allow_nonfinite: bool) -> MergedBlock:
+    """Weight and bias of a layer with Kronecker curvature, solved for together."""
+    job, digests = unit.job, Digests()
+    assert job.rule is not None and job.rule.layers is not None
+    tensors = converted(read_layer(plan, job, digests), lambda tensor: tensor.to(device))
+    merged = solve_layer(plan, job.rule, tensors, job.name).cpu()
+    stored = {part.name: rounded(values, torch_type(part.info)) for part, values in parted(job, merged)}
+    if not allow_nonfinite:
+        _check_finite(plan, job, tensors, merged, torch.cat([values.double() for values in stored.values()]))
+    return MergedBlock(unit, stored.pop(job.name), None, digests, stored)
 
 
 def _storable(precision: Tensor, name: str) -> Tensor:

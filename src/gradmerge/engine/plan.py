@@ -12,6 +12,7 @@ from torch import Tensor
 from ..checkpoints.model import TORCH_TYPES
 from ..notes import Note
 from ..rules import Rule
+from ..rules.kronecker_matching import Factors
 from ..storage.tensorfile import TensorInfo
 from ..text import natural
 from .inputs import Inputs
@@ -31,11 +32,24 @@ class Job:
     rule: Rule | None
     """None: copied from the template."""
     compute: torch.dtype = torch.float32
+    layer: Layer | None = None
+    """For the weight of a layer with Kronecker curvature, which is solved whole."""
+    inside: bool = False
+    """A bias that is solved and written with its layer's weight."""
 
     @property
     def whole(self) -> bool:
         """Whether the rule works on the matrix as a whole."""
-        return self.rule is not None and self.rule.otherwise is not None
+        return self.layer is not None or (self.rule is not None and self.rule.otherwise is not None)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How a layer's matrix X = [W b] lies in its tensors."""
+
+    transposed: bool
+    """The weight is stored as (in, out), as of GPT-2's Conv1D."""
+    bias: Job | None
 
 
 @dataclass(frozen=True)
@@ -68,10 +82,22 @@ class Plan:
     def merged(self) -> list[Job]:
         return [job for job in self.jobs if job.rule is not None]
 
+    @property
+    def entrywise(self) -> list[Job]:
+        """Tensors that go through the rule entry by entry."""
+        return [job for job in self.merged if job.layer is None and not job.inside]
+
+    @property
+    def layers(self) -> list[Job]:
+        """Weights of layers that are solved whole, each with its bias."""
+        return [job for job in self.merged if job.layer is not None]
+
     def units(self) -> Iterator[Unit]:
         """Blocks in the order of the template's files."""
         number = 0
         for job in self.jobs:
+            if job.inside:
+                continue
             step = max(job.info.numel, 1) if job.whole else self.block
             for start in range(0, max(job.info.numel, 1), step):
                 yield Unit(number, job, start, min(start + step, job.info.numel))
@@ -92,12 +118,19 @@ class Plan:
     @property
     def examples(self) -> int:
         """Number of examples behind the curvature of the result: the sum over all inputs."""
-        return max(1, sum(c.examples for c in self.inputs.curvatures))
+        inputs = self.inputs
+        every = (*([inputs.prior] if inputs.prior else []), *inputs.curvature, *inputs.grams)
+        return max(1, sum(source.stands_for for source in every))
 
     def bytes_read(self, job: Job) -> int:
         """Bytes that one pass over a tensor reads."""
         if job.rule is None:
             return self.inputs.template.tensors[job.name].nbytes
+        if job.inside:
+            return 0
+        return sum(map(self._bytes_of, [job, job.layer.bias] if job.layer and job.layer.bias else [job]))
+
+    def _bytes_of(self, job: Job) -> int:
         base = [self.inputs.base] if self.inputs.base and "base" in self.needs else []
         models = sum(c.tensors[self.inputs.stored_name(c, job.name)].nbytes for c in (*base, *self.inputs.tuned))
         return models + sum(source.nbytes(job.name) for source in self.inputs.curvatures)
@@ -112,6 +145,14 @@ class Plan:
         return sum(self.bytes_read(job) for job in self.merged) if self.needs & {"thresholds", "geometry"} else 0
 
     @property
+    def damping_read(self) -> int:
+        """Bytes of curvature that are read to find the damping, where the recipe leaves it open."""
+        inputs = self.inputs
+        if self.rule.name != "removal" or not inputs.damping_is_open or inputs.mean_curvature is not None:
+            return 0
+        return sum(source.nbytes(job.name) for source in inputs.curvature for job in self.merged)
+
+    @property
     def total_written(self) -> int:
         model = sum(job.info.nbytes for job in self.jobs)
         return model + (sum(job.info.numel * 4 for job in self.merged) if self.write_precision else 0)
@@ -122,8 +163,15 @@ class Plan:
         width = 8 if wide or any(job.compute == torch.float64 for job in self.jobs) else 4
         tensors = 1 + len(self.inputs.tuned) + len(self.inputs.curvatures)
         blocks = threads * self.block * width * (2 * tensors + len(self.inputs.tuned) + 6)
-        whole = max((job.info.numel * 8 * (tensors + 3) for job in self.jobs if job.whole), default=0)
+        whole = max((self._bytes_of_whole(job, tensors) for job in self.jobs if job.whole), default=0)
         return 330_000_000 + blocks + threads * whole
+
+    def _bytes_of_whole(self, job: Job, tensors: int) -> int:
+        """Bytes that a matrix takes while it is solved for; factors are stored in float32 and used in float64."""
+        if job.layer is None:
+            return job.info.numel * 8 * (tensors + 3)
+        factors = [source.nbytes(job.name) for source in self.inputs.curvatures]
+        return job.info.numel * 8 * (tensors + 12) + 2 * (2 * sum(factors) + 3 * max(factors))
 
 
 def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +182,9 @@ def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any]) -> dict[s
     inputs = plan.inputs
     if rule.wide(inputs.all_weights, inputs.options):
         tensors = converted(tensors, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
-    numbers = {"weights": inputs.weights, "base_weight": inputs.base_weight, "damping": inputs.damping}
+    numbers = {"weights": inputs.weights, "base_weight": inputs.base_weight}
+    if "damping" in rule.inputs:
+        numbers["damping"] = tensors["damping"] if "damping" in tensors else inputs.damping_of(rule)
     read = plan.needs if rule is plan.rule else frozenset(rule.inputs)
     arguments = {
         name: numbers[name] if name in numbers else tensors.get(name) if name in read else None for name in rule.inputs
@@ -149,6 +199,8 @@ def converted(inputs: Mapping[str, Any], convert: Callable[[Tensor], Tensor]) ->
     def one(value: Any) -> Any:
         if isinstance(value, list):
             return [one(item) for item in value]
+        if isinstance(value, Factors):
+            return Factors(*map(one, value))
         return convert(value) if isinstance(value, Tensor) else value
 
     return {name: one(value) for name, value in inputs.items()}

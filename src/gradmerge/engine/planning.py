@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from ..checkpoints.ties import same_values, tied_to
 from ..curvature.files import default_curvature, open_curvature
 from ..errors import InputError
 from ..notes import Kind, Note
-from ..recipe import CurvatureSource, Identity, Recipe
+from ..recipe import NONE, CurvatureSource, Identity, Recipe
 from ..rules import Rule
 from ..rules.spherical import Geometry
 from ..storage.tensorfile import FLOATS, TensorInfo
 from ..text import listed
-from .inputs import CurvatureInput, Inputs
-from .plan import Job, Plan, rule_arguments
+from .inputs import USUAL_DAMPING, CurvatureInput, Inputs
+from .layers import find_layers, held_by_factors
+from .penalties import incomplete, recorded_penalty
+from .plan import Job, Layer, Plan, rule_arguments
 
 _STORED = {word: code for code, word in FLOATS.items()}
 
@@ -69,7 +72,12 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
             if "prior" in needs:
                 inputs.prior = curvature(recipe.base.curvature, base, "base.curvature")
             if "penalty" in needs and recipe.base.penalty is not None:
-                inputs.penalty = curvature(recipe.base.penalty, base, "base.penalty")
+                inputs.penalty = [curvature(recipe.base.penalty, base, "base.penalty")] * len(inputs.tuned)
+            elif "penalty" in needs:
+                for model in inputs.tuned:
+                    inputs.penalty.append(found := recorded_penalty(model))
+                    opened.callback(found.close if found is not None else lambda: None)
+                inputs.penalty = inputs.penalty if any(inputs.penalty) else []
         if needs & {"curvature", "grams"}:
             pairs = enumerate(zip(recipe.models, inputs.tuned, strict=True))
             every = [curvature(m.curvature, c, f"models[{i}].curvature") for i, (m, c) in pairs]
@@ -86,7 +94,8 @@ def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) 
         tuned=tuned,
         weights=recipe.weights,
         base_weight=recipe.base.weight if recipe.base else None,
-        damping=recipe.damping,
+        damping=USUAL_DAMPING if recipe.damping == "auto" else recipe.damping,
+        damping_is_open=recipe.damping == "auto",
         options=recipe.resolved_options,
     )
 
@@ -96,6 +105,8 @@ def _open_curvature(
 ) -> CurvatureInput:
     if isinstance(source, Identity):
         return CurvatureInput(label=f"{key} (identity)", constant=source.identity)
+    if source == NONE and key == "base.penalty":
+        return CurvatureInput(label=f"{key} (none)", constant=0.0)
     if source is not None:
         file = open_curvature(source, relative_to=recipe.folder)
     else:
@@ -109,7 +120,8 @@ def _open_curvature(
             )
         file = open_curvature(str(inside), relative_to=Path())
         file.label = f"{model.label}/{inside.name}"
-    return CurvatureInput.of_file(file, recipe.reduction)
+    scaled = recipe.base.examples if recipe.base is not None and key == "base.curvature" else None
+    return CurvatureInput.of_file(file, recipe.reduction, scaled)
 
 
 def make_plan(
@@ -128,14 +140,19 @@ def make_plan(
     diagonals = [source for source in inputs.curvatures if source not in inputs.grams]
     _tie(diagonals, template, comparison.merged)
     gram_names, gram_problems = _gram_names(inputs, comparison.merged)
-    problems = list(comparison.problems)
+    layers, layer_problems = find_layers(inputs, rule, comparison.merged, looking=reads is not None)
+    problems = [*comparison.problems, *layer_problems]
     for source in diagonals:
-        problems += _problems_of(source, inputs, comparison.merged, recipe.missing)
+        # What a recorded penalty does not name was not held by it.
+        recorded = source in inputs.penalty and recipe.base is not None and recipe.base.penalty is None
+        held, missing = held_by_factors(source, layers), "zero" if recorded else recipe.missing
+        problems += _problems_of(source, inputs, comparison.merged, held, missing)
     problems += gram_problems
+    problems += _problems_of_layers(recipe) if layers and reads is None else []
     if problems:
         raise InputError("these cannot be merged:\n" + "\n".join(f"• {p}" for p in problems))
 
-    wanted = set(comparison.merged)
+    wanted, biases = set(comparison.merged), {bias for _, bias in layers.values()}
     jobs = []
     for name, info in template.tensors.items():
         if name not in wanted:
@@ -144,11 +161,18 @@ def make_plan(
         stored = _STORED.get(recipe.output.dtype, info.dtype)
         chosen = rule if rule.otherwise is None or name in gram_names else rule.otherwise
         types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
-        compute = torch.float64 if "F64" in types or chosen.otherwise is not None else torch.float32
-        jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute))
+        wide = "F64" in types or chosen.otherwise is not None or name in layers or name in biases
+        compute = torch.float64 if wide else torch.float32
+        jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute, inside=name in biases))
+    own = {job.name: job for job in jobs}
+    for place, job in enumerate(jobs):
+        if job.name in layers:
+            turned, bias = layers[job.name]
+            jobs[place] = replace(job, layer=Layer(turned, own[bias] if bias is not None else None))
     plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
     plan.note(comparison.notes)
     plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
+    plan.note(incomplete(inputs))
     plan.note(_method_notes(recipe, looking=reads is not None))
     if reads is None:
         rehearse(plan)
@@ -179,6 +203,27 @@ def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
     return needs - (rule.optional & {"base"}) if idle else needs
 
 
+def _problems_of_layers(recipe: Recipe) -> list[str]:
+    """Settings that single entries know and layers with Kronecker curvature do not."""
+    problems = []
+    if recipe.output.curvature:
+        problems.append(
+            "output.curvature: with Kronecker curvature H̄ is a sum of Kronecker products, which no file holds. "
+            "Leave it out, and estimate the curvature of the merged model instead"
+        )
+    if recipe.options.get("base_saw_removed"):
+        problems.append(
+            "options.base_saw_removed: a Kronecker product minus others is no curvature. Estimate that of the base on "
+            "the data that stays, or take diagonals"
+        )
+    if recipe.options.get("cap", NONE) != NONE:
+        problems.append(
+            "options.cap: limits the step of single entries, which Kronecker curvature does not have. Bound it with "
+            "`damping`, and leave cap out"
+        )
+    return problems
+
+
 def _tie(diagonals: Sequence[CurvatureInput], template: Checkpoint, names: Sequence[str]) -> None:
     """Use the curvature of an embedding for a tied head that a curvature file lacks.
 
@@ -191,19 +236,22 @@ def _tie(diagonals: Sequence[CurvatureInput], template: Checkpoint, names: Seque
         source.aliases = ties
 
 
-def _problems_of(source: CurvatureInput, inputs: Inputs, names: Sequence[str], missing: str) -> list[str]:
+def _problems_of(
+    source: CurvatureInput, inputs: Inputs, names: Sequence[str], held: set[str], missing: str
+) -> list[str]:
+    """What is wrong with the diagonals of a source; those ``held`` in Kronecker factors need none."""
     shapes = source.shapes
     if shapes is None:
         return []
     tensors = inputs.template.tensors
-    if source.file is not None and source.file.kind != "diagonal":
+    if source.file is not None and source.kind != "diagonal" and source.tokens is None:
         return [f"{source.label}: holds {source.file.kind} matrices, where a diagonal is needed"]
     problems = []
     misfits = [n for n in names if n in shapes and shapes[n] != tensors[n].shape]
     if misfits:
         wrong = [f"{n}: {list(shapes[n])}, but the weight is {list(tensors[n].shape)}" for n in misfits]
         problems.append(f"{source.label}: curvature of another model, its shapes do not fit\n{listed(wrong)}")
-    absent = [n for n in names if source.stored_name(n, tensors[n].shape) is None]
+    absent = [n for n in names if n not in held and source.stored_name(n, tensors[n].shape) is None]
     if absent and len(absent) == len(names):
         problems.append(
             f"{source.label}: curvature of another model: it has none of the tensors to merge\n{listed(absent, 3)}"
@@ -251,6 +299,7 @@ def rehearse(plan: Plan) -> None:
     stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one)
     stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
     stand_ins |= {"thresholds": [0.0] * models, "kept": [one > 0] * models, "geometry": Geometry(1.0, 1.0, 1.0)}
+    stand_ins["damping"] = plan.inputs.damping
     for rule in (plan.rule, plan.rule.otherwise):
         if rule is not None:
             try:

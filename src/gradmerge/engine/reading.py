@@ -41,24 +41,38 @@ def read_block(
     base, tuned = read_models(plan, job, start, stop, buffers, digests)
     block: dict[str, Any] = {"base": base, "tuned": tuned}
 
-    def curvature(source: CurvatureInput | None, slot: str) -> Tensor | None:
-        if source is None:
-            return None
-        name = source.stored_name(job.name, job.info.shape)
-        if name is None:
-            return torch.tensor(0.0, dtype=job.compute)
-        return source.read(name, start, stop, buffers, slot, job.compute, digests)
+    def curvature(source: CurvatureInput, slot: str) -> Tensor:
+        return read_curvature(source, job, start, stop, buffers, slot, job.compute, digests)
 
     if "prior" in plan.needs:
-        block["prior"] = curvature(inputs.prior, "prior")
-    if "penalty" in plan.needs:
-        block["penalty"] = curvature(inputs.penalty, "penalty")
+        block["prior"] = None if inputs.prior is None else curvature(inputs.prior, "prior")
+    if "penalty" in plan.needs and inputs.penalty:
+        sources = dict.fromkeys(source for source in inputs.penalty if source is not None)
+        read = {source: curvature(source, f"penalty {i}") for i, source in enumerate(sources)}
+        block["penalty"] = [None if source is None else read[source] for source in inputs.penalty]
     if "curvature" in plan.needs:
         block["curvature"] = [curvature(source, f"curvature {i}") for i, source in enumerate(inputs.curvature)]
     if "kept" in plan.needs:
         seed, density = inputs.options["seed"], inputs.options["density"]
         block["kept"] = [keep_mask(seed, i, job.name, start, stop, density) for i in range(len(tuned))]
     return block
+
+
+def read_curvature(
+    source: CurvatureInput,
+    job: Job,
+    start: int,
+    stop: int,
+    buffers: Buffers,
+    slot: str,
+    dtype: torch.dtype,
+    digests: Digests | None = None,
+) -> Tensor:
+    """The block of one curvature, reduced; 0 where the recipe lets it be missing."""
+    name = source.stored_name(job.name, job.info.shape)
+    if name is None:
+        return torch.tensor(0.0, dtype=dtype)
+    return source.read(name, start, stop, buffers, slot, dtype, digests)
 
 
 def read_matrices(plan: Plan, job: Job, buffers: Buffers, digests: Digests) -> dict[str, Any]:

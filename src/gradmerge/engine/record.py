@@ -16,6 +16,7 @@ from ..checkpoints.model import Buffers, Checkpoint, Digest, block_digest
 from ..recipe import Recipe
 from ..storage.tensorfile import TensorInfo
 from .inputs import Inputs, Source
+from .penalties import used
 from .plan import BLOCK, Plan
 
 
@@ -35,6 +36,7 @@ def merge_record(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "fingerprint": fingerprint,
         "recipe": recipe.model_dump(mode="json") | {"options": dict(plan.inputs.options)},
+        **used(recipe, plan),
         "inputs": [_input_record(plan, place, source, digests) for place, source in enumerate(plan.inputs.sources)],
         "output": {
             "files": [name for name in sizes if not name.startswith("curvature/")],
@@ -74,22 +76,26 @@ def _digest_of_source(plan: Plan, place: int, source: Source, digests: Mapping[i
         return digest_of(source, plan.block)
     digest, buffers = Digest(plan.block), Buffers()
     for unit in plan.units():
-        name = unit.job.name
+        name, layer = unit.job.name, unit.job.layer
         if isinstance(source, Checkpoint):
             name = plan.inputs.stored_name(source, name)
             info = source.tensors.get(name)
         else:
             info = TensorInfo("F32", unit.job.info.shape)
         value = digests[unit.number][place]
-        if info is not None and unit.job.whole and isinstance(source, Checkpoint) and source in plan.inputs.tuned:
+        read = source in plan.inputs.tuned or layer is not None
+        if info is not None and unit.job.whole and isinstance(source, Checkpoint) and read:
             _add_tensor(digest, source, name, buffers)
+            if layer is not None and layer.bias is not None:
+                _add_tensor(digest, source, plan.inputs.stored_name(source, layer.bias.name), buffers)
         elif info is not None and value >= 0:
             digest.add(name, info, unit.start, value)
     return digest
 
 
 def _role(source: Source, inputs: Inputs) -> str:
-    roles = {inputs.base: "base", inputs.prior: "base curvature", inputs.penalty: "penalty"}
+    roles: dict[Source | None, str] = {inputs.base: "base", inputs.prior: "base curvature"}
+    roles |= dict.fromkeys(inputs.penalty, "penalty")
     return roles.get(source, "tuned" if isinstance(source, Checkpoint) else "curvature")
 
 

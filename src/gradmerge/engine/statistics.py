@@ -126,7 +126,7 @@ def find_statistics(
     return result
 
 
-def _chunks(jobs: list[Job]) -> Iterator[tuple[Job, int, int]]:
+def chunks(jobs: list[Job]) -> Iterator[tuple[Job, int, int]]:
     for job in jobs:
         for start in range(0, job.info.numel, CHUNK):
             yield job, start, min(start + CHUNK, job.info.numel)
@@ -150,7 +150,7 @@ def _thresholds(
             advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
 
     while search.thresholds is None:
-        run_parallel(_chunks(jobs), with_buffers(work), threads)
+        run_parallel(chunks(jobs), with_buffers(work), threads)
         search.end_pass()
         first = False
     return search.thresholds
@@ -190,16 +190,16 @@ def _geometry(plan: Plan, job: Job) -> Geometry:
     """Inner product and norms of base and tuned model, in float64 and with exactly rounded sums of chunks."""
     buffers = Buffers()
     parts: list[list[float]] = []
-    for _, start, stop in _chunks([job]):
+    for _, start, stop in chunks([job]):
         base, tuned = read_models(plan, job, start, stop, buffers)
         assert base is not None
         a, b = base.double(), tuned[0].double()
         parts.append([float((x * y).sum()) for x, y in ((a, b), (a, a), (b, b))])
-    dot, aa, bb = (_exact_sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0.0)
+    dot, aa, bb = (exact_sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0.0)
     return Geometry(dot, math.sqrt(aa), math.sqrt(bb))
 
 
-def _exact_sum(values: Iterable[float]) -> float:
+def exact_sum(values: Iterable[float]) -> float:
     try:
         return math.fsum(values)
     except (ValueError, OverflowError):  # infinities of both signs, or a sum that is larger than any number

@@ -64,6 +64,8 @@ class Target:
         """Write a block and then its line of the journal; may be called from several threads at once."""
         unit = block.unit
         self._model.write(unit.job.name, unit.start, bytes_of(block.values.contiguous()))
+        for name, values in block.beside.items():
+            self._model.write(name, 0, bytes_of(values.contiguous()))
         if block.precision is not None:
             self._writers[1].write(unit.job.name, unit.start, bytes_of(block.precision.contiguous()))
         record = [block.digests.get(source, -1) for source in self._sources]

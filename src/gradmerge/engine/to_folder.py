@@ -18,13 +18,16 @@ from ..display import Displayed
 from ..errors import InputError, MachineError
 from ..notes import Note
 from ..progress import NoProgress, Progress
-from ..recipe import Recipe
+from ..recipe import Recipe, reduction_factor
 from ..storage.smallfile import MAX_TOKENIZER, read_json
 from ..storage.staging import Staging
 from ..text import size, to_json
 from .card import model_card
+from .coefficients import coefficient_notes
+from .damping import find_damping
 from .journal import Journal
 from .local import Watch, run
+from .penalties import PENALTY, used
 from .plan import Plan
 from .reads import State, changed, recipe_paths, state_of
 from .record import merge_record
@@ -73,7 +76,7 @@ def merge_to_folder(
     1. Everything that the bytes of the result depend on goes into a fingerprint. With ``resume``, a folder that has it
        is complete already, and an unfinished one is gone on with.
     2. A folder beside OUT is staged. The journal in it names every unit (a block of one tensor) that is written.
-    3. A removal whose step is too long to be trusted is refused.
+    3. A removal finds its damping where the recipe leaves it open. One whose step is too long to be trusted is refused.
     4. A rule that needs statistics (thresholds, angles) gets them. Where a sample tells the thresholds, the merge
        begins with this guess and counts on the way whether it is right; if so, that was the only pass over the inputs.
     5. Every unit that is left goes through the rule, to the files, and into the journal.
@@ -100,7 +103,11 @@ def merge_to_folder(
                 "Run without --resume to start over."
             )
         plan.note(staging.notes)
+        if plan.damping_read:
+            progress.begin("finding the damping", plan.damping_read)
+        find_damping(plan, threads, progress.advance)
         plan.note(judge_removal(plan, threads, progress, refuse=not accept_untrusted))
+        plan.note(coefficient_notes(recipe, plan, threads))
         plan.note(sidecars(template).note(template.label))
 
         timings = {"statistics": 0.0, "merge": 0.0, "total": 0.0}
@@ -126,7 +133,7 @@ def merge_to_folder(
                         threads=threads,
                         device=device,
                         allow_nonfinite=allow_nonfinite,
-                        precision_factor=float(plan.examples) if recipe.reduction == "mean" else 1.0,
+                        precision_factor=1.0 / reduction_factor(recipe.reduction, plan.examples),
                         advance=progress.advance,
                         watch=watch,
                     )
@@ -166,7 +173,8 @@ def merge_to_folder(
         result.output, result.bytes_written, result.seconds = staging.out, plan.total_written, timings["total"]
         record = merge_record(recipe, plan, fingerprint, sizes, finished.units, timings, resumed)
         (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
-        card = model_card(recipe, staging.out.name, (staging.folder / "config.json").is_file())
+        has_config = (staging.folder / "config.json").is_file()
+        card = model_card(recipe, staging.out.name, has_config, used(recipe, plan))
         (staging.folder / "README.md").write_text(card, "utf-8")
         journal.remove()
     return result
@@ -183,7 +191,7 @@ def _files(plan: Plan) -> list[Path]:
     """Every file that the result depends on: weights, curvature, configs, and what is copied along."""
     files = [*plan.inputs.files(), *sidecars(plan.inputs.template).copied.values()]
     folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in _with_bases(checkpoint) if c.folder}
-    configs = [folder / name for folder in folders for name in ("config.json", "adapter_config.json")]
+    configs = [folder / name for folder in folders for name in ("config.json", "adapter_config.json", PENALTY)]
     return files + [path for path in configs if path.is_file()]
 
 

@@ -1,4 +1,5 @@
-"""Whether the step of a removal can be trusted, judged before it is made: on all entries, or quickly on a sample.
+"""Whether the step of a removal can be trusted, judged before it is made, on all entries: a sample misses the few that
+ruin a model.
 
 The curvature of a removal was estimated at the base and at the tuned models. A step much longer than the distance
 between them leads to where nothing is known of the loss. It is long where the base's curvature is almost 0 and a
@@ -19,10 +20,12 @@ from ..curvature.summary import group_of
 from ..errors import InputError
 from ..notes import Kind, Note
 from ..progress import Progress
-from ..text import count
-from .plan import BLOCK, Job, Plan, converted, rule_arguments
+from ..rules.kronecker_matching import applied
+from .damping import find_damping
+from .layers import read_layer, solve_layer
+from .plan import Job, Plan, converted, rule_arguments
 from .reading import read_block
-from .statistics import Advance
+from .statistics import Advance, chunks
 from .workers import run_parallel, with_buffers
 
 #: A step more than this many times as long as fine-tuning's is not trusted. Plain negation at strength 1 has a factor
@@ -34,12 +37,6 @@ GROUP = 10.0
 NOTICEABLE = 0.01
 #: Dampings that are tried for a better one.
 DAMPINGS = tuple(float(f"1e{power}") for power in range(-10, 3))
-#: A model of up to this many entries is judged whole.
-SMALL = 1 << 20
-#: Of a larger one: this share of its entries, from SMALL up to MOST, in runs of RUN, at least one run per tensor.
-SHARE = 1 / 64
-MOST = 1 << 22
-RUN = 1 << 13
 
 
 @dataclass
@@ -55,11 +52,11 @@ class Step:
     felt_step: float = 0.0
     felt_tuning: float = 0.0
 
-    def add(self, other: Step, times: float = 1.0) -> None:
-        self.step += other.step * times
-        self.tuning += other.tuning * times
-        self.felt_step += other.felt_step * times
-        self.felt_tuning += other.felt_tuning * times
+    def add(self, other: Step) -> None:
+        self.step += other.step
+        self.tuning += other.tuning
+        self.felt_step += other.felt_step
+        self.felt_tuning += other.felt_tuning
 
     @property
     def amplification(self) -> float:
@@ -101,38 +98,36 @@ class Judgement:
         if not self.groups or not math.isfinite(self.whole.step):
             return 0.0  # values that are not finite are found and named by the merge
         whole = max(self.whole.amplification, self.whole.felt)
-        return max(whole / WHOLE, self.groups[self.worst].amplification / GROUP)
+        excess = max(whole / WHOLE, self.groups[self.worst].amplification / GROUP)
+        return round(excess, 9)  # a step of exactly twice negation's, as the cap makes it, is fine
 
 
 def judge_removal(plan: Plan, threads: int, progress: Progress, *, refuse: bool) -> list[Note]:
-    """A note, or with ``refuse`` an error, if the plan is a removal whose step is too long, on all entries."""
+    """A note, or with ``refuse`` an error, if the plan is a removal whose step is too long."""
     if plan.rule.name == "removal":
         progress.begin("judging", plan.total_read)
-    notes = trust_notes(plan, 1.0, threads, progress.advance)
+    notes = trust_notes(plan, threads, progress.advance)
     if notes and refuse:
         raise InputError(f"{notes[0]} To write it all the same, pass --accept-untrusted.")
     return notes
 
 
-def trust_notes(
-    plan: Plan, share: float | None = None, threads: int = 1, advance: Advance = lambda nbytes: None
-) -> list[Note]:
-    """The same from a share of the entries; None reads a small sample, which may miss the few that ruin a model."""
+def trust_notes(plan: Plan, threads: int = 1, advance: Advance = lambda nbytes: None) -> list[Note]:
+    """A note if the plan is a removal whose step is too long."""
     if plan.rule.name != "removal":
         return []
-    (judged,) = judge(plan, [plan.inputs.damping], share, threads, advance)
+    find_damping(plan, threads)
+    (judged,) = judge(plan, [plan.inputs.damping_of(plan.rule)], threads, advance)
     if judged.excess <= 1:
         return []
-    total = sum(job.info.numel for job in plan.merged)
-    part = "all" if judged.looked_at >= total else f"{count(judged.looked_at)} of {count(total)}"
     amplification, worst = judged.whole.amplification, judged.groups[judged.worst].amplification
     larger = [damping for damping in DAMPINGS if damping > judged.damping]
-    tried = judge(plan, larger, share, threads) if larger else []
+    tried = judge(plan, larger, threads) if larger else []
     enough = next((judgement.damping for judgement in tried if judgement.excess <= 1), None)
     text = (
         f"this removal cannot be trusted. It moves the model {amplification:.3g} times as far as fine-tuning did, "
         f"{judged.whole.felt:.3g} times where the removed data care (in the norm of their curvature), and "
-        f"{judged.worst} {worst:.3g} times (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on {part} entries); the quadratic model "
+        f"{judged.worst} {worst:.3g} times (‖θ̂ − θ_0‖ / ‖Σ |θ_t − θ_0|‖, on all entries); the quadratic model "
         f"behind it is not trusted beyond {WHOLE:g} times, or {GROUP:g} times in a layer. "
         f"{_advice(plan, judged, enough)}"
     )
@@ -144,6 +139,8 @@ def _advice(plan: Plan, judged: Judgement, enough: float | None) -> str:
     # The step is linear in the strength, unless that also decides what is left of the base's curvature.
     if judged.excess <= 20 and not plan.inputs.options.get("base_saw_removed"):
         rest = f"lower the strength to {1 / judged.excess:.2g} of what it is, or {rest}"
+    if plan.inputs.options["cap"] == "none":
+        rest += " Without `cap: none`, no weight moves more than twice as far as under plain negation."
     if enough is None:
         return f"No damping up to {DAMPINGS[-1]:g} is enough: {rest}"
     return (
@@ -155,17 +152,12 @@ def _advice(plan: Plan, judged: Judgement, enough: float | None) -> str:
 def judge(
     plan: Plan,
     dampings: Sequence[float],
-    share: float | None = None,
     threads: int = 1,
     advance: Advance = lambda nbytes: None,
 ) -> list[Judgement]:
-    """The steps of a removal with each damping, from this share of the entries (None: a sample), scaled up to all."""
-    if share is None:
-        total = sum(job.info.numel for job in plan.merged)
-        share = min(max(SMALL, total * SHARE), MOST, total) / max(1, total)
-    runs = {job.name: list(_runs(job.info.numel, share)) for job in plan.merged if job.info.numel}
-    seen = {name: sum(stop - start for start, stop in parts) for name, parts in runs.items()}
-    judgements = [Judgement(damping, looked_at=sum(seen.values())) for damping in dampings]
+    """The steps of a removal with each damping."""
+    looked_at = sum(job.info.numel for job in plan.merged)
+    judgements = [Judgement(damping, looked_at=looked_at) for damping in dampings]
     lock = threading.Lock()
 
     def work(buffers: Buffers, run: tuple[Job, int, int]) -> None:
@@ -174,27 +166,19 @@ def judge(
         with lock:
             for judgement, step in zip(judgements, steps, strict=True):
                 group = judgement.groups.setdefault(group_of(job.name), Step())
-                group.add(step, job.info.numel / seen[job.name])
+                group.add(step)
             advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
 
-    every = ((job, *part) for job in plan.merged for part in runs.get(job.name, ()))
+    every = (*chunks(plan.entrywise), *((job, 0, job.info.numel) for job in plan.layers))
     run_parallel(every, with_buffers(work), threads)
     return judgements
 
 
-def _runs(numel: int, share: float) -> Iterator[tuple[int, int]]:
-    """Where to look in a tensor: runs of entries at even distances, each in the middle of what it stands for."""
-    if share == 1:
-        yield from ((start, min(start + BLOCK, numel)) for start in range(0, numel, BLOCK))
-        return
-    number, length = max(1, math.floor(numel * share / RUN)), min(RUN, numel)
-    for index in range(number):
-        start = (2 * index + 1) * numel // (2 * number) - length // 2
-        yield start, start + length
-
-
 def _steps(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, dampings: Sequence[float]) -> Iterator[Step]:
     """In float64, so that a step that overflows in the merge is still a number here."""
+    if job.layer is not None:
+        yield from _layer_steps(plan, job, dampings)
+        return
     wide = converted(read_block(plan, job, start, stop, buffers), Tensor.double)
     base, tuned = wide["base"], wide["tuned"]
     moved = sum((model - base).abs_() for model in tuned)
@@ -204,3 +188,18 @@ def _steps(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, dampin
         arguments = rule_arguments(plan.rule, plan, wide) | {"damping": damping}
         step = (plan.rule(**arguments) - base).square_()
         yield Step(float(step.sum()), tuning, float((step * curvature).sum()), felt)
+
+
+def _layer_steps(plan: Plan, job: Job, dampings: Sequence[float]) -> Iterator[Step]:
+    """The same for a layer with Kronecker curvature; what is felt is ⟨X, H X⟩."""
+    tensors = read_layer(plan, job, {})
+    base, moved = tensors["base"], [model - tensors["base"] for model in tensors["tuned"]]
+
+    def felt(x: Tensor) -> float:
+        return sum(float((applied(hessian, x) * x).sum()) for hessian in tensors["curvature"])
+
+    tuning = float(sum(delta.abs() for delta in moved).square().sum())
+    felt_tuning = sum(math.sqrt(max(0.0, felt(delta))) for delta in moved) ** 2
+    for damping in dampings:
+        step = solve_layer(plan, plan.rule, {**tensors, "damping": damping}, job.name) - base
+        yield Step(float(step.square().sum()), tuning, max(0.0, felt(step)), felt_tuning)

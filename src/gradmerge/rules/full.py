@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .matching import Penalty, penalties
+
 
 def gradient_matching_full(
     base: Tensor,
@@ -14,16 +16,19 @@ def gradient_matching_full(
     prior: Tensor,
     curvature: Sequence[Tensor],
     weights: Sequence[float] | None = None,
+    penalty: Penalty = None,
 ) -> Tensor:
-    """θ_0 + Σ α_t H̄⁻¹ (H_0 + H_t) Δ_t with matrices H_0 (``prior``) and H_t, and H̄ = H_0 + Σ α_t H_t.
+    """θ_0 + Σ α_t H̄⁻¹ (P_t + H_t) Δ_t with matrices H_0 (``prior``), P_t and H_t, and H̄ = H_0 + Σ α_t H_t.
 
-    For quadratic losses this is argmin Σ α_t ℓ_t(θ) + ½‖θ − θ_0‖²_{H_0} exactly: the jointly trained model.
+    ``penalty`` is what the models were tuned under: P for all, a list with one for each, or None for H_0. For quadratic
+    losses this is argmin Σ α_t ℓ_t(θ) + ½‖θ − θ_0‖²_{H_0} exactly: the jointly trained model.
     """
     weights = [1.0] * len(tuned) if weights is None else weights
     precision, pull = prior.clone(), torch.zeros_like(base)
-    for model, hessian, weight in zip(tuned, curvature, weights, strict=True):
+    every = penalties(penalty, prior, len(tuned))
+    for model, hessian, weight, own in zip(tuned, curvature, weights, every, strict=True):
         precision += weight * hessian
-        pull += weight * (prior + hessian) @ (model - base)
+        pull += weight * (own + hessian) @ (model - base)
     step: Tensor = torch.linalg.solve(precision, pull)
     return base + step
 

@@ -20,6 +20,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
+OrNone = float | Literal["none"]
+"""The type of an option that is a number, or the word ``none``."""
+
 INPUTS = {
     "base": "θ_0, a block of the base model",
     "tuned": "θ_t, the same block of every tuned model",
@@ -27,7 +30,7 @@ INPUTS = {
     "base_weight": "the base's own weight, or None when the recipe gives none",
     "prior": "F_0, the base's reduced curvature (without damping)",
     "curvature": "F_t, every tuned model's reduced curvature",
-    "penalty": "the matrix of the penalty that the models were tuned under, or None for F_0 + δ",
+    "penalty": "P_t, the matrix of the penalty that each model was tuned under (None: F_0 + δ); or one P for all",
     "damping": "δ",
     "thresholds": "the magnitude from which an entry of Δ_t counts as large, one per tuned model",
     "kept": "boolean masks drawn with probability `density`, one per tuned model",
@@ -89,11 +92,12 @@ class Option:
         """The type in words, with its range: ``number, 0 < x ≤ 1`` or ``model | tensor``."""
         if get_origin(self.type) is Literal:
             return " | ".join(get_args(self.type))
-        word = {float: "number", int: "whole number", bool: "true | false"}[self.type]
+        word = {float: "number", OrNone: "number", int: "whole number", bool: "true | false"}[self.type]
         low = f"{self.help.gt:g} < " if self.help.gt is not None else ""
         low = f"{self.help.ge:g} ≤ " if self.help.ge is not None else low
         high = f" ≤ {self.help.le:g}" if self.help.le is not None else ""
-        return f"{word}, {low}x{high}" if low or high else word
+        word = f"{word}, {low}x{high}" if low or high else word
+        return f"{word}; or none" if self.type == OrNone else word
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,8 @@ class Rule:
     """Where the base has NaN or infinity, the result has too."""
     otherwise: Rule | None = None
     """The rule for tensors that have no Gram matrix; a rule with one works on whole matrices."""
+    layers: Callable[..., Tensor] | None = None
+    """The same rule for a linear layer with Kronecker curvature: a function of the same inputs, as matrices [W b]."""
     wide: Wide = never
     """When the rule is given float64 whatever the files hold."""
 
@@ -165,6 +171,7 @@ def rule(
     only_one_model: bool = False,
     base_shows: bool = True,
     otherwise: Rule | None = None,
+    layers: Callable[..., Tensor] | None = None,
     wide: Wide = never,
 ) -> Callable[[Callable[..., Tensor]], Rule]:
     """Declare a function as a merge rule; inputs and options are read from its signature."""
@@ -192,6 +199,7 @@ def rule(
             only_one_model=only_one_model,
             base_shows=base_shows,
             otherwise=otherwise,
+            layers=layers,
             wide=wide,
         )
 

@@ -26,8 +26,14 @@ PARTIAL, REPLACED = ".gradmerge-partial", ".gradmerge-replaced"
 MARK = ".gradmerge"
 #: A folder that holds one of these sets of files was written by gradmerge: a merge or samples, reports.
 OURS = ({"gradmerge.json"}, {"report.html", "diagnosis.json"}, {"report.html", "preview.json"})
-#: What a folder of curvature holds, and nothing else.
-CURVATURE = ("curvature*.safetensors", "curvature.safetensors.index.json", "online.safetensors")
+#: What a folder of curvature or of a gradient holds, and nothing else.
+SUMS = (
+    "curvature*.safetensors",
+    "curvature.safetensors.index.json",
+    "online.safetensors",
+    "gradient*.safetensors",
+    "gradient.safetensors.index.json",
+)
 
 
 class Staging:
@@ -227,10 +233,10 @@ def require_space(folder: Path, nbytes: int) -> None:
 
 
 def _written_by_us(folder: Path) -> bool:
-    """Whether a folder is the result of a merge, a report, or curvature and nothing else."""
+    """Whether a folder is the result of a merge, a report, or curvature or a gradient and nothing else."""
     names = {path.name for path in folder.iterdir()}
-    curvature = bool(names) and all(any(fnmatchcase(name, known) for known in CURVATURE) for name in names)
-    return curvature or any(marks <= names for marks in OURS)
+    sums = bool(names) and all(any(fnmatchcase(name, known) for known in SUMS) for name in names)
+    return sums or any(marks <= names for marks in OURS)
 
 
 def _check_loses_nothing(folder: Path, needed: Iterable[Path]) -> None:

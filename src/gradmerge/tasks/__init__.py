@@ -2,7 +2,7 @@
 
 from .columns import parse_columns
 from .evaluation import evaluate, evaluate_model
-from .loading import LoadedTask, Loading, complete, load_task
+from .loading import LoadedTask, Loading, complete, load_task, with_data
 from .metrics import MEANINGS
 from .models import TASKS, LoadingInfo, load_model
 
@@ -18,4 +18,5 @@ __all__ = [
     "load_model",
     "load_task",
     "parse_columns",
+    "with_data",
 ]

@@ -49,8 +49,11 @@ def classes_of(folder: Path) -> int | None:
     return None
 
 
-def with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingInfo) -> nn.Module:
-    """The base with the adapter merged into it. ``info`` no longer names as missing what the adapter brings."""
+def with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingInfo, apart: bool = False) -> nn.Module:
+    """The base with the adapter merged into it, or ``apart`` and to be trained.
+
+    ``info`` no longer names as missing what the adapter brings.
+    """
     try:
         from peft import PeftConfig, PeftModel
     except ImportError as error:
@@ -58,15 +61,16 @@ def with_adapter(reference: str, model: nn.Module, folder: Path, info: LoadingIn
         raise InputError(f"{reference}: {needs}") from error
     try:
         config = without_patterns(PeftConfig.from_pretrained(str(folder)), dict(model.named_modules()), folder)
-        wrapped = PeftModel.from_pretrained(model, str(folder), config=config)
+        wrapped = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=apart)
         whole = [name for name, _ in wrapped.named_modules() if name.endswith(".modules_to_save")]
-        merged = wrapped.merge_and_unload()
+        merged = wrapped if apart else wrapped.merge_and_unload()
     except InputError:
         raise
     except Exception as error:
         refused = f"the adapter cannot be put on its base {info.base_folder}"
         raise InputError(f"{reference}: {refused}: {first_line(error)}") from error
-    merged.requires_grad_(True)  # an adapter freezes its base
+    if not apart:
+        merged.requires_grad_(True)  # an adapter freezes its base
     replaced = tuple(name.removeprefix("base_model.model.").removesuffix("modules_to_save") for name in whole)
     info.missing_keys = [key for key in info.missing_keys if not key.startswith(replaced)]
     info.other_shapes = {key: shapes for key, shapes in info.other_shapes.items() if not key.startswith(replaced)}

@@ -21,8 +21,9 @@ from .classify import TextExamples
 from .columns import Fields, choose_columns
 from .data_sources import read_rows
 from .image import ImageExamples
-from .models import device_of, load_model
+from .models import LoadingInfo, device_of, load_model
 from .processors import load_image_processor, load_tokenizer
+from .rows import Rows
 from .seq2seq import PairExamples
 
 
@@ -125,20 +126,42 @@ class LoadedTask:
 
 
 def load_task(
-    model_reference: str | Path, source: str | Path, *, split: str | None = None, **loading: Unpack[Loading]
+    model_reference: str | Path,
+    source: str | Path,
+    *,
+    split: str | None = None,
+    adapter_apart: bool = False,
+    **loading: Unpack[Loading],
 ) -> LoadedTask:
     """Load a model and data for it.
 
     ``model_reference`` is a folder, a Hub id (`org/name@revision`) or a PEFT adapter folder; ``source`` a .jsonl, .csv,
     .parquet or .txt file (each also .gz), an .npz, a folder of images by class, or `org/name:split` of the Hub.
-    The other options are those of :class:`gradmerge.Loading`.
+    ``adapter_apart`` is as of :func:`load_model`; the other options are those of :class:`gradmerge.Loading`.
     """
     options = complete(loading, load_task)
     model_reference, source = str(model_reference), str(source)
     rows = read_rows(source, limit=options["limit"], split=split)  # the quicker of the two to fail
     model, info = load_model(
-        model_reference, options["task"], device=options["device"], dtype=options["dtype"], attn=options["attn"]
+        model_reference,
+        options["task"],
+        device=options["device"],
+        dtype=options["dtype"],
+        attn=options["attn"],
+        adapter_apart=adapter_apart,
     )
+    return _joined(model_reference, model, info, rows, options)
+
+
+def with_data(
+    model_reference: str | Path, model: nn.Module, info: LoadingInfo, source: str | Path, **loading: Unpack[Loading]
+) -> LoadedTask:
+    """Data for a model that :func:`load_model` has loaded."""
+    options = complete(loading, with_data)
+    return _joined(str(model_reference), model, info, read_rows(str(source), limit=options["limit"]), options)
+
+
+def _joined(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, options: Loading) -> LoadedTask:
     fields = choose_columns(info.task, rows, options["columns"])
     notes = list(info.notes)
     if info.task == "causal-lm":
@@ -146,10 +169,10 @@ def load_task(
         notes += left_out
     examples: Examples
     if info.task == "image":
-        examples = ImageExamples(rows, fields, model, load_image_processor(model_reference, info))
+        examples = ImageExamples(rows, fields, model, load_image_processor(reference, info))
     else:
         kinds: dict[str, Any] = {"classify": TextExamples, "causal-lm": LanguageExamples, "seq2seq": PairExamples}
-        tokenizer = load_tokenizer(model_reference, info, options["tokenizer"])
+        tokenizer = load_tokenizer(reference, info, options["tokenizer"])
         examples = kinds[info.task](rows, fields, model, tokenizer, options["max_length"])
     return LoadedTask(
         model=model,

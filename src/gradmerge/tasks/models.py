@@ -60,12 +60,14 @@ def load_model(
     dtype: str = "auto",
     attn: str | None = None,
     whole: bool = True,
+    adapter_apart: bool = False,
 ) -> tuple[nn.Module, LoadingInfo]:
     """The model of a folder, a Hub id or an adapter, with the head of its task, in eval mode on the device.
 
     ``dtype`` "auto" is as stored, but float32 for float16 on a CPU. Only safetensors are read, no remote code is run.
     A model whose checkpoint lacks weights, as of the head, is refused, since they would be random numbers; with
-    ``whole=False`` the loading info names them instead.
+    ``whole=False`` the loading info names them instead. An adapter is merged into its base, or ``adapter_apart``: then
+    it alone asks for gradients.
     """
     place = device_of(device)
     if dtype not in DTYPES:
@@ -85,7 +87,7 @@ def load_model(
     with quiet_transformers(), offline():
         model = _loaded(reference, base_folder, config, task, dtype, attn, info)
         if adapter is not None:
-            model = with_adapter(reference, model, folder, info)
+            model = with_adapter(reference, model, folder, info, adapter_apart)
     if whole:
         _refuse_random_weights(reference, model, info)
     if place.type == "cpu" and dtype == "auto" and any(p.dtype == torch.float16 for p in model.parameters()):

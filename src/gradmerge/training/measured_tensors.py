@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.lora import CHANGES_BASE, UNSUPPORTED
-from ..curvature.stored_names import skeleton, stored_shapes, stored_tensors
+from ..curvature.stored_names import active_adapter, adapter_names, is_adapted, skeleton, stored_shapes, stored_tensors
 from ..errors import InputError
 from ..text import listed
 
@@ -83,7 +83,7 @@ class AdapterTensors(MeasuredTensors):
 
     def __init__(self, model: nn.Module) -> None:
         trained = _trained(model)
-        self._names = _adapter_names(model, trained)
+        self._names = adapter_names(model)
         self._elsewhere = [name for name in trained if name not in self._names]
         super().__init__(model, {name: p for name, p in trained.items() if name in self._names})
 
@@ -128,8 +128,8 @@ class AdaptedWeights(MeasuredTensors):
 def measured_tensors(model: nn.Module, adapted: bool) -> MeasuredTensors:
     """The tensors of a model that get curvature; with ``adapted``, the full weights under its LoRA adapter."""
     if not adapted:
-        return AdapterTensors(model) if is_adapter(model) else TrainedTensors(model)
-    if not is_adapter(model):
+        return AdapterTensors(model) if is_adapted(model) else TrainedTensors(model)
+    if not is_adapted(model):
         raise InputError(
             f"adapted=True is for PEFT models with a LoRA adapter, and this is a {type(model).__name__}. Without it, "
             "all trained weights of a model get curvature."
@@ -137,36 +137,12 @@ def measured_tensors(model: nn.Module, adapted: bool) -> MeasuredTensors:
     return AdaptedWeights(model)
 
 
-def is_adapter(model: nn.Module) -> bool:
-    """Whether PEFT has put an adapter on the model."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
 
 
-def _active_adapter(model: Any) -> str:
-    names = model.active_adapters
-    if len(names) != 1:
-        raise InputError(
-            f"several adapters are active ({', '.join(names)}), and curvature belongs to one of them. Activate it "
-            "alone: model.set_adapter(name)."
-        )
-    return str(names[0])
-
-
-def _adapter_names(model: Any, trained: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Name in memory → name in the adapter's file, told by the memory that the tensors share."""
-    from peft import get_peft_model_state_dict
-
-    saved = get_peft_model_state_dict(model, adapter_name=_active_adapter(model), save_embedding_layers=False)
-    names = {(value.data_ptr(), value.shape): name for name, value in saved.items() if value.numel()}
-    return {name: names[key] for name, p in trained.items() if (key := (p.data_ptr(), p.shape)) in names}
-
-
 def _check_lora(model: Any) -> None:
-    config = model.peft_config[_active_adapter(model)].to_dict()
+    config = model.peft_config[active_adapter(model)].to_dict()
     kind = getattr(config.get("peft_type"), "value", config.get("peft_type"))
     if kind != "LORA":
         told = f"adapted=True is for LORA adapters, whose weights are W + s·BA; this one is {kind}"
@@ -184,7 +160,7 @@ def _check_lora(model: Any) -> None:
 
 def _full_names(model: Any, empty: nn.Module) -> tuple[dict[str, str], dict[str, nn.Parameter]]:
     """Name in the adapted model → name in the plain one, and the parameters by the former."""
-    adapter = re.escape(_active_adapter(model))
+    adapter = re.escape(active_adapter(model))
     added = re.compile(r"\.(lora_[A-Za-z_]+|original_module)(\.|$)")
     parameters = {name: p for name, p in model.named_parameters() if not added.search(name)}
     inserted = re.compile(rf"\.(base_layer|modules_to_save\.{adapter})(?=\.)")

@@ -16,10 +16,11 @@ from ..curvature.curvature import Curvature
 from ..curvature.files import STEM
 from ..curvature.kernels import sum_type
 from ..curvature.optimizer_state import decay_note, second_moment, token_note
+from ..curvature.stored_names import is_adapted
 from ..curvature.trial import Trial
 from ..errors import GradmergeError, InputError
 from . import processes
-from .measured_tensors import MeasuredTensors, is_adapter
+from .measured_tensors import MeasuredTensors
 from .mid_training import BatchWatch, check_labels, modes_kept, random_states_kept, squared_gradients
 from .online import STATE, RunningAverage
 
@@ -136,7 +137,7 @@ class FromAdam(Origin):
         several = training.args.gradient_accumulation_steps > 1 or processes.is_distributed()
         self._watch = BatchWatch(training.measured.model) if several else None
         model: Any = training.measured.model
-        plain = model.get_base_model() if is_adapter(model) else model
+        plain = model.get_base_model() if is_adapted(model) else model
         for note in decay_note(self._optimizer.param_groups) + token_note(plain):
             training.say(note)
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
+from ..curvature.stored_names import is_adapted
 from ..errors import InputError
 from ..text import listed, nearest
 from .anchors import AnchorTensors, NamedTensors, Reduction, find, open_anchor, open_prior, trainable
 from .callback import CurvatureCallback
-from .measured_tensors import AdapterTensors, is_adapter
+from .measured_tensors import AdapterTensors
 from .prior_adamw import PriorAdamW
 from .prior_inputs import CURVATURE, Coupling, Prior, check_options
 from .processes import sharding
@@ -148,7 +149,7 @@ class PriorTrainer(Trainer):
 
     def _found(self, model: nn.Module, tensors: NamedTensors) -> dict[str, Tensor]:
         """Tensors by names in memory; some may be missing with ``missing="zero"``."""
-        if is_adapter(model):
+        if is_adapted(model):
             return _of_adapter(model, tensors)
         parameters = trainable(model)
         found = dict(find(tensors, parameters, model, optional=self._missing == "zero"))

@@ -1,0 +1,71 @@
+"""`python -m experiments.refinement`"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import gradmerge as gm
+
+from ..common.program import head, make_parser, need, run_program
+from ..common.seeds import run_seeds
+from ..sentiment.run import prepare as prepare_text
+from ..sentiment.settings import settings_for
+from ..vision.run import prepare as prepare_pictures
+from ..vision.settings import SCALES
+from . import report
+from .pictures import PictureSeed
+from .text import TextSeed
+
+DESCRIPTION = """\
+Refine a merge with a few labelled rows per task, and compare it with joint training.
+
+--tasks text: the models of `python -m experiments.sentiment`. --tasks images: those of `python -m experiments.vision`.
+Beside the refinements by Newton and AdamW stand the base tuned on the same rows, merges by diagonal and Kronecker
+curvature, and Newton with labels exchanged at random. A run that was stopped goes on where it was."""
+
+EXAMPLES = """\
+examples:
+  python -m experiments.refinement --tasks text --scale small --model ./minilm-l6 --data-dir ./data --seeds 0,1,2
+  python -m experiments.refinement --tasks images --scale small --data-dir ./data --seeds 0,1,2 -o runs/refined-images
+  python -m experiments.refinement --tasks text --scale tiny            a minute on a CPU, with made-up data"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(
+        "refinement",
+        DESCRIPTION,
+        EXAMPLES,
+        model="text: folder or Hub id of a pre-trained encoder (tiny: made up)",
+        data="folder with the data sets, as of the experiment whose models these are",
+    )
+    parser.add_argument("--tasks", choices=("text", "images"), default="text", help="default: %(default)s")
+    return run_program(parser, argv, run, report)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    if args.scale == "full":
+        raise gm.InputError("--scale full: this experiment has the scales small and tiny")
+    if args.tasks == "text":
+        if args.scale == "small":
+            need(args, "model", "data-dir")
+        settings: Any = settings_for(args.scale, seq2seq=False, pretrained=args.model is not None)
+        shared: Any = prepare_text(args.out, settings, args.device, args.model, args.data_dir or "made up")
+        seeds, tasks = run_seeds(TextSeed, shared, args.seeds, args.jobs), TextSeed.tasks
+    else:
+        need(args, "data-dir")
+        settings = SCALES[args.scale]
+        shared = prepare_pictures(args.out, settings, args.device, None, args.data_dir)
+        seeds, tasks = run_seeds(PictureSeed, shared, args.seeds, args.jobs), settings.tasks
+    return {
+        **head("refinement", args, [f"--tasks {args.tasks}"]),
+        "tasks": list(tasks),
+        "settings": asdict(settings),
+        "seeds": seeds,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

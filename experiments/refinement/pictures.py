@@ -1,0 +1,91 @@
+"""Eight image sets: an encoder that saw a little of each, tuned on each in full, with fixed heads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradmerge as gm
+
+from ..common.states import State
+from ..vision import run
+from ..vision.settings import epochs_on
+from .study import Study
+
+
+class PictureSeed(run.Seed, Study):
+    @property
+    def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.settings.tasks
+
+    @property
+    def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (256, 1024) if self.settings.train_most is None else (24,)
+
+    def results(self) -> dict[str, Any]:
+        settings, stages = self.settings, self.stages.run
+        given = {"seed": self.seed, "data": self.run.sets, "encoder": settings.encoder, "rows": settings.base_rows}
+        trained = {"base": stages("base", self._base, given=given)}
+        for task in self.tasks:
+            training = replace(settings.fine_tuning, epochs=epochs_on(settings, self.run.sets[task]["train"]))
+            trained[task] = stages(
+                f"tuned-{task}",
+                lambda folder, task=task, training=training: self._tuned(folder, [task], training),
+                given=asdict(training),
+                after=["base"],
+            )
+        trained["joint"] = stages(
+            "joint",
+            lambda folder: self._tuned(folder, self.tasks, settings.joint),
+            given=asdict(settings.joint),
+            after=["base"],
+        )
+        return {"seed": self.seed, "trained": trained, **self.compare()}
+
+    def states(self) -> dict[str, State]:
+        tuned = {task: self._state(f"tuned-{task}") for task in self.tasks}
+        return {"base": self._state("base"), "joint": self._state("joint"), **tuned}
+
+    def curvature(self, kind: str) -> tuple[Any, list[Any]]:
+        base = self._estimated("base", self.tasks, self.settings.base_rows, kind)
+        return base, [self._estimated(f"tuned-{task}", [task], None, kind) for task in self.tasks]
+
+    def _estimated(self, stage: str, tasks: Any, first: int | None, kind: str) -> Any:
+        def make(folder: Path) -> int:
+            batches = list(self._images(tasks, "train", first).batches(self.settings.curvature_batch))
+            module = self.module(self._state(stage))
+            found = gm.estimate_curvature(
+                module, batches, "sampled", structure=kind, device=self.run.device, progress=False
+            )
+            found.save(folder / "curvature", force=True)
+            return int(found.examples)
+
+        self.stages.run(f"{kind}-{stage}", make, after=[stage])
+        kept: Any = gm.KroneckerCurvature if kind == "kronecker" else gm.Curvature
+        return kept.load(self.stages.path(f"{kind}-{stage}") / "curvature")
+
+    def module(self, state: State) -> nn.Module:
+        classifier = self._classifier()
+        classifier.put(state)
+        return classifier.eval()
+
+    def rows(self, task: str, first: int) -> list[Any]:
+        return list(self._images([task], "train", first).batches(128))
+
+    @torch.no_grad()
+    def score(self, module: nn.Module) -> dict[str, dict[str, float]]:
+        found = {}
+        for task in self.tasks:
+            rows, right, loss = self._images([task], "test"), 0, 0.0
+            for batch in rows.batches(self.settings.evaluation_batch):
+                labels = batch["labels"].to(self.run.device)
+                logits = module(batch["pixels"].to(self.run.device), batch["task"].to(self.run.device))
+                right += int((logits.argmax(-1) == labels).sum())
+                loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
+            found[task] = {"loss": loss / len(rows), "accuracy": right / len(rows)}
+        return found

@@ -1,0 +1,73 @@
+"""Five sentiment sets: a model of IMDB, tuned on four more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import gradmerge as gm
+from gradmerge.tasks.models import model_with
+
+from ..common.states import State
+from ..sentiment import run
+from ..sentiment.data import BASE, SETS, TASKS
+from ..sentiment.models import score
+from ..sentiment.settings import ALL_DATA
+from .study import Study
+
+
+class TextSeed(run.Seed, Study):
+    tasks = SETS
+
+    @property
+    def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (256, 2048) if self.settings.train_rows is None else (48,)
+
+    def results(self) -> dict[str, Any]:
+        trained = {name: self._train(name) for name in (*SETS, ALL_DATA)}
+        return {"seed": self.seed, "trained": trained, **self.compare()}
+
+    def states(self) -> dict[str, State]:
+        return {
+            "base": self._state(BASE),
+            "joint": self._state(ALL_DATA),
+            **{name: self._state(name) for name in TASKS},
+        }
+
+    def curvature(self, kind: str) -> tuple[Any, list[Any]]:
+        found = {name: self._estimated(name, kind) for name in SETS}
+        return found[BASE], [found[name] for name in TASKS]
+
+    def _estimated(self, name: str, kind: str) -> Any:
+        def make(folder: Path) -> int:
+            batches = list(self._batches(self._measured_on(name)))
+            found = gm.estimate_curvature(
+                self.module(self._state(name)), batches, "sampled", structure=kind, progress=False
+            )
+            found.save(folder / "curvature", force=True)
+            return int(found.examples)
+
+        self.stages.run(f"{kind}-{name}", make, after=[name])
+        kept: Any = gm.KroneckerCurvature if kind == "kronecker" else gm.Curvature
+        return kept.load(self.stages.path(f"{kind}-{name}") / "curvature")
+
+    def module(self, state: State) -> nn.Module:
+        # The model's weights may be the very tensors that it is given, and refining changes them.
+        model: nn.Module = model_with(self._template, {name: value.clone() for name, value in state.items()})
+        return model
+
+    def rows(self, task: str, first: int) -> list[Any]:
+        examples = self._examples(task, "train")
+        order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(self.seed))[:first].tolist()
+        chosen = [examples[place] for place in order]
+        return [self._kind.collate(chosen[begin : begin + 64]) for begin in range(0, len(chosen), 64)]
+
+    def score(self, module: Any) -> dict[str, dict[str, float]]:
+        found = {}
+        for name in SETS:
+            one = score(self._kind, module, self._examples(name, "test"), self.settings.batch_tokens)
+            found[name] = {"loss": one["loss"], "accuracy": one["right"] / one["rows"]}
+        return found

@@ -1,0 +1,114 @@
+"""The gradient of a model on data: in memory, or disk to disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Unpack, cast
+
+from torch import nn
+
+from ..arguments import checked
+from ..checkpoints.opening import open_checkpoint
+from ..curvature.batches import watched
+from ..curvature.curvature import SHARD_SIZE
+from ..curvature.gradients import Gradient, estimate_gradient as estimate_in_memory
+from ..curvature.losses import LOSSES, ExampleLoss
+from ..engine.reads import State, changed, model_paths, state_of
+from ..engine.record import digest_of
+from ..errors import InputError, MachineError
+from ..progress import Progress, shown
+from ..storage.staging import Staging
+from ..tasks import Loading, complete, load_task
+from ..tasks.data_sources import data_paths
+from ..text import nearest
+
+
+@checked()
+def estimate_gradient(
+    model: nn.Module | str | Path,
+    batches: Iterable[Any] | str | Path,
+    *,
+    out: str | Path | None = None,
+    output: str | ExampleLoss | None = None,
+    shard_size: int = SHARD_SIZE,
+    force: bool = False,
+    durable: bool = False,
+    progress: bool | Progress = True,
+    **loading: Unpack[Loading],
+) -> Gradient:
+    """The gradient of a model on some data: Σ_i ∇ℓ_i(θ), summed over examples, and Σ_i ℓ_i(θ) with it.
+
+    ℓ_i is the negative log-likelihood of example i with the data's label: of a sequence it is the sum over its tokens.
+    Beyond rounding, neither batch size nor padding changes the result. A parameter that the loss does not depend on has
+    a gradient of 0 and is named in ``notes``; one that no gradient comes to although the output depends on it is an
+    error.
+
+    Args:
+        model: A module, which is left as it was found (parameters with ``requires_grad=False`` are left out). Or the
+            folder or Hub id of a model; of a PEFT adapter folder the gradient is that of the adapter's own tensors.
+        batches: For a module: mappings of keyword arguments with ``labels``, or tuples that end with the labels. For a
+            model on disk: its data, as `gradmerge gradient --data` takes it.
+        out: A new folder to write; without it none is written.
+        output: For a module: what its output means, as of :func:`gradmerge.estimate_curvature`.
+        shard_size: Largest size of one file, in bytes.
+        force: Replace ``out`` if gradmerge wrote it, or it is empty.
+        durable: Have the folder on the disk before it gets its name.
+        progress: A bar on long work; False for none; or what is told how far it is, in batches or, on disk, examples.
+        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says. For a module only
+            ``device``: where batches are moved to, by default where the model is.
+
+    Returns:
+        The gradient: for a module by the names of its parameters, for a model on disk by those of its files.
+
+    >>> estimate_gradient(module, batches).norm  # doctest: +SKIP
+    >>> estimate_gradient("./yelp", "reviews.jsonl", out="./yelp-gradient", limit=2048)  # doctest: +SKIP
+    """
+    on_disk = not isinstance(model, nn.Module)
+    if on_disk is not isinstance(batches, str | os.PathLike):
+        expected = "the path or name of its data, for a model on disk" if on_disk else "batches in memory, for a module"
+        raise InputError(f"batches is {type(batches).__name__}, but must be {expected}")
+    if isinstance(output, str) and output not in LOSSES:
+        raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
+    options = complete(loading, estimate_gradient)
+    models = model_paths(str(model)) if on_disk else []
+    reads = [*models, *model_paths(options["tokenizer"])], data_paths(str(batches)) if on_disk else []
+    staged: AbstractContextManager[Staging | None] = nullcontext()
+    if out is not None:
+        paths = [path for some in reads for path in some]
+        staged = Staging(Path(out), "gradient", force=force, reads=paths, inside=models, durable=durable)
+    with staged as staging, shown(progress, "examples" if on_disk else "batches") as told:
+        if isinstance(model, nn.Module):
+            if others := loading.keys() - {"device"}:
+                raise InputError(f"{min(others)} is an option for a model on disk, not for a module")
+            seen = watched(cast(Iterable[Any], batches), told, "estimating")
+            found = estimate_in_memory(model, seen, output=output, device=loading.get("device"))
+        else:
+            if output is not None:
+                raise InputError("output is an option for a module, not for a model on disk")
+            found = _from_disk(
+                str(model), str(batches), options, lambda: state_of(reads[0]) + state_of(reads[1], deep=True), told
+            )
+        if staging is not None:
+            found.write(staging.folder, shard_size=shard_size)
+    return found
+
+
+def _from_disk(model: str, source: str, options: Loading, state: Callable[[], State], progress: Progress) -> Gradient:
+    files = state()
+    loaded = load_task(model, source, adapter_apart=True, **options)
+    with open_checkpoint(model) as checkpoint:
+        digest = str(digest_of(checkpoint))
+    progress.begin("estimating", loaded.examples)
+    found = estimate_in_memory(
+        loaded.model, loaded.batches(), output=loaded.output, device=loaded.device, each_batch=progress.advance
+    ).for_files()
+    if path := changed(files, state()):
+        raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Estimate again.")
+    # The name of a folder without the path to it, as files are published.
+    found.model = Path(model).resolve().name if Path(model).exists() else model
+    found.digest = digest
+    found.notes = [*loaded.notes, *found.notes]
+    return found

@@ -1,0 +1,239 @@
+"""A model from disk that steps are taken with, and the folder that comes of it.
+
+In memory its weights are float32 (float64 where its files are), so that small steps add up. The result has the files of
+the start, with the same tensors in the same types at the same places; what no step has changed stays bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._version import __version__
+from ..checkpoints.lora import is_adapter, read_adapter_config
+from ..checkpoints.model import TORCH_TYPES, Checkpoint
+from ..checkpoints.opening import HUB_ID
+from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..checkpoints.ties import same_values, tied_to
+from ..curvature.stored_names import adapter_names, stored_shapes, stored_sources, stored_tensors
+from ..engine.card import as_card
+from ..engine.record import digest_of
+from ..engine.rounding import rounded
+from ..errors import InputError, MachineError
+from ..storage.bytesof import bytes_of
+from ..storage.links import lies_within
+from ..storage.staging import Staging
+from ..storage.tensorfile import TensorFile, open_files
+from ..tasks import LoadedTask, Loading, LoadingInfo, load_model, with_data
+from ..tasks.folders import folder_of
+from ..text import listed, to_json
+
+RECORD = "gradmerge.json"
+#: Types that weights are kept in while steps are taken.
+WIDE = ("float32", "float64")
+
+
+@dataclass
+class Start:
+    """A model on disk, in memory with wide weights; of an adapter, its base with the adapter on top."""
+
+    reference: str
+    model: nn.Module
+    info: LoadingInfo
+    options: Loading
+    stored: Checkpoint
+    """The files that are to be changed: the adapter's own, where it is one."""
+    sources: dict[str, str]
+    """Tensor of the files → the parameter that it holds; only those whose entries all come from one."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def adapter(self) -> bool:
+        return is_adapter(self.info.folder)
+
+    def with_data(self, source: str) -> LoadedTask:
+        """Rows that fit the model."""
+        return with_data(self.reference, self.model, self.info, source, **self.options)
+
+    def round_weights(self) -> None:
+        """Round the parameters in memory to the types that they are stored in, as the written model will have them."""
+        types = {name: TORCH_TYPES[info.dtype] for name, info in self.stored.tensors.items() if info.is_float}
+        usual = Counter(types.values()).most_common(1)[0][0]
+        own = {parameter: types[name] for name, parameter in self.sources.items() if name in types}
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(rounded(parameter, own.get(name, usual)))
+
+    def facts(self) -> dict[str, Any]:
+        """The start as a record names it."""
+        files = [{"name": path.name, "bytes": path.stat().st_size} for path in self.stored.files()]
+        digest = digest_of(self.stored)
+        return {"source": self.reference, "files": files, "digest": f"xxh3-128:{digest.hex()}"}
+
+
+@contextlib.contextmanager
+def opened_start(reference: str, options: Loading) -> Iterator[Start]:
+    """Load the model of a folder, a Hub id or an adapter, to change it and write it again."""
+    if options["dtype"] not in ("auto", *WIDE):
+        raise InputError(
+            f"--dtype {options['dtype']}: weights that are changed in small steps are kept in float32, or float64, and "
+            "rounded to the model's own types when they are written"
+        )
+    folder = folder_of(reference)
+    stem = "adapter_model" if is_adapter(folder) else "model"
+    if stem == "adapter_model":
+        read_adapter_config(folder)
+    files = open_files(folder, stem)
+    if not files:
+        raise InputError(f"{reference}: no {stem}.safetensors, and no {stem}.safetensors.index.json, in {folder}")
+    with contextlib.ExitStack() as stack:
+        for file in files:
+            stack.callback(file.close)
+        stored = Checkpoint(reference, files=files, folder=folder)
+        wide = "float64" if any(info.dtype == "F64" for info in stored.tensors.values()) else "float32"
+        dtype = wide if options["dtype"] == "auto" else options["dtype"]
+        attn, device = options["attn"], options["device"]
+        model, info = load_model(
+            reference, options["task"], device=device, dtype=dtype, attn=attn, adapter_apart=stem == "adapter_model"
+        )
+        stored.config = getattr(getattr(model, "config", None), "to_dict", dict)()
+        adapter = stem == "adapter_model"
+        sources = {file: own for own, file in adapter_names(model).items()} if adapter else stored_sources(model)
+        start = Start(reference, model, info, options | {"dtype": dtype}, stored, sources, list(info.notes))
+        lacking = [name for name in _values_in(start, meta=True) if name not in stored.tensors]
+        if lacking:
+            raise InputError(
+                f"{reference}: its files name tensors otherwise than its library saves them, so that the result could "
+                f"not be written back:\n{listed(lacking)}\n  Load the model and save it with save_pretrained first."
+            )
+        yield start
+
+
+def write_folder(
+    staging: Staging,
+    start: Start,
+    changed: Collection[str],
+    *,
+    what: str,
+    facts: Mapping[str, Any],
+    card: str,
+    seconds: float,
+    notes: Sequence[str] = (),
+) -> None:
+    """Fill the staged folder: weights with these parameters ``changed``, small files, the record and the model card.
+
+    Args:
+        staging: Where the folder comes about.
+        start: The model, as it is to be written.
+        changed: Names of parameters; all others are copied.
+        what: The key of the record that ``facts`` go under: ``refinement`` or ``removal``.
+        facts: What was done.
+        card: The text of the model card, in Markdown, below its title.
+        seconds: How long it took.
+        notes: What a user should know.
+    """
+    sizes = write_weights(staging.folder, start, changed)
+    hub_id = start.reference.partition("@")[0]
+    on_the_hub = HUB_ID.fullmatch(start.reference) is not None and not Path(start.reference).exists()
+    library = "peft" if start.adapter else "transformers"
+    front: dict[str, Any] = {"base_model": [hub_id]} if on_the_hub else {}
+    front |= {"library_name": library, "tags": ["gradmerge", what]}
+    (staging.folder / "README.md").write_text(as_card(front, staging.out.name, card), "utf-8")
+    record = {
+        "gradmerge": __version__,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        what: dict(facts),
+        "inputs": [{"role": "start", **start.facts()}],
+        "output": {"files": list(sizes), "sizes": sizes, "bytes": sum(sizes.values())},
+        "versions": {
+            "gradmerge": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "timings": {"total": round(seconds, 3)},
+        "notes": list(notes),
+    }
+    (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
+
+
+def write_weights(folder: Path, start: Start, changed: Collection[str]) -> dict[str, int]:
+    """The start's files, with these parameters changed, and the small files that go with them; bytes of each file."""
+    values = _values_in(start) if changed else {}
+    moved = set(changed)
+    values = {n: value for n, value in values.items() if n not in start.sources or start.sources[n] in moved}
+    for name in start.stored.tensors:
+        source = tied_to(name, start.stored) if name not in values else None
+        if source in values and same_values(start.stored, name, source):  # one parameter, stored twice
+            values[name] = values[source]
+    sizes = {}
+    home = start.info.folder
+    try:
+        for path in start.stored.files():
+            shutil.copyfile(path, folder / path.name)
+            sizes[path.name] = path.stat().st_size
+            _overwrite(folder / path.name, values, start.reference)
+        for path in home.glob("*model.safetensors.index.json"):
+            if lies_within(path, home):
+                shutil.copyfile(path, folder / path.name)
+    except OSError as error:
+        raise MachineError(f"{folder}: writing failed: {error.strerror}") from error
+    copy_sidecars(start.stored, folder, "auto")
+    if start.adapter:
+        _copy_adapter_config(home, folder)
+    return sizes
+
+
+def notes_of_folder(start: Start) -> list[str]:
+    """What of the start's folder stays behind."""
+    return sidecars(start.stored).note(start.reference)
+
+
+def _values_in(start: Start, meta: bool = False) -> dict[str, Tensor]:
+    """The model's parameters (of an adapter its own) by the names of files; ``meta``: names and shapes alone."""
+    if start.adapter:
+        from peft import get_peft_model_state_dict
+
+        found: dict[str, Tensor] = get_peft_model_state_dict(start.model, save_embedding_layers=False)
+        return {name: value.detach() for name, value in found.items()}
+    if meta:
+        return {name: torch.empty(shape, device="meta") for name, shape in stored_shapes(start.model).items()}
+    return stored_tensors(start.model, {name: p.detach() for name, p in start.model.named_parameters()})
+
+
+def _overwrite(path: Path, values: Mapping[str, Tensor], reference: str) -> None:
+    """Put values in the place of the tensors of a safetensors file, rounded to the types there."""
+    file = TensorFile(path)
+    file.close()
+    with path.open("r+b") as out:
+        for name, entry in file.entries.items():
+            if name not in values or not entry.is_float:
+                continue
+            value = rounded(values[name].cpu(), TORCH_TYPES[entry.dtype]).contiguous()
+            if tuple(value.shape) != entry.shape:
+                raise InputError(f"{reference}: {name} is {entry} in its files, and {list(value.shape)} in the model")
+            if not bool(value.isfinite().all()):
+                raise InputError(f"{reference}: {name} became too large for its type, {entry}; nothing was written")
+            out.seek(entry.start)
+            out.write(bytes_of(value.reshape(-1)))
+
+
+def _copy_adapter_config(home: Path, folder: Path) -> None:
+    """The adapter's config; a base that it names from its own folder is named from the new one."""
+    config = read_adapter_config(home)
+    stated = config.get("base_model_name_or_path")
+    if isinstance(stated, str) and not Path(stated).exists() and (home / stated).is_dir():
+        config["base_model_name_or_path"] = os.path.relpath(home / stated, folder)
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

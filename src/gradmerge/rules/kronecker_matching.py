@@ -1,0 +1,213 @@
+"""Gradient matching and removal for a linear layer whose curvature is a sum of Kronecker products.
+
+On X = [W b] (out × in + 1) a task's curvature is H_t X = G_t X A_t / T_t, and the base's is of the same form or one
+number per entry. Their sum has no inverse in closed form: what the rule for single entries divides by is solved for
+with conjugate gradients in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Conjugate gradients end when the residual, in the preconditioner's norm, has fallen to this share of the first.
+TOLERANCE = 1e-12
+#: Or after so many steps: a residual that is then above LOOSE is an error.
+STEPS = 2000
+LOOSE = 1e-5
+#: Eigenvalues that are smaller than this share of the largest are rounding.
+ROUNDING = 1e-14
+#: Damping of a merge, where none is given, as a share of the mean eigenvalue of Σ |α_t| H_t in the layer.
+OF_MERGES = 0.2
+
+
+class Factors(NamedTuple):
+    """The curvature ``scale`` · G ⊗ A of a layer's [W b]."""
+
+    outputs: Tensor
+    """G: out × out."""
+    inputs: Tensor
+    """A: in + 1 × in + 1, or in × in for a layer without a bias."""
+    scale: float
+    """1/T, and what `reduction` makes of the sums."""
+
+
+LayerHessian = Factors | Tensor
+"""Kronecker factors; or a diagonal, as one number per entry of X or one for all."""
+
+LayerPenalty = Sequence[LayerHessian | None] | LayerHessian | None
+"""P_t of every model, each None where it is H_0; or one P for all of them."""
+
+
+def applied(hessian: LayerHessian, x: Tensor) -> Tensor:
+    """H x."""
+    if isinstance(hessian, Factors):
+        return (hessian.outputs @ x @ hessian.inputs).mul_(hessian.scale)
+    return x * hessian
+
+
+def diagonal_of(hessian: LayerHessian) -> Tensor:
+    """The diagonal of H, in the shape of X."""
+    if isinstance(hessian, Factors):
+        return torch.outer(hessian.outputs.diagonal(), hessian.inputs.diagonal()).mul_(hessian.scale)
+    return hessian
+
+
+def match_layer(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    prior: LayerHessian,
+    curvature: Sequence[LayerHessian],
+    damping: float,
+    penalty: LayerPenalty = None,
+) -> Tensor:
+    """θ_0 + H̄⁻¹ Σ α_t (P_t + H_t) Δ_t, with H_0 = F_0 + δ, H̄ = H_0 + Σ α_t H_t, and P_t = H_0 where it is None.
+
+    In directions in which H̄ is 0 it is task arithmetic, as the rule for single entries is.
+    """
+    prior, curvature = sound(prior), [sound(hessian) for hessian in curvature]
+    parts = [(1.0, prior), (damping, base.new_ones(())), *zip(weights, curvature, strict=True)]
+    arithmetic, right = _arithmetic(base, tuned, weights, parts[:2], penalty)
+    # Solved for is how far the answer is from task arithmetic: Σ α_t [(P_t − H_0) Δ_t + H_t (Δ_t − Σ_s α_s Δ_s)].
+    for model, hessian, weight in zip(tuned, curvature, weights, strict=True):
+        right += applied(hessian, model - base - arithmetic).mul_(weight)
+    return base + arithmetic + solve(parts, right)
+
+
+def remove_layer(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    prior: LayerHessian,
+    curvature: Sequence[LayerHessian],
+    damping: float,
+    penalty: LayerPenalty = None,
+) -> Tensor:
+    """θ_0 − H̄_rest⁻¹ Σ α_t (P_t + H_t) Δ_t, with H̄_rest = H_0 = F_0 + δ, and P_t = H_0 where it is None."""
+    prior, curvature = sound(prior), [sound(hessian) for hessian in curvature]
+    rest = [(1.0, prior), (damping, base.new_ones(()))]
+    arithmetic, right = _arithmetic(base, tuned, weights, rest, penalty)
+    for model, hessian, weight in zip(tuned, curvature, weights, strict=True):
+        right += applied(hessian, model - base).mul_(weight)
+    return base - arithmetic - solve(rest, right)
+
+
+def mean_eigenvalue(weights: Sequence[float], curvature: Sequence[LayerHessian], numel: int) -> float:
+    """The trace of Σ |α_t| H_t over its size."""
+    total = 0.0
+    for weight, hessian in zip(weights, curvature, strict=True):
+        diagonal = diagonal_of(hessian)
+        total += abs(weight) * float(diagonal.sum()) * numel / diagonal.numel()
+    return total / numel
+
+
+def _arithmetic(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    prior: Sequence[tuple[float, LayerHessian]],
+    penalty: LayerPenalty,
+) -> tuple[Tensor, Tensor]:
+    """Σ α_t Δ_t, and Σ α_t (P_t − H_0) Δ_t."""
+    one = penalty is None or isinstance(penalty, Factors | Tensor)
+    every: Sequence[Any] = [penalty] * len(tuned) if one else penalty  # type: ignore[assignment]
+    moved, right = torch.zeros_like(base), torch.zeros_like(base)
+    for model, weight, own in zip(tuned, weights, every, strict=True):
+        delta = (model - base) * weight
+        moved += delta
+        if own is not None:
+            right += applied(sound(own), delta)
+            for share, hessian in prior:
+                right -= applied(hessian, delta).mul_(share)
+    return moved, right
+
+
+def solve(parts: Sequence[tuple[float, LayerHessian]], right: Tensor) -> Tensor:
+    """The X with Σ w H X = ``right``, by preconditioned conjugate gradients; 0 in directions in which the sum is 0.
+
+    Raises:
+        ValueError: The sum is not positive, as with negative weights, or so nearly singular that no X is found.
+    """
+    inverse = _preconditioner(parts, right)
+    x, residual = torch.zeros_like(right), right.clone()
+    ahead = towards = inverse(residual)
+    size = first = float((residual * ahead).sum())
+    for _ in range(STEPS):
+        if size <= TOLERANCE**2 * first:
+            return x
+        bent = torch.zeros_like(right)
+        for weight, hessian in parts:
+            bent += applied(hessian, towards).mul_(weight)
+        curve = float((towards * bent).sum())
+        if not curve > 0:
+            if min(weight for weight, _ in parts) >= 0:  # what is left is rounding
+                return x
+            raise ValueError(
+                "H̄ is not positive: the merged loss has no minimum. With Kronecker curvature, weights must leave "
+                "H_0 + Σ α_t H_t positive; take a larger damping, or removal to take a task out"
+            )
+        x.add_(towards, alpha=size / curve)
+        residual.sub_(bent, alpha=size / curve)
+        ahead = inverse(residual)
+        before, size = size, float((residual * ahead).sum())
+        towards = ahead.add(towards, alpha=size / before)
+    if size > LOOSE**2 * first:
+        raise ValueError(
+            f"conjugate gradients have not come to an end after {STEPS} steps (residual {(size / first) ** 0.5:.1g}): "
+            "H̄ is nearly singular; raise the damping"
+        )
+    return x
+
+
+def _preconditioner(parts: Sequence[tuple[float, LayerHessian]], like: Tensor) -> Callable[[Tensor], Tensor]:
+    """Division by the diagonal of the sum, in a basis in which all Kronecker products are nearly diagonal.
+
+    U_A are the eigenvectors of Σ |w| A · scale · tr G and U_G those of Σ |w| G · scale · tr A. One product alone, or
+    none, is solved exactly.
+    """
+    factors = [(abs(weight), part) for weight, part in parts if isinstance(part, Factors)]
+    values = torch.zeros_like(like)
+    if not factors:
+        for weight, part in parts:
+            values.add_(diagonal_of(part), alpha=weight)
+        inverses = torch.where(values > 0, 1 / values, 0.0)
+        return lambda x: x * inverses
+    left, right = (like.new_zeros(size, size) for size in like.shape)
+    for weight, own in factors:
+        left.add_(own.outputs, alpha=weight * own.scale * float(own.inputs.trace()))
+        right.add_(own.inputs, alpha=weight * own.scale * float(own.outputs.trace()))
+    left, right = (torch.linalg.eigh(side).eigenvectors for side in (left, right))
+    for weight, own in factors:
+        values.add_(torch.outer(_along(left, own.outputs), _along(right, own.inputs)), alpha=weight * own.scale)
+    values[values < ROUNDING * float(values.max())] = 0.0
+    for weight, part in parts:
+        if not isinstance(part, Factors):
+            values.add_(left.square().T @ part @ right.square() if part.dim() else part, alpha=weight)
+    inverses = torch.where(values > 0, 1 / values, 0.0)
+    return lambda x: left @ ((left.T @ x @ right).mul_(inverses)) @ right.T
+
+
+def _along(vectors: Tensor, matrix: Tensor) -> Tensor:
+    """The diagonal of Uᵀ M U."""
+    return (vectors * (matrix @ vectors)).sum(0).clamp_(min=0)
+
+
+def sound(hessian: LayerHessian) -> LayerHessian:
+    """The same without the negative eigenvalues that rounding to float32 gives a singular factor."""
+    if not isinstance(hessian, Factors):
+        return hessian
+    return Factors(_positive(hessian.outputs), _positive(hessian.inputs), hessian.scale)
+
+
+def _positive(matrix: Tensor) -> Tensor:
+    if not torch.linalg.cholesky_ex(matrix).info:
+        return matrix
+    values, vectors = torch.linalg.eigh(matrix)
+    noise = len(matrix) * torch.finfo(torch.float32).eps * float(values[-1])
+    kept = vectors[:, values > max(noise, 0.0)] * values[values > max(noise, 0.0)].sqrt()
+    product: Tensor = kept @ kept.T
+    return product

@@ -1,0 +1,423 @@
+"""Merges and removals with Kronecker curvature, on disk and in memory, against matrices that are written out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
+from gradmerge.diagnostics.in_memory import materialise
+from gradmerge.diagnostics.predict import open_to_look, predict
+from gradmerge.engine.candidates import Candidate
+from gradmerge.engine.record import digest_of
+from gradmerge.engine.target import Target
+from gradmerge.recipe import make_recipe
+
+from ..making import assert_close, near, random_curvature, random_state, read_model, weight_bytes, write_model
+from ..rules import slow
+
+EMBEDDING = "model.embed_tokens.weight"
+SHAPES = {
+    EMBEDDING: (9, 4),
+    "lm_head.weight": (9, 4),
+    "norm.weight": (4,),
+    "linear.weight": (3, 4),
+    "linear.bias": (3,),
+    "plain.weight": (4, 4),
+    "turned.weight": (5, 4),
+    "turned.bias": (4,),
+    "convolution.weight": (3, 2, 2, 2),
+    "convolution.bias": (3,),
+}
+#: Weight → (out, in) and whether there is a bias.
+LAYERS = {
+    "linear.weight": (3, 4, True),
+    "plain.weight": (4, 4, False),
+    "turned.weight": (4, 5, True),
+    "convolution.weight": (3, 8, True),
+}
+WEIGHTS = [1.0, 0.4]
+Sources = list[Any]
+
+
+def kronecker(seed: int, tokens: int = 30, examples: int = 10) -> KroneckerCurvature:
+    generator = torch.Generator().manual_seed(seed)
+
+    def square(size: int) -> Tensor:
+        rows = torch.randn(tokens, size, generator=generator)
+        square = rows.T @ rows
+        return (square + square.T) / 2
+
+    layers = {n: LayerFactors(square(i + bias), square(o), tokens) for n, (o, i, bias) in LAYERS.items()}
+    rest = {n: torch.rand(SHAPES[n], generator=generator) for n in (EMBEDDING, "norm.weight")}
+    return KroneckerCurvature(layers, rest, examples, "sampled", "test", ["turned.weight"])
+
+
+@pytest.fixture
+def states() -> list[dict[str, Tensor]]:
+    base = random_state(0, SHAPES, torch.float64)
+    base["lm_head.weight"] = base[EMBEDDING].clone()
+    models = [base, near(base, 1), near(base, 2)]
+    for model in models:
+        model["lm_head.weight"] = model[EMBEDDING].clone()
+    return models
+
+
+@pytest.fixture
+def folders(tmp_path: Path, states: list[dict[str, Tensor]]) -> list[str]:
+    config = {"tie_word_embeddings": True}
+    return [str(write_model(tmp_path / f"m{i}", state, config=config)) for i, state in enumerate(states)]
+
+
+def saved(source: Any, place: Path) -> Any:
+    if isinstance(source, float):
+        return {"identity": source}
+    source.save(place)
+    return str(place)
+
+
+def recipe_of(folders: list[str], sources: Sources, place: Path, method: str, **more: Any) -> dict[str, Any]:
+    paths = [saved(source, place / f"curvature{i}") for i, source in enumerate(sources)]
+    base = {"model": folders[0], "curvature": paths[0], **more.pop("base", {})}
+    models = [
+        {"model": f, "curvature": p, "weight": w} for f, p, w in zip(folders[1:], paths[1:], WEIGHTS, strict=True)
+    ]
+    return {"method": method, "base": base, "models": models, "damping": 0.01, **more}
+
+
+def matrix(name: str, state: dict[str, Tensor]) -> Tensor:
+    """[W b], out × in + 1."""
+    weight = state[name].T if name == "turned.weight" else state[name].flatten(1)
+    bias = state.get(name.replace("weight", "bias")) if LAYERS[name][2] else None
+    return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
+
+
+def written_out(name: str, source: Any, factor: float) -> Tensor:
+    numel = LAYERS[name][0] * (LAYERS[name][1] + LAYERS[name][2])
+    if isinstance(source, KroneckerCurvature):
+        layer = source.layers[name]
+        return torch.kron(layer.outputs.double(), layer.inputs.double()) * factor / layer.tokens
+    if isinstance(source, float):
+        return source * torch.eye(numel, dtype=torch.float64)
+    return torch.diag(matrix(name, {n: v.double() for n, v in source.items()}).reshape(-1)) * factor
+
+
+def expected(states: list[dict[str, Tensor]], sources: Sources, method: str, reduction: str = "sum", damping=0.01):
+    """Every layer by its own dense matrices, every other parameter by the rule for single entries."""
+    factors = [1.0 if reduction == "sum" or isinstance(s, float) else 1 / s.examples for s in sources]
+    want: dict[str, Tensor] = {}
+    for name in LAYERS:
+        x0, *xs = (matrix(name, state) for state in states)
+        h0, *hs = (written_out(name, source, factor) for source, factor in zip(sources, factors, strict=True))
+        h0 = h0 + damping * torch.eye(len(h0), dtype=torch.float64)
+        pull = sum(w * (h0 + h) @ (x - x0).reshape(-1) for w, h, x in zip(WEIGHTS, hs, xs, strict=True))
+        whole = h0 if method == "removal" else h0 + sum(w * h for w, h in zip(WEIGHTS, hs, strict=True))
+        step = torch.linalg.solve(whole, pull).reshape(x0.shape)
+        merged = x0 - step if method == "removal" else x0 + step
+        _, columns, bias = LAYERS[name]
+        weight = merged[:, :columns]
+        want[name] = weight.T if name == "turned.weight" else weight.reshape(SHAPES[name])
+        if bias:
+            want[name.replace("weight", "bias")] = merged[:, -1]
+    for name in (EMBEDDING, "lm_head.weight", "norm.weight"):
+        numel = states[0][name].numel()
+        diagonals = [
+            [s] * numel if isinstance(s, float) else (s.get(name, s[EMBEDDING]).double() * f).reshape(-1).tolist()
+            for s, f in zip(sources, factors, strict=True)
+        ]
+        flat = [state[name].reshape(-1).tolist() for state in states]
+        given = (flat[0], flat[1:], WEIGHTS, diagonals[0], diagonals[1:], damping)
+        rule = slow.removal if method == "removal" else slow.gradient_matching
+        want[name] = torch.tensor(rule(*given), dtype=torch.float64).reshape(SHAPES[name])
+    return want
+
+
+def bases(states: list[dict[str, Tensor]]) -> dict[str, Any]:
+    return {"kronecker": kronecker(3), "diagonal": random_curvature(4, states[0], examples=10), "identity": 0.5}
+
+
+@pytest.mark.parametrize("base", ["kronecker", "diagonal", "identity"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("method", ["gradient-matching", "removal"])
+def test_every_layer_is_solved_and_every_other_parameter_divided(
+    tmp_path: Path, states: Any, folders: Any, base: str, reduction: str, method: str
+) -> None:
+    sources = [bases(states)[base], kronecker(5), kronecker(6, tokens=40)]
+    want = expected(states, sources, method, reduction)
+    options: Any = {"reduction": reduction, "options": {"cap": "none"} if method == "removal" else {}}
+    gm.merge(recipe_of(folders, sources, tmp_path, method, **options), tmp_path / "out", accept_untrusted=True)
+    assert_close(read_model(tmp_path / "out"), want, 1e-8)
+    got = gm.merge_state_dicts(
+        states[0],
+        states[1:],
+        method,
+        prior=sources[0],
+        curvature=sources[1:],
+        weights=WEIGHTS,
+        damping=0.01,
+        **options,
+    )
+    assert_close(got, want, 1e-8)
+
+
+def test_linear_regression_by_estimated_factors_gives_the_jointly_trained_model() -> None:
+    """Squared errors of a linear layer: the curvature is 2 I ⊗ A exactly, and so is the merge, to 1e-8."""
+    generator = torch.Generator().manual_seed(0)
+
+    def trained(parts: list[tuple[Tensor, Tensor]], ridge: float) -> dict[str, Tensor]:
+        x, y = (torch.cat(column) for column in zip(*parts, strict=True))
+        x = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+        solved = torch.linalg.solve(x.T @ x + ridge * torch.eye(5, dtype=torch.float64), x.T @ y).T
+        return {"weight": solved[:, :-1].contiguous(), "bias": solved[:, -1].contiguous()}
+
+    tasks = [
+        (torch.randn(20, 4, generator=generator).double(), torch.randn(20, 3, generator=generator).double())
+        for _ in range(3)
+    ]
+    base = {"weight": torch.zeros(3, 4, dtype=torch.float64), "bias": torch.zeros(3, dtype=torch.float64)}
+    sources = []
+    for x, y in tasks:
+        model = torch.nn.Linear(4, 3).double()
+        found = gm.estimate_curvature(model, [(x, y)], "exact", output="squared", structure="kronecker", progress=False)
+        sources.append(found)
+    got = gm.merge_state_dicts(base, [trained([t], 2.0) for t in tasks], prior=4.0, curvature=sources, damping=0.0)
+    assert_close(got, trained(tasks, 2.0), 1e-8)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_and_a_resumed_merge_give_the_same_bytes(
+    tmp_path: Path, folders: Any, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [kronecker(3), kronecker(5), kronecker(6)]
+    recipe = recipe_of(folders, sources, tmp_path, "gradient-matching")
+    gm.merge(recipe, tmp_path / "whole", threads=1)
+    put, written = Target.put, 0
+
+    def stop(self: Target, block: Any) -> None:
+        nonlocal written
+        written += 1
+        if written > 3:
+            raise KeyboardInterrupt
+        put(self, block)
+
+    monkeypatch.setattr(Target, "put", stop)
+    with pytest.raises(KeyboardInterrupt):
+        gm.merge(recipe, tmp_path / "out", threads=threads, resume=True)
+    monkeypatch.setattr(Target, "put", put)
+    gm.merge(recipe, tmp_path / "out", threads=threads, resume=True)
+    assert json.loads((tmp_path / "out" / "gradmerge.json").read_text())["resumed_blocks"] == 3
+    model = "model.safetensors"
+    assert weight_bytes(tmp_path / "out")[model] == weight_bytes(tmp_path / "whole")[model]
+    records = [json.loads((tmp_path / name / "gradmerge.json").read_text()) for name in ("out", "whole")]
+    digests = [[entry["digest"] for entry in record["inputs"]] for record in records]
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 6
+    for entry, folder in zip(records[0]["inputs"], folders, strict=False):
+        with gm.open_checkpoint(folder) as checkpoint:
+            assert entry["digest"] == f"xxh3-128:{digest_of(checkpoint).hex()}"
+
+
+def layer_damping(name: str, sources: Sources) -> float:
+    traces = (w * float(written_out(name, s, 1.0).diagonal().mean()) for w, s in zip(WEIGHTS, sources[1:], strict=True))
+    return sum(traces)
+
+
+@pytest.mark.parametrize("base", ["kronecker", "identity"])
+def test_open_damping_goes_by_the_layer_in_a_merge(tmp_path: Path, states: Any, folders: Any, base: str) -> None:
+    """δ is a fifth of the layer's mean eigenvalue of Σ α_t H_t; entries outside of layers have the usual 1e-10."""
+    sources = [bases(states)[base], kronecker(5), kronecker(6)]
+    recipe = recipe_of(folders, sources, tmp_path, "gradient-matching", damping="auto")
+    gm.merge(recipe, tmp_path / "out")
+    got = read_model(tmp_path / "out")
+    for name in LAYERS:
+        want = expected(states, sources, "gradient-matching", damping=0.2 * layer_damping(name, sources))
+        names = {name, name.replace("weight", "bias")} & want.keys()
+        assert_close({n: got[n] for n in names}, {n: want[n] for n in names}, 1e-8)
+    want = expected(states, sources, "gradient-matching", damping=1e-10)
+    assert_close({"norm.weight": got["norm.weight"]}, {"norm.weight": want["norm.weight"]}, 1e-8)
+    assert "0.2 × the mean curvature of the layer" in (tmp_path / "out" / "README.md").read_text()
+    again = gm.merge_state_dicts(states[0], states[1:], prior=sources[0], curvature=sources[1:], weights=WEIGHTS)
+    assert_close(again, got, 1e-12)
+
+
+def test_a_removal_is_damped_by_the_mean_over_all_entries(tmp_path: Path, states: Any, folders: Any) -> None:
+    """Also over those of layers, by the traces of their factors; cap holds for entries outside of layers."""
+    sources = [kronecker(3), kronecker(5), kronecker(6)]
+    total = sum(float(written_out(name, s, 1.0).trace()) for s in sources[1:] for name in LAYERS)
+    total += sum(float(s[n].double().sum()) for s in sources[1:] for n in (EMBEDDING, EMBEDDING, "norm.weight"))
+    damping = total / sum(value.numel() for value in states[0].values())
+    gm.merge(recipe_of(folders, sources, tmp_path, "removal", damping="auto"), tmp_path / "out", accept_untrusted=True)
+    got, want = read_model(tmp_path / "out"), expected(states, sources, "removal", damping=damping)
+    layers = {n for name in LAYERS for n in (name, name.replace("weight", "bias")) if n in want}
+    assert_close({n: got[n] for n in layers}, {n: want[n] for n in layers}, 1e-8)
+    step, negated = (
+        (got["norm.weight"] - states[0]["norm.weight"]).abs(),
+        sum(w * (s["norm.weight"] - states[0]["norm.weight"]).abs() for w, s in zip(WEIGHTS, states[1:], strict=True)),
+    )
+    assert bool((step <= 2 * negated + 1e-12).all())
+
+
+def test_a_removal_whose_step_is_too_long_is_refused(tmp_path: Path, states: Any, folders: Any) -> None:
+    """Judged on the layers as they are solved: with almost no curvature of the base, the step is enormous."""
+    sources = [1e-6, kronecker(5), kronecker(6)]
+    recipe = recipe_of(folders, sources, tmp_path, "removal", damping=1e-6)
+    with pytest.raises(gm.InputError, match="cannot be trusted"):
+        gm.merge(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dead_layer_is_task_arithmetic(tmp_path: Path, states: Any, folders: Any) -> None:
+    sources = []
+    for seed in (3, 5, 6):
+        source = kronecker(seed)
+        a, g, tokens = source.layers["linear.weight"]
+        dead = LayerFactors(a, torch.zeros_like(g), tokens)
+        sources.append(
+            KroneckerCurvature(
+                {**source.layers, "linear.weight": dead}, source.diagonal, 10, "sampled", "t", ["turned.weight"]
+            )
+        )
+    for damping in (0.0, "auto"):
+        recipe = recipe_of(folders, sources, tmp_path / str(damping), "gradient-matching", damping=damping)
+        gm.merge(recipe, tmp_path / str(damping) / "out")
+        got = read_model(tmp_path / str(damping) / "out")
+        for name in ("linear.weight", "linear.bias"):
+            want = states[0][name] + sum(
+                w * (s[name] - states[0][name]) for w, s in zip(WEIGHTS, states[1:], strict=True)
+            )
+            assert_close({name: got[name]}, {name: want}, 1e-12)
+
+
+def other_model() -> KroneckerCurvature:
+    source = kronecker(5)
+    a, g, tokens = source.layers["linear.weight"]
+    layers = {**source.layers, "linear.weight": LayerFactors(a[:-2, :-2].contiguous(), g, tokens)}
+    return KroneckerCurvature(layers, source.diagonal, 10, "sampled", "t", ["turned.weight"])
+
+
+def without(name: str) -> KroneckerCurvature:
+    source = kronecker(5)
+    layers = {n: layer for n, layer in source.layers.items() if n != name}
+    return KroneckerCurvature(layers, source.diagonal, 10, "sampled", "t", ["turned.weight"])
+
+
+BAD: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "another model's": ("curvature of another model, its factors do not fit", other_model, {}),
+    "lacking a layer": ("no curvature for 2 of 10 tensors", lambda: without("linear.weight"), {}),
+    "bias excluded": ("include both or exclude both", None, {"exclude": ["linear.bias"]}),
+    "weight excluded": ("include both or exclude both", None, {"exclude": ["linear.weight"]}),
+    "output.curvature": ("sum of Kronecker products", None, {"output": {"curvature": True}}),
+    "another method": ("which fisher-averaging does not take", None, {"method": "fisher-averaging"}),
+    "base_saw_removed": (
+        "base_saw_removed",
+        None,
+        {"method": "removal", "options": {"base_saw_removed": True}},
+    ),
+    "cap": ("options.cap", None, {"method": "removal", "options": {"cap": 1.0}}),
+    "regmean": ("needs Gram matrices", None, {"method": "regmean"}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_refused(tmp_path: Path, folders: Any, case: str) -> None:
+    message, make, more = BAD[case]
+    sources = [kronecker(3), make() if make else kronecker(5), kronecker(6)]
+    recipe = recipe_of(folders, sources, tmp_path, more.get("method", "gradient-matching"))
+    with pytest.raises(gm.InputError, match=message):
+        gm.merge(recipe | more, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_curvature_of_several_kinds_is_refused(tmp_path: Path, states: Any, folders: Any) -> None:
+    diagonal = random_curvature(4, states[0])
+    for sources in ([0.5, kronecker(5), diagonal], [kronecker(3), diagonal, diagonal]):
+        with pytest.raises(gm.InputError, match="of one kind"):
+            gm.merge(
+                recipe_of(folders, sources, tmp_path / str(len(str(sources))), "gradient-matching"), tmp_path / "o"
+            )
+
+
+def test_negative_weights_that_leave_no_minimum_are_refused(tmp_path: Path, folders: Any) -> None:
+    recipe = recipe_of(folders, [0.001, kronecker(5), kronecker(6)], tmp_path, "gradient-matching")
+    recipe["models"][0]["weight"] = -1.0
+    with pytest.raises(gm.InputError, match=r"weight: H̄ is not positive"):
+        gm.merge(recipe, tmp_path / "out")
+
+
+def test_a_penalty_of_its_own_enters_each_layer(tmp_path: Path, states: Any, folders: Any) -> None:
+    """With P = none and H_0 = 0, merging two models that are alike gives them back."""
+    sources = [0.0, kronecker(5), kronecker(5)]
+    recipe = recipe_of([folders[0], folders[1], folders[1]], sources, tmp_path, "gradient-matching", damping=0.0)
+    recipe["base"]["penalty"] = "none"
+    gm.merge(recipe, tmp_path / "out")
+    assert_close(read_model(tmp_path / "out"), states[1], 1e-6)
+
+
+def test_predicted_costs_are_those_of_written_out_matrices(tmp_path: Path, states: Any, folders: Any) -> None:
+    sources = [kronecker(3), kronecker(5), kronecker(6)]
+    recipe = make_recipe(recipe_of(folders, sources, tmp_path, "gradient-matching"))
+    plan = open_to_look(recipe)
+    with contextlib.closing(plan.inputs):
+        methods = ("gradient-matching", "task-arithmetic")
+        found = predict(plan, ["a", "b"], [Candidate(m, m) for m in methods], threads=2)
+    gm.merge(recipe, tmp_path / "out")
+    for method, merged in (
+        ("gradient-matching", read_model(tmp_path / "out")),
+        ("task-arithmetic", gm.merge_state_dicts(states[0], states[1:], "task-arithmetic", weights=WEIGHTS)),
+    ):
+        for place, task in ((1, "a"), (2, "b"), (0, "base")):
+            state, source = states[place], sources[place]
+            excess = mismatch = 0.0
+            for name in LAYERS:
+                off = (matrix(name, merged) - matrix(name, state)).reshape(-1)
+                pull = written_out(name, source, 1.0) @ off
+                excess, mismatch = excess + 0.5 * float(pull @ off), mismatch + float(pull @ pull)
+            for name in (EMBEDDING, "lm_head.weight", "norm.weight"):
+                off = (merged[name] - state[name]).reshape(-1)
+                pull = source.get(name, source[EMBEDDING]).double().reshape(-1) * off
+                excess, mismatch = excess + 0.5 * float(pull @ off), mismatch + float(pull @ pull)
+            assert found.excess(method, task) == pytest.approx(excess, rel=1e-8)
+            assert found.mismatch(method, task) == pytest.approx(mismatch**0.5, rel=1e-8)
+            change = matrix("linear.weight", state) - matrix("linear.weight", states[0])
+            moved = written_out("linear.weight", source, 1.0).diagonal() @ change.reshape(-1).square()
+            assert found.moved[task, "linear"] == pytest.approx(float(moved), rel=1e-8)
+
+
+def test_merges_in_memory_are_those_on_disk(tmp_path: Path, folders: Any) -> None:
+    """What a preview evaluates: every candidate by the tensors that are stored, also of rules for single entries."""
+    recipe = recipe_of(folders, [kronecker(3), kronecker(5), kronecker(6)], tmp_path, "gradient-matching")
+    candidates = [
+        Candidate("gradient-matching", "gradient-matching"),
+        Candidate("removal", "removal"),
+        Candidate("ties", "ties", options={"density": 0.4, "scope": "tensor"}),
+        Candidate("dare", "dare", options={"density": 0.4, "seed": 1}),
+    ]
+    plan = open_to_look(make_recipe(recipe))
+    with contextlib.closing(plan.inputs):
+        found = materialise(plan, candidates, threads=2)
+        with pytest.raises(gm.InputError, match="takes diagonals"):
+            materialise(plan, [Candidate("fisher-averaging", "fisher-averaging")])
+    for candidate, state in zip(candidates, found, strict=True):
+        own = recipe | {"method": candidate.method, "options": dict(candidate.options or {})}
+        if candidate.method in ("ties", "dare"):
+            own = own | {"models": [{"model": m["model"], "weight": m["weight"]} for m in recipe["models"]]}
+        gm.merge(own, tmp_path / candidate.name, accept_untrusted=True)
+        merged = read_model(tmp_path / candidate.name)
+        assert all(torch.equal(merged[name], state[name]) for name in merged), candidate.name
+
+
+def test_a_diagnosis_and_a_preview_of_a_kronecker_recipe(tmp_path: Path, folders: Any) -> None:
+    recipe = recipe_of(folders, [0.5, kronecker(5), kronecker(6)], tmp_path, "gradient-matching")
+    found = gm.diagnose(recipe, progress=False)
+    assert any("fisher-averaging is not compared" in note for note in found.notes)
+    assert found.candidates == ["gradient-matching", "task-arithmetic", "average"]
+    assert all(0 < found.prediction.excess(name, "m1") < 10 for name in found.candidates)
+    seen = gm.preview(recipe, weights="0:1:0.5", methods="gradient-matching,task-arithmetic", progress=False)
+    assert len(seen.rows) == 6
