@@ -85,6 +85,7 @@ def device_results() -> str:
 WAYS = {
     "plain": "plain forward and backward pass",
     "ours": "**gradmerge**",
+    "kronecker": "**gradmerge**, Kronecker factors",
     "loop": "loop, one example per pass",
     "vmap": "torch.func.vmap",
     "opacus": "Opacus",

@@ -56,14 +56,16 @@ def layers_of(file: CurvatureFile) -> list[str]:
 
 def spectrum(matrix: Tensor) -> Spectrum:
     """Of a symmetric matrix without negative eigenvalues but for rounding."""
-    trace, squares = float(matrix.trace()), float(matrix.double().square().sum())
+    scale = max(float(matrix.abs().max()), 1e-30)
+    matrix = matrix / scale  # so that no square is out of range
+    trace, squares = float(matrix.diagonal().double().sum()), float(matrix.double().square().sum())
     median = None
     if len(matrix) <= WIDEST_SPECTRUM:
         values = torch.linalg.eigvalsh(matrix)
-        largest, median = float(values[-1]), max(0.0, float(values.median()))
+        largest, median = float(values[-1]), max(0.0, float(values.median())) * scale
     else:
         largest = _largest(matrix)
-    return Spectrum(len(matrix), trace, largest, median, trace**2 / squares if squares else 0.0)
+    return Spectrum(len(matrix), trace * scale, largest * scale, median, trace**2 / squares if squares else 0.0)
 
 
 def _largest(matrix: Tensor, steps: int = 64) -> float:

@@ -65,6 +65,7 @@ def pieces(file: CurvatureFile) -> Iterator[tuple[str, Tensor]]:
     That is diag(G) diag(A)ᵀ / T, which is to [W b] what diagonal curvature is.
     """
     factors = {name + suffix for name in file.tokens for suffix in (INPUTS, OUTPUTS)}
+    made: Iterable[Tensor]
     for name in sorted((file.shapes.keys() - factors) | file.tokens.keys(), key=natural):
         if name in file.tokens:
             inputs, outputs = (file.read_whole(name + suffix).diagonal().double() for suffix in (INPUTS, OUTPUTS))
