@@ -22,7 +22,7 @@ MERGE_EXAMPLE = (
     "Examples: gradmerge merge recipe.yml -o merged   ·   "
     "gradmerge merge --method ties --base ./base --model ./a=0.7 --model ./b --set density=0.3 -o merged"
 )
-REMOVE_EXAMPLE = "Example: gradmerge remove --base ./gpt2 --model ./toxic=0.8 --set damping=0.01 -o gpt2-clean"
+REMOVE_EXAMPLE = "Example: gradmerge remove --base ./gpt2 --model ./toxic=0.8 --set base.penalty=none -o gpt2-clean"
 
 Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Folder to write; it must not exist.")]
 CurvatureOption = Annotated[
@@ -119,7 +119,8 @@ def remove(
     """Take what tuned models have learned out of their base, without training.
 
     Needs the curvature of the base on data that stays, and of each tuned model. Strength 1 takes all out, 0 nothing.
-    Where the step is too long to be trusted nothing is written, and the message says which damping would do.
+    By default no weight moves more than twice as far as under negation (--set cap=none). Where the step is too long to
+    be trusted nothing is written, and the message says which damping would do.
     """
     with heavy_imports():
         from .request import build_recipe, from_options
