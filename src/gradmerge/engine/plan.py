@@ -167,11 +167,14 @@ class Plan:
         return 330_000_000 + blocks + threads * whole
 
     def _bytes_of_whole(self, job: Job, tensors: int) -> int:
-        """Bytes that a matrix takes while it is solved for; factors are stored in float32 and used in float64."""
+        """Bytes that a matrix takes while it is solved for; factors are stored in float32 and used in float64.
+
+        Copies of both are counted generously: eigenvectors, the vectors of conjugate gradients, and memory freed between.
+        """
         if job.layer is None:
             return job.info.numel * 8 * (tensors + 3)
         factors = [source.nbytes(job.name) for source in self.inputs.curvatures]
-        return job.info.numel * 8 * (tensors + 12) + 2 * (2 * sum(factors) + 3 * max(factors))
+        return job.info.numel * 8 * (tensors + 24) + 6 * sum(factors) + 12 * max(factors)
 
 
 def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any]) -> dict[str, Any]:
