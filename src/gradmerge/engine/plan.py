@@ -169,7 +169,7 @@ class Plan:
     def _bytes_of_whole(self, job: Job, tensors: int) -> int:
         """Bytes that a matrix takes while it is solved for; factors are stored in float32 and used in float64.
 
-        Copies of both are counted generously: eigenvectors, the vectors of conjugate gradients, and memory freed between.
+        All copies count: eigenvectors, the vectors of conjugate gradients, and what is freed and not yet given back.
         """
         if job.layer is None:
             return job.info.numel * 8 * (tensors + 3)
