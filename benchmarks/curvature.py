@@ -4,7 +4,8 @@
 
 makes a model with random weights and batches of random tokens, and has every way add up Σ_i [∇ℓ_i]², the squared
 gradients of single examples. First each is compared with the loop over examples on a few of them, parameter by
-parameter; then all are timed in turn, each next to the plain pass, so that noise hits both. torch.func needs nothing
+parameter; then all are timed in turn, each next to the plain pass, so that noise hits both. `kronecker` adds up the
+Kronecker factors of the linear layers instead, and is compared with a loop that does the same. torch.func needs nothing
 beside torch; Opacus and BackPACK are skipped where they are not installed:
 
     pip install --no-deps -c benchmarks/constraints-curvature.txt opacus backpack-for-pytorch
@@ -44,6 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradmerge as gm
+from gradmerge.curvature.kronecker import WIDEST
 
 Batch = dict[str, Tensor]
 Sums = dict[str, Tensor]
@@ -57,9 +59,10 @@ ZERO_GRADIENT = ("key.bias", "k_proj.bias")
 #: Batches that are timed in one repeat, of every way and of the plain pass beside it; the loop gets one.
 BATCHES = 3
 
-#: The bars: time over the plain pass per (device, model), the loop's time over ours, and peak memory over that of the
-#: plain pass and a float32 copy of the parameters together.
+#: The bars: time over the plain pass per (device, model), of the diagonal and of Kronecker factors, the loop's time
+#: over ours, and peak memory over that of the plain pass and a float32 copy of the parameters together.
 SLOWER = {("cpu", "minilm"): 1.8, ("cuda", "minilm"): 2.2, ("cuda", "gpt2"): 1.5, ("cuda", "llama-1b"): 1.35}
+KRONECKER_SLOWER = {("cpu", "minilm"): 1.6, ("cuda", "gpt2"): 1.4}
 LOOP_OVER_OURS = {("cuda", "minilm"): 8.0}
 MEMORY = 1.1
 
@@ -231,6 +234,39 @@ def loop_way(model: nn.Module) -> Add:
     return add
 
 
+def kronecker_loop_way(model: nn.Module) -> Add:
+    """Σ x̃x̃ᵀ and Σ yyᵀ of every linear layer whose weight is its own, under the names of files; squares of the rest."""
+    holders = [parameter for module in model.modules() for parameter in module._parameters.values()]
+    layers = {
+        f"{path}.weight": module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if sum(holder is module.weight for holder in holders) == 1 and max(module.weight.shape) <= WIDEST
+    }
+    biases = {name.removesuffix("weight") + "bias" for name in layers}
+    squares = loop_way(model)
+
+    def add(batch: Batch, sums: Sums) -> None:
+        def see(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            x = inputs[0].detach().flatten(0, -2).float()
+            x = x if module.bias is None else F.pad(x, (0, 1), value=1.0)
+            put(sums, f"{name}.A", x.T @ x)
+            output.register_hook(
+                lambda y: put(sums, f"{name}.G", y.flatten(0, -2).float().T @ y.flatten(0, -2).float())
+            )
+
+        hooks = [layer.register_forward_hook(partial(see, name)) for name, layer in layers.items()]
+        try:
+            squares(batch, sums)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for name in layers.keys() | biases:
+                sums.pop(name, None)
+
+    return add
+
+
 def vmap_way(model: nn.Module, change: Callable[[Batch], Batch], attention: str | None, chunk: int | None) -> Add:
     if attention is not None:
         model.set_attn_implementation(attention)  # type: ignore[operator]
@@ -327,7 +363,7 @@ PEERS: dict[str, list[Setting]] = {
         ),
     ],
 }
-METHODS = ("ours", "loop", *PEERS)
+METHODS = ("ours", "kronecker", "loop", *PEERS)
 
 
 # Right or wrong.
@@ -350,7 +386,7 @@ def errors(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str,
 def size_of(name: str, sums: Mapping[str, Tensor]) -> float:
     """The mean of a parameter's sums; where it is 0 but for rounding, the largest of the biases beside it."""
     if not name.endswith(ZERO_GRADIENT):
-        return float(sums[name].mean())
+        return float(sums[name].abs().mean())
     layer = name.rsplit(".", 2)[0] + "."
     return max(float(s.mean()) for other, s in sums.items() if other.startswith(layer) and other.endswith(".bias"))
 
@@ -361,17 +397,17 @@ class Judge:
     In 16 bits the loop's own sums are off by rounding; there a sum is wrong if it is off by more than twice that.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch) -> None:
+    def __init__(self, model: nn.Module, batch: Batch, way: Callable[[nn.Module], Add] = loop_way) -> None:
         self.batch = batch
         self.limits: dict[str, float] = {}
         wide = all(parameter.dtype == torch.float32 for parameter in model.parameters())
         reference = model if wide else copy.deepcopy(model).float()
         self.wanted: Sums = {}
-        loop_way(reference)(batch, self.wanted)
+        way(reference)(batch, self.wanted)
         reference.zero_grad(set_to_none=True)
         own: Sums = {}
         if not wide:
-            loop_way(model)(batch, own)
+            way(model)(batch, own)
             model.zero_grad(set_to_none=True)
         self.loop = errors(own, self.wanted) if own else dict.fromkeys(self.wanted, 0.0)
         self.limits = {name: WRONG + 2 * error for name, error in self.loop.items()}
@@ -408,15 +444,19 @@ class Clock:
         return self.now() - begun
 
 
-def time_ours(model: nn.Module, batches: Sequence[Batch], clock: Clock) -> tuple[float, list[float]]:
+def time_ours(
+    model: nn.Module, batches: Sequence[Batch], clock: Clock, structure: str = "diagonal"
+) -> tuple[float, list[float]]:
     """(seconds of the first batch, with setting up and the trial of two examples; seconds of each later batch)."""
     stamps = [clock.now()]
-    gm.estimate_curvature(model, batches, each_batch=lambda _: stamps.append(clock.now()))
+    gm.estimate_curvature(
+        model, batches, structure=structure, each_batch=lambda _: stamps.append(clock.now()), progress=False
+    )
     first, *later = (after - before for before, after in itertools.pairwise(stamps))
     return first, later
 
 
-def memory(model: nn.Module, batches: Sequence[Batch], device: torch.device) -> dict[str, int]:
+def memory(model: nn.Module, batches: Sequence[Batch], device: torch.device, kronecker: bool) -> dict[str, int]:
     """Peaks of CUDA memory, the model's weights included."""
 
     def peak(action: Callable[[], Any]) -> int:
@@ -439,11 +479,20 @@ def memory(model: nn.Module, batches: Sequence[Batch], device: torch.device) -> 
 
     plain_peak = peak(all_plain)
     later = peak(lambda: gm.estimate_curvature(model, [*batches, *batches], each_batch=reset))
+    factors: dict[str, int] = {}
+    if kronecker:
+        found: list[gm.KroneckerCurvature] = []
+        twice = [*batches, *batches]
+        factors["kronecker_peak_bytes"] = peak(
+            lambda: found.append(gm.estimate_curvature(model, twice, structure="kronecker"))
+        )
+        factors["kronecker_sum_bytes"] = sum(value.nbytes for value in found[0].values())
     return {
         "plain_peak_bytes": plain_peak,
         "ours_peak_bytes": max(*first, later),
         "ours_peak_bytes_after_first_batch": max(*first[1:], later),
         "float32_parameter_bytes": sum(4 * parameter.numel() for parameter in model.parameters()),
+        **factors,
     }
 
 
@@ -473,12 +522,14 @@ class Benchmark:
         plain(self.model, self.batches[0])
         time_ours(self.model, self.batches[:2], self.clock)
         if self.device.type == "cuda":
-            self.memory = memory(self.model, self.batches[:1], self.device)
+            self.memory = memory(self.model, self.batches[:1], self.device, "kronecker" in methods)
         say(f"the loop over {self.check_examples} examples, to compare with")
         self.judge = Judge(self.model, rows(self.batches[0], 0, self.check_examples))
         for method in methods:
             if method == "ours":
-                self.add_ours()
+                self.add_ours("ours", self.judge)
+            elif method == "kronecker":
+                self.add_ours("kronecker", Judge(self.model, self.judge.batch, kronecker_loop_way), "kronecker")
             elif method == "loop":
                 self.add_loop()
             else:
@@ -487,20 +538,20 @@ class Benchmark:
             self.measure(number)
         self.summarise()
 
-    def add_ours(self) -> None:
+    def add_ours(self, name: str, judge: Judge, structure: str = "diagonal") -> None:
         with warnings_of("gradmerge") as notes:
-            sums = gm.estimate_curvature(self.model, [self.judge.batch])
-        judgement = self.judge.judge(errors(dict(sums.items()), self.judge.wanted))
-        result = self.results["ours"] = Result(**judgement, note="; ".join(notes))
+            sums: Any = gm.estimate_curvature(self.model, [judge.batch], structure=structure)  # type: ignore[call-overload]
+        judgement = judge.judge(errors(dict(sums.items()), judge.wanted))
+        result = self.results[name] = Result(**judgement, note="; ".join(notes))
         firsts: list[float] = []
 
         def measure() -> list[float]:
-            first, later = time_ours(self.model, [self.batches[0], *self.batches], self.clock)
+            first, later = time_ours(self.model, [self.batches[0], *self.batches], self.clock, structure)
             firsts.append(first)
             result.first_batch_s = statistics.median(firsts)
             return later
 
-        self.sides["ours"] = measure
+        self.sides[name] = measure
 
     def add_loop(self) -> None:
         count = self.loop_examples
@@ -588,10 +639,18 @@ class Benchmark:
         bars = [Bar.at_most("parameters that are wrong", float(ours.wrong_parameters or 0), 0.0)]
         if where in SLOWER:
             bars.append(Bar.at_most("time over the plain pass", ours.ratio_to_plain, SLOWER[where]))
+        factors = self.results.get("kronecker")
+        if factors is not None and factors.ratio_to_plain is not None:
+            bars.append(Bar.at_most("Kronecker factors that are wrong", float(factors.wrong_parameters or 0), 0.0))
+            if where in KRONECKER_SLOWER:
+                what = "time of Kronecker factors over the plain pass"
+                bars.append(Bar.at_most(what, factors.ratio_to_plain, KRONECKER_SLOWER[where]))
         others = {
             name: result.ratio_to_plain / ours.ratio_to_plain
             for name, result in self.results.items()
-            if name not in ("plain", "ours") and result.ratio_to_plain is not None and result.wrong_parameters == 0
+            if name not in ("plain", "ours", "kronecker")
+            and result.ratio_to_plain is not None
+            and result.wrong_parameters == 0
         }
         if self.device.type == "cpu" and others:
             name = min(others, key=others.__getitem__)

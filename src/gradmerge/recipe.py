@@ -114,7 +114,8 @@ class Recipe(OneLine, RecipePart):
     damping: Annotated[float | Literal["auto"], number_or("auto", 0)] = Field(
         "auto",
         description="δ, added to the prior (in Fisher averaging and RegMean, to the curvature of every model); `auto` "
-        "is the mean over all entries of Σ F_t for `removal`, and 1e-10 elsewhere.",
+        "is the mean over all entries of Σ F_t for `removal`, and 1e-10 elsewhere; in the layers of a merge with "
+        "Kronecker curvature, a fifth of the layer's mean curvature.",
     )
     include: list[str] = Field(["*"], min_length=1, description="Glob patterns over tensor names: what is merged.")
     exclude: list[str] = Field([], description="Glob patterns over tensor names: what comes from the base unchanged.")

@@ -25,6 +25,7 @@ from gradmerge.tasks import load_task
 
 from ..curvature import slow
 from ..curvature.slow import assert_same
+from ..curvature.test_kronecker import assert_factors, loop
 from ..making import read_model
 from ..tasks.making import (
     labelled,
@@ -135,6 +136,31 @@ def test_what_the_base_does_not_have_is_taken_as_it_is_and_told(place: Path, tmp
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.parametrize("name", DATA)
+def test_kronecker_factors_are_written_under_the_names_of_the_checkpoint(
+    place: Path, name: str, tmp_path: Path
+) -> None:
+    done = measure(place, name, tmp_path / "k", kind="kronecker", batch_size=4)
+    got = gm.KroneckerCurvature.load(tmp_path / "k")
+    assert (done.kind, done.examples, done.tensors) == ("kronecker", got.examples, len(got))
+    assert done.entries == sum(v.numel() for v in got.values())
+    assert (got.likelihood, got.model) == ("empirical", name)
+    loaded = load_task(str(place / name), str(place / DATA[name]), device="cpu", dtype="float64")
+    rows = [{key: value[0] for key, value in batch.items() if key != "attention_mask"} for batch in loaded.batches(1)]
+    stored, weights = read_model(place / name), dict(loaded.model.named_parameters())
+    want = loop(loaded.model, rows, OUTPUT[name])
+    own = {
+        key: next(n for n in want if weights[n].shape == value.shape and torch.equal(value, weights[n].float()))
+        for key, value in stored.items()
+        if key in got.layers
+    }
+    assert own.keys() == got.layers.keys() and len(own) > 5
+    assert_factors(got, {key: want[n] for key, n in own.items()}, 1e-4)
+    biases = {key.removesuffix("weight") + "bias" for key in got.layers} & stored.keys()
+    assert got.diagonal.keys() == stored.keys() - got.layers.keys() - biases
+    assert_same(got.diagonal, {n: v for n, v in by_hand(place, name).items() if n in got.diagonal}, 1e-4)
+
+
 class Stopped(Exception):
     pass
 
@@ -175,6 +201,65 @@ def test_a_run_that_was_stopped_goes_on(place: Path, name: str, likelihood: str,
     assert_same(gm.Curvature.load(tmp_path / "c"), dict(whole), 1e-6)
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["curvature.safetensors"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "whole"]
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+def test_kronecker_factors_go_on_where_they_were_stopped(place: Path, name: str, tmp_path: Path) -> None:
+    options: Any = {"kind": "kronecker", "likelihood": "sampled"}
+    measure(place, name, tmp_path / "whole", batch_size=2, **options)
+    with pytest.raises(Stopped):
+        measure(place, name, tmp_path / "c", batch_size=2, save_every=0, progress=Clock(2), **options)
+    before = weight_of(tmp_path)
+    with pytest.raises(gm.InputError, match="unfinished measurement of Kronecker factors"):
+        measure(place, name, tmp_path / "c", likelihood="sampled", resume=True)
+    with pytest.raises(gm.InputError, match="other options"):
+        measure(place, name, tmp_path / "c", resume=True, widest=9, **options)
+    assert weight_of(tmp_path) == before
+    done = measure(place, name, tmp_path / "c", batch_size=3, resume=True, **options)
+    whole, got = gm.KroneckerCurvature.load(tmp_path / "whole"), gm.KroneckerCurvature.load(tmp_path / "c")
+    assert (done.resumed_from, done.examples, got.examples) == (4, whole.examples, whole.examples)
+    assert got.keys() == whole.keys() and got.transposed == whole.transposed
+    assert {n: one.tokens for n, one in got.layers.items()} == {n: one.tokens for n, one in whole.layers.items()}
+    for key, value in whole.items():
+        assert float((got[key] - value).abs().max()) <= 2e-6 * float(value.abs().max()), key
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "whole"]
+
+
+def test_factors_that_were_finished_and_not_written_have_nothing_to_measure(place: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gm.KroneckerCurvature, "write", _no_write(gm.KroneckerCurvature.write))
+        with pytest.raises(Stopped):
+            measure(place, "vit", tmp_path / "c", kind="kronecker", batch_size=2, save_every=0)
+    assert measure(place, "vit", tmp_path / "c", kind="kronecker", resume=True).resumed_from == 6
+    measure(place, "vit", tmp_path / "whole", kind="kronecker", batch_size=2)
+    assert weight_of(tmp_path / "c") == weight_of(tmp_path / "whole")
+
+
+def test_wide_layers_are_named_in_a_note(place: Path, tmp_path: Path) -> None:
+    done = measure(place, "bert", tmp_path / "k", kind="kronecker", widest=8)
+    (note,) = done.notes
+    assert note.startswith("layers with more than 8 inputs or outputs have a diagonal:\n  bert.encoder.layer.0.")
+    assert not measure(place, "bert", tmp_path / "all", kind="kronecker").notes
+
+
+def test_structure_and_kind_are_one_option(place: Path, tmp_path: Path) -> None:
+    module, batch = torch.nn.Linear(2, 2), (torch.ones(1, 2), torch.tensor([0]))
+    for options in ({"structure": "kronecker"}, {"kind": "kronecker"}, {"structure": "kronecker", "kind": "kronecker"}):
+        found: Any = gm.estimate_curvature(module, [batch], **options)
+        assert isinstance(found, gm.KroneckerCurvature)
+        measure(place, "bert", tmp_path / "k", limit=1, force=True, **options)
+        assert gm.KroneckerCurvature.load(tmp_path / "k").layers
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"structure": "kronecker", "kind": "gram"}, "two names of one option"),
+        ({"structure": "gram"}, "gradmerge.estimate_gram"),
+        ({"structure": "kroneker"}, "did you mean 'kronecker'"),
+        ({"widest": 9}, "--widest is for Kronecker factors"),
+        ({"structure": "kronecker", "widest": 0}, "--widest 0"),
+        ({"structure": "kronecker", "precision": "log8"}, "precision is an option for a model on disk"),
+    ]
+    for options, says in wrong:
+        with pytest.raises(gm.InputError, match=says):
+            gm.estimate_curvature(module, [batch], **options)
 
 
 def test_a_run_that_was_killed_goes_on_with_the_same_numbers(place: Path, tmp_path: Path) -> None:
@@ -277,7 +362,7 @@ def test_a_run_that_was_stopped_after_its_last_batch_has_nothing_to_measure(plac
 
 
 def _no_write(write: Any) -> Any:
-    def refuse(self: gm.Curvature, folder: Path, *args: Any) -> None:
+    def refuse(self: Any, folder: Path, *args: Any) -> None:
         if self.model:  # what is measured so far has no name
             raise Stopped
         write(self, folder, *args)
@@ -323,12 +408,16 @@ def test_options_that_do_not_go_together_are_refused(place: Path, tmp_path: Path
         ({"kind": "gram", "precision": "log8"}, "float32 only"),
         ({"kind": "gram", "at_delta": "x"}, "--at-delta"),
         ({"likelihood": "true"}, "known are empirical, sampled, exact"),
-        ({"kind": "full"}, "known are diagonal, gram"),
+        ({"kind": "full"}, "known are diagonal, gram, kronecker"),
+        ({"kind": "kronecker", "precision": "log8"}, "Kronecker factors are stored as float32 only"),
+        ({"kind": "kronecker", "at_delta": "x"}, "--at-delta is for the Fisher of fa1; Kronecker factors"),
+        ({"kind": "gram", "widest": 9}, "--widest is for Kronecker factors; --kind is gram"),
         ({"precision": "int8"}, "known are float32, bfloat16, log8"),
         ({"batch_size": 0}, "--batch-size 0"),
     ):
         with pytest.raises(gm.InputError, match=says):
             measure(place, "bert", tmp_path / "c", **options)
-    with pytest.raises(gm.InputError, match="sampled"):
-        measure(place, "gpt2", tmp_path / "c", likelihood="exact")
+    for kind in ("diagonal", "kronecker"):
+        with pytest.raises(gm.InputError, match="sampled"):
+            measure(place, "gpt2", tmp_path / "c", likelihood="exact", kind=kind)
     assert not list(tmp_path.iterdir())

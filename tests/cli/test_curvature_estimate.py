@@ -201,6 +201,51 @@ def test_gram_matrices_merge_by_regmean(place: Path, task: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("task", MAKERS)
+def test_kronecker_factors_are_written_and_shown(place: Path, task: str, tmp_path: Path) -> None:
+    words = (place / task / "a", "-d", place / DATA[task], "--kind", "kronecker", "--likelihood", LIKELIHOOD[task])
+    text = estimate(*words, "-o", tmp_path / "k").stdout
+    assert f"{LIKELIHOOD[task]} Kronecker factors of" in text
+    got = gm.KroneckerCurvature.load(tmp_path / "k")
+    assert (LAYER[task] in got.layers) and (LAYER[task] in got.transposed) == (task == "causal-lm")
+    facts = json.loads(run("curvature", "show", tmp_path / "k", "--json").stdout)
+    assert (facts["kind"], facts["likelihood"], facts["examples"]) == ("kronecker", LIKELIHOOD[task], got.examples)
+    assert facts["parameters"] == sum(value.numel() for value in read_model(place / task / "a").values())
+    assert {layer["name"]: layer["tokens"] for layer in facts["layers"]} == {
+        name: layer.tokens for name, layer in got.layers.items()
+    }
+    for shown in facts["layers"]:
+        layer = got.layers[shown["name"]]
+        for part, matrix in (("inputs", layer.inputs / layer.tokens), ("outputs", layer.outputs)):
+            values, said = np.linalg.eigvalsh(matrix.double().numpy()), shown[part]
+            assert said["size"] == len(matrix)
+            for key, want in (("trace", values.sum()), ("largest", values.max())):
+                assert np.isclose(said[key], want, rtol=1e-4), key
+            below = np.sort(values)[(len(values) - 1) // 2]
+            assert np.isclose(said["median"], max(below, 0.0), rtol=1e-2, atol=1e-6 * values.max())
+            assert np.isclose(said["effective_rank"], values.sum() ** 2 / (values**2).sum(), rtol=1e-3)
+    text = run("curvature", "show", tmp_path / "k").stdout
+    assert f"Kronecker factors of {len(got.layers)} layers and {len(got.diagonal)} diagonals" in text
+    assert LAYER[task] in text and "A/T: mean over tokens" in text
+
+
+def test_kronecker_factors_are_refused_where_a_diagonal_is_needed(place: Path, tmp_path: Path) -> None:
+    model, data = place / "classify/a", place / "labels.jsonl"
+    estimate(model, "-d", data, "--kind", "kronecker", "-o", tmp_path / "k")
+    estimate(model, "-d", data, "-o", tmp_path / "d")
+    for method, says in (("fisher-averaging", "k: holds kronecker"), ("regmean", "k: regmean needs gram matrices")):
+        entry = {"model": str(model), "curvature": str(tmp_path / "k")}
+        recipe = write_recipe(tmp_path / "r.yml", {"method": method, "models": [entry, entry]})
+        assert says in run("merge", recipe, "-o", tmp_path / "out", status=2).stderr.lower()
+    with pytest.raises(gm.InputError, match=r"holds Kronecker factors, where a diagonal is needed \(--kind diagonal\)"):
+        gm.Curvature.load(tmp_path / "k")
+    with pytest.raises(gm.InputError, match="holds diagonal curvature, where Kronecker factors are needed"):
+        gm.KroneckerCurvature.load(tmp_path / "d")
+    with pytest.raises(gm.InputError, match="prior"):
+        gm.PriorAdamW(torch.nn.Linear(2, 2).named_parameters(), prior=tmp_path / "k")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("task", MAKERS)
 def test_the_result_does_not_depend_on_the_batch_size(place: Path, task: str, tmp_path: Path) -> None:
     for size in (1, 3, 8):
         estimate(place / task / "a", "-d", place / DATA[task], "--batch-size", size, "-o", tmp_path / str(size))
@@ -398,6 +443,16 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "unknown kind": (["classify/a", "labels.jsonl", "--kind", "grams"], ["--kind grams", "did you mean 'gram'"]),
     "unknown precision": (["classify/a", "labels.jsonl", "--precision", "log4"], ["--precision log4", "log8"]),
     "narrow Gram": (["classify/a", "labels.jsonl", "--kind", "gram", "--precision", "log8"], ["float32 only"]),
+    "narrow factors": (
+        ["classify/a", "labels.jsonl", "--kind", "kronecker", "--precision", "bfloat16"],
+        ["--precision bfloat16", "Kronecker factors are stored as float32 only"],
+    ),
+    "factors at a difference": (
+        ["classify/a", "labels.jsonl", "--kind", "kronecker", "--at-delta", "classify/base"],
+        ["--at-delta is for the Fisher of fa1"],
+    ),
+    "no width": (["classify/a", "labels.jsonl", "--kind", "kronecker", "--widest", "0"], ["--widest 0"]),
+    "a width for a diagonal": (["classify/a", "labels.jsonl", "--widest", "9"], ["--widest is for Kronecker"]),
     "no base": (["classify/a", "labels.jsonl", "--at-delta", "nothing"], ["--at-delta", "nothing"]),
     "base of another model": (["classify/a", "labels.jsonl", "--at-delta", "causal-lm/a"], ["--at-delta"]),
     "no device": (["classify/a", "labels.jsonl", "--device", "cuda:77"], ["--device cuda:77"]),

@@ -9,8 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import gradmerge as gm
-from gradmerge.curvature import log8
+from gradmerge.curvature import log8, spectra
 from gradmerge.curvature.files import open_curvature
+from gradmerge.curvature.kronecker import LayerFactors
 from gradmerge.curvature.summary import group_of, pieces, summarize
 
 from ..making import random_curvature, random_state
@@ -178,3 +179,69 @@ def test_groups_are_layers_in_their_natural_order(tmp_path: Path) -> None:
     assert words.total == pytest.approx(float(values.sum()))
     assert words.largest == pytest.approx(float(values.max()))
     assert group_of("scale") == "scale"
+
+
+def kronecker(path: Path, tokens: str | None, **shapes: tuple[int, ...]) -> Path:
+    header = {"format": "gradmerge-curvature/1", "examples": "3", "kind": "kronecker"}
+    header |= {"tokens": tokens} if tokens is not None else {}
+    save_file({name.replace("_", "."): torch.ones(shape) for name, shape in shapes.items()}, path, header)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shapes", "says"),
+    [
+        (None, {"w_A": (2, 2), "w_G": (3, 3)}, "the header's tokens"),
+        ("[", {"w_A": (2, 2), "w_G": (3, 3)}, "the header's tokens"),
+        ('["w"]', {"w_A": (2, 2), "w_G": (3, 3)}, "the header's tokens"),
+        ('{"w": 0}', {"w_A": (2, 2), "w_G": (3, 3)}, "the header's tokens"),
+        (f'{{"w": {10**30}}}', {"w_A": (2, 2), "w_G": (3, 3)}, "the header's tokens"),
+        ('{"w": true}', {"w_A": (2, 2), "w_G": (3, 3)}, "the header's tokens"),
+        ('{"w": 4}', {"w_A": (2, 2)}, r"w\.G: missing"),
+        ('{"w": 4}', {"w_A": (2, 3), "w_G": (3, 3)}, r"w\.A: of shape \[2, 3\]"),
+        ('{"w": 4}', {"w_A": (4,), "w_G": (3, 3)}, r"w\.A: of shape \[4\]"),
+    ],
+)
+def test_a_file_of_factors_that_do_not_belong_together_is_refused(
+    tmp_path: Path, tokens: str | None, shapes: dict[str, tuple[int, ...]], says: str
+) -> None:
+    path = kronecker(tmp_path / "k.safetensors", tokens, **shapes)
+    with pytest.raises(gm.InputError, match=says):
+        open_curvature(str(path))
+    with pytest.raises(gm.InputError, match=says):
+        gm.KroneckerCurvature.load(path)
+
+
+def test_factors_come_back_in_shards(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = {f"{i}.weight": LayerFactors(torch.randn(4, 4), torch.randn(3, 3), 5 + i) for i in range(3)}
+    gm.KroneckerCurvature(layers, {"b": torch.ones(2)}, 9, "exact", "m", ["1.weight"]).save(
+        tmp_path / "k", shard_size=100
+    )
+    assert len(list((tmp_path / "k").glob("*.safetensors"))) > 1
+    got = gm.KroneckerCurvature.load(tmp_path / "k")
+    assert (got.examples, got.likelihood, got.model, got.transposed) == (9, "exact", "m", frozenset({"1.weight"}))
+    assert got.layers.keys() == layers.keys() and got.diagonal.keys() == {"b"}
+    for name, (a, g, tokens) in layers.items():
+        assert torch.equal(got.layers[name].inputs, a) and torch.equal(got.layers[name].outputs, g)
+        assert got.layers[name].tokens == tokens
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e37])
+@pytest.mark.parametrize("most", [4096, 3])
+def test_a_spectrum_is_that_of_all_eigenvalues(scale: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spectra, "WIDEST_SPECTRUM", most)
+    torch.manual_seed(0)
+    rows = torch.randn(9, 6, dtype=torch.float64) * torch.tensor([5.0, 2.0, 1.0, 0.3, 0.1, 0.0])
+    matrix = rows.T @ rows
+    values = torch.linalg.eigvalsh(matrix)
+    got = spectra.spectrum((matrix * (scale / 100)).float())
+    assert got.size == 6
+    assert math.isclose(got.trace, float(values.sum()) * scale / 100, rel_tol=1e-5)
+    assert math.isclose(got.largest, float(values[-1]) * scale / 100, rel_tol=1e-5)
+    assert math.isclose(got.effective_rank, float(values.sum() ** 2 / values.square().sum()), rel_tol=1e-5)
+    if most == 3:
+        assert got.median is None
+    else:
+        assert got.median is not None and math.isclose(got.median, float(values[2]) * scale / 100, rel_tol=1e-3)
+    assert spectra.spectrum(torch.zeros(2, 2)) == spectra.Spectrum(2, 0.0, 0.0, 0.0, 0.0)

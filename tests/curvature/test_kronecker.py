@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.curvature import kernels
+from gradmerge.curvature import factors, kernels
 from gradmerge.curvature.estimate import estimate_curvature
 from gradmerge.curvature.kronecker import KroneckerCurvature
+from gradmerge.curvature.losses import LOSSES
 
 from . import slow
 from .families import EXACT, FAMILIES, batch_of, batches_of
-from .slow import Example
+from .slow import Example, assert_same
 from .test_estimate import CLASSIFIERS, made, wanted
 
 #: Weights of linear layers that have a diagonal: tied to an embedding, or used more than once per example.
@@ -60,7 +62,8 @@ def loop(model: nn.Module, examples: Sequence[Example], output: str, exact: bool
     """Weight → (A, G, T), of every layer that an example goes through once."""
     calls: dict[str, list[Any]] = {}
     sums: dict[str, Any] = {}
-    layers = {f"{path}.weight".lstrip("."): module for path, module in model.named_modules() if is_layer(module)}
+    trained = [(path, m) for path, m in model.named_modules() if is_layer(m) and m.weight.requires_grad]
+    layers = {f"{path}.weight".lstrip("."): module for path, module in trained}
 
     def note(name: str, module: nn.Module, inputs: Any, result: Tensor) -> None:
         calls.setdefault(name, []).append((inputs[0].detach(), result))
@@ -154,28 +157,199 @@ def test_float32_is_the_same_to_its_rounding(name: str) -> None:
     assert_factors(got, wanted_factors(name), 1e-4)
 
 
-def test_where_memory_runs_out_halves_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("what", "when"),
+    [("accumulate.add_squares", 1), *(("factors.BatchInputs.rows", when) for when in (1, 2, 3, 6, 11))],
+)
+def test_where_memory_runs_out_halves_give_the_same(what: str, when: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether at a squared gradient, or where the rows of a layer's input or output are made."""
     model, examples = made("bert")
-    failed: list[int] = []
+    real: Any = kernels.add_squares if "squares" in what else factors.BatchInputs.rows
+    calls: list[int] = []
 
-    def failing(total: Tensor, terms: Any) -> None:
-        if not failed:
-            failed.append(1)
+    def failing(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == when:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        kernels.add_squares(total, terms)
+        return real(*arguments)
 
-    monkeypatch.setattr("gradmerge.curvature.accumulate.add_squares", failing)
+    monkeypatch.setattr(f"gradmerge.curvature.{what}", failing)
     got = estimated(model, [batch_of(examples)])
-    assert failed
+    assert len(calls) > when
     assert_factors(got, wanted_factors("bert"), EXACT)
+    assert_same(got.diagonal, {name: value for name, value in wanted("bert").items() if name in got.diagonal}, EXACT)
 
 
-def test_wide_layers_have_a_diagonal() -> None:
+@pytest.mark.parametrize("name", ["bert", "gpt2, classes", "llama", "t5"])
+def test_neither_batches_nor_padding_change_anything(name: str) -> None:
+    model, examples = made(name)
+    for batches in (batches_of(examples, [1] * 5), [batch_of(examples, longer=3)], batches_of(examples, (3, 2))):
+        assert_factors(estimated(model, batches), wanted_factors(name), max(EXACT, FAMILIES[name].tolerance))
+    if name == "llama":  # whose positions do not begin with the padding
+        left = estimated(model, batches_of(examples, (4, 1), left=True, longer=1))
+        assert_factors(left, wanted_factors(name), FAMILIES[name].tolerance)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+def test_sampled_takes_the_labels_that_are_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, examples = made(name)
+    drawn: list[Tensor] = []
+    for kind in {type(loss) for loss in LOSSES.values()}:
+        monkeypatch.setattr(kind, "draw", noting(kind.draw, drawn))
+    got = estimated(model, [batch_of(examples)], "sampled", seed=3)
+    answers = [row[: len(e["labels"])] if e["labels"].dim() else row for row, e in zip(drawn[0], examples, strict=True)]
+    others = [{**example, "labels": answer} for example, answer in zip(examples, answers, strict=True)]
+    assert_factors(got, loop(model, others, FAMILIES[name].output), max(EXACT, FAMILIES[name].tolerance))
+    again = estimated(model, batches_of(examples, (2, 3)), "sampled", seed=3)
+    assert_factors(again, loop(model, others, FAMILIES[name].output), max(EXACT, FAMILIES[name].tolerance))
+
+
+def noting(draw: Any, drawn: list[Tensor]) -> Any:
+    def noted(*arguments: Any) -> Tensor:
+        drawn.append(draw(*arguments))
+        return drawn[-1]
+
+    return noted
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2, classes"])
+def test_of_a_model_with_adapters_the_factors_are_those_of_the_adapters_alone(name: str) -> None:
+    targets = {"bert": ["query", "value", "dense"], "gpt2, classes": ["c_attn", "c_fc"]}[name]
+    config = peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.1, fan_in_fan_out=name != "bert")
+    model: Any = peft.get_peft_model(FAMILIES[name].model(), config)
+    for key, parameter in model.named_parameters():
+        if "lora_" in key:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+    model = model.double().eval()
+    examples = FAMILIES[name].examples()
+    got = estimated(model, batches_of(examples, (2, 3), longer=1))
+    assert got.layers.keys() == {key for key, p in model.named_parameters() if p.requires_grad}
+    assert not got.diagonal
+    assert all("lora_" in key for key in got.layers)
+    assert_factors(got, loop(model, examples, "classes"), EXACT)
+
+
+def test_an_input_that_several_layers_have_is_multiplied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values of two layers, and four other layers in each; pooler and classifier."""
     model, examples = made("bert")
-    got = estimated(model, [batch_of(examples)], widest=10)
-    wide = {n for n, p in model.named_parameters() if p.dim() == 2 and max(p.shape) >= 10 and "intermediate" in n}
-    assert wide
-    assert wide <= got.diagonal.keys()
+    counts: list[int] = []
+    add = factors._add_inputs
+    monkeypatch.setattr(factors, "_add_inputs", lambda total, x: (counts.append(len(x)), add(total, x)))
+    estimated(model, batches_of(examples, (3, 2)))
+    assert len(counts) == 2 * (2 * (1 + 3) + 2)
+
+
+class Mixed(nn.Module):
+    """Two layers whose inputs are the same in some batches, and two with one input of which one has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(4, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a(x) + self.c(x)).tanh() + self.b(x if x.shape[1] > 2 else 2 * x).mean(1)[:, None]
+
+
+def test_inputs_that_are_the_same_only_now_and_then_are_told_apart() -> None:
+    torch.manual_seed(0)
+    model = Mixed().double()
+    batches = [torch.randn(3, n, 4, dtype=torch.float64) for n in (3, 1, 3, 2, 1, 4)]
+    outputs = [model(x) for x in batches]
+    got = estimated(model, [(x, torch.randn(o.shape)) for x, o in zip(batches, outputs, strict=True)], output="squared")
+    for name in "abc":
+        seen = [2 * x if name == "b" and x.shape[1] <= 2 else x for x in batches]
+        rows = torch.cat([x.flatten(0, 1) for x in seen])
+        rows = rows if name == "c" else torch.cat([rows, torch.ones(len(rows), 1, dtype=torch.float64)], 1)
+        torch.testing.assert_close(got.layers[f"{name}.weight"].inputs, rows.T @ rows, rtol=1e-12, atol=1e-12)
+        assert got.layers[f"{name}.weight"].tokens == len(rows)
+
+
+def test_wide_layers_have_a_diagonal_and_are_named() -> None:
+    model, examples = made("bert")
+    got, all_of_them = estimated(model, [batch_of(examples)], widest=8), estimated(model, [batch_of(examples)])
+    wide = {n for n, p in model.named_parameters() if p.dim() == 2 and max(p.shape) > 8 and "embeddings" not in n}
+    assert len(wide) == 4
+    assert set(got.wide) == wide <= got.diagonal.keys()
+    assert got.layers.keys() == all_of_them.layers.keys() - wide
+    assert all_of_them.wide == ()
+    assert {name.replace("weight", "bias") for name in wide} <= got.diagonal.keys()
+
+
+def test_a_product_is_the_same_in_stripes() -> None:
+    torch.manual_seed(0)
+    for width in (1, 47, 48, 49, 200, 513):
+        rows = torch.randn(7, width, dtype=torch.float64)
+        total = torch.randn(width, width, dtype=torch.float64)
+        got = total.clone()
+        factors._add_square(got, rows)
+        torch.testing.assert_close(got.tril(), (total + rows.T @ rows).tril())
+
+
+@pytest.mark.parametrize("likelihood", ["empirical", "sampled", "exact"])
+@pytest.mark.parametrize("name", ["bert", "vit", "a net of convolutions and norms"])
+def test_an_estimate_goes_on_from_another(name: str, likelihood: str) -> None:
+    model, examples = made(name)
+    whole = estimated(model, batches_of(examples, (2, 3)), likelihood)
+    start = estimated(model, [batch_of(examples[:2])], likelihood)
+    before = {key: value.clone() for key, value in start.items()}
+    got = estimated(model, [batch_of(examples[2:])], likelihood, start=start)
+    assert (got.examples, got.keys()) == (5, whole.keys())
+    for key, value in whole.items():
+        torch.testing.assert_close(got[key], value, rtol=0, atol=1e-12 * float(value.abs().max()))
+        assert torch.equal(start[key], before[key]), "what is gone on from is left as it was"
+    assert {n: layer.tokens for n, layer in got.layers.items()} == {n: one.tokens for n, one in whole.layers.items()}
+
+
+def test_what_comes_after_each_batch_is_what_was_seen_so_far() -> None:
+    model, examples = made("bert")
+    found: list[KroneckerCurvature] = []
+    estimated(model, batches_of(examples, (1, 3, 1)), each_batch=lambda so_far: found.append(so_far()))
+    assert [one.examples for one in found] == [1, 4, 5]
+    for one in found:
+        alone = estimated(model, [batch_of(examples[: one.examples])])
+        for key, value in alone.items():
+            torch.testing.assert_close(one[key], value, rtol=0, atol=1e-12 * float(value.abs().max()))
+
+
+class Halting(nn.Module):
+    """One layer is not used, and one does not let a gradient through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.detached, self.unused = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x) + self.detached(x).detach()
+
+
+def test_layers_that_no_gradient_reaches_are_refused_by_name() -> None:
+    model, batch = Halting(), (torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    with pytest.raises(gm.InputError, match=r"no gradient has reached these layers[^\0]*requires_grad") as error:
+        estimated(model, [batch])
+    assert "  detached.weight\n  unused.weight\n" in str(error.value)
+    for frozen in (model.unused, model.detached):
+        frozen.requires_grad_(False)
+    assert estimated(model, [batch]).layers.keys() == {"used.weight"}
+
+
+class OneBias(nn.Module):
+    """Two layers with one bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.b.bias = self.a.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.b(x).tanh()
+
+
+def test_a_bias_that_layers_share_is_in_no_factor() -> None:
+    torch.manual_seed(0)
+    model, batch = OneBias().double(), (torch.randn(3, 4, dtype=torch.float64), torch.tensor([0, 1, 2]))
+    got = estimated(model, [batch])
+    assert {name: len(layer.inputs) for name, layer in got.layers.items()} == {"a.weight": 4, "b.weight": 4}
+    torch.testing.assert_close(got.diagonal["a.bias"], estimate_curvature(model, [batch])["a.bias"])
 
 
 class Twice(nn.Module):
@@ -233,11 +407,16 @@ def test_what_cannot_be_is_told(tmp_path: Path) -> None:
     model, examples = made("bert")
     with pytest.raises(gm.InputError, match="structure 'kroneker': known are diagonal, kronecker"):
         estimate_curvature(model, [batch_of(examples)], structure="kroneker")
-    with pytest.raises(gm.InputError, match="cannot be gone on from"):
-        estimate_curvature(
-            model, [batch_of(examples)], structure="kronecker", start=estimate_curvature(model, [batch_of(examples)])
-        )
-    got = estimated(model, [batch_of(examples)])
+    diagonal, got = estimate_curvature(model, [batch_of(examples)]), estimated(model, [batch_of(examples)])
+    with pytest.raises(gm.InputError, match="structure kronecker: a Curvature cannot be gone on from"):
+        estimated(model, [batch_of(examples)], start=diagonal)
+    with pytest.raises(gm.InputError, match="structure diagonal: a KroneckerCurvature cannot be gone on from"):
+        estimate_curvature(model, [batch_of(examples)], start=got)
+    other, images = made("vit")
+    with pytest.raises(gm.InputError, match="of another model"):
+        estimated(other, [batch_of(images)], start=got)
+    with pytest.raises(gm.InputError, match="of another likelihood"):
+        estimated(model, [batch_of(examples)], "exact", start=got)
     with pytest.raises(gm.InputError, match="float32 only"):
         got.save(tmp_path / "k", precision="log8")
     got.save(tmp_path / "k")

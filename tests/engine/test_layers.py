@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
+from gradmerge.api.merging import planned
 from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
 from gradmerge.diagnostics.in_memory import materialise
 from gradmerge.diagnostics.predict import open_to_look, predict
@@ -20,7 +22,7 @@ from gradmerge.engine.record import digest_of
 from gradmerge.engine.target import Target
 from gradmerge.recipe import make_recipe
 
-from ..making import assert_close, near, random_curvature, random_state, read_model, weight_bytes, write_model
+from ..making import assert_close, cli, near, random_curvature, random_state, read_model, weight_bytes, write_model
 from ..rules import slow
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -231,18 +233,23 @@ def layer_damping(name: str, sources: Sources) -> float:
 
 @pytest.mark.parametrize("base", ["kronecker", "identity"])
 def test_open_damping_goes_by_the_layer_in_a_merge(tmp_path: Path, states: Any, folders: Any, base: str) -> None:
-    """δ is a fifth of the layer's mean eigenvalue of Σ α_t H_t; entries outside of layers have the usual 1e-10."""
+    """δ is a fifth of the layer's mean eigenvalue of Σ α_t H_t; entries outside of layers have the usual 1e-10.
+
+    A base of curvature c · I needs no more.
+    """
     sources = [bases(states)[base], kronecker(5), kronecker(6)]
     recipe = recipe_of(folders, sources, tmp_path, "gradient-matching", damping="auto")
     gm.merge(recipe, tmp_path / "out")
     got = read_model(tmp_path / "out")
     for name in LAYERS:
-        want = expected(states, sources, "gradient-matching", damping=0.2 * layer_damping(name, sources))
+        damping = 0.2 * layer_damping(name, sources) if base == "kronecker" else 1e-10
+        want = expected(states, sources, "gradient-matching", damping=damping)
         names = {name, name.replace("weight", "bias")} & want.keys()
         assert_close({n: got[n] for n in names}, {n: want[n] for n in names}, 1e-8)
     want = expected(states, sources, "gradient-matching", damping=1e-10)
     assert_close({"norm.weight": got["norm.weight"]}, {"norm.weight": want["norm.weight"]}, 1e-8)
-    assert "0.2 × the mean curvature of the layer" in (tmp_path / "out" / "README.md").read_text()
+    said = "0.2 × the mean curvature of the layer" in (tmp_path / "out" / "README.md").read_text()
+    assert said == (base == "kronecker")
     again = gm.merge_state_dicts(states[0], states[1:], prior=sources[0], curvature=sources[1:], weights=WEIGHTS)
     assert_close(again, got, 1e-12)
 
@@ -271,6 +278,20 @@ def test_a_removal_whose_step_is_too_long_is_refused(tmp_path: Path, states: Any
     with pytest.raises(gm.InputError, match="cannot be trusted"):
         gm.merge(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_counts_the_factors_and_a_dry_run_says_how_layers_are_damped(tmp_path: Path, folders: Any) -> None:
+    sources = [kronecker(3), kronecker(5), kronecker(6)]
+    recipe = recipe_of(folders, sources, tmp_path, "gradient-matching", damping="auto")
+    (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
+    with planned(recipe) as plan:
+        stored = 4 * sum(value.numel() for source in sources for value in source.values())
+        models = 3 * sum(math.prod(shape) * 8 for shape in SHAPES.values())
+        assert 0.9 * (stored + models) < plan.total_read <= stored + models
+        largest = max((i + bias) ** 2 + o**2 for o, i, bias in LAYERS.values())
+        assert plan.memory(2) - plan.memory(1) > 3 * 8 * largest
+    said = cli("merge", tmp_path / "recipe.yml", "--dry-run")
+    assert "0.2 × the mean curvature of the layer" in said.stdout, said.stderr
 
 
 def test_a_dead_layer_is_task_arithmetic(tmp_path: Path, states: Any, folders: Any) -> None:

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.cli.app import app
 from gradmerge.curvature.files import open_curvature
+from gradmerge.curvature.kronecker import LayerFactors
 from gradmerge.curvature.summary import group_of
-from gradmerge.report import curvature_plot
 from gradmerge.report.curvature_plot import LayerRow, draw, legible, spread
 
 from ..making import random_curvature, random_state
@@ -67,7 +67,7 @@ def test_a_plot_says_what_it_shows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "log8"])
 def test_rows_count_what_is_in_the_file(tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curvature_plot, "_CHUNK", 7)  # every tensor in pieces
+    monkeypatch.setattr("gradmerge.curvature.summary._CHUNK", 7)  # every tensor in pieces
     sums = random_curvature(0, random_state(0)).sum()
     sums["embed.weight"][3:] = 0
     saved(tmp_path / "c", sums, precision)
@@ -124,10 +124,29 @@ def test_a_wrong_place_is_refused_before_anything_is_read(tmp_path: Path) -> Non
         assert message in show(tmp_path / "nothing", tmp_path / place, status=2)
 
 
+def test_of_kronecker_factors_the_diagonal_that_they_make_is_plotted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradmerge.curvature.summary._CHUNK", 7)  # two outputs at a time
+    torch.manual_seed(0)
+    rows, columns = torch.randn(7, 3), torch.randn(7, 5)
+    layer = LayerFactors(rows.T @ rows, columns.T @ columns, 7)
+    gm.KroneckerCurvature({"a.0.weight": layer}, {"a.0.scale": torch.tensor([0.0, 2.0])}, 2).save(tmp_path / "k")
+    with open_curvature(str(tmp_path / "k")) as file:
+        (row,) = spread(file)
+    made = layer.outputs.diagonal()[:, None] * layer.inputs.diagonal()[None] / 7
+    assert (row.label, row.entries, row.zeros) == ("a.0", 17, 1)
+    assert math.isclose(row.total, float(made.double().sum() + 2) / 2, rel_tol=1e-6)
+    want, _ = np.histogram(np.log10([*(made / 2).flatten(), 1.0]), bins=np.linspace(-64, 40, 2081))
+    assert np.abs(row.counts - want).sum() <= 2, "but for what is on an edge"
+    show(tmp_path / "k", tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(MAGIC[".png"])
+
+
 def test_gram_matrices_are_not_plotted(tmp_path: Path) -> None:
     header = {"format": "gradmerge-curvature/1", "examples": "7", "kind": "gram"}
     save_file({"w": torch.ones(2, 2)}, tmp_path / "c.safetensors", metadata=header)
-    assert "gram matrices. The plot shows diagonal" in show(tmp_path / "c.safetensors", tmp_path / "p.png", status=2)
+    assert "Gram matrices. The plot shows one number" in show(tmp_path / "c.safetensors", tmp_path / "p.png", status=2)
 
 
 def test_a_failed_plot_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradmerge.rules.kronecker_matching import (
-    Factors,
+    KroneckerFactors,
     applied,
     diagonal_of,
     match_layer,
@@ -25,14 +25,14 @@ def tensor(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def factors(seed: int, rows: int = 20, size: tuple[int, int] = (OUT, IN)) -> Factors:
+def factors(seed: int, rows: int = 20, size: tuple[int, int] = (OUT, IN)) -> KroneckerFactors:
     y, x = tensor(seed, rows, size[0]), tensor(seed + 1000, rows, size[1])
-    return Factors(y.T @ y, x.T @ x, 1 / rows)
+    return KroneckerFactors(y.T @ y, x.T @ x, 1 / rows)
 
 
 def written_out(hessian: Any) -> Tensor:
     """The matrix that acts on X, row after row."""
-    if isinstance(hessian, Factors):
+    if isinstance(hessian, KroneckerFactors):
         return torch.kron(hessian.outputs, hessian.inputs) * hessian.scale
     return torch.diag(torch.as_tensor(hessian).double().expand(OUT, IN).reshape(-1))
 
@@ -94,7 +94,7 @@ def test_linear_regression_with_several_outputs_gives_the_jointly_trained_layer(
 
     tuned = [trained([(1.0, x, y)]) for x, y in tasks]
     joint = trained([(w, x, y) for w, (x, y) in zip(weights, tasks, strict=True)])
-    curvature = [Factors(torch.eye(OUT, dtype=torch.float64) * len(x), x.T @ x, 1 / len(x)) for x, _ in tasks]
+    curvature = [KroneckerFactors(torch.eye(OUT, dtype=torch.float64) * len(x), x.T @ x, 1 / len(x)) for x, _ in tasks]
     merged = match_layer(base, tuned, weights, ridge, curvature, 0.0)
     assert float((merged - joint).abs().max()) < 1e-8
     arithmetic = base + sum(w * (t - base) for w, t in zip(weights, tuned, strict=True))
@@ -115,8 +115,8 @@ def test_where_nothing_is_known_it_is_task_arithmetic() -> None:
     base, tuned = tensor(0, OUT, IN), [tensor(i, OUT, IN) for i in (1, 2)]
     arithmetic = base + (tuned[0] - base) + 0.5 * (tuned[1] - base)
     none = torch.zeros((), dtype=torch.float64)
-    dead = Factors(torch.zeros(OUT, OUT).double(), factors(1).inputs, 1.0)
-    for curvature in ([dead, dead], [Factors(dead.outputs, torch.zeros(IN, IN).double(), 1.0), none]):
+    dead = KroneckerFactors(torch.zeros(OUT, OUT).double(), factors(1).inputs, 1.0)
+    for curvature in ([dead, dead], [KroneckerFactors(dead.outputs, torch.zeros(IN, IN).double(), 1.0), none]):
         for damping in (0.0, 1e-10):
             merged = match_layer(base, tuned, [1.0, 0.5], none, curvature, damping)
             torch.testing.assert_close(merged, arithmetic)
@@ -124,7 +124,7 @@ def test_where_nothing_is_known_it_is_task_arithmetic() -> None:
             torch.testing.assert_close(removed, 2 * base - arithmetic)
     # Two rows of inputs in six dimensions, rounded to float32, so that half of the zero eigenvalues are negative.
     few = [factors(i, rows=2) for i in (4, 5)]
-    rounded = [Factors(f.outputs.float().double(), f.inputs.float().double(), f.scale) for f in few]
+    rounded = [KroneckerFactors(f.outputs.float().double(), f.inputs.float().double(), f.scale) for f in few]
     merged = match_layer(base, tuned, [1.0, 0.5], none, rounded, 0.0)
     assert float((merged - arithmetic).norm()) < 10 * float((tuned[0] - base).norm())
     seen = torch.linalg.svd(torch.cat([f.inputs for f in few]))[2][4:]

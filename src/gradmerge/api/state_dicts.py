@@ -48,7 +48,8 @@ def merge_state_dicts(
 ) -> dict[str, Tensor]:
     """Merge state dicts in memory, by the same rules, checks and arithmetic as on disk.
 
-    Curvature is a :class:`Curvature`, a mapping from names to tensors, or a number c for c · I.
+    Curvature is a :class:`Curvature` or :class:`KroneckerCurvature`, a mapping from names to tensors, or a number c
+    for c · I.
 
     Args:
         base: The model that all were tuned from; None for methods that do without.
@@ -61,7 +62,8 @@ def merge_state_dicts(
         weights: One per tuned model, 1 by default.
         base_weight: The base's own, for ``weighted-average``.
         damping: δ, added to the prior, or where the method has none to the curvature of every model. "auto" is the
-            mean over all entries of Σ F_t for ``removal``, and 1e-10 elsewhere.
+            mean over all entries of Σ F_t for ``removal``, and 1e-10 elsewhere; in layers with Kronecker curvature a
+            fifth of their mean.
         reduction: Whether :class:`Curvature` counts as the sum over its examples, as in a recipe, as their "mean", or
             as {"mean_times": N}. Tensors and numbers are taken as they are.
         include, exclude: Glob patterns of tensors to merge; others are copied from the base.

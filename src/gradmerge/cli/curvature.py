@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..text import count, one_line
 from . import estimate, importing
 from .options import Printing, command
-from .output import print_json, print_table
+from .output import print_json, print_table, progress
 from .streams import say
+
+if TYPE_CHECKING:
+    from ..curvature.spectra import LayerSpectra, Spectrum
 
 app = typer.Typer(
     help="Estimate curvature, take it from an optimizer's state, and look at curvature files.",
@@ -36,18 +39,28 @@ def show(
     ] = None,
     printing: Printing,
 ) -> None:
-    """Show what a curvature file holds: sum, mean, share of zeros and maximum of each group of parameters."""
+    """Show what a curvature file holds: sum, mean, share of zeros and maximum of each group of parameters.
+
+    Of Kronecker factors these are of the diagonal that they make; sizes, traces and eigenvalues of every layer follow.
+    """
     from ..curvature.files import open_curvature
+    from ..curvature.spectra import layers_of, spectra
     from ..curvature.summary import pieces, summarize
 
     if plot:
         from ..report.curvature_plot import check_plot_path, plot_curvature
 
         check_plot_path(plot)
-    with open_curvature(path) as file:
+    with open_curvature(path) as file, progress(printing.silent, "layers") as told:
         if plot:
             plot_curvature(file, plot)
         groups = summarize(pieces(file))
+        layers: list[LayerSpectra] = []
+        if names := layers_of(file):
+            told.begin("finding eigenvalues", len(names))
+        for name in names:
+            layers.append(spectra(file, name))
+            told.advance(1)
         facts: dict[str, Any] = {
             "path": path,
             "examples": file.examples,
@@ -57,14 +70,19 @@ def show(
             "precision": file.precision,
             "parameters": sum(g.entries for g in groups),
             "groups": [g.as_dict() for g in groups],
+            **({"layers": [one.as_dict() for one in layers]} if file.kind == "kronecker" else {}),
             **({"plot": str(plot)} if plot else {}),
         }
     if printing.json:
         print_json(facts)
         return
-    what = f"{file.kind} curvature, likelihood {one_line(file.likelihood) or 'not stated'}"
-    if file.kind == "gram":
-        what = "Gram matrices XᵀX of linear layers' inputs"
+    likelihood = one_line(file.likelihood) or "not stated"
+    diagonals = len(file.shapes) - 2 * len(layers)
+    what = {
+        "diagonal": f"diagonal curvature, likelihood {likelihood}",
+        "gram": "Gram matrices XᵀX of linear layers' inputs",
+        "kronecker": f"Kronecker factors of {len(layers)} layers and {diagonals} diagonals, likelihood {likelihood}",
+    }[file.kind]
     say(
         f"{one_line(path)}: {what}, sum over {file.examples} examples, "
         f"estimated for {one_line(facts['model']) or 'a model that is not named'}, stored as {file.precision}"
@@ -74,5 +92,19 @@ def show(
         zeros = f"{100 * g.zeros / max(1, g.entries):.1f} %"
         rows.append([g.name, count(g.entries), f"{g.total:.4g}", f"{g.per_entry:.3g}", zeros, f"{g.largest:.3g}"])
     print_table(["group", "entries", "sum", "mean per entry", "zeros", "max"], rows, right=(1, 2, 3, 4, 5))
+    if layers:
+        say("")
+        columns = ["layer", "tokens T"]
+        for factor in ("A/T", "G"):
+            columns += [factor, "trace", "largest", "median", "rank"]
+        table = [[one.name, f"{one.tokens:,}", *_cells(one.inputs), *_cells(one.outputs)] for one in layers]
+        print_table(columns, table, right=range(1, len(columns)))
     if not printing.quiet:
         say("Sums over examples; divide by the number of examples for `reduction: mean`.")
+        if layers:
+            say("Groups: diagonal of G ⊗ A / T. A/T: mean over tokens. G: sum over examples. Rank: (Σλ)²/Σλ².")
+
+
+def _cells(factor: Spectrum) -> list[str]:
+    median = "–" if factor.median is None else f"{factor.median:.3g}"
+    return [str(factor.size), f"{factor.trace:.3g}", f"{factor.largest:.3g}", median, f"{factor.effective_rank:.1f}"]

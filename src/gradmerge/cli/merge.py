@@ -223,6 +223,8 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, read
     say(f"tensors: {facts['merged_tensors']} merged, {facts['copied_tensors']} copied from {inputs.template.label}")
     if "damping" in facts:
         say(f"damping: {facts['damping']:g}")
+    if "damping_of_layers" in facts:
+        say(f"         {facts['damping_of_layers']}, where it has Kronecker curvature")
     for one in facts.get("penalty", ()):
         say(f"penalty: {one['penalty']} for {one['model']} ({one['from']})")
     say(f"reads:   {size(read)}")

@@ -13,6 +13,7 @@ y, and instead of the weight's gradient, Σ_i (Σ_t y_it x_itᵀ)² is formed. F
    gradient from x and y and hands it to :meth:`Accumulator.take`.
 5. A parameter's only term is squared and added to its :class:`~gradmerge.curvature.sums.ParameterSum` at once, by
    :mod:`gradmerge.curvature.kernels`. Small terms, and several of one parameter, wait for the end of the pass.
+   Where Kronecker factors are asked for, a layer's only x and y go into those (:mod:`gradmerge.curvature.factors`).
 6. Parameters that no formula fits follow by plain autograd, one example at a time. These are called slow.
 
 If memory runs out, the batch is done in halves, without what was already added. If a formula turns out not to fit this

@@ -18,8 +18,8 @@ from .kernels import OuterGradient, sum_type
 from .padding import sees_decoder
 
 #: Products of a matrix with itself are formed in up to so many stripes, which end at the diagonal, none of them thinner
-#: than a matrix product can be quick at.
-STRIPES, THINNEST = 6, 96
+#: than a matrix product can be quick at: on a processor, and on a GPU.
+STRIPES_CPU, STRIPES_CUDA = (8, 48), (4, 256)
 
 
 class BatchInputs:
@@ -149,7 +149,8 @@ def _add_inputs(total: Tensor, x: Tensor) -> None:
 def _add_square(total: Tensor, rows: Tensor) -> None:
     """total += rowsᵀ rows, on and left of the diagonal; what is right of it may be anything."""
     width = rows.shape[1]
-    step = max(THINNEST, -(-width // STRIPES))
+    most, thinnest = STRIPES_CUDA if rows.is_cuda else STRIPES_CPU
+    step = max(thinnest, -(-width // most))
     for top in range(0, width, step):
         bottom = min(top + step, width)
         part, left, right = total[top:bottom, :bottom], rows[:, top:bottom].T, rows[:, :bottom]

@@ -93,7 +93,7 @@ class CurvatureFile:
         found: Any = None
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(self.metadata.get("tokens", ""))
-        if not isinstance(found, dict) or not all(type(count) is int and count > 0 for count in found.values()):
+        if not isinstance(found, dict) or not all(type(count) is int and 0 < count < 2**63 for count in found.values()):
             raise InputError(f"{self.label}: the header's tokens are not a number above 0 for each layer")
         wrong = []
         for part in (name + suffix for name in found for suffix in (INPUTS, OUTPUTS)):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..text import natural
-from .files import CurvatureFile
+from .files import INPUTS, OUTPUTS, CurvatureFile
 
 _CHUNK = 1 << 20
 
@@ -60,11 +60,26 @@ def summarize(tensors: Iterable[tuple[str, Tensor]]) -> list[GroupSummary]:
 
 
 def pieces(file: CurvatureFile) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, in pieces that fit into memory, and checked."""
-    for name in sorted(file.shapes, key=natural):
-        numel = math.prod(file.shapes[name])
-        for start in range(0, numel, _CHUNK):
-            values = file.read(name, start, min(start + _CHUNK, numel), lambda n: torch.empty(n, dtype=torch.uint8))
-            if not bool(torch.isfinite(values).all()) or (file.kind == "diagonal" and bool((values < 0).any())):
+    """The tensors of a file, in pieces that fit into memory, and checked; of Kronecker factors, the diagonal they make.
+
+    That is diag(G) diag(A)ᵀ / T, which is to [W b] what diagonal curvature is.
+    """
+    factors = {name + suffix for name in file.tokens for suffix in (INPUTS, OUTPUTS)}
+    made: Iterable[Tensor]
+    for name in sorted((file.shapes.keys() - factors) | file.tokens.keys(), key=natural):
+        if name in file.tokens:
+            inputs, outputs = (file.read_whole(name + suffix).diagonal().double() for suffix in (INPUTS, OUTPUTS))
+            step = max(1, _CHUNK // len(inputs))
+            made = (part[:, None] * (inputs / file.tokens[name]) for part in outputs.split(step))
+        else:
+            made = _read(file, name)
+        for values in made:
+            if not bool(torch.isfinite(values).all()) or (file.kind != "gram" and bool((values < 0).any())):
                 raise InputError(f"{file.label}: {name} has values that are negative or not finite; estimate it again")
             yield name, values
+
+
+def _read(file: CurvatureFile, name: str) -> Iterator[Tensor]:
+    numel = math.prod(file.shapes[name])
+    for start in range(0, numel, _CHUNK):
+        yield file.read(name, start, min(start + _CHUNK, numel), lambda n: torch.empty(n, dtype=torch.uint8))

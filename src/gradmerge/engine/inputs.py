@@ -17,7 +17,7 @@ from ..curvature.files import INPUTS, OUTPUTS, CurvatureFile
 from ..errors import InputError
 from ..recipe import MeanTimes, reduction_factor
 from ..rules import Rule
-from ..rules.kronecker_matching import Factors
+from ..rules.kronecker_matching import KroneckerFactors
 
 #: Curvature above this is refused: sums over some models, times their weights, must fit float32.
 LARGEST = 1e35
@@ -113,14 +113,14 @@ class CurvatureInput:
         values = values.to(dtype)
         return values if self.factor == 1.0 else values * self.factor
 
-    def read_factors(self, name: str, digests: Digests) -> Factors:
+    def read_factors(self, name: str, digests: Digests) -> KroneckerFactors:
         """The Kronecker factors of a layer's weight, in float64; the scale holds 1/T and the reduction."""
         assert self.tokens is not None
         seen: list[Digests] = [{}, {}]
         sides = (self.read_matrix(name + part, own, 1.0) for part, own in zip((OUTPUTS, INPUTS), seen, strict=True))
         outputs, inputs = (side.add(side.T).mul_(0.5) for side in sides)  # symmetric, whoever wrote them
         digests[self] = combined_digest(own[self] for own in seen)
-        return Factors(outputs, inputs, self.factor / self.tokens[name])
+        return KroneckerFactors(outputs, inputs, self.factor / self.tokens[name])
 
     def read_matrix(self, name: str, digests: Digests, factor: float | None = None) -> Tensor:
         """A whole Gram matrix, reduced, in float64. Its diagonal may not be negative; other entries may."""
@@ -224,6 +224,11 @@ class Inputs:
     def sources(self) -> list[Source]:
         """Everything that is read, in the order of the journal's digests and of the record."""
         return [*self.checkpoints, *self.curvatures]
+
+    @property
+    def damps_layers(self) -> bool:
+        """Whether each layer with Kronecker curvature has a δ of its own: it is open, and the base's is not c · I."""
+        return self.damping_is_open and not (self.prior is not None and self.prior.constant)
 
     def damping_of(self, rule: Rule) -> float:
         """δ for a rule."""

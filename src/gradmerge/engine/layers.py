@@ -12,7 +12,7 @@ from ..checkpoints.model import Buffers, combined_digest
 from ..curvature.files import INPUTS, OUTPUTS
 from ..errors import InputError
 from ..rules import Rule
-from ..rules.kronecker_matching import OF_MERGES, Factors, LayerHessian, diagonal_of, mean_eigenvalue
+from ..rules.kronecker_matching import OF_MERGES, KroneckerFactors, LayerHessian, diagonal_of, mean_eigenvalue
 from ..storage.tensorfile import TensorInfo
 from ..text import listed
 from .inputs import CurvatureInput, Digests, Inputs
@@ -142,7 +142,7 @@ def diagonal_block(plan: Plan, job: Job) -> dict[str, Any]:
     def diagonal(value: Any) -> Any:
         if isinstance(value, list):
             return [diagonal(item) for item in value]
-        return diagonal_of(value) if isinstance(value, Factors) else value
+        return diagonal_of(value) if isinstance(value, KroneckerFactors) else value
 
     tensors = read_layer(plan, job, {})
     block = {name: diagonal(value) for name, value in tensors.items()}
@@ -152,8 +152,11 @@ def diagonal_block(plan: Plan, job: Job) -> dict[str, Any]:
 
 
 def open_damping(plan: Plan, rule: Rule, tensors: Mapping[str, Any]) -> float | None:
-    """δ of a layer where the recipe leaves it open, and the rule goes by the layer; else None."""
-    if not plan.inputs.damping_is_open or rule.name == "removal":
+    """δ of a layer where the recipe leaves it open, and the rule goes by the layer; else None.
+
+    A base of curvature c · I is damped already: what H_t say is trusted beside it.
+    """
+    if not plan.inputs.damps_layers or rule.name == "removal":
         return None
     mean = mean_eigenvalue(plan.inputs.weights, tensors["curvature"], tensors["base"].numel())
     return OF_MERGES * mean

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checkpoints.model import TORCH_TYPES
 from ..notes import Note
 from ..rules import Rule
-from ..rules.kronecker_matching import Factors
+from ..rules.kronecker_matching import KroneckerFactors
 from ..storage.tensorfile import TensorInfo
 from ..text import natural
 from .inputs import Inputs
@@ -167,11 +167,14 @@ class Plan:
         return 330_000_000 + blocks + threads * whole
 
     def _bytes_of_whole(self, job: Job, tensors: int) -> int:
-        """Bytes that a matrix takes while it is solved for; factors are stored in float32 and used in float64."""
+        """Bytes that a matrix takes while it is solved for; factors are stored in float32 and used in float64.
+
+        All copies count: eigenvectors, the vectors of conjugate gradients, and what is freed and not yet given back.
+        """
         if job.layer is None:
             return job.info.numel * 8 * (tensors + 3)
         factors = [source.nbytes(job.name) for source in self.inputs.curvatures]
-        return job.info.numel * 8 * (tensors + 12) + 2 * (2 * sum(factors) + 3 * max(factors))
+        return job.info.numel * 8 * (tensors + 24) + 6 * sum(factors) + 12 * max(factors)
 
 
 def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,8 +202,8 @@ def converted(inputs: Mapping[str, Any], convert: Callable[[Tensor], Tensor]) ->
     def one(value: Any) -> Any:
         if isinstance(value, list):
             return [one(item) for item in value]
-        if isinstance(value, Factors):
-            return Factors(*map(one, value))
+        if isinstance(value, KroneckerFactors):
+            return KroneckerFactors(*map(one, value))
         return convert(value) if isinstance(value, Tensor) else value
 
     return {name: one(value) for name, value in inputs.items()}

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from ..curvature.files import CurvatureFile
-from ..curvature.summary import group_of
+from ..curvature.summary import group_of, pieces
 from ..errors import InputError
-from ..text import count, natural, one_line
+from ..text import count, one_line
 from .whole_file import whole_file
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 ENDINGS = (".png", ".svg", ".pdf")
 #: More rows than this cannot be told apart; neighbouring layers then share one.
 MOST_ROWS = 64
-_CHUNK = 1 << 20
 #: Bins of log10: every float32 number, divided by any number of examples, falls into one.
 _LOW, _HIGH, _WIDTH = -64.0, 40.0, 0.05
 _BINS = round((_HIGH - _LOW) / _WIDTH)
@@ -73,12 +72,12 @@ def plot_curvature(file: CurvatureFile, path: Path) -> None:
     check_plot_path(path)
     import matplotlib as mpl
 
-    if file.kind != "diagonal":
-        shown = "The plot shows diagonal curvature, one number per parameter, only."
-        raise InputError(f"{file.label}: holds {file.kind} matrices. {shown}")
+    if file.kind == "gram":
+        raise InputError(f"{file.label}: holds Gram matrices. The plot shows one number per parameter.")
     rows = legible(spread(file))
     facts = f"mean over {file.examples:,} examples · likelihood {one_line(file.likelihood) or 'not stated'} · "
-    facts += f"{count(sum(row.entries for row in rows))} entries · stored as {file.precision}"
+    facts += f"{count(sum(row.entries for row in rows))} entries · "
+    facts += "diagonal of G ⊗ A / T" if file.kind == "kronecker" else f"stored as {file.precision}"
     figure = draw(rows, one_line(Path(file.label).name or file.label), facts)
     ending = path.suffix.lower()
     # Without dates and random ids, the same file gives the same picture.
@@ -90,21 +89,16 @@ def plot_curvature(file: CurvatureFile, path: Path) -> None:
 def spread(file: CurvatureFile) -> list[LayerRow]:
     """One row per layer, in the natural order of names, read in pieces."""
     rows: dict[str, LayerRow] = {}
-    for name in sorted(file.shapes, key=natural):
+    for name, values in pieces(file):
         label = group_of(name)
         row = rows.setdefault(label, LayerRow(label, np.zeros(_BINS, np.int64)))
-        numel = math.prod(file.shapes[name])
-        for start in range(0, numel, _CHUNK):
-            values = file.read(name, start, min(start + _CHUNK, numel), lambda n: torch.empty(n, dtype=torch.uint8))
-            if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
-                raise InputError(f"{file.label}: {name} has values that are negative or not finite; estimate it again")
-            means = values.double().div_(file.examples)
-            above = means[means > 0]
-            places = above.log10().sub_(_LOW).div_(_WIDTH).long().clamp_(0, _BINS - 1)
-            row.counts += torch.bincount(places, minlength=_BINS).numpy()
-            row.zeros += means.numel() - above.numel()
-            row.total += float(means.sum())
-        row.entries += numel
+        means = values.flatten().double().div_(file.examples)
+        above = means[means > 0]
+        places = above.log10().sub_(_LOW).div_(_WIDTH).long().clamp_(0, _BINS - 1)
+        row.counts += torch.bincount(places, minlength=_BINS).numpy()
+        row.zeros += means.numel() - above.numel()
+        row.total += float(means.sum())
+        row.entries += means.numel()
     return list(rows.values())
 
 

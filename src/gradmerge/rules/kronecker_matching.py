@@ -24,7 +24,7 @@ ROUNDING = 1e-14
 OF_MERGES = 0.2
 
 
-class Factors(NamedTuple):
+class KroneckerFactors(NamedTuple):
     """The curvature ``scale`` · G ⊗ A of a layer's [W b]."""
 
     outputs: Tensor
@@ -35,7 +35,7 @@ class Factors(NamedTuple):
     """1/T, and what `reduction` makes of the sums."""
 
 
-LayerHessian = Factors | Tensor
+LayerHessian = KroneckerFactors | Tensor
 """Kronecker factors; or a diagonal, as one number per entry of X or one for all."""
 
 LayerPenalty = Sequence[LayerHessian | None] | LayerHessian | None
@@ -44,14 +44,14 @@ LayerPenalty = Sequence[LayerHessian | None] | LayerHessian | None
 
 def applied(hessian: LayerHessian, x: Tensor) -> Tensor:
     """H x."""
-    if isinstance(hessian, Factors):
+    if isinstance(hessian, KroneckerFactors):
         return (hessian.outputs @ x @ hessian.inputs).mul_(hessian.scale)
     return x * hessian
 
 
 def diagonal_of(hessian: LayerHessian) -> Tensor:
     """The diagonal of H, in the shape of X."""
-    if isinstance(hessian, Factors):
+    if isinstance(hessian, KroneckerFactors):
         return torch.outer(hessian.outputs.diagonal(), hessian.inputs.diagonal()).mul_(hessian.scale)
     return hessian
 
@@ -113,7 +113,7 @@ def _arithmetic(
     penalty: LayerPenalty,
 ) -> tuple[Tensor, Tensor]:
     """Σ α_t Δ_t, and Σ α_t (P_t − H_0) Δ_t."""
-    one = penalty is None or isinstance(penalty, Factors | Tensor)
+    one = penalty is None or isinstance(penalty, KroneckerFactors | Tensor)
     every: Sequence[Any] = [penalty] * len(tuned) if one else penalty  # type: ignore[assignment]
     moved, right = torch.zeros_like(base), torch.zeros_like(base)
     for model, weight, own in zip(tuned, weights, every, strict=True):
@@ -169,7 +169,7 @@ def _preconditioner(parts: Sequence[tuple[float, LayerHessian]], like: Tensor) -
     U_A are the eigenvectors of Σ |w| A · scale · tr G and U_G those of Σ |w| G · scale · tr A. One product alone, or
     none, is solved exactly.
     """
-    factors = [(abs(weight), part) for weight, part in parts if isinstance(part, Factors)]
+    factors = [(abs(weight), part) for weight, part in parts if isinstance(part, KroneckerFactors)]
     values = torch.zeros_like(like)
     if not factors:
         for weight, part in parts:
@@ -185,7 +185,7 @@ def _preconditioner(parts: Sequence[tuple[float, LayerHessian]], like: Tensor) -
         values.add_(torch.outer(_along(left, own.outputs), _along(right, own.inputs)), alpha=weight * own.scale)
     values[values < ROUNDING * float(values.max())] = 0.0
     for weight, part in parts:
-        if not isinstance(part, Factors):
+        if not isinstance(part, KroneckerFactors):
             values.add_(left.square().T @ part @ right.square() if part.dim() else part, alpha=weight)
     inverses = torch.where(values > 0, 1 / values, 0.0)
     return lambda x: left @ ((left.T @ x @ right).mul_(inverses)) @ right.T
@@ -198,9 +198,9 @@ def _along(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 def sound(hessian: LayerHessian) -> LayerHessian:
     """The same without the negative eigenvalues that rounding to float32 gives a singular factor."""
-    if not isinstance(hessian, Factors):
+    if not isinstance(hessian, KroneckerFactors):
         return hessian
-    return Factors(_positive(hessian.outputs), _positive(hessian.inputs), hessian.scale)
+    return KroneckerFactors(_positive(hessian.outputs), _positive(hessian.inputs), hessian.scale)
 
 
 def _positive(matrix: Tensor) -> Tensor:

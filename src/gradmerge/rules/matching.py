@@ -68,7 +68,7 @@ def gradient_matching(
     Cancels the gradient mismatch to first order, so that every weight can stay at 1. Needs the curvature of the base
     and of every tuned model. P is the matrix of the penalty that the models were tuned under: `base.penalty` (0 if it
     is `none`), by default the one recorded beside each model, or else H_0. Where H̄ is 0 the entry falls back to task
-    arithmetic.
+    arithmetic. With Kronecker curvature, the weight and bias of a linear layer are solved for together.
     """
     precision = merged_precision(base, tuned, weights, prior, curvature, damping)
     every = penalties(penalty, prior + damping, len(tuned))
@@ -133,7 +133,8 @@ def removal(
     F_0 + δ. A weight is a strength: 1 removes the task, 0 leaves the base. Where the data that stays say nothing of a
     weight the ratio (P + H_t) / H̄_rest knows no bounds. So δ is by default the mean over all entries of Σ F_t, and the
     ratio is at most 2, so that no weight moves more than twice as far as under negation; `cap: none` with a `damping`
-    is the paper's formula. Where H̄_rest is 0 the entry falls back to task arithmetic.
+    is the paper's formula. Where H̄_rest is 0 the entry falls back to task arithmetic. With Kronecker curvature, the
+    weight and bias of a linear layer are solved for together, and δ alone bounds their step.
     """
     rest = _rest(base, tuned, weights, prior, curvature, damping, base_saw_removed=base_saw_removed)
     every = penalties(penalty, prior + damping, len(tuned))
