@@ -147,7 +147,9 @@ def estimate_curvature(
     unused = [name for name, p in parameters.items() if p in factors and not accumulator.sums[p].used]
     if unused:
         what = "no gradient has reached these layers on any example, so that they have no Kronecker factors"
-        raise InputError(f"{what}:\n{listed(unused)}\n  Freeze what is not trained (requires_grad_(False)).")
+        raise InputError(
+            f"{what}:\n{listed(unused)}\n  Freeze what is not trained (requires_grad_(False)), or estimate a diagonal."
+        )
     return so_far(copy=False)
 
 
