@@ -31,9 +31,7 @@ def optimum(
     """The lowest value of Σ scale · loss + penalty, by L-BFGS."""
     model = copy.deepcopy(model)
     anchor = [p.detach().clone() for p in (base or model).parameters()]
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=500, tolerance_grad=1e-10, line_search_fn="strong_wolfe"
-    )
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=500, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -287,5 +285,5 @@ def test_a_layer_that_no_gradient_comes_to_is_named() -> None:
 
     model = nn.Sequential(nn.Linear(4, 5), Cut(), nn.Linear(5, 3))
     x, y = classes(20)
-    with pytest.raises(gm.InputError, match="0.weight"):
+    with pytest.raises(gm.InputError, match=r"0\.weight"):
         gm.refine(model, {"a": [(x.float(), y)]}, progress=False)
