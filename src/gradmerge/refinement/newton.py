@@ -28,7 +28,7 @@ from .rounds import Refinement, Round, Step
 
 STEPS = 3
 #: Dampings, as multiples of the median of S.
-DAMPINGS = (1.0, 30.0, 1000.0)
+DAMPINGS = (1.0, 10.0, 100.0, 1000.0)
 #: Ridges, as shares of the mean curvature along the directions.
 RIDGES = (1e-3, 1e-2, 1e-1)
 #: Parts of a step that are tried.

@@ -21,7 +21,7 @@ from .points import Point, evaluated, moving
 from .splitting import RowBatches
 
 #: Up to so many outputs, the curvature's expectation over labels is taken exactly, one backward pass for each.
-FEW_CLASSES = 4
+FEW_CLASSES = 16
 #: How often labels are dealt out anew to see what chance gives.
 SHUFFLES = 200
 
