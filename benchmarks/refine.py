@@ -67,7 +67,7 @@ def main() -> None:
         "command": "python -m benchmarks.refine",
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "unit": "loss: nats, mean over test examples and tasks; share: of the gap in loss or accuracy to joint training",
+        "unit": "loss: nats, mean over test examples and tasks; share: of the gap to joint training",
         "rounds": args.rounds,
         "passes": args.passes,
         "cases": cases,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -75,12 +76,12 @@ def refine_model(
         done.rounds = [first]
         done.stopped = "labels are no better than chance"
         done.notes.append(
-            f"the labels of {', '.join(done.doubted)} fit neither the start nor the refined model better than the same labels "
-            "in a random order: the model stays as it was. Look at these labels, or leave the task out."
+            f"the labels of {', '.join(done.doubted)} fit neither the start nor the refined model better than the same "
+            "labels in a random order: the model stays as it was. Look at these labels, or leave the task out."
         )
     return done
 
 
 def _together(scores: Sequence[float]) -> float:
     """One standard score of several that are independent."""
-    return sum(scores) / len(scores) ** 0.5
+    return sum(scores) / math.sqrt(len(scores))
