@@ -131,7 +131,18 @@ def test_a_long_value_is_cut() -> None:
 
 
 #: Made by functions, and only looked at; or told by their fields.
-TOLD_BY_FIELDS = {"Checkpoint", "Diagnosis", "Estimate", "Loading", "MergeResult", "Note", "Preview", "Recipe", "Rows"}
+TOLD_BY_FIELDS = {
+    "Refinement",
+    "Checkpoint",
+    "Diagnosis",
+    "Estimate",
+    "Loading",
+    "MergeResult",
+    "Note",
+    "Preview",
+    "Recipe",
+    "Rows",
+}
 TOLD_BY_FIELDS |= {"GradmergeError", "InputError", "MachineError", "Progress", "Suggestion"}
 #: Rules: their docstring is the equation, with the names of the arguments in it.
 EQUATIONS = {"gradient_matching_full", "removal_full"}
