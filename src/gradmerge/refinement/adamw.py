@@ -12,10 +12,14 @@ from ..progress import NoProgress, Progress
 from .newton import Penalty, Progressed, begin, losses_at
 from .owners import DataOwner
 from .points import evaluated, norm, trained
-from .rounds import Refinement, Round, Step
+from .rounds import Refinement, RefinementStep, Round
 
 #: Where the search for a learning rate begins, its factor, and how many it tries at most.
 RATE, FACTOR, TRIALS = 1e-4, 3.0, 5
+#: Rows of all tasks that a step is made of, however many are computed at once.
+STEP_ROWS = 16
+#: The share of a pass over which the rate rises: AdamW's first steps know no sizes, and move every weight as far.
+WARM = 0.2
 
 
 def adamw(
@@ -32,8 +36,8 @@ def adamw(
     """Refine a model in place by passes over all rows; arguments as of :func:`newton`.
 
     The first pass is made with several learning rates, up or down from ``RATE`` while the loss on the rows held back
-    falls, and the best is kept. Others follow while that loss goes on falling, at this rate or a third of it. Inside a
-    pass the rate falls linearly to 0.
+    falls, and the best is kept. Others follow while that loss goes on falling, at this rate or less. Inside a pass the
+    rate rises over the first fifth, and falls linearly to 0.
     """
     state = so_far or begin(model, owners, "adamw", penalty)
     done, progress = state.done, progress or NoProgress()
@@ -51,7 +55,7 @@ def adamw(
         if best.found is None:
             done.stopped = "no pass lowers the loss on the rows held back"
             break
-        step = Step(length, best.rate / RATE, best.rate)
+        step = RefinementStep(length, best.rate / RATE, best.rate)
         done.rounds.append(Round(best.found.held, best.found.rows, [step], time.perf_counter() - begun))
         told(state)
     return done
@@ -92,9 +96,9 @@ def _rates(done: Refinement, best: _Best) -> Iterator[float]:
     """The learning rates to try, each after the result of the one before is known."""
     if len(done.rounds) > 1:
         rate = done.rounds[-1].steps[-1].damping
-        yield rate
-        if best.found is None:
-            yield rate / FACTOR
+        for power in range(3):
+            if best.found is None:
+                yield rate / FACTOR**power
         return
     yield RATE
     tried = 1
@@ -118,27 +122,28 @@ def _one_pass(
     order: torch.Generator,
     done: Refinement,
 ) -> None:
-    """All batches of all tasks once, in a random order."""
+    """All rows of all tasks once, in a random order."""
     parameters = trained(model)
     examples = sum(owner.examples for owner in owners)
-    places = [(owner, number) for owner in owners for number in range(owner.batches)]
+    places = [(owner, row) for owner in owners for row in range(owner.rows)]
     shuffled = [places[place] for place in torch.randperm(len(places), generator=order).tolist()]
+    steps = [shuffled[first : first + STEP_ROWS] for first in range(0, len(shuffled), STEP_ROWS)]
     optimizer = torch.optim.AdamW(parameters.values(), lr=rate, weight_decay=0.0)
-    with evaluated(model):
-        for step, (owner, number) in enumerate(shuffled):
+    with evaluated(model), torch.enable_grad():
+        for number, chosen in enumerate(steps):
             for group in optimizer.param_groups:
-                group["lr"] = rate * (1 - step / len(shuffled))
-            loss, rows = owner.batch_loss(model, number)
-            # Its share of the mean loss of an example of all tasks.
-            scale = owner.examples / examples * (sum(o.rows for o in owners) / owner.rows) / rows
-            optimizer.zero_grad()
-            with torch.enable_grad():
-                (loss * scale).backward()
+                group["lr"] = rate * min((number + 1) / (WARM * len(steps)), 1 - number / len(steps))
+            for owner in owners:
+                rows = [row for one, row in chosen if one is owner]
+                # What stands for the mean loss of an example of all tasks.
+                weight = owner.examples / owner.rows * len(places) / examples / len(chosen)
+                for loss in owner.losses_of_rows(model, rows):
+                    (loss * weight).backward()
             if penalty is not None:
                 for name, value in penalty.gradient(parameters).items():
                     gradient = parameters[name].grad
                     if gradient is not None:
                         gradient += value.to(gradient) / examples
             optimizer.step()
-    optimizer.zero_grad()
+            optimizer.zero_grad()
     done.passes.update(gradient=1)
