@@ -1,0 +1,294 @@
+"""Taking what a model has learned out of it: in memory, or disk to disk."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack, cast, overload
+
+from torch import nn
+
+from ..arguments import checked
+from ..curvature.batches import Again, examples_in
+from ..curvature.losses import LOSSES, ExampleLoss
+from ..engine.reads import changed, model_paths, state_of
+from ..engine.to_folder import MergeResult
+from ..errors import InputError, MachineError
+from ..progress import Progress, shown
+from ..refinement.influence import InfluenceRemoval, InfluenceRound, remove_influence
+from ..refinement.kept_rows import HELD, held_back, held_rows, in_both
+from ..refinement.owners import DataOwner
+from ..refinement.saving import notes_of_folder, opened_start, write_folder
+from ..report.page import write_report
+from ..report.removal_page import removal_card, removal_page
+from ..storage.staging import Staging
+from ..tasks import LoadedTask, Loading, complete
+from ..tasks.data_sources import data_paths
+from ..text import nearest
+from .merging import merge
+
+#: Ways to remove, and the rules of those that need tuned models.
+METHODS = {"influence": "", "removal": "removal", "negation": "task-arithmetic"}
+#: How many influence steps are taken where nothing else is said.
+ROUNDS = 8
+
+
+@overload
+def remove(
+    base: nn.Module, *, forget: Iterable[Any], keep: Iterable[Any], **options: Any
+) -> InfluenceRemoval: ...
+@overload
+def remove(
+    base: str | Path, out: str | Path, *, forget: str | Path, keep: str | Path, **options: Any
+) -> InfluenceRemoval: ...
+@overload
+def remove(
+    base: str | Path, out: str | Path, *, models: Sequence[str | Path] | Mapping[str, float], **options: Any
+) -> MergeResult: ...
+@checked()
+def remove(
+    base: nn.Module | str | Path,
+    out: str | Path | None = None,
+    *,
+    forget: Iterable[Any] | str | Path | None = None,
+    keep: Iterable[Any] | str | Path | None = None,
+    keep_size: int | None = None,
+    budget: float | str = 0.02,
+    rounds: int = ROUNDS,
+    models: Sequence[str | Path] | Mapping[str, float] | None = None,
+    method: str | None = None,
+    seed: int = 0,
+    output: str | ExampleLoss | None = None,
+    force: bool = False,
+    durable: bool = False,
+    progress: bool | Progress = True,
+    command: str | None = None,
+    **loading: Unpack[Loading],
+) -> InfluenceRemoval | MergeResult:
+    """Take what a model has learned from some rows out of it, while what it does on others stays.
+
+    With ``forget`` and ``keep`` no tuned model is needed: influence steps θ + s (S + λ)⁻¹ g, where g is the gradient of
+    what is to be forgotten, S the Kronecker curvature of what is kept, and s the longest step within the budget. With
+    ``models``, what tuned models have learned is subtracted, as by :func:`gradmerge.merge`.
+
+    Args:
+        base: A module, which is changed in place (parameters with ``requires_grad=False`` stay). Or the folder or Hub
+            id of a model, or an adapter's folder; then ``out`` is written.
+        out: For a model on disk: the new folder.
+        forget: The examples to take out: for a module batches, as of :func:`gradmerge.estimate_curvature`; for a model
+            on disk a file or data set, as `gradmerge remove --forget` takes it. All of them are needed, not a sample.
+        keep: Examples that stay, likewise; a few hundred are enough for their curvature, more repair better. A tenth is
+            held back to measure the budget on.
+        keep_size: How many examples stay in all; the curvature is scaled to it. By default those given.
+        budget: How much the mean loss of a kept example may rise, relative to before: 0.02, or "2%".
+        rounds: How many steps, each with its part of the budget, and repairs in between; 1 is one plain step.
+        models: Models that were tuned from the base on what is to go, in place of ``forget`` and ``keep``; with their
+            strengths, or a list for strength 1.
+        method: ``influence`` with ``forget`` and ``keep``; ``removal`` (the default) or ``negation`` with ``models``.
+        seed: Of the rows that are held back, and of labels that are drawn.
+        output: For a module: what its output means, as of :func:`gradmerge.estimate_curvature`.
+        force: Replace ``out`` if gradmerge wrote it, or it is empty.
+        durable: Have the folder on the disk before it gets its name.
+        progress: A bar on long work; False for none; or what is told how far it is, in examples.
+        command: What a user would type to repeat this, for the report.
+        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says.
+
+    Returns:
+        What was done: losses before and after, and every length that was tried. With ``models`` what the merge wrote.
+
+    >>> remove(module, forget=toxic_batches, keep=kept_batches).used  # doctest: +SKIP
+    >>> remove("./gpt2", "./gpt2-clean", forget="toxic.jsonl", keep="kept.jsonl", budget="2%")  # doctest: +SKIP
+    """
+    options = complete(loading, remove)
+    method = method or ("influence" if models is None else "removal")
+    if method not in METHODS:
+        raise InputError(f"method {method!r}: known are {', '.join(METHODS)}{nearest(method, METHODS)}")
+    if method != "influence":
+        if isinstance(base, nn.Module) or out is None or not models or forget is not None or keep is not None:
+            raise InputError(f"{method} takes the folders of a base, of out and of models, and neither forget nor keep")
+        sign = -1.0 if method == "negation" else 1.0
+        strengths = dict(models) if isinstance(models, Mapping) else {str(one): 1.0 for one in models}
+        tuned = [{"model": name, "weight": sign * strength} for name, strength in strengths.items()]
+        recipe = {"method": METHODS[method], "base": str(base), "models": tuned}
+        device = "cpu" if options["device"] == "auto" else options["device"]
+        return merge(recipe, out, device=device, force=force, durable=durable, progress=progress)
+    if models is not None:
+        raise InputError("influence needs no tuned models: give forget and keep, or another method")
+    if forget is None or keep is None:
+        raise InputError("influence takes forget and keep: examples that are to go, and examples that stay")
+    share = read_budget(budget)
+    if rounds < 1:
+        raise InputError(f"rounds {rounds}: at least one is needed")
+    for name, given in (("forget", forget), ("keep", keep)):
+        if isinstance(base, nn.Module) is isinstance(given, str | os.PathLike):
+            expected = "batches, for a module" if isinstance(base, nn.Module) else "a path or name, for a model on disk"
+            raise InputError(f"{name} is {type(given).__name__}, but must be {expected}")
+    with shown(progress, "examples") as told:
+        if isinstance(base, nn.Module):
+            if out is not None or loading:
+                option = "out" if out is not None else min(loading)
+                raise InputError(f"{option} is an option for a model on disk, not for a module")
+            if isinstance(output, str) and output not in LOSSES:
+                raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
+            meant = LOSSES[output] if isinstance(output, str) else output
+            both = list(cast(Iterable[Any], forget)), list(cast(Iterable[Any], keep))
+            return _in_memory(base, *both, meant, keep_size, share, rounds, seed, told)
+        if output is not None:
+            raise InputError("output is an option for a module, not for a model on disk")
+        if out is None:
+            raise InputError("out is None, but must be the folder to write, for a model on disk")
+        sources = str(forget), str(keep)
+        return _on_disk(
+            str(base), Path(out), *sources, options, keep_size, share, rounds, seed, force, durable, told, command
+        )
+
+
+def read_budget(budget: float | str) -> float:
+    """A share, from a number or from text such as 2% or 0.02."""
+    text = str(budget).strip()
+    try:
+        share = float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = math.nan
+    if not (math.isfinite(share) and share > 0):
+        raise InputError(f"budget {text}: must be more than 0, such as 2% or 0.02")
+    if isinstance(budget, str) and share >= 1 and not text.endswith("%"):
+        raise InputError(f"budget {text}: write {text}% or {100 * share:g}%, whichever is meant")
+    return share
+
+
+def _in_memory(
+    model: nn.Module,
+    forget: Sequence[Any],
+    keep: Sequence[Any],
+    output: ExampleLoss | None,
+    keep_size: int | None,
+    budget: float,
+    rounds: int,
+    seed: int,
+    progress: Progress,
+) -> InfluenceRemoval:
+    for name, batches in (("forget", forget), ("keep", keep)):
+        if not batches:
+            raise InputError(f"{name} has no batches")
+    begun = time.perf_counter()
+    owners = (
+        DataOwner("forget", forget, [], output=output, seed=seed, advance=progress.advance),
+        DataOwner("keep", *held_back(keep, seed), output=output, seed=seed, advance=progress.advance),
+    )
+    done = _removed(model, *owners, keep_size, budget, rounds, progress)
+    done.seconds = time.perf_counter() - begun
+    return done
+
+
+def _on_disk(
+    base: str,
+    out: Path,
+    forget: str,
+    keep: str,
+    options: Loading,
+    keep_size: int | None,
+    budget: float,
+    rounds: int,
+    seed: int,
+    force: bool,
+    durable: bool,
+    progress: Progress,
+    command: str | None,
+) -> InfluenceRemoval:
+    begun = time.perf_counter()
+    models = [path for reference in (base, options["tokenizer"]) for path in model_paths(reference)]
+    data = [path for source in (forget, keep) for path in data_paths(source)]
+    staged = Staging(out, "removal", force=force, reads=[*models, *data], durable=durable)
+    with staged as staging, opened_start(base, options) as start:
+        files = state_of(models) + state_of(data, deep=True)
+        goes, stays = start.with_data(forget), start.with_data(keep)
+        held = held_rows(stays.examples, seed)
+        kept, apart = (_batches(stays, rows.nonzero().flatten().tolist()) for rows in (~held, held))
+        told: Any = {"seed": seed, "advance": progress.advance}
+        done = _removed(
+            start.model,
+            DataOwner("forget", _batches(goes, range(goes.examples)), [], output=goes.output, **told),
+            DataOwner("keep", kept, apart, output=stays.output, **told),
+            keep_size,
+            budget,
+            rounds,
+            progress,
+            settle=start.round_weights,
+        )
+        if path := changed(files, state_of(models) + state_of(data, deep=True)):
+            raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Begin again.")
+        done.output = out
+        done.notes = list(dict.fromkeys([*staging.notes, *goes.notes, *stays.notes, *notes_of_folder(start), *done.notes]))
+        done.seconds = time.perf_counter() - begun
+        facts = {"forget": forget, "keep": keep, "seed": seed, **done.facts()}
+        changed_names = [name for name, p in start.model.named_parameters() if p.requires_grad]
+        write_folder(
+            staging,
+            start,
+            changed_names,
+            what="removal",
+            facts=facts,
+            card=removal_card(done, forget, keep),
+            seconds=done.seconds,
+            notes=done.notes,
+        )
+        write_report(staging.folder, removal_page(done, base, {"forget": forget, "keep": keep}, command))
+    return done
+
+
+def _removed(
+    model: nn.Module,
+    forget: DataOwner,
+    keep: DataOwner,
+    keep_size: int | None,
+    budget: float,
+    rounds: int,
+    progress: Progress,
+    settle: Any = lambda: None,
+) -> InfluenceRemoval:
+    """What both kinds of call share: checks of the rows, the steps, and what they came to."""
+    rows = keep.rows + keep.held
+    if keep_size is not None and keep_size < rows:
+        raise InputError(f"keep_size {keep_size}: {rows} examples that stay were given, so that more stay than that")
+    if both := in_both(forget.batches, (*keep.batches, *keep.valid)):
+        raise InputError(
+            f"{both} of the {forget.rows} examples that are to be forgotten are also among those to keep: "
+            "leave them out of one of the two"
+        )
+    keep.examples = keep_size or rows
+    notes = []
+    if not keep.held:
+        notes.append(
+            f"With {rows} examples to keep, none can be held back to measure the budget on ({HELD} are needed): "
+            "steps have the Newton length, and the budget was not used."
+        )
+        rounds = 1
+
+    def tell(place: int) -> None:
+        progress.begin(f"round {place} of {rounds}", 0)
+
+    done_rounds: list[InfluenceRound] = []
+
+    def told(one: InfluenceRound) -> None:
+        done_rounds.append(one)
+        if len(done_rounds) < rounds:
+            tell(len(done_rounds) + 1)
+
+    tell(1)
+    done = remove_influence(model, forget, keep, budget=budget if keep.held else None, rounds=rounds, told=told)
+    settle()
+    return done
+
+
+def _batches(loaded: LoadedTask, rows: Sequence[int]) -> Iterable[Any]:
+    """Some rows of a data set, made anew whenever they are gone through."""
+
+    def make() -> Iterator[Any]:
+        for first in range(0, len(rows), loaded.batch_size):
+            yield loaded.data.batch(rows[first : first + loaded.batch_size])
+
+    return Again(make)
