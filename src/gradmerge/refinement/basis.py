@@ -14,27 +14,34 @@ from torch import Tensor
 
 from ..curvature.kronecker import KroneckerCurvature
 
+TINY = 1e-30
+
 
 class Basis:
     """(S + λ)⁻¹ of several tasks, each scaled to the number of examples that it stands for."""
 
-    def __init__(self, tasks: Sequence[KroneckerCurvature], scales: Sequence[float], shapes: Mapping[str, torch.Size]):
-        first = tasks[0]
+    def __init__(
+        self, tasks: Sequence[KroneckerCurvature], scales: Sequence[float], shapes: Mapping[str, torch.Size]
+    ) -> None:
         self._shapes = dict(shapes)
-        self._turned = first.transposed
+        self._turned = frozenset(name for task in tasks for name in task.transposed)
         self._sides: dict[str, tuple[Tensor, Tensor]] = {}
         self._values: dict[str, Tensor] = {}
-        for name in first.layers:
-            layers = [task.layers[name] for task in tasks]
-            left = _vectors(sum(layer.outputs / layer.outputs.trace().clamp(min=1e-30) for layer in layers))
-            right = _vectors(sum(layer.inputs / layer.tokens for layer in layers))
+        for name in dict.fromkeys(name for task in tasks for name in task.layers):
+            layers = [(s, task.layers[name]) for s, task in zip(scales, tasks, strict=True) if name in task.layers]
+            left = _vectors([layer.outputs / layer.outputs.trace().clamp(min=TINY) for _, layer in layers])
+            right = _vectors([layer.inputs / max(layer.tokens, 1) for _, layer in layers])
             self._sides[name] = left, right
-            self._values[name] = sum(
-                scale * torch.outer(_along(left, layer.outputs), _along(right, layer.inputs)) / layer.tokens
-                for scale, layer in zip(scales, layers, strict=True)
-            )
-        for name in first.diagonal:
-            self._values[name] = sum(s * task.diagonal[name] for s, task in zip(scales, tasks, strict=True))
+            for scale, layer in layers:
+                both = torch.outer(_along(left, layer.outputs), _along(right, layer.inputs))
+                self._add(name, both * (scale / max(layer.tokens, 1)))
+        for scale, task in zip(scales, tasks, strict=True):
+            for name, value in task.diagonal.items():
+                if name not in self._sides:
+                    self._add(name, scale * value)
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self._values[name] = self._values[name] + value if name in self._values else value
 
     def summary(self, function: Callable[[Tensor], Tensor]) -> float:
         """The median or mean of S over all entries of all tensors."""
@@ -59,8 +66,10 @@ class Basis:
         return found
 
 
-def _vectors(matrix: Tensor) -> Tensor:
-    return torch.linalg.eigh(matrix.double())[1].to(matrix.dtype)
+def _vectors(matrices: Sequence[Tensor]) -> Tensor:
+    total = torch.stack([matrix.double() for matrix in matrices]).sum(0)
+    vectors: Tensor = torch.linalg.eigh(total)[1]
+    return vectors.to(matrices[0].dtype)
 
 
 def _along(vectors: Tensor, matrix: Tensor) -> Tensor:

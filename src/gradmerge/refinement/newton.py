@@ -1,18 +1,19 @@
 """Gauss-Newton in a Kronecker basis: a few steps towards the minimum of all tasks' losses, each of measured length.
 
-One round at θ, with N_t/n_t how many examples a row of task t stands for:
+A round takes up to ``STEPS`` steps. One step at θ, with N_t/n_t how many examples a row of task t stands for:
 
-1. Every task tells its Kronecker curvature and its gradient; g = Σ_t (N_t/n_t) Σ_i ∇ℓ_i + P(θ − θ_0).
-2. Directions d = −(S + λ)⁻¹ g, for a few dampings λ around ten times the median of S.
-3. The step is the minimum of the quadratic model in the plane of d and the last step, c = −(Vᵀ GGN V)⁻¹ Vᵀ g. A step
-   of fixed length would ruin the model: the Kronecker basis knows directions better than lengths.
-4. Of all these steps, and shorter ones, that lower the summed loss, the one with the lowest loss on rows held back is
-   taken. If none is lower than before, refinement ends, and θ stays.
+1. Every task tells its gradient and its Kronecker curvature; g = Σ_t (N_t/n_t) Σ_i ∇ℓ_i + P(θ − θ_0).
+2. Directions d_λ = −(S + λ)⁻¹ g, for a few dampings λ from the median of S on, and the last step: V, each of length 1.
+3. Steps are the minima of the quadratic model in the span of V, c = −(Vᵀ (GGN + P) V + ρ)⁻¹ Vᵀ g for a few ridges ρ,
+   and parts of them. A step of fixed length would ruin the model: the Kronecker basis knows directions better than
+   lengths, so the curvature along V is measured on the rows.
+4. The one with the lowest loss on the rows held back is taken, if that is lower than before, and the summed loss on
+   the others is too. If there is none, refinement ends, and θ stays.
 """
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,40 +21,67 @@ import torch
 from torch import Tensor, nn
 
 from .basis import Basis
-from .owners import Owner, placed, trained
+from .owners import Owner
+from .points import Point, dot, moving, norm, trained, unit, weighted
+from .rounds import Refinement, Round, Step
 
-#: Dampings that are tried, as multiples of the median of S.
+STEPS = 3
+#: Dampings, as multiples of the median of S.
 DAMPINGS = (1.0, 10.0, 100.0, 1000.0)
-#: Parts of a step that are tried, the whole first.
+#: Ridges, as shares of the mean curvature along the directions.
+RIDGES = (1e-3, 1e-2, 1e-1)
+#: Parts of a step that are tried.
 PARTS = (1.0, 0.5, 0.25)
+#: So many of the steps that are best on the rows held back are tried on the others.
+TRIED = 4
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """½‖θ − θ_0‖²_P with a diagonal P."""
+
+    matrix: Point
+    base: Point
+
+    def gradient(self, here: Point) -> dict[str, Tensor]:
+        return {name: p * (here[name].detach() - self.base[name]) for name, p in self.matrix.items()}
+
+    def value(self, here: Point) -> float:
+        return 0.5 * sum(
+            float((p.double() * (here[name].detach() - self.base[name]).double().square()).sum())
+            for name, p in self.matrix.items()
+        )
+
+    def along(self, directions: Sequence[Point]) -> Tensor:
+        scaled = [{name: p * direction[name] for name, p in self.matrix.items()} for direction in directions]
+        return torch.tensor([[dot(a, b) for b in directions] for a in scaled], dtype=torch.float64)
 
 
 @dataclass
-class Round:
-    """One step of a refinement."""
+class Progressed:
+    """Where a refinement stands between two rounds: all that the next one needs beside the model's weights."""
 
-    held: dict[str, float]
-    """Task → mean loss of a row held back, after the step."""
-    rows: float
-    """The sum of all tasks' losses on their rows, each scaled to its number of examples, after the step."""
-    damping: float = 0.0
-    part: float = 0.0
-    length: float = 0.0
-    """‖step‖ over all parameters."""
-
-    @property
-    def judged(self) -> float:
-        """What decides: the sum over tasks of the mean loss of a row held back."""
-        return sum(self.held.values())
+    done: Refinement
+    last: dict[str, Tensor] = field(default_factory=dict)
+    """The last step."""
 
 
-@dataclass
-class Refinement:
-    """What a refinement did: the start, and every round that was better than the one before."""
+def begin(model: nn.Module, owners: Sequence[Owner], method: str, penalty: Penalty | None) -> Progressed:
+    """The start of a refinement, measured."""
+    done = Refinement(model, method)
+    done.rounds.append(losses_at(model, owners, penalty, done))
+    return Progressed(done)
 
-    rounds: list[Round] = field(default_factory=list)
-    stopped: str = ""
-    """Why it ended before all rounds were done, if it did."""
+
+def losses_at(model: nn.Module, owners: Sequence[Owner], penalty: Penalty | None, done: Refinement) -> Round:
+    """The losses of all owners at the model as it is."""
+    rows = penalty.value(trained(model)) if penalty is not None else 0.0
+    held = {}
+    for owner in owners:
+        rows += owner.examples / owner.rows * owner.losses(model, held=False)[0]
+        held[owner.name] = owner.losses(model, held=True)[0]
+    done.passes.update(rows=1, held=1)
+    return Round(held, rows)
 
 
 def newton(
@@ -61,111 +89,111 @@ def newton(
     owners: Sequence[Owner],
     *,
     rounds: int = 2,
-    base: Mapping[str, Tensor] | None = None,
-    penalty: Mapping[str, Tensor] | None = None,
-    told: Callable[[Round], None] = lambda done: None,
+    penalty: Penalty | None = None,
+    so_far: Progressed | None = None,
+    told: Callable[[Progressed], None] = lambda progressed: None,
 ) -> Refinement:
     """Refine a model in place; it is never left with a higher loss on the rows held back than it came with.
 
     Args:
         model: What is refined; parameters with ``requires_grad=False`` stay as they are.
         owners: The tasks.
-        rounds: How many steps at most.
-        base: θ_0 of the penalty.
-        penalty: P, the diagonal of a quadratic penalty ½‖θ − θ_0‖²_P, if there is one.
-        told: Called after every round.
+        rounds: How many rounds at most, with those that are done already.
+        penalty: A quadratic penalty beside the losses, if there is one.
+        so_far: To go on from, with the model as it was then.
+        told: Called after every round that lowered the loss.
     """
-    parameters = trained(model)
-    shapes = {name: p.shape for name, p in parameters.items()}
-    scales = [owner.examples / owner.rows for owner in owners]
-    done = Refinement()
-    here = {name: p.detach().clone() for name, p in parameters.items()}
-    now = _judge(model, owners, scales, [here])[0]
-    done.rounds.append(now)
-    last: dict[str, Tensor] | None = None
-    for _ in range(rounds):
-        answers = [owner.gradient(model) for owner in owners]
-        gradient = {
-            name: sum(scale * answer[name] for scale, answer in zip(scales, answers, strict=True))
-            for name in parameters
-        }
-        if penalty is not None and base is not None:
-            gradient = {name: g + penalty[name] * (here[name] - base[name]) for name, g in gradient.items()}
-        basis = Basis([owner.curvature(model) for owner in owners], scales, shapes)
-        middle = basis.summary(torch.median)
-        steps: list[tuple[float, dict[str, Tensor]]] = []
-        for damping in DAMPINGS:
-            towards = {name: -value for name, value in basis.solve(gradient, damping * middle).items()}
-            directions = [_unit(towards), *([_unit(last)] if last is not None else [])]
-            steps += [(damping, step) for step in _lengths(model, owners, scales, directions, gradient, penalty)]
-        tried = [(damping, part, step) for damping, step in steps for part in PARTS]
-        points = ({n: here[n] + part * step[n] for n in here} for _, part, step in tried)
-        judged = [_judge(model, owners, scales, [point])[0] for point in points]
-        better = [place for place, one in enumerate(judged) if one.rows < now.rows and one.judged < now.judged]
-        if not better:
-            done.stopped = "no step lowers the loss on the rows held back"
-            break
-        place = min(better, key=lambda place: judged[place].judged)
-        damping, part, step = tried[place]
-        last = {name: part * value for name, value in step.items()}
-        now = judged[place]
-        now.damping, now.part, now.length = damping * middle, part, _norm(last)
-        with torch.no_grad():
-            for name, p in parameters.items():
-                p += last[name]
-                here[name] = p.detach().clone()
-        done.rounds.append(now)
-        told(now)
+    state = so_far or begin(model, owners, "newton", penalty)
+    done = state.done
+    search = _Search(model, owners, penalty, done)
+    while len(done.rounds) <= rounds and not done.stopped:
+        begun, now = time.perf_counter(), done.rounds[-1]
+        steps: list[Step] = []
+        while len(steps) < STEPS:
+            found = search.step(now, state.last)
+            if found is None:
+                done.stopped = "no step lowers the loss on the rows held back"
+                break
+            now, step, state.last = found
+            steps.append(step)
+        if steps:
+            done.rounds.append(Round(now.held, now.rows, steps, time.perf_counter() - begun))
+            told(state)
     return done
 
 
-def _lengths(
-    model: nn.Module,
-    owners: Sequence[Owner],
-    scales: Sequence[float],
-    directions: Sequence[Mapping[str, Tensor]],
-    gradient: Mapping[str, Tensor],
-    penalty: Mapping[str, Tensor] | None,
-) -> list[dict[str, Tensor]]:
-    """The step to the minimum of the quadratic model along the directions; none where it has no minimum."""
-    matrix = torch.zeros(len(directions), len(directions), dtype=torch.float64)
-    for scale, owner in zip(scales, owners, strict=True):
-        matrix += scale * owner.along(model, directions)
-    if penalty is not None:
-        weighted = [{n: penalty[n] * v for n, v in direction.items()} for direction in directions]
-        matrix += torch.tensor([[_dot(a, b) for b in directions] for a in weighted], dtype=torch.float64)
-    slopes = torch.tensor([_dot(direction, gradient) for direction in directions], dtype=torch.float64)
-    floor = 1e-12 * matrix.diagonal().max().clamp(min=1e-30)
-    c = -torch.linalg.solve(matrix + floor * torch.eye(len(matrix), dtype=torch.float64), slopes)
-    if not bool(c.isfinite().all()):
-        return []
-    return [{name: sum(float(k) * v[name] for k, v in zip(c, directions, strict=True)) for name in directions[0]}]
+class _Search:
+    """Finds a step and takes it."""
 
+    def __init__(
+        self, model: nn.Module, owners: Sequence[Owner], penalty: Penalty | None, done: Refinement
+    ) -> None:
+        self._model, self._owners, self._penalty, self._done = model, owners, penalty, done
+        self._scales = [owner.examples / owner.rows for owner in owners]
 
-def _judge(
-    model: nn.Module, owners: Sequence[Owner], scales: Sequence[float], points: Sequence[Mapping[str, Tensor]]
-) -> list[Round]:
-    answers = [owner.losses(model, points) for owner in owners]
-    return [
-        Round(
-            held={owner.name: answer[place][1] for owner, answer in zip(owners, answers, strict=True)},
-            rows=sum(scale * answer[place][0] for scale, answer in zip(scales, answers, strict=True)),
-        )
-        for place in range(len(points))
-    ]
+    def step(self, now: Round, last: Point) -> tuple[Round, Step, dict[str, Tensor]] | None:
+        """The losses after a step that lowers both, what it was, and the step itself; None if there is none."""
+        gradient = self._gradient()
+        directions, dampings = self._directions(gradient, last)
+        points = self._points(directions, gradient)
+        ranked = self._held(directions, [point for _, _, point in points])
+        order = sorted((held, place) for place, held in enumerate(ranked) if held < now.judged)
+        for held, place in order[:TRIED]:
+            ridge, part, point = points[place]
+            with moving(self._model, directions) as move:
+                move(point)
+                after = losses_at(self._model, self._owners, self._penalty, self._done)
+            if after.rows < now.rows and after.judged < now.judged:
+                taken = weighted(point.tolist(), directions)
+                with torch.no_grad():
+                    for name, parameter in trained(self._model).items():
+                        parameter.add_(taken[name].to(parameter))
+                heaviest = int(point[: len(dampings)].abs().argmax())
+                return after, Step(norm(taken), part, dampings[heaviest], ridge), taken
+        return None
 
+    def _gradient(self) -> dict[str, Tensor]:
+        parameters = trained(self._model)
+        total = {name: torch.zeros_like(p, requires_grad=False) for name, p in parameters.items()}
+        for scale, owner in zip(self._scales, self._owners, strict=True):
+            for name, value in owner.gradient(self._model).items():
+                total[name].add_(value.to(total[name]), alpha=scale)
+        self._done.passes.update(gradient=1)
+        if self._penalty is not None:
+            for name, value in self._penalty.gradient(parameters).items():
+                total[name] += value
+        return total
 
-def _dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    return sum(float(torch.dot(a[n].flatten().double(), b[n].flatten().double())) for n in a)
+    def _directions(self, gradient: Mapping[str, Tensor], last: Point) -> tuple[list[Point], list[float]]:
+        shapes = {name: value.shape for name, value in gradient.items()}
+        basis = Basis([owner.curvature(self._model) for owner in self._owners], self._scales, shapes)
+        self._done.passes.update(curvature=1)
+        middle = basis.summary(torch.median) or basis.summary(torch.mean)
+        dampings = [damping * middle for damping in DAMPINGS]
+        found: list[Point] = [unit({n: -value for n, value in basis.solve(gradient, d).items()}) for d in dampings]
+        return [*found, *([unit(last)] if last else [])], dampings
 
+    def _points(
+        self, directions: Sequence[Point], gradient: Mapping[str, Tensor]
+    ) -> list[tuple[float, float, Tensor]]:
+        """(ridge, part, coefficients) of every step that is tried."""
+        matrix = torch.zeros(len(directions), len(directions), dtype=torch.float64)
+        for scale, owner in zip(self._scales, self._owners, strict=True):
+            matrix += scale * owner.along(self._model, directions)
+        self._done.passes.update(along=len(directions))
+        if self._penalty is not None:
+            matrix += self._penalty.along(directions)
+        slopes = torch.tensor([dot(direction, gradient) for direction in directions], dtype=torch.float64)
+        size = matrix.diagonal().mean().clamp(min=torch.finfo(torch.float64).tiny)
+        eye = torch.eye(len(directions), dtype=torch.float64)
+        whole = [(ridge, -torch.linalg.solve(matrix + ridge * size * eye, slopes)) for ridge in RIDGES]
+        return [(r, part, part * c) for r, c in whole for part in PARTS if bool(c.isfinite().all())]
 
-def _norm(a: Mapping[str, Tensor]) -> float:
-    return math.sqrt(_dot(a, a))
-
-
-def _unit(a: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    length = _norm(a) or 1.0
-    return {name: value / length for name, value in a.items()}
-
-
-__all__ = ["Refinement", "Round", "newton", "placed"]
+    def _held(self, directions: Sequence[Point], points: Sequence[Tensor]) -> list[float]:
+        """Of each point what decides: the sum over tasks of the mean loss of a row held back."""
+        if not points:
+            return []
+        stacked = torch.stack(list(points))
+        answers = [owner.losses(self._model, directions, stacked, held=True) for owner in self._owners]
+        self._done.passes.update(held=len(points))
+        return [sum(losses) for losses in zip(*answers, strict=True)]

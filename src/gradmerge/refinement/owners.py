@@ -2,174 +2,169 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..curvature.batches import examples_in, moved
 from ..curvature.estimate import estimate_curvature
 from ..curvature.gradients import Gradient, estimate_gradient
 from ..curvature.kronecker import KroneckerCurvature
-from ..curvature.losses import ExampleLoss, labels_of, logits_of, loss_of as loss_for
+from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, logits_of, loss_of
+from ..curvature.trial import Trial
+from .along import curvature_along
+from .points import Point, evaluated, moving
 
-Point = Mapping[str, Tensor]
-"""Values by the names of a model's parameters: weights, a gradient, or a direction."""
+#: Up to so many outputs, the curvature's expectation over labels is taken exactly, one backward pass for each.
+FEW_CLASSES = 16
+#: How often labels are dealt out anew to see what chance gives.
+SHUFFLES = 200
 
 
 class Owner(Protocol):
-    """The questions that refinement asks of a task, about a model that it sends."""
+    """The questions that refinement asks of a task, about a model that it sends: tensors out, tensors and numbers back.
+
+    Rows that are held back answer nothing but ``losses``.
+    """
 
     name: str
     examples: int
     """How many examples the task stands for; its rows may be fewer."""
     rows: int
-    """How many rows answer; the others are held back to judge by."""
+    """How many rows answer, without those that are held back."""
 
     def curvature(self, model: nn.Module) -> KroneckerCurvature:
-        """Kronecker curvature on its rows."""
+        """Kronecker curvature, a sum over its rows."""
         ...
 
     def gradient(self, model: nn.Module) -> Gradient:
-        """Gradient and loss on its rows."""
+        """Gradient and loss, sums over its rows."""
         ...
 
     def along(self, model: nn.Module, directions: Sequence[Point]) -> Tensor:
         """Vᵀ GGN V in float64: the Gauss-Newton curvature along a few directions, a sum over its rows."""
         ...
 
-    def losses(self, model: nn.Module, points: Sequence[Point]) -> list[tuple[float, float]]:
-        """At each of these weights the sum of the losses of its rows, and the mean loss of a row held back."""
+    def losses(
+        self, model: nn.Module, directions: Sequence[Point] = (), points: Tensor | None = None, *, held: bool
+    ) -> list[float]:
+        """Its loss at a few points θ + Σ_k c_k v_k, a row c of ``points`` each; without any, at θ.
+
+        ``held``: the mean loss of a row held back; otherwise the sum of the losses of its rows.
+        """
         ...
 
 
 class DataOwner:
-    """A task whose rows are batches in memory."""
+    """A task whose rows are batches that can be gone through again and again."""
 
     def __init__(
         self,
         name: str,
-        batches: Sequence[Any],
-        valid: Sequence[Any],
+        batches: Iterable[Any],
+        valid: Iterable[Any],
         *,
         examples: int | None = None,
-        loss: ExampleLoss | None = None,
-        likelihood: str = "sampled",
+        output: ExampleLoss | None = None,
         seed: int = 0,
+        advance: Callable[[int], None] = lambda rows: None,
     ) -> None:
-        self.name = name
-        self.rows = sum(map(examples_in, batches))
-        self.examples = examples or self.rows
-        self._batches, self._valid, self._loss = batches, valid, loss
-        self._likelihood, self._seed = likelihood, seed
+        self.name, self._seed, self._advance = name, seed, advance
+        self._batches, self._valid, self._output = batches, valid, output
+        self.rows, self.held = (sum(map(examples_in, part)) for part in (batches, valid))
+        self.examples = self.rows if examples is None else examples
+        self._trial = Trial()
 
     def curvature(self, model: nn.Module) -> KroneckerCurvature:
-        found = estimate_curvature(
-            model, self._batches, self._likelihood, output=self._loss, seed=self._seed, structure="kronecker"
+        return estimate_curvature(
+            model,
+            self._counted(self._batches),
+            self._likelihood(model),
+            output=self._output,
+            seed=self._seed,
+            structure="kronecker",
+            trial=self._trial,
         )
-        assert isinstance(found, KroneckerCurvature)
-        return found
 
     def gradient(self, model: nn.Module) -> Gradient:
-        return estimate_gradient(model, self._batches, output=self._loss)
+        return estimate_gradient(model, self._batches, output=self._output, each_batch=self._advance)
 
     def along(self, model: nn.Module, directions: Sequence[Point]) -> Tensor:
-        matrix = torch.zeros(len(directions), len(directions), dtype=torch.float64)
-        parameters = {name: p.detach() for name, p in model.named_parameters()}
-        with _evaluated(model), sdpa_kernel(SDPBackend.MATH):
-            for batch in self._moved(model, self._batches):
-                changes = []
-                for direction in directions:
-                    logits, change = _change(model, parameters, direction, batch)
-                    changes.append(change)
-                z = logits.detach().requires_grad_(True)
-                slope = torch.autograd.grad(self._of(model, z, batch).sum(), z, create_graph=True)[0]
-                for a, change in enumerate(changes):
-                    curved = torch.autograd.grad((slope * change).sum(), z, retain_graph=True)[0]
-                    for b in range(a + 1):
-                        matrix[a, b] += float((curved.double() * changes[b].double()).sum())
-        return matrix.tril() + matrix.tril(-1).T
+        return curvature_along(model, self._on_device(model, self._batches), directions, self._losses_of)
 
-    def losses(self, model: nn.Module, points: Sequence[Point]) -> list[tuple[float, float]]:
+    def losses(
+        self, model: nn.Module, directions: Sequence[Point] = (), points: Tensor | None = None, *, held: bool
+    ) -> list[float]:
         found = []
-        with _evaluated(model), torch.no_grad():
-            for point in points:
-                with placed(model, point):
-                    rows = sum(float(self._losses(model, b).sum()) for b in self._moved(model, self._batches))
-                    held = sum(float(self._losses(model, b).sum()) for b in self._moved(model, self._valid))
-                found.append((rows, held / max(1, sum(map(examples_in, self._valid)))))
+        with evaluated(model), torch.no_grad(), moving(model, directions) as move:
+            for point in points if points is not None else [torch.zeros(len(directions))]:
+                move(point)
+                batches = self._on_device(model, self._valid if held else self._batches)
+                total = sum(float(self._losses(model, batch, check=points is None).sum()) for batch in batches)
+                found.append(total / self.held if held else total)
         return found
 
-    def _moved(self, model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
+    def label_score(self, model: nn.Module, held: bool) -> float:
+        """By how many standard deviations the labels fit the model better than the same labels dealt out at random.
+
+        Near 0 for labels that are noise, whatever the model's confidence. Only where an example has a label of its own:
+        for tokens it is infinite.
+        """
+        logits, labels = [], []
+        with evaluated(model), torch.no_grad():
+            for batches in (self._valid, *([] if held else [self._batches])):
+                for batch in self._on_device(model, batches):
+                    output = self._loss(model, batch)
+                    if isinstance(output, TokenLoss):
+                        return float("inf")
+                    logits.append(logits_of(model, batch))
+                    labels.append(labels_of(batch))
+            outputs, wanted = torch.cat(logits), torch.cat(labels)
+            order = torch.Generator().manual_seed(self._seed)
+            dealt = [torch.randperm(len(wanted), generator=order).to(wanted.device) for _ in range(SHUFFLES)]
+            chance = torch.stack([output.losses(outputs, wanted[places]).double().mean() for places in dealt])
+            true = output.losses(outputs, wanted).double().mean()
+        spread = float(chance.std())
+        return float(chance.mean() - true) / spread if spread > 0 else 0.0
+
+    def _likelihood(self, model: nn.Module) -> str:
+        batch = next(iter(self._on_device(model, self._batches)))
+        with evaluated(model), torch.no_grad():
+            logits = logits_of(model, batch)
+        tokens = isinstance(self._loss(model, batch), TokenLoss)
+        return "exact" if not tokens and logits[0].numel() <= FEW_CLASSES else "sampled"
+
+    def _counted(self, batches: Iterable[Any]) -> Iterable[Any]:
+        return _Counted(batches, self._advance)
+
+    def _on_device(self, model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
         place = next(model.parameters()).device
-        return (moved(batch, place) for batch in batches)
+        for batch in batches:
+            yield moved(batch, place)
+            self._advance(examples_in(batch))
 
-    def _losses(self, model: nn.Module, batch: Any) -> Tensor:
-        return self._of(model, logits_of(model, batch), batch)
+    def _losses(self, model: nn.Module, batch: Any, check: bool) -> Tensor:
+        logits = logits_of(model, batch)
+        if check:
+            self._loss(model, batch).check(logits.shape, labels_of(batch))
+        return self._losses_of(model, logits, batch).double()
 
-    def _of(self, model: nn.Module, logits: Tensor, batch: Any) -> Tensor:
-        labels = labels_of(batch)
-        return (self._loss or loss_for(model, labels)).losses(logits, labels)
+    def _loss(self, model: nn.Module, batch: Any) -> ExampleLoss:
+        return self._output or loss_of(model, labels_of(batch))
 
-
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are refined."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
-
-
-@contextmanager
-def placed(model: nn.Module, point: Point) -> Iterator[None]:
-    """The model at other weights inside, and at its own again afterwards."""
-    parameters = dict(model.named_parameters())
-    kept = {name: parameters[name].detach().clone() for name in point}
-    try:
-        with torch.no_grad():
-            for name, value in point.items():
-                parameters[name].copy_(value)
-        yield
-    finally:
-        with torch.no_grad():
-            for name, value in kept.items():
-                parameters[name].copy_(value)
+    def _losses_of(self, model: nn.Module, logits: Tensor, batch: Any) -> Tensor:
+        return self._loss(model, batch).losses(logits, labels_of(batch))
 
 
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """The model without dropout inside."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+class _Counted:
+    """Batches that tell how many of their examples were taken; they can be gone through again."""
 
+    def __init__(self, batches: Iterable[Any], advance: Callable[[int], None]) -> None:
+        self._batches, self._advance = batches, advance
 
-def _change(model: nn.Module, parameters: Mapping[str, Tensor], direction: Point, batch: Any) -> tuple[Tensor, Tensor]:
-    """The logits, and how they change along a direction: a forward pass with dual numbers."""
-
-    with forward_ad.dual_level(), torch.no_grad():
-        weights = {
-            name: forward_ad.make_dual(value, direction[name].to(value)) if name in direction else value
-            for name, value in parameters.items()
-        }
-        logits, change = forward_ad.unpack_dual(logits_of(_Standing(model, weights), batch))
-    return logits, torch.zeros_like(logits) if change is None else change
-
-
-class _Standing:
-    """Stands for a model whose weights are others, where logits are asked for."""
-
-    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        self._model, self._weights = model, weights
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return functional_call(self._model, dict(self._weights), args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            yield batch
+            self._advance(examples_in(batch))
