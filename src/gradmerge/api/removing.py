@@ -5,27 +5,29 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack, cast, overload
 
 from torch import nn
 
 from ..arguments import checked
-from ..curvature.batches import Again, examples_in
+from ..curvature.batches import examples_in
 from ..curvature.losses import LOSSES, ExampleLoss
 from ..engine.reads import changed, model_paths, state_of
 from ..engine.to_folder import MergeResult
 from ..errors import InputError, MachineError
 from ..progress import Progress, shown
-from ..refinement.influence import InfluenceRemoval, InfluenceRound, remove_influence
-from ..refinement.kept_rows import HELD, held_back, held_rows, in_both
+from ..refinement.influence import InfluenceRemoval, remove_influence
+from ..refinement.overlap import in_both
 from ..refinement.owners import DataOwner
 from ..refinement.saving import notes_of_folder, opened_start, write_folder
+from ..refinement.splitting import HELD, RowBatches, as_batches, split_batches, split_rows
 from ..report.page import write_report
 from ..report.removal_page import removal_card, removal_page
 from ..storage.staging import Staging
-from ..tasks import LoadedTask, Loading, complete
+from ..tasks import Loading, complete
 from ..tasks.data_sources import data_paths
 from ..text import nearest
 from .merging import merge
@@ -37,9 +39,7 @@ ROUNDS = 8
 
 
 @overload
-def remove(
-    base: nn.Module, *, forget: Iterable[Any], keep: Iterable[Any], **options: Any
-) -> InfluenceRemoval: ...
+def remove(base: nn.Module, *, forget: Iterable[Any], keep: Iterable[Any], **options: Any) -> InfluenceRemoval: ...
 @overload
 def remove(
     base: str | Path, out: str | Path, *, forget: str | Path, keep: str | Path, **options: Any
@@ -92,7 +92,7 @@ def remove(
         output: For a module: what its output means, as of :func:`gradmerge.estimate_curvature`.
         force: Replace ``out`` if gradmerge wrote it, or it is empty.
         durable: Have the folder on the disk before it gets its name.
-        progress: A bar on long work; False for none; or what is told how far it is, in examples.
+        progress: A bar on long work; False for none; or what is told how far it is, in rounds.
         command: What a user would type to repeat this, for the report.
         loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says.
 
@@ -119,14 +119,14 @@ def remove(
         raise InputError("influence needs no tuned models: give forget and keep, or another method")
     if forget is None or keep is None:
         raise InputError("influence takes forget and keep: examples that are to go, and examples that stay")
-    share = read_budget(budget)
+    asked = _Asked(keep_size, read_budget(budget), rounds, seed)
     if rounds < 1:
         raise InputError(f"rounds {rounds}: at least one is needed")
     for name, given in (("forget", forget), ("keep", keep)):
         if isinstance(base, nn.Module) is isinstance(given, str | os.PathLike):
             expected = "batches, for a module" if isinstance(base, nn.Module) else "a path or name, for a model on disk"
             raise InputError(f"{name} is {type(given).__name__}, but must be {expected}")
-    with shown(progress, "examples") as told:
+    with shown(progress, "rounds") as told:
         if isinstance(base, nn.Module):
             if out is not None or loading:
                 option = "out" if out is not None else min(loading)
@@ -134,16 +134,14 @@ def remove(
             if isinstance(output, str) and output not in LOSSES:
                 raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
             meant = LOSSES[output] if isinstance(output, str) else output
-            both = list(cast(Iterable[Any], forget)), list(cast(Iterable[Any], keep))
-            return _in_memory(base, *both, meant, keep_size, share, rounds, seed, told)
+            both = cast(Iterable[Any], forget), cast(Iterable[Any], keep)
+            return _in_memory(base, *both, meant, asked, told)
         if output is not None:
             raise InputError("output is an option for a module, not for a model on disk")
         if out is None:
             raise InputError("out is None, but must be the folder to write, for a model on disk")
-        sources = str(forget), str(keep)
-        return _on_disk(
-            str(base), Path(out), *sources, options, keep_size, share, rounds, seed, force, durable, told, command
-        )
+        given = str(base), Path(out), str(forget), str(keep), options
+        return _on_disk(*given, asked, told, command, force=force, durable=durable)
 
 
 def read_budget(budget: float | str) -> float:
@@ -162,24 +160,17 @@ def read_budget(budget: float | str) -> float:
 
 def _in_memory(
     model: nn.Module,
-    forget: Sequence[Any],
-    keep: Sequence[Any],
+    forget: Iterable[Any],
+    keep: Iterable[Any],
     output: ExampleLoss | None,
-    keep_size: int | None,
-    budget: float,
-    rounds: int,
-    seed: int,
+    asked: _Asked,
     progress: Progress,
 ) -> InfluenceRemoval:
-    for name, batches in (("forget", forget), ("keep", keep)):
-        if not batches:
-            raise InputError(f"{name} has no batches")
     begun = time.perf_counter()
-    owners = (
-        DataOwner("forget", forget, [], output=output, seed=seed, advance=progress.advance),
-        DataOwner("keep", *held_back(keep, seed), output=output, seed=seed, advance=progress.advance),
-    )
-    done = _removed(model, *owners, keep_size, budget, rounds, progress)
+    goes, stays = as_batches("forget", forget), as_batches("keep", keep)
+    rows = sum(map(examples_in, stays))
+    kept, held = split_batches("keep", stays, asked.seed) if rows >= HELD else (stays, [])
+    done = asked.run(model, goes, kept, held, (output, output), progress)
     done.seconds = time.perf_counter() - begun
     return done
 
@@ -190,105 +181,96 @@ def _on_disk(
     forget: str,
     keep: str,
     options: Loading,
-    keep_size: int | None,
-    budget: float,
-    rounds: int,
-    seed: int,
-    force: bool,
-    durable: bool,
+    asked: _Asked,
     progress: Progress,
     command: str | None,
+    **staging_options: bool,
 ) -> InfluenceRemoval:
     begun = time.perf_counter()
     models = [path for reference in (base, options["tokenizer"]) for path in model_paths(reference)]
     data = [path for source in (forget, keep) for path in data_paths(source)]
-    staged = Staging(out, "removal", force=force, reads=[*models, *data], durable=durable)
+    staged = Staging(out, "removal", reads=[*models, *data], **staging_options)
     with staged as staging, opened_start(base, options) as start:
         files = state_of(models) + state_of(data, deep=True)
         goes, stays = start.with_data(forget), start.with_data(keep)
-        held = held_rows(stays.examples, seed)
-        kept, apart = (_batches(stays, rows.nonzero().flatten().tolist()) for rows in (~held, held))
-        told: Any = {"seed": seed, "advance": progress.advance}
-        done = _removed(
-            start.model,
-            DataOwner("forget", _batches(goes, range(goes.examples)), [], output=goes.output, **told),
-            DataOwner("keep", kept, apart, output=stays.output, **told),
-            keep_size,
-            budget,
-            rounds,
-            progress,
-            settle=start.round_weights,
-        )
+        rows: tuple[Sequence[int], Sequence[int]] = range(stays.examples), []
+        if stays.examples >= HELD:
+            rows = split_rows("keep", stays.examples, asked.seed)
+        kept, held = (RowBatches(stays, some) for some in rows)
+        every, outputs = RowBatches(goes, range(goes.examples)), (goes.output, stays.output)
+        done = asked.run(start.model, every, kept, held, outputs, progress, start.round_weights)
         if path := changed(files, state_of(models) + state_of(data, deep=True)):
             raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Begin again.")
-        done.output = out
-        done.notes = list(dict.fromkeys([*staging.notes, *goes.notes, *stays.notes, *notes_of_folder(start), *done.notes]))
-        done.seconds = time.perf_counter() - begun
-        facts = {"forget": forget, "keep": keep, "seed": seed, **done.facts()}
-        changed_names = [name for name, p in start.model.named_parameters() if p.requires_grad]
+        done.output, done.seconds = out, time.perf_counter() - begun
+        notes = [*staging.notes, *goes.notes, *stays.notes, *notes_of_folder(start), *done.notes]
+        done.notes = list(dict.fromkeys(notes))
         write_folder(
             staging,
             start,
-            changed_names,
+            [name for name, parameter in start.model.named_parameters() if parameter.requires_grad],
             what="removal",
-            facts=facts,
+            facts={"forget": forget, "keep": keep, "seed": asked.seed, **done.facts()},
             card=removal_card(done, forget, keep),
             seconds=done.seconds,
             notes=done.notes,
         )
-        write_report(staging.folder, removal_page(done, base, {"forget": forget, "keep": keep}, command))
+        write_report(staging.folder, removal_page(done, base, forget, keep, [command] if command else []))
     return done
 
 
-def _removed(
-    model: nn.Module,
-    forget: DataOwner,
-    keep: DataOwner,
-    keep_size: int | None,
-    budget: float,
-    rounds: int,
-    progress: Progress,
-    settle: Any = lambda: None,
-) -> InfluenceRemoval:
-    """What both kinds of call share: checks of the rows, the steps, and what they came to."""
-    rows = keep.rows + keep.held
-    if keep_size is not None and keep_size < rows:
-        raise InputError(f"keep_size {keep_size}: {rows} examples that stay were given, so that more stay than that")
-    if both := in_both(forget.batches, (*keep.batches, *keep.valid)):
-        raise InputError(
-            f"{both} of the {forget.rows} examples that are to be forgotten are also among those to keep: "
-            "leave them out of one of the two"
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of a removal, in memory and on disk alike."""
+
+    keep_size: int | None
+    budget: float
+    rounds: int
+    seed: int
+
+    def run(
+        self,
+        model: nn.Module,
+        forget: Sequence[Any],
+        kept: Sequence[Any],
+        held: Sequence[Any],
+        outputs: tuple[ExampleLoss | None, ExampleLoss | None],
+        progress: Progress,
+        settle: Callable[[], None] | None = None,
+    ) -> InfluenceRemoval:
+        """Check the rows, and take the steps; ``settle`` rounds the weights as they will be written."""
+        goes = DataOwner("forget", forget, [], output=outputs[0], seed=self.seed)
+        stays = DataOwner("keep", kept, held, output=outputs[1], seed=self.seed)
+        rows, rounds = stays.rows + stays.held, self.rounds if stays.held else 1
+        if self.keep_size is not None and self.keep_size < rows:
+            raise InputError(f"keep_size {self.keep_size}: {rows} examples were given that stay, which is more")
+        if both := in_both(forget, (*kept, *held)):
+            raise InputError(
+                f"{both} of the {goes.rows} examples to forget {'is' if both == 1 else 'are'} also among those to "
+                "keep, with the same label; leave them out of one of the two"
+            )
+        stays.examples = self.keep_size or rows
+        progress.begin("removing", rounds)
+        done = remove_influence(
+            model,
+            goes,
+            stays,
+            budget=self.budget if stays.held else None,
+            rounds=rounds,
+            told=lambda _: progress.advance(1),
         )
-    keep.examples = keep_size or rows
-    notes = []
-    if not keep.held:
-        notes.append(
-            f"With {rows} examples to keep, none can be held back to measure the budget on ({HELD} are needed): "
-            "steps have the Newton length, and the budget was not used."
-        )
-        rounds = 1
-
-    def tell(place: int) -> None:
-        progress.begin(f"round {place} of {rounds}", 0)
-
-    done_rounds: list[InfluenceRound] = []
-
-    def told(one: InfluenceRound) -> None:
-        done_rounds.append(one)
-        if len(done_rounds) < rounds:
-            tell(len(done_rounds) + 1)
-
-    tell(1)
-    done = remove_influence(model, forget, keep, budget=budget if keep.held else None, rounds=rounds, told=told)
-    settle()
-    return done
-
-
-def _batches(loaded: LoadedTask, rows: Sequence[int]) -> Iterable[Any]:
-    """Some rows of a data set, made anew whenever they are gone through."""
-
-    def make() -> Iterator[Any]:
-        for first in range(0, len(rows), loaded.batch_size):
-            yield loaded.data.batch(rows[first : first + loaded.batch_size])
-
-    return Again(make)
+        done.rows = {"forget_rows": goes.rows, "keep_rows": stays.rows, "held_rows": stays.held}
+        done.rows["keep_size"] = stays.examples
+        if not stays.held:
+            done.notes.append(
+                f"Of {rows} examples to keep none can be held back to measure the budget on, which takes {HELD}: one "
+                "step of the Newton length was taken, and losses of kept examples are those of its own."
+            )
+        if settle is not None:
+            settle()
+            done.measure(goes, stays)
+        if done.budget is not None and done.used > done.budget * (1 + 1e-6):
+            done.notes.append(
+                f"Rounded to the types that the model is stored in, its kept loss has risen by {done.used:.2%}, more "
+                f"than the budget of {done.budget:.2%}."
+            )
+        return done

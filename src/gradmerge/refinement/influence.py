@@ -36,7 +36,7 @@ REPAIRS = 3
 #: Parts of such a step that are tried.
 PARTS = (1.0, 0.5, 0.25)
 #: How often log s is halved once it is known between which two lengths the budget ends, and the most that are tried.
-HALVINGS, TRIES = 6, 24
+HALVINGS, TRIES = 4, 24
 
 
 @dataclass
@@ -79,6 +79,11 @@ class InfluenceRemoval(Displayed):
     output: Path | None = None
     """On disk: the folder that was written."""
     notes: list[str] = field(default_factory=list)
+
+    def measure(self, forget: Owner, keep: Owner) -> None:
+        """Take the losses after the removal anew, as the model is now."""
+        walk = _Walk(self.model, forget, keep, held=self.budget is not None)
+        self.after = replace(walk.trials(None, [0.0])[0], s=self.after.s)
 
     @property
     def used(self) -> float:
