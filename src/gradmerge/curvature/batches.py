@@ -61,7 +61,7 @@ def moved(batch: Any, device: torch.device) -> Any:
     return _each(batch, lambda value: value.to(device, non_blocking=True))
 
 
-def batch_rows(batch: Any, rows: slice) -> Any:
+def batch_rows(batch: Any, rows: slice | Tensor) -> Any:
     """Some examples of a batch; what has no axis of examples stays as it is."""
     examples = examples_in(batch)
     return _each(batch, lambda value: value[rows] if value.dim() and len(value) == examples else value)

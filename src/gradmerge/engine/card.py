@@ -92,6 +92,11 @@ def as_card(front: Mapping[str, Any], name: str, text: str) -> str:
     return f"---\n{to_yaml(front)}---\n\n# {_plain(name)}\n\n{text.rstrip()}\n"
 
 
+def as_code(text: str) -> str:
+    """A name as code, in text or in a cell of a table."""
+    return _code(text)
+
+
 def as_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown; the first cell of a row is a name, as code."""
     lines = [columns, ["---"] * len(columns), *([_code(row[0]), *row[1:]] for row in rows)]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ..progress import NoProgress, Progress
 from .basis import Basis
 from .owners import Owner
 from .points import Point, dot, moving, norm, trained, unit, weighted
@@ -64,6 +65,8 @@ class Progressed:
     done: Refinement
     last: dict[str, Tensor] = field(default_factory=dict)
     """The last step."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """To go on from another process's work: the weights as they were then."""
 
 
 def begin(model: nn.Module, owners: Sequence[Owner], method: str, penalty: Penalty | None) -> Progressed:
@@ -92,6 +95,7 @@ def newton(
     penalty: Penalty | None = None,
     so_far: Progressed | None = None,
     told: Callable[[Progressed], None] = lambda progressed: None,
+    progress: Progress | None = None,
 ) -> Refinement:
     """Refine a model in place; it is never left with a higher loss on the rows held back than it came with.
 
@@ -102,12 +106,16 @@ def newton(
         penalty: A quadratic penalty beside the losses, if there is one.
         so_far: To go on from, with the model as it was then.
         told: Called after every round that lowered the loss.
+        progress: Told of every round; its unit is rows, and the owners advance it.
     """
     state = so_far or begin(model, owners, "newton", penalty)
     done = state.done
     search = _Search(model, owners, penalty, done)
     while len(done.rounds) <= rounds and not done.stopped:
         begun, now = time.perf_counter(), done.rounds[-1]
+        # Of every step the gradient, the curvature, the directions and the loss.
+        work = STEPS * (4 + len(DAMPINGS)) * sum(owner.rows for owner in owners)
+        (progress or NoProgress()).begin(f"round {len(done.rounds)} of {rounds}", work)
         steps: list[Step] = []
         while len(steps) < STEPS:
             found = search.step(now, state.last)
@@ -125,9 +133,7 @@ def newton(
 class _Search:
     """Finds a step and takes it."""
 
-    def __init__(
-        self, model: nn.Module, owners: Sequence[Owner], penalty: Penalty | None, done: Refinement
-    ) -> None:
+    def __init__(self, model: nn.Module, owners: Sequence[Owner], penalty: Penalty | None, done: Refinement) -> None:
         self._model, self._owners, self._penalty, self._done = model, owners, penalty, done
         self._scales = [owner.examples / owner.rows for owner in owners]
 
@@ -138,7 +144,7 @@ class _Search:
         points = self._points(directions, gradient)
         ranked = self._held(directions, [point for _, _, point in points])
         order = sorted((held, place) for place, held in enumerate(ranked) if held < now.judged)
-        for held, place in order[:TRIED]:
+        for _, place in order[:TRIED]:
             ridge, part, point = points[place]
             with moving(self._model, directions) as move:
                 move(point)
@@ -173,9 +179,7 @@ class _Search:
         found: list[Point] = [unit({n: -value for n, value in basis.solve(gradient, d).items()}) for d in dampings]
         return [*found, *([unit(last)] if last else [])], dampings
 
-    def _points(
-        self, directions: Sequence[Point], gradient: Mapping[str, Tensor]
-    ) -> list[tuple[float, float, Tensor]]:
+    def _points(self, directions: Sequence[Point], gradient: Mapping[str, Tensor]) -> list[tuple[float, float, Tensor]]:
         """(ridge, part, coefficients) of every step that is tried."""
         matrix = torch.zeros(len(directions), len(directions), dtype=torch.float64)
         for scale, owner in zip(self._scales, self._owners, strict=True):

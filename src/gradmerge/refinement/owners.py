@@ -63,8 +63,8 @@ class DataOwner:
     def __init__(
         self,
         name: str,
-        batches: Iterable[Any],
-        valid: Iterable[Any],
+        batches: Sequence[Any],
+        valid: Sequence[Any],
         *,
         examples: int | None = None,
         output: ExampleLoss | None = None,
@@ -75,6 +75,7 @@ class DataOwner:
         self._batches, self._valid, self._output = batches, valid, output
         self.rows, self.held = (sum(map(examples_in, part)) for part in (batches, valid))
         self.examples = self.rows if examples is None else examples
+        self.batches = len(batches)
         self._trial = Trial()
 
     def curvature(self, model: nn.Module) -> KroneckerCurvature:
@@ -106,6 +107,14 @@ class DataOwner:
                 found.append(total / self.held if held else total)
         return found
 
+    def batch_loss(self, model: nn.Module, number: int) -> tuple[Tensor, int]:
+        """The sum of the losses of one batch, to be differentiated, and how many rows it has."""
+        batch = moved(self._batches[number], next(model.parameters()).device)
+        self._advance(examples_in(batch))
+        with torch.enable_grad():
+            loss = self._losses_of(model, logits_of(model, batch), batch).sum()
+        return loss, examples_in(batch)
+
     def label_score(self, model: nn.Module, held: bool) -> float:
         """By how many standard deviations the labels fit the model better than the same labels dealt out at random.
 
@@ -128,6 +137,10 @@ class DataOwner:
             true = output.losses(outputs, wanted).double().mean()
         spread = float(chance.std())
         return float(chance.mean() - true) / spread if spread > 0 else 0.0
+
+    def loss_of_rows(self, model: nn.Module) -> ExampleLoss:
+        """What the loss of a row is."""
+        return self._loss(model, self._batches[0])
 
     def _likelihood(self, model: nn.Module) -> str:
         batch = next(iter(self._on_device(model, self._batches)))

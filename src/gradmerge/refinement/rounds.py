@@ -57,6 +57,8 @@ class Refinement(Displayed):
     passes: Counter[str] = field(default_factory=Counter)
     """How often all rows were gone through, for what: ``curvature``, ``gradient``, ``along`` (a direction each),
     ``rows`` (the loss); and ``held``, how often those held back were."""
+    doubted: list[str] = field(default_factory=list)
+    """Tasks whose labels fit the start no better than chance."""
     before: dict[str, dict[str, Any]] = field(default_factory=dict)
     """On disk: task → metrics on its rows held back, of the start."""
     after: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -1,0 +1,359 @@
+"""Refining a merge on a few rows of every task: in memory, or disk to disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Unpack, cast
+
+from torch import Tensor, nn
+
+from .._version import __version__
+from ..arguments import checked
+from ..curvature.losses import LOSSES, ExampleLoss
+from ..engine.card import as_code, as_table
+from ..engine.reads import changed, digest_of_state, model_paths, state_of
+from ..errors import InputError, MachineError
+from ..progress import Progress, shown
+from ..refinement.guarded import check_request, refine_model
+from ..refinement.newton import Penalty
+from ..refinement.owners import DataOwner
+from ..refinement.penalties import penalty_of
+from ..refinement.points import trained
+from ..refinement.resuming import SavedRounds
+from ..refinement.rounds import Refinement
+from ..refinement.saving import Start, notes_of_folder, opened_start, write_folder
+from ..refinement.splitting import RowBatches, as_batches, split_batches, split_rows
+from ..report.page import write_report
+from ..report.refinement_page import refinement_page
+from ..storage.staging import Staging
+from ..tasks import Loading, complete, evaluate_model
+from ..tasks.data_sources import data_paths
+from ..text import nearest
+
+
+@checked()
+def refine(
+    model: nn.Module | str | Path,
+    data: Mapping[str, Any],
+    *,
+    out: str | Path | None = None,
+    valid: Mapping[str, Any] | None = None,
+    method: str = "newton",
+    rounds: int = 2,
+    examples: Mapping[str, int] | None = None,
+    penalty: Mapping[str, Tensor] | str | None = None,
+    base: Mapping[str, Tensor] | str | Path | None = None,
+    output: str | ExampleLoss | None = None,
+    seed: int = 0,
+    progress: bool | Progress = True,
+    resume: bool = False,
+    force: bool = False,
+    durable: bool = False,
+    command: str = "",
+    **loading: Unpack[Loading],
+) -> Refinement:
+    """Refine a merged model on a few labelled rows of every task, towards the model trained on all of them.
+
+    Steps are chosen by their loss on rows that are held back, a tenth of each task's where ``valid`` gives none, and
+    the result is never worse on these than the start: in the sum over tasks of the mean loss of a row.
+
+    Args:
+        model: A module, which is refined **in place**; parameters with ``requires_grad=False`` stay as they are. Or the
+            folder or Hub id of a model, or a LoRA adapter's, of which the adapter alone is refined: then ``out`` is
+            written.
+        data: Task → its rows. For a module: batches, mappings of keyword arguments with ``labels`` or tuples that end
+            with them. For a model on disk: what `gradmerge refine --data` takes.
+        out: For a model on disk: the new folder to write.
+        valid: Task → rows to judge by, of every task or of some.
+        method: ``newton``, steps by Kronecker curvature, or ``adamw``, passes at a learning rate that is searched for.
+        rounds: How many rounds at most; for ``adamw`` passes. It ends earlier where the loss no longer falls.
+        examples: Task → how many examples it stands for; by default as many as it has rows.
+        penalty: P of a quadratic penalty ½‖θ − θ_0‖²_P, a diagonal. For a module: parameter → tensor. On disk: a
+            curvature folder, ``identity:c`` or ``none``; by default what the merge's record names, if it does.
+        base: θ_0 of the penalty. For a module: parameter → tensor. On disk: a model; by default the record's.
+        output: For a module: ``classes``, ``labels``, ``squared``, ``next-token`` or ``tokens``, where the model and
+            its labels do not tell.
+        seed: Of the rows that are held back, the labels that curvature draws, and the order of adamw's batches.
+        progress: A bar on long work; False for none; or what is told how far it is, in rows.
+        resume: On disk: go on with a run that was stopped after a round.
+        force: On disk: replace ``out`` if gradmerge wrote it, or it is empty.
+        durable: On disk: have the folder on the disk before it gets its name.
+        command: On disk: what the report says to repeat it with.
+        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says.
+
+    Returns:
+        What was done, round by round, with the model as ``model``. If no step lowers the loss, it is as it was.
+
+    >>> refine(module, {"yelp": yelp_batches, "sst2": sst2_batches}).rounds[-1].held  # doctest: +SKIP
+    >>> refine("./merged", {"yelp": "yelp.jsonl"}, out="./refined")  # doctest: +SKIP
+    """
+    check_request(method, rounds)
+    _check_names(data, valid or {}, examples or {})
+    if isinstance(model, nn.Module):
+        given = {"out": out, "resume": resume, "force": force, "durable": durable, "command": command, **loading}
+        for name, value in given.items():
+            if value:
+                raise InputError(f"{name} is an option for a model on disk, not for a module")
+        if isinstance(output, str) and output not in LOSSES:
+            raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
+        held = _penalty_in_memory(model, penalty, base)
+        loss = LOSSES[output] if isinstance(output, str) else output
+        with shown(progress, "rows") as told:
+            owners = _owners_in_memory(data, valid or {}, examples or {}, loss, seed, told)
+            begun = time.perf_counter()
+            done = refine_model(model, owners, method, rounds, penalty=held, seed=seed, progress=told)
+        done.seconds = time.perf_counter() - begun
+        return done
+    if output is not None:
+        raise InputError("output is an option for a module, not for a model on disk")
+    if out is None:
+        raise InputError("out is None, but must be the folder to write, for a model on disk: out=…")
+    for what, value in (("penalty", penalty), ("base", base)):
+        if isinstance(value, Mapping):
+            raise InputError(f"{what} is a path or a text for a model on disk, not a mapping of tensors")
+    return _refine_folder(
+        str(model),
+        {name: str(source) for name, source in data.items()},
+        Path(out),
+        {name: str(source) for name, source in (valid or {}).items()},
+        method=method,
+        rounds=rounds,
+        examples=dict(examples or {}),
+        penalty=cast("str | None", penalty),
+        base=None if base is None else str(base),
+        seed=seed,
+        progress=progress,
+        resume=resume,
+        force=force,
+        durable=durable,
+        command=command,
+        options=complete(loading, refine),
+    )
+
+
+def _check_names(data: Mapping[str, Any], valid: Mapping[str, Any], examples: Mapping[str, int]) -> None:
+    if not data:
+        raise InputError("there is no data to refine on: give --data NAME=SRC for every task")
+    for option, given in (("valid", valid), ("examples", examples)):
+        for name in given:
+            if name not in data:
+                raise InputError(f"--{option} {name}=…: there is no --data of that name{nearest(name, data)}")
+    for name, count in examples.items():
+        if count < 1:
+            raise InputError(f"--examples {name}={count}: a task stands for at least one example")
+
+
+def _penalty_in_memory(model: nn.Module, penalty: Any, base: Any) -> Penalty | None:
+    if penalty is None and base is None:
+        return None
+    if not isinstance(penalty, Mapping) or not isinstance(base, Mapping):
+        raise InputError("penalty and base are mappings from parameters to tensors, for a module, and go together")
+    parameters = trained(model)
+    for what, given in (("penalty", penalty), ("base", base)):
+        for name, value in given.items():
+            if name in parameters and value.shape != parameters[name].shape:
+                shapes = f"{list(value.shape)}, where the model has {list(parameters[name].shape)}"
+                raise InputError(f"{what}: {name} is {shapes}")
+    both = [name for name in parameters if name in penalty and name in base]
+    if not both:
+        raise InputError("penalty and base have no parameter of the model in common")
+    here = {name: parameters[name].detach() for name in both}
+    return Penalty({n: penalty[n].to(here[n]) for n in both}, {n: base[n].to(here[n]) for n in both})
+
+
+def _owners_in_memory(
+    data: Mapping[str, Any],
+    valid: Mapping[str, Any],
+    examples: Mapping[str, int],
+    output: ExampleLoss | None,
+    seed: int,
+    progress: Progress,
+) -> list[DataOwner]:
+    owners = []
+    for name, given in data.items():
+        if isinstance(given, str | Path):
+            raise InputError(f"{name}: is {type(given).__name__}, but must be batches in memory, for a module")
+        batches = as_batches(name, given)
+        if name in valid:
+            kept, held = batches, as_batches(f"valid {name}", valid[name])
+        else:
+            kept, held = split_batches(name, batches, seed)
+        owners.append(
+            DataOwner(name, kept, held, examples=examples.get(name), output=output, seed=seed, advance=progress.advance)
+        )
+    return owners
+
+
+def _owners_on_disk(
+    start: Start,
+    data: Mapping[str, str],
+    valid: Mapping[str, str],
+    examples: Mapping[str, int],
+    seed: int,
+    progress: Progress,
+) -> tuple[list[DataOwner], dict[str, RowBatches], list[str]]:
+    """The owners, the rows held back of each, and notes on how rows were read."""
+    owners, back, notes = [], {}, []
+    for name, source in data.items():
+        loaded = start.with_data(source)
+        if name in valid:
+            apart = start.with_data(valid[name])
+            kept, held = RowBatches(loaded, range(loaded.examples)), RowBatches(apart, range(apart.examples))
+        else:
+            apart = loaded
+            rows, rows_held = split_rows(name, loaded.examples, seed)
+            kept, held = RowBatches(loaded, rows), RowBatches(loaded, rows_held)
+        stands_for = examples.get(name)
+        owner = DataOwner(
+            name, kept, held, examples=stands_for, output=loaded.output, seed=seed, advance=progress.advance
+        )
+        owners.append(owner)
+        back[name] = held
+        told = loaded.notes if apart is loaded else loaded.notes + apart.notes
+        notes += [f"{name}: {text}" for text in told if text not in start.notes]
+    return owners, back, notes
+
+
+def _refine_folder(
+    reference: str,
+    data: Mapping[str, str],
+    out: Path,
+    valid: Mapping[str, str],
+    *,
+    method: str,
+    rounds: int,
+    examples: Mapping[str, int],
+    penalty: str | None,
+    base: str | None,
+    seed: int,
+    progress: bool | Progress,
+    resume: bool,
+    force: bool,
+    durable: bool,
+    command: str,
+    options: Loading,
+) -> Refinement:
+    begun = time.perf_counter()
+    models = [path for one in (reference, base, penalty, options["tokenizer"]) for path in model_paths(one)]
+    sources = [path for source in (*data.values(), *valid.values()) for path in data_paths(source)]
+    with (
+        Staging(out, "refinement", reads=[*models, *sources], force=force, resume=resume, durable=durable) as staging,
+        shown(progress, "rows") as told,
+        opened_start(reference, options) as start,
+    ):
+        files = state_of(models) + state_of(sources, deep=True)
+        held_to, penalty_facts, notes = penalty_of(start, penalty, base)
+        owners, back, read_notes = _owners_on_disk(start, data, valid, examples, seed, told)
+        request = {
+            "version": __version__,
+            "model": reference,
+            "data": dict(data),
+            "valid": dict(valid),
+            "files": digest_of_state(files),
+            "method": method,
+            "examples": dict(examples),
+            **penalty_facts,
+            "seed": seed,
+            **{name: dict(start.options)[name] for name in ("task", "limit", "max_length", "dtype", "batch_size")},
+            "columns": dict(options["columns"] or {}),
+        }
+        saved = SavedRounds(staging, request)
+        so_far = saved.read(start.model, method) if resume else None
+        resumed = len(so_far.done.rounds) - 1 if so_far is not None else 0
+        before = _metrics(start, owners, back)
+        done = refine_model(
+            start.model,
+            owners,
+            method,
+            rounds,
+            penalty=held_to,
+            seed=seed,
+            so_far=so_far,
+            told=saved.write,
+            progress=told,
+        )
+        moved = _rounded(start, owners, back, before, done)
+        done.before, done.after = before, _metrics(start, owners, back) if moved else before
+        if path := changed(files, state_of(models) + state_of(sources, deep=True)):
+            staging.keep = False
+            raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Refine again.")
+        done.notes = [*staging.notes, *start.notes, *notes, *read_notes, *done.notes, *notes_of_folder(start)]
+        done.seconds = time.perf_counter() - begun
+        facts = _facts(done, owners, data, valid, {"penalty_of": penalty_facts, "seed": seed, "resumed": resumed})
+        card = _card(start, done, owners)
+        write_folder(
+            staging, start, moved, what="refinement", facts=facts, card=card, seconds=done.seconds, notes=done.notes
+        )
+        write_report(staging.folder, refinement_page(done, reference, facts, [command] if command else []))
+        saved.remove()
+    done.output = out
+    return done
+
+
+def _metrics(start: Start, owners: list[DataOwner], back: Mapping[str, RowBatches]) -> dict[str, dict[str, Any]]:
+    """Task → metrics on its rows held back."""
+    return {o.name: dict(evaluate_model(start.model, back[o.name], o.loss_of_rows(start.model))) for o in owners}
+
+
+def _rounded(
+    start: Start,
+    owners: list[DataOwner],
+    back: Mapping[str, RowBatches],
+    before: Mapping[str, Mapping[str, Any]],
+    done: Refinement,
+) -> list[str]:
+    """Round the model as it will be stored; the parameters that are written, none if rounding undoes the gain."""
+    if not done.improved:
+        return []
+    start.round_weights()
+    judged = sum(owner.losses(start.model, held=True)[0] for owner in owners)
+    if judged >= done.rounds[0].judged:
+        done.rounds, done.stopped = done.rounds[:1], "the gain is lost in the rounding to the model's own types"
+        return []
+    return list(trained(start.model))
+
+
+def _facts(
+    done: Refinement,
+    owners: list[DataOwner],
+    data: Mapping[str, str],
+    valid: Mapping[str, str],
+    more: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What a record says of a refinement."""
+    tasks = {
+        owner.name: {
+            "data": data[owner.name],
+            "rows": owner.rows,
+            "valid": valid.get(owner.name, "held back"),
+            "held_rows": owner.held,
+            "examples": owner.examples,
+            "before": done.before[owner.name],
+            "after": done.after[owner.name],
+        }
+        for owner in owners
+    }
+    rounds = [asdict(one) | {"sum_of_held": one.judged} for one in done.rounds]
+    facts = {"method": done.method, "tasks": tasks, "rounds": rounds, "stopped": done.stopped}
+    return {**facts, "passes": dict(done.passes), **more, "unit": "loss: nats, the mean over rows held back"}
+
+
+def _card(start: Start, done: Refinement, owners: list[DataOwner]) -> str:
+    name = start.reference if not Path(start.reference).exists() else Path(start.reference).resolve().name
+    columns = ["task", "rows", "held back", "loss before", "loss after"]
+    first, last = done.rounds[0].held, done.rounds[-1].held
+    rows = [[o.name, str(o.rows), str(o.held), f"{first[o.name]:.4g}", f"{last[o.name]:.4g}"] for o in owners]
+    count = len(done.rounds) - 1
+    what = "The adapter was" if start.adapter else "It was"
+    return f"""Refined from {as_code(name)} by **{done.method}** with gradmerge {__version__}.
+
+{what} refined in {count} round{"s" if count != 1 else ""} on labelled rows of every task. Losses are means over rows
+held back, in nats.
+
+{as_table(columns, rows)}
+
+`gradmerge.json` in this repository holds every round, and `report.html` shows them.
+"""

@@ -1,0 +1,124 @@
+"""`gradmerge refine`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import InputError
+from .options import Force, LoadingOptions, Printing, command
+from .output import heavy_imports, note, print_json, print_table, progress
+from .streams import say
+
+EXAMPLE = (
+    "Examples: gradmerge refine ./merged --data yelp=yelp.jsonl --data sst2=sst2.jsonl -o ./refined   ·   "
+    "gradmerge refine ./merged --data yelp=yelp.jsonl --valid yelp=more.jsonl --with adamw --rounds 3 -o ./refined"
+)
+NamedSource = Annotated[
+    list[str],
+    typer.Option("--data", "-d", metavar="NAME=SRC", help="Labelled rows of a task. Repeat it for each task."),
+]
+
+
+@command
+def refine(
+    *,
+    model: Annotated[
+        str, typer.Argument(metavar="MERGED", help="Model folder, Hub id or LoRA adapter folder to begin with.")
+    ],
+    data: NamedSource,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
+    valid: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=SRC", help="Rows to judge a task by; by default a tenth of its data is held back."),
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option("--with", metavar="HOW", help="newton: steps by curvature; adamw: passes at a searched rate."),
+    ] = "newton",
+    rounds: Annotated[int, typer.Option(metavar="N", help="Rounds at most; for adamw, passes.")] = 2,
+    examples: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=N", help="How many examples a task stands for; by default its rows. Repeatable."),
+    ] = None,
+    penalty: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P", help="Curvature folder, identity:c or none; by default the penalty that MERGED's record names."
+        ),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="B", help="The base that the penalty holds to; by default MERGED's.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Decides which rows are held back.")] = 0,
+    loading: LoadingOptions,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped after a round.")] = False,
+    force: Force = False,
+    printing: Printing,
+) -> None:
+    """Refine a merge on a few labelled rows of every task, towards the model trained on all of them.
+
+    Never worse than MERGED on the rows held back.
+    """
+    sources, judged = named("data", data), named("valid", valid or [])
+    counts = {name: _whole(name, text) for name, text in named("examples", examples or []).items()}
+    with heavy_imports():
+        from .. import refine as refine_model
+        from ..report.refinement_page import metrics_table, verdict
+
+    with progress(printing.silent, "rows") as shown:
+        done = refine_model(
+            model,
+            sources,
+            out=out,
+            valid=judged,
+            method=method,
+            rounds=rounds,
+            examples=counts,
+            penalty=penalty,
+            base=base,
+            seed=seed,
+            resume=resume,
+            force=force,
+            progress=shown,
+            command=shlex.join(["gradmerge", *sys.argv[1:]]),
+            **loading.as_keywords(),
+        )
+    if printing.json:
+        tasks = {name: {"before": done.before[name], "after": done.after[name]} for name in done.before}
+        facts = {"output": str(out), "method": done.method, "improved": done.improved, "tasks": tasks}
+        rest = {"stopped": done.stopped, "passes": dict(done.passes), "seconds": done.seconds, "notes": done.notes}
+        print_json({**facts, "rounds": [asdict(one) for one in done.rounds], **rest})
+        return
+    for text in done.notes:
+        note(text, printing.quiet)
+    table = metrics_table(done)
+    print_table(table.columns, table.rows, right=(1, 2, 4, 5), digits=4)
+    if not printing.quiet:
+        say("\n" + verdict(done)[0])
+        say(f"{out}: written; report.html shows the rounds.")
+
+
+def named(option: str, pairs: list[str]) -> dict[str, str]:
+    """`NAME=VALUE` options as a mapping."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name or not value:
+            raise InputError(f"--{option} {pair}: give the task's name and a value, as --{option} yelp=…")
+        if name in found:
+            raise InputError(f"--{option} {pair}: {name} has one already")
+        found[name] = value
+    return found
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(f"--examples {name}={text}: give a whole number") from None

@@ -1,0 +1,144 @@
+"""Refinement by AdamW on the rows of all tasks together: passes with a learning rate that rows held back choose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..progress import NoProgress, Progress
+from .newton import Penalty, Progressed, begin, losses_at
+from .owners import DataOwner
+from .points import evaluated, norm, trained
+from .rounds import Refinement, Round, Step
+
+#: Where the search for a learning rate begins, its factor, and how many it tries at most.
+RATE, FACTOR, TRIALS = 1e-4, 3.0, 5
+
+
+def adamw(
+    model: nn.Module,
+    owners: Sequence[DataOwner],
+    *,
+    rounds: int = 2,
+    penalty: Penalty | None = None,
+    seed: int = 0,
+    so_far: Progressed | None = None,
+    told: Callable[[Progressed], None] = lambda progressed: None,
+    progress: Progress | None = None,
+) -> Refinement:
+    """Refine a model in place by passes over all rows; arguments as of :func:`newton`.
+
+    The first pass is made with several learning rates, up or down from ``RATE`` while the loss on the rows held back
+    falls, and the best is kept. Others follow while that loss goes on falling, at this rate or a third of it. Inside a
+    pass the rate falls linearly to 0.
+    """
+    state = so_far or begin(model, owners, "adamw", penalty)
+    done, progress = state.done, progress or NoProgress()
+    rows = sum(owner.rows for owner in owners)
+    while len(done.rounds) <= rounds and not done.stopped:
+        begun, number = time.perf_counter(), len(done.rounds)
+        progress.begin(f"pass {number} of {rounds}", 2 * rows * (TRIALS if number == 1 else 1))
+        best = _Best(model, done.rounds[-1].judged)
+        for rate in _rates(done, best):
+            order = torch.Generator().manual_seed(1000 * seed + number)
+            _one_pass(model, owners, rate, penalty, order, done)
+            after = losses_at(model, owners, penalty, done)
+            best.offer(after, rate)
+        length = best.restore()
+        if best.found is None:
+            done.stopped = "no pass lowers the loss on the rows held back"
+            break
+        step = Step(length, best.rate / RATE, best.rate)
+        done.rounds.append(Round(best.found.held, best.found.rows, [step], time.perf_counter() - begun))
+        told(state)
+    return done
+
+
+class _Best:
+    """The weights before a pass, and the best ones after it."""
+
+    def __init__(self, model: nn.Module, before: float) -> None:
+        self._parameters = trained(model)
+        self._start = {name: p.detach().clone() for name, p in self._parameters.items()}
+        self._kept: dict[str, Tensor] | None = None
+        self.found: Round | None = None
+        self.rate = 0.0
+        self._judged = before
+
+    def offer(self, after: Round, rate: float) -> None:
+        """Keep the weights as they are if they are the best so far, and go back to the start."""
+        if after.judged < self._judged:
+            self._judged, self.found, self.rate = after.judged, after, rate
+            self._kept = {name: p.detach().clone() for name, p in self._parameters.items()}
+        self._place(self._start)
+
+    def restore(self) -> float:
+        """Put the model at the best weights; how far from the start they are."""
+        if self._kept is None:
+            return 0.0
+        self._place(self._kept)
+        return norm({name: value - self._start[name] for name, value in self._kept.items()})
+
+    def _place(self, values: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(values[name])
+
+
+def _rates(done: Refinement, best: _Best) -> Iterator[float]:
+    """The learning rates to try, each after the result of the one before is known."""
+    if len(done.rounds) > 1:
+        rate = done.rounds[-1].steps[-1].damping
+        yield rate
+        if best.found is None:
+            yield rate / FACTOR
+        return
+    yield RATE
+    tried = 1
+    for direction in (FACTOR, 1 / FACTOR):
+        rate = RATE
+        while tried < TRIALS:
+            rate *= direction
+            tried += 1
+            yield rate
+            if best.rate != rate:
+                break
+        if best.rate > RATE:
+            return
+
+
+def _one_pass(
+    model: nn.Module,
+    owners: Sequence[DataOwner],
+    rate: float,
+    penalty: Penalty | None,
+    order: torch.Generator,
+    done: Refinement,
+) -> None:
+    """All batches of all tasks once, in a random order."""
+    parameters = trained(model)
+    examples = sum(owner.examples for owner in owners)
+    places = [(owner, number) for owner in owners for number in range(owner.batches)]
+    shuffled = [places[place] for place in torch.randperm(len(places), generator=order).tolist()]
+    optimizer = torch.optim.AdamW(parameters.values(), lr=rate, weight_decay=0.0)
+    with evaluated(model):
+        for step, (owner, number) in enumerate(shuffled):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * (1 - step / len(shuffled))
+            loss, rows = owner.batch_loss(model, number)
+            # Its share of the mean loss of an example of all tasks.
+            scale = owner.examples / examples * (sum(o.rows for o in owners) / owner.rows) / rows
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                (loss * scale).backward()
+            if penalty is not None:
+                for name, value in penalty.gradient(parameters).items():
+                    gradient = parameters[name].grad
+                    if gradient is not None:
+                        gradient += value.to(gradient) / examples
+            optimizer.step()
+    optimizer.zero_grad()
+    done.passes.update(gradient=1)

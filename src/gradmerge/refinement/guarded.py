@@ -1,0 +1,79 @@
+"""Refinement with its guards: what is returned is never worse on the rows held back, nor learned from noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from ..progress import NoProgress, Progress
+from ..text import nearest
+from .adamw import adamw
+from .newton import Penalty, Progressed, begin, newton
+from .owners import DataOwner
+from .points import trained
+from .rounds import Refinement
+
+METHODS = ("newton", "adamw")
+#: Labels that fit a model better than chance by fewer standard deviations may be noise.
+LEAST_SCORE = 3.0
+
+
+def check_request(method: str, rounds: int) -> None:
+    if method not in METHODS:
+        raise InputError(f"--with {method}: known are {', '.join(METHODS)}{nearest(method, METHODS)}")
+    if rounds < 1:
+        raise InputError(f"--rounds {rounds}: at least one is needed")
+
+
+def refine_model(
+    model: nn.Module,
+    owners: Sequence[DataOwner],
+    method: str = "newton",
+    rounds: int = 2,
+    *,
+    penalty: Penalty | None = None,
+    seed: int = 0,
+    so_far: Progressed | None = None,
+    told: Callable[[Progressed], None] = lambda progressed: None,
+    progress: Progress | None = None,
+) -> Refinement:
+    """Refine a model in place by one of ``METHODS``; their other arguments.
+
+    Labels that fit the start no better than the same labels dealt out at random are doubted: such a task may be new to
+    the model, or noise, and a model that fits noise may have a lower loss only because it is less sure of itself. If
+    the refined model does not tell the doubted labels from chance on the rows held back, the model stays as it was.
+    """
+    check_request(method, rounds)
+    progress = progress or NoProgress()
+    parameters = trained(model)
+    start = {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
+    if so_far is not None:
+        with torch.no_grad():
+            for name, value in so_far.weights.items():
+                parameters[name].copy_(value)
+    state = so_far or begin(model, owners, method, penalty)
+    first = state.done.rounds[0]
+    if so_far is None:
+        state.done.doubted = [o.name for o in owners if o.label_score(model, held=False) < LEAST_SCORE]
+    if method == "newton":
+        done = newton(model, owners, rounds=rounds, penalty=penalty, so_far=state, told=told, progress=progress)
+    else:
+        done = adamw(
+            model, owners, rounds=rounds, penalty=penalty, seed=seed, so_far=state, told=told, progress=progress
+        )
+    doubted = [owner for owner in owners if owner.name in done.doubted]
+    noise = [owner.name for owner in doubted if owner.label_score(model, held=True) < LEAST_SCORE]
+    if noise and done.improved:
+        with torch.no_grad():
+            for name, value in start.items():
+                parameters[name].copy_(value)
+        done.rounds = [first]
+        done.stopped = "labels are no better than chance"
+        done.notes.append(
+            f"the labels of {', '.join(noise)} fit neither the start nor the refined model better than the same labels "
+            "in a random order: the model stays as it was. Look at these labels, or leave the task out."
+        )
+    return done

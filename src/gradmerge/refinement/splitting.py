@@ -1,0 +1,84 @@
+"""Rows of a task: those that steps are made of, and those that are held back to judge them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..curvature.batches import batch_rows, examples_in, values_of
+from ..errors import InputError
+from ..tasks import LoadedTask
+
+#: Every so many rows, one is held back.
+HELD = 10
+#: Bytes of a task's batches that are kept in memory; those of larger ones are made anew in every pass.
+KEPT_BYTES = 1_000_000_000
+
+
+def split_rows(name: str, count: int, seed: int) -> tuple[list[int], list[int]]:
+    """The places of a task's rows, in their order, and of a tenth that is held back, drawn by the seed and the name."""
+    if count < 2:
+        raise InputError(
+            f"{name}: has {count} row{'s' if count != 1 else ''}, so that no validation row would be left beside what "
+            f"is learned from. Give more rows, or validation rows: --valid {name}=SRC"
+        )
+    key = hashlib.sha256(f"gradmerge held back {seed} {name}".encode()).digest()
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))).tolist()
+    held = max(1, count // HELD)
+    return sorted(order[held:]), sorted(order[:held])
+
+
+def split_batches(name: str, batches: Sequence[Any], seed: int) -> tuple[list[Any], list[Any]]:
+    """Batches in memory without the rows held back, and these."""
+    sizes = [examples_in(batch) for batch in batches]
+    _, held = split_rows(name, sum(sizes), seed)
+    chosen = torch.zeros(sum(sizes), dtype=torch.bool)
+    chosen[held] = True
+    kept: list[Any] = []
+    back: list[Any] = []
+    for batch, marks in zip(batches, chosen.split(sizes), strict=True):
+        for into, which in ((kept, ~marks), (back, marks)):
+            if bool(which.any()):
+                place = next(value.device for value in values_of(batch) if isinstance(value, Tensor))
+                into.append(batch_rows(batch, which.nonzero()[:, 0].to(place)))
+    return kept, back
+
+
+class RowBatches(Sequence[Any]):
+    """Some rows of loaded data as batches, kept in memory where they are not too large."""
+
+    def __init__(self, loaded: LoadedTask, rows: Sequence[int]) -> None:
+        self._loaded, self._rows = loaded, rows
+        self._kept: dict[int, Any] | None = {}
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self._loaded.batch_size)
+
+    def __getitem__(self, place: Any) -> Any:
+        if not 0 <= place < len(self):
+            raise IndexError(place)
+        if self._kept is not None and place in self._kept:
+            return self._kept[place]
+        size = self._loaded.batch_size
+        batch = self._loaded.data.batch(self._rows[place * size : (place + 1) * size])
+        if self._kept is not None:
+            self._kept[place] = batch
+            if len(self._kept) == 1 and _nbytes(batch) * len(self) > KEPT_BYTES:
+                self._kept = None
+        return batch
+
+
+def _nbytes(batch: Any) -> int:
+    return sum(value.nbytes for value in values_of(batch) if isinstance(value, Tensor))
+
+
+def as_batches(name: str, batches: Iterable[Any]) -> Sequence[Any]:
+    """Batches that can be gone through again; an iterator's are kept."""
+    found = batches if isinstance(batches, Sequence) and not isinstance(batches, str) else list(batches)
+    if not len(found) or not sum(map(examples_in, found)):
+        raise InputError(f"{name}: there are no rows")
+    return found

@@ -1,0 +1,99 @@
+"""A refinement in words, a curve and tables."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._version import __version__
+from ..diagnostics.scores import headline, loss_of
+from ..engine.card import to_yaml
+from ..refinement.rounds import Refinement
+from .charts import LineChart, Series
+from .page import Page, Section, Table, Value
+
+
+def refinement_page(done: Refinement, start: str, facts: Mapping[str, Any], commands: Sequence[str]) -> Page:
+    """The report of a refinement: each task's loss over the rounds, and every step."""
+    sections = [_curves(done), _steps(done)]
+    if done.notes:
+        sections.append(Section("Notes", "\n\n".join(done.notes)))
+    tasks = facts["tasks"]
+    provenance = {
+        "made by": f"gradmerge {__version__}",
+        "made at": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "start": start,
+        "method": done.method,
+        **{f"data of {name}": f"{task['data']}, {task['rows']} rows" for name, task in tasks.items()},
+        **{f"judged by, {name}": f"{task['valid']}, {task['held_rows']} rows" for name, task in tasks.items()},
+    }
+    asked = {name: facts[name] for name in ("method", "seed", "penalty_of")}
+    asked["tasks"] = {name: {k: task[k] for k in ("data", "valid", "examples")} for name, task in tasks.items()}
+    subtitle = f"{start}, by {done.method}, on {len(tasks)} task{'s' if len(tasks) != 1 else ''}"
+    return Page("What refinement gained", subtitle, verdict(done), sections, to_yaml(asked), provenance, commands)
+
+
+def verdict(done: Refinement) -> list[str]:
+    """What a user should know, in sentences."""
+    first, last = done.rounds[0], done.rounds[-1]
+    if not done.improved:
+        return [f"The model is as it was: {done.stopped}."]
+    count = len(done.rounds) - 1
+    gained = 100 * (1 - last.judged / first.judged) if first.judged else 0.0
+    words = [
+        f"{count} round{'s' if count != 1 else ''} lowered the loss on the rows held back, summed over the tasks, from "
+        f"{first.judged:.4g} to {last.judged:.4g} nats, by {gained:.0f} %."
+    ]
+    for task, before in done.before.items():
+        name = headline(before)
+        now, then = done.after[task].get(name), before.get(name)
+        if now is not None and then is not None:
+            words.append(f"On {task} the {name.replace('_', ' ')} went from {then:.4g} to {now:.4g}.")
+    worse = [task for task, loss in last.held.items() if loss > first.held[task]]
+    if worse:
+        words.append(f"{', '.join(worse)} lost what others gained.")
+    if done.stopped:
+        words.append(f"It ended early: {done.stopped}.")
+    return words
+
+
+def metrics_table(done: Refinement) -> Table:
+    """Per task the loss and the headline metric on the rows held back, before and after."""
+    rows: list[Sequence[Value]] = []
+    for task, before in done.before.items():
+        name = headline(before)
+        row: list[Value] = [task, loss_of(before), loss_of(done.after[task])]
+        rows.append([*row, name.replace("_", " "), before.get(name), done.after[task].get(name)])
+    columns = ["task", "loss before", "loss after", "metric", "before", "after"]
+    return Table("Rows held back", "held-back", columns, rows, "Loss: the mean over rows, in nats.")
+
+
+def _curves(done: Refinement) -> Section:
+    places = [float(number) for number in range(len(done.rounds))]
+    series = [Series(task, places, [one.held[task] for one in done.rounds]) for task in done.rounds[0].held]
+    unit = "pass" if done.method == "adamw" else "round"
+    chart = LineChart("Loss on rows held back", "losses", f"{unit}, 0 is the start", "mean loss of a row, nats", series)
+    return Section(
+        "Each task's loss over the rounds",
+        "These rows chose the steps and decided when to stop, so their loss is a little too good: judge the result "
+        "on others.",
+        [chart],
+        [metrics_table(done)],
+    )
+
+
+def _steps(done: Refinement) -> Section:
+    rows: list[Sequence[Value]] = []
+    for number, one in enumerate(done.rounds):
+        for step in one.steps:
+            ridge = step.ridge if done.method == "newton" else None
+            rows.append([number, step.length, step.part, step.damping, ridge])
+    what = "learning rate" if done.method == "adamw" else "damping λ"
+    columns = ["round", "‖step‖", "part", what, "ridge"]
+    passes = ", ".join(f"{count} × {name}" for name, count in done.passes.items())
+    return Section(
+        "Steps",
+        f"Passes over the rows: {passes}. (held: over the rows held back.) It took {done.seconds:.1f} s.",
+        tables=[Table("Steps that were taken", "steps", columns, rows)],
+    )
