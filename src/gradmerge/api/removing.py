@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack, cast, overload
+from typing import Any, cast, overload
 
 from torch import nn
 
@@ -66,7 +66,7 @@ def remove(
     durable: bool = False,
     progress: bool | Progress = True,
     command: str | None = None,
-    **loading: Unpack[Loading],
+    **loading: Any,
 ) -> InfluenceRemoval | MergeResult:
     """Take what a model has learned from some rows out of it, while what it does on others stays.
 
@@ -102,7 +102,7 @@ def remove(
     >>> remove(module, forget=toxic_batches, keep=kept_batches).used  # doctest: +SKIP
     >>> remove("./gpt2", "./gpt2-clean", forget="toxic.jsonl", keep="kept.jsonl", budget="2%")  # doctest: +SKIP
     """
-    options = complete(loading, remove)
+    options = complete(cast(Loading, loading), remove)
     method = method or ("influence" if models is None else "removal")
     if method not in METHODS:
         raise InputError(f"method {method!r}: known are {', '.join(METHODS)}{nearest(method, METHODS)}")
@@ -184,12 +184,13 @@ def _on_disk(
     asked: _Asked,
     progress: Progress,
     command: str | None,
-    **staging_options: bool,
+    force: bool,
+    durable: bool,
 ) -> InfluenceRemoval:
     begun = time.perf_counter()
     models = [path for reference in (base, options["tokenizer"]) for path in model_paths(reference)]
     data = [path for source in (forget, keep) for path in data_paths(source)]
-    staged = Staging(out, "removal", reads=[*models, *data], **staging_options)
+    staged = Staging(out, "removal", reads=[*models, *data], force=force, durable=durable)
     with staged as staging, opened_start(base, options) as start:
         files = state_of(models) + state_of(data, deep=True)
         goes, stays = start.with_data(forget), start.with_data(keep)

@@ -36,9 +36,7 @@ def remove(
     ] = None,
     keep_size: Annotated[
         int | None,
-        typer.Option(
-            "--keep-size", metavar="N", min=1, help="How many examples stay in all; default: those given."
-        ),
+        typer.Option("--keep-size", metavar="N", min=1, help="How many examples stay in all; default: those given."),
     ] = None,
     budget: Annotated[
         str,
@@ -48,9 +46,7 @@ def remove(
     ] = "2%",
     rounds: Annotated[
         int,
-        typer.Option(
-            "--rounds", metavar="N", min=1, help="Influence steps, with repairs between; 1 is one alone."
-        ),
+        typer.Option("--rounds", metavar="N", min=1, help="Influence steps, with repairs between; 1 is one alone."),
     ] = 8,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the rows of --keep held back.")] = 0,
     model: Annotated[
