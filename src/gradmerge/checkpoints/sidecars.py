@@ -26,10 +26,11 @@ NEEDED = (
 )
 #: Of a module of sentence-transformers in a folder of its own.
 NEEDED_OF_MODULES = f"{NEEDED} *_config.json"
-#: Left out without a word: weights in any format, what is written anew, and what belongs to a training run.
+#: Left out without a word: weights in any format, what is written anew, reports, and what belongs to a training run.
 EXPECTED = (
     "*.safetensors *.bin *.pt *.pth *.ckpt *.h5 *.msgpack *.onnx *.gguf *.ot *.npz *.lock *.index.json .* README.md "
-    "gradmerge.json adapter_config.json trainer_state.json *_results.json curvature additional_chat_templates"
+    "gradmerge.json adapter_config.json trainer_state.json *_results.json curvature additional_chat_templates "
+    "report.html *.csv *.svg"
 )
 NEVER = "*.py *.pkl *.pickle *.sh"
 

@@ -16,6 +16,8 @@ from .rounds import Refinement, Round, Step
 
 #: Where the search for a learning rate begins, its factor, and how many it tries at most.
 RATE, FACTOR, TRIALS = 1e-4, 3.0, 5
+#: Rows of all tasks that a step is made of, however many are computed at once.
+STEP_ROWS = 16
 
 
 def adamw(
@@ -118,27 +120,28 @@ def _one_pass(
     order: torch.Generator,
     done: Refinement,
 ) -> None:
-    """All batches of all tasks once, in a random order."""
+    """All rows of all tasks once, in a random order."""
     parameters = trained(model)
     examples = sum(owner.examples for owner in owners)
-    places = [(owner, number) for owner in owners for number in range(owner.batches)]
+    places = [(owner, row) for owner in owners for row in range(owner.rows)]
     shuffled = [places[place] for place in torch.randperm(len(places), generator=order).tolist()]
+    steps = [shuffled[first : first + STEP_ROWS] for first in range(0, len(shuffled), STEP_ROWS)]
     optimizer = torch.optim.AdamW(parameters.values(), lr=rate, weight_decay=0.0)
-    with evaluated(model):
-        for step, (owner, number) in enumerate(shuffled):
+    with evaluated(model), torch.enable_grad():
+        for number, chosen in enumerate(steps):
             for group in optimizer.param_groups:
-                group["lr"] = rate * (1 - step / len(shuffled))
-            loss, rows = owner.batch_loss(model, number)
-            # Its share of the mean loss of an example of all tasks.
-            scale = owner.examples / examples * (sum(o.rows for o in owners) / owner.rows) / rows
-            optimizer.zero_grad()
-            with torch.enable_grad():
-                (loss * scale).backward()
+                group["lr"] = rate * (1 - number / len(steps))
+            for owner in owners:
+                rows = [row for one, row in chosen if one is owner]
+                # What stands for the mean loss of an example of all tasks.
+                weight = owner.examples / owner.rows * len(places) / examples / len(chosen)
+                for loss in owner.losses_of_rows(model, rows):
+                    (loss * weight).backward()
             if penalty is not None:
                 for name, value in penalty.gradient(parameters).items():
                     gradient = parameters[name].grad
                     if gradient is not None:
                         gradient += value.to(gradient) / examples
             optimizer.step()
-    optimizer.zero_grad()
+            optimizer.zero_grad()
     done.passes.update(gradient=1)

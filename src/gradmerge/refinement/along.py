@@ -92,7 +92,8 @@ def _by_differences(model: nn.Module, batch: Any, directions: Sequence[Point]) -
     changes = []
     with torch.no_grad():
         logits = logits_of(model, batch)
-        wanted = torch.finfo(logits.dtype).eps ** (1 / 3) * float(logits.float().norm())
+        # Of float32 also where the model is wider: some layers, such as T5's norms, compute in float32 all the same.
+        wanted = torch.finfo(torch.float32).eps ** (1 / 3) * float(logits.float().norm())
         for direction in directions:
             with moving(model, [direction]) as move:
 

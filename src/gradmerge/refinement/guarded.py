@@ -50,6 +50,8 @@ def refine_model(
     progress = progress or NoProgress()
     parameters = trained(model)
     start = {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
+    # Loss and score on all rows.
+    progress.begin("evaluating", 2 * sum(owner.rows + owner.held for owner in owners))
     if so_far is not None:
         with torch.no_grad():
             for name, value in so_far.weights.items():

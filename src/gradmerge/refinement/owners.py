@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..curvature.batches import examples_in, moved
+from ..curvature.batches import batch_rows, examples_in, moved
 from ..curvature.estimate import estimate_curvature
 from ..curvature.gradients import Gradient, estimate_gradient
 from ..curvature.kronecker import KroneckerCurvature
@@ -16,6 +18,7 @@ from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, logits_of, los
 from ..curvature.trial import Trial
 from .along import curvature_along
 from .points import Point, evaluated, moving
+from .splitting import RowBatches
 
 #: Up to so many outputs, the curvature's expectation over labels is taken exactly, one backward pass for each.
 FEW_CLASSES = 16
@@ -73,9 +76,10 @@ class DataOwner:
     ) -> None:
         self.name, self._seed, self._advance = name, seed, advance
         self._batches, self._valid, self._output = batches, valid, output
-        self.rows, self.held = (sum(map(examples_in, part)) for part in (batches, valid))
+        sizes = list(map(examples_in, batches))
+        self._starts = [0, *itertools.accumulate(sizes)][: len(sizes)]
+        self.rows, self.held = sum(sizes), sum(map(examples_in, valid))
         self.examples = self.rows if examples is None else examples
-        self.batches = len(batches)
         self._trial = Trial()
 
     def curvature(self, model: nn.Module) -> KroneckerCurvature:
@@ -93,7 +97,8 @@ class DataOwner:
         return estimate_gradient(model, self._batches, output=self._output, each_batch=self._advance)
 
     def along(self, model: nn.Module, directions: Sequence[Point]) -> Tensor:
-        return curvature_along(model, self._on_device(model, self._batches), directions, self._losses_of)
+        batches = self._on_device(model, self._batches, times=len(directions))
+        return curvature_along(model, batches, directions, self._losses_of)
 
     def losses(
         self, model: nn.Module, directions: Sequence[Point] = (), points: Tensor | None = None, *, held: bool
@@ -107,13 +112,18 @@ class DataOwner:
                 found.append(total / self.held if held else total)
         return found
 
-    def batch_loss(self, model: nn.Module, number: int) -> tuple[Tensor, int]:
-        """The sum of the losses of one batch, to be differentiated, and how many rows it has."""
-        batch = moved(self._batches[number], next(model.parameters()).device)
-        self._advance(examples_in(batch))
-        with torch.enable_grad():
-            loss = self._losses_of(model, logits_of(model, batch), batch).sum()
-        return loss, examples_in(batch)
+    def losses_of_rows(self, model: nn.Module, rows: Sequence[int]) -> Iterator[Tensor]:
+        """Sums of losses, to be differentiated one after another, that make up the loss of some rows."""
+        if isinstance(self._batches, RowBatches):
+            parts = [self._batches.rows(rows)] if rows else []
+        else:
+            by_batch: dict[int, list[int]] = {}
+            for row in rows:
+                number = bisect_right(self._starts, row) - 1
+                by_batch.setdefault(number, []).append(row - self._starts[number])
+            parts = [batch_rows(self._batches[number], torch.tensor(own)) for number, own in by_batch.items()]
+        for batch in self._on_device(model, parts):
+            yield self._losses_of(model, logits_of(model, batch), batch).sum()
 
     def label_score(self, model: nn.Module, held: bool) -> float:
         """By how many standard deviations the labels fit the model better than the same labels dealt out at random.
@@ -152,11 +162,11 @@ class DataOwner:
     def _counted(self, batches: Iterable[Any]) -> Iterable[Any]:
         return _Counted(batches, self._advance)
 
-    def _on_device(self, model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
+    def _on_device(self, model: nn.Module, batches: Iterable[Any], times: int = 1) -> Iterator[Any]:
         place = next(model.parameters()).device
         for batch in batches:
             yield moved(batch, place)
-            self._advance(examples_in(batch))
+            self._advance(times * examples_in(batch))
 
     def _losses(self, model: nn.Module, batch: Any, check: bool) -> Tensor:
         logits = logits_of(model, batch)

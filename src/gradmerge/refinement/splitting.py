@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..curvature.batches import batch_rows, examples_in, values_of
 from ..errors import InputError
+from ..quiet import quiet_transformers
 from ..tasks import LoadedTask
 
 #: Every so many rows, one is held back.
@@ -64,12 +65,17 @@ class RowBatches(Sequence[Any]):
         if self._kept is not None and place in self._kept:
             return self._kept[place]
         size = self._loaded.batch_size
-        batch = self._loaded.data.batch(self._rows[place * size : (place + 1) * size])
+        batch = self.rows(range(place * size, min((place + 1) * size, len(self._rows))))
         if self._kept is not None:
             self._kept[place] = batch
             if len(self._kept) == 1 and _nbytes(batch) * len(self) > KEPT_BYTES:
                 self._kept = None
         return batch
+
+    def rows(self, places: Sequence[int]) -> Any:
+        """Some rows as one batch."""
+        with quiet_transformers():
+            return self._loaded.data.batch([self._rows[place] for place in places])
 
 
 def _nbytes(batch: Any) -> int:
