@@ -145,7 +145,9 @@ def compare(
 
 def score(model: str, test: Mapping[str, str], args: argparse.Namespace) -> dict[str, float]:
     """Mean over tasks of the loss of an example and of the accuracy, on test data."""
-    numbers = [gm.evaluate(model, source, batch_size=256, device=args.device, progress=False) for source in test.values()]
+    numbers = [
+        gm.evaluate(model, source, batch_size=256, device=args.device, progress=False) for source in test.values()
+    ]
     loss = statistics.mean(float(one["loss_per_example"]) for one in numbers)
     return {"loss": loss, "accuracy": statistics.mean(float(one.get("accuracy") or 0) for one in numbers)}
 

@@ -87,7 +87,7 @@ def matched(tried: Mapping[float, Mapping[str, float]], rest: float) -> dict[str
     return {"strength": strength, **tried[strength]}
 
 
-def run(demo: Path, folder: Path) -> dict[str, Any]:
+def run(demo: Path, folder: Path, device: str, asked: Sequence[tuple[str, int]]) -> dict[str, Any]:
     judge = Judge(demo)
     settings = Settings(seed=json.loads((demo / "results.json").read_text("utf-8"))["seed"])
     second = folder / "second"
@@ -104,7 +104,7 @@ def run(demo: Path, folder: Path) -> dict[str, Any]:
         "removal": judge(_loaded(demo / "removed/removal")),
         "influence": [],
     }
-    for budget, rounds in SETTINGS:
+    for budget, rounds in asked:
         begun = time.process_time()
         out = folder / f"influence-{rounds}-{budget.rstrip('%')}"
         done = gm.remove(
@@ -115,7 +115,7 @@ def run(demo: Path, folder: Path) -> dict[str, Any]:
             budget=budget,
             rounds=rounds,
             batch_size=128,
-            device="cpu",
+            device=device,
             progress=False,
         )
         scores = judge(_loaded(out))
@@ -131,12 +131,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("demos", nargs="+", type=Path, metavar="DEMO", help="folders of `gradmerge demo`")
     parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--device", default="cpu", help="where the influence steps are computed")
+    parser.add_argument("--setting", action="append", metavar="BUDGET,ROUNDS", help="in place of the usual ones")
     given = parser.parse_args()
+    pairs = [one.split(",") for one in given.setting or []]
+    asked = [(budget, int(rounds)) for budget, rounds in pairs] or SETTINGS
     torch.set_num_threads(1)
     rows = []
     for demo in given.demos:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(run(demo, Path(folder)))
+            rows.append(run(demo, Path(folder), given.device, asked))
     if given.json:
         given.json.write_text(json.dumps({"removed": REMOVED, "seeds": rows}, indent=1) + "\n", "utf-8")
 

@@ -31,9 +31,7 @@ def optimum(
     """The lowest value of Σ scale · loss + penalty, by L-BFGS."""
     model = copy.deepcopy(model)
     anchor = [p.detach().clone() for p in (base or model).parameters()]
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=500, tolerance_grad=1e-10, line_search_fn="strong_wolfe"
-    )
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=500, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, overload
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..arguments import checked
 from ..curvature.batches import examples_in
@@ -22,6 +23,7 @@ from ..progress import Progress, shown
 from ..refinement.influence import InfluenceRemoval, remove_influence
 from ..refinement.overlap import in_both
 from ..refinement.owners import DataOwner
+from ..refinement.points import Point, trained
 from ..refinement.saving import notes_of_folder, opened_start, write_folder
 from ..refinement.splitting import HELD, RowBatches, as_batches, split_batches, split_rows
 from ..report.page import write_report
@@ -36,6 +38,8 @@ from .merging import merge
 METHODS = {"influence": "", "removal": "removal", "negation": "task-arithmetic"}
 #: How many influence steps are taken where nothing else is said.
 ROUNDS = 8
+#: Parts of the way that are tried where the weights are stored in narrow types; 0 is the model as it was.
+PARTS = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0)
 
 
 @overload
@@ -250,6 +254,7 @@ class _Asked:
                 "keep, with the same label; leave them out of one of the two"
             )
         stays.examples = self.keep_size or rows
+        start = _weights(model) if settle is not None else {}
         progress.begin("removing", rounds)
         done = remove_influence(
             model,
@@ -267,11 +272,35 @@ class _Asked:
                 "step of the Newton length was taken, and losses of kept examples are those of its own."
             )
         if settle is not None:
+            self._settle(done, goes, stays, start, settle)
+        return done
+
+    def _settle(
+        self,
+        done: InfluenceRemoval,
+        goes: DataOwner,
+        stays: DataOwner,
+        start: Point,
+        settle: Callable[[], None],
+    ) -> None:
+        """Round the weights; where that would break the budget, as much of the way as keeps it."""
+        end = _weights(done.model)
+        whole = done.after.s
+        for part in PARTS:
+            with torch.no_grad():
+                for name, parameter in trained(done.model).items():
+                    parameter.copy_(torch.lerp(start[name], end[name], part))
             settle()
             done.measure(goes, stays)
-        if done.budget is not None and done.used > done.budget * (1 + 1e-6):
+            if done.budget is None or done.used <= done.budget:
+                break
+        if part < 1:
+            done.after.s = part * whole
             done.notes.append(
-                f"Rounded to the types that the model is stored in, its kept loss has risen by {done.used:.2%}, more "
-                f"than the budget of {done.budget:.2%}."
+                f"Rounded to the types that the model is stored in, the steps would have broken the budget: {part:g} "
+                "of their sum was taken."
             )
-        return done
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trained(model).items()}
