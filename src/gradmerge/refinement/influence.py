@@ -5,8 +5,8 @@ At θ, with S the Kronecker curvature of the rows that stay, scaled to all examp
 1. d = (S + λ)⁻¹ g, where g = Σ ∇ℓ_i(θ) over the rows that are to be forgotten. θ + d is the influence function's guess
    of the model that never saw them.
 2. Far from θ that guess is not to be trusted, so that the step is s · d with the largest s, found by bisecting log s,
-   that keeps the mean loss of a kept row within the budget: on rows that are held back from S. Without such rows s is
-   the Newton length gᵀd / dᵀ GGN d.
+   that keeps the mean loss of a kept row within the budget: on rows that are held back from S. (Where a shorter step
+   that was tried forgets more, it is that one.) Without such rows s is the Newton length gᵀd / dᵀ GGN d.
 
 Several rounds follow the curve along which kept loss is least: each may use its part of the budget, and between two of
 them Gauss-Newton steps on the kept rows, in the same basis, repair what the last one broke. S, λ and g are taken anew.
@@ -37,6 +37,8 @@ REPAIRS = 3
 PARTS = (1.0, 0.5, 0.25)
 #: How often log s is halved once it is known between which two lengths the budget ends, and the most that are tried.
 HALVINGS, TRIES = 4, 24
+#: No step is longer than so many Newton lengths, also where kept rows do not object.
+LONGEST = 64
 
 
 @dataclass
@@ -196,7 +198,7 @@ class _Walk:
         """The longest step that keeps the kept rows' loss within a limit; every one tried, and the one chosen."""
         tried, low, high, halved = [now], 0.0, math.inf, 0
         s = first
-        while len(tried) < TRIES and halved < HALVINGS:
+        while len(tried) < TRIES and halved < HALVINGS and low < LONGEST * first:
             tried += self.trials(direction, [s])
             if tried[-1].kept <= limit:
                 low = s
@@ -205,7 +207,8 @@ class _Walk:
             halved += 0 < low < high < math.inf
             s = 2 * low if high == math.inf else high / 2 if low == 0 else math.sqrt(low * high)
         tried.sort(key=lambda one: one.s)
-        return tried, next(one for one in tried if one.s == low)
+        # The longest, but where more is forgotten on the way to it.
+        return tried, max((one for one in tried if one.s <= low), key=lambda one: (one.forget, one.s))
 
     def repair(self, basis: Basis, damping: float) -> None:
         """Gauss-Newton steps on the kept rows, as long as they lower the loss that judges."""
