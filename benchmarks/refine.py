@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--test", action="append", default=[], metavar="NAME=SRC")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--passes", type=int, default=12, help="of adamw at most")
+    parser.add_argument("--only", default="newton,adamw,base tuned,newton on noise", help="what is run")
     parser.add_argument("--limit", type=int, help="rows of each task")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--device", default="auto")
@@ -66,7 +67,7 @@ def main() -> None:
         "command": "python -m benchmarks.refine",
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "unit": "loss: nats, mean over test examples and tasks; share: of the gap in loss or accuracy to joint training",
+        "unit": "loss: nats, mean over test examples and tasks; share: of the gap to joint training",
         "rounds": args.rounds,
         "passes": args.passes,
         "cases": cases,
@@ -77,7 +78,7 @@ def main() -> None:
                 what: statistics.mean(case[name][what] for case in cases.values())
                 for what in ("share_of_loss", "share_of_accuracy")
             }
-            for name in ("newton", "adamw", "base tuned")
+            for name in args.only.split(",")
         }
     print(json.dumps(result.get("mean", cases), indent=2))
     if args.json:
@@ -121,7 +122,7 @@ def compare(
         runs = [("newton", merged, data, "newton", args.rounds), ("adamw", merged, data, "adamw", args.passes)]
         runs += [("base tuned", base, data, "adamw", args.passes)] if base else []
         runs += [("newton on noise", merged, noise, "newton", args.rounds)] if noise else []
-        for name, model, rows, method, rounds in runs:
+        for name, model, rows, method, rounds in (one for one in runs if one[0] in args.only.split(",")):
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
             out = f"{temporary}/{name}"

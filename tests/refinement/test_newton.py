@@ -285,5 +285,5 @@ def test_a_layer_that_no_gradient_comes_to_is_named() -> None:
 
     model = nn.Sequential(nn.Linear(4, 5), Cut(), nn.Linear(5, 3))
     x, y = classes(20)
-    with pytest.raises(gm.InputError, match="0.weight"):
+    with pytest.raises(gm.InputError, match=r"0\.weight"):
         gm.refine(model, {"a": [(x.float(), y)]}, progress=False)

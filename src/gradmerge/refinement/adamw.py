@@ -18,6 +18,8 @@ from .rounds import Refinement, Round, Step
 RATE, FACTOR, TRIALS = 1e-4, 3.0, 5
 #: Rows of all tasks that a step is made of, however many are computed at once.
 STEP_ROWS = 16
+#: The share of a pass over which the rate rises: AdamW's first steps know no sizes, and move every weight as far.
+WARM = 0.2
 
 
 def adamw(
@@ -34,8 +36,8 @@ def adamw(
     """Refine a model in place by passes over all rows; arguments as of :func:`newton`.
 
     The first pass is made with several learning rates, up or down from ``RATE`` while the loss on the rows held back
-    falls, and the best is kept. Others follow while that loss goes on falling, at this rate or a third of it. Inside a
-    pass the rate falls linearly to 0.
+    falls, and the best is kept. Others follow while that loss goes on falling, at this rate or less. Inside a pass the
+    rate rises over the first fifth, and falls linearly to 0.
     """
     state = so_far or begin(model, owners, "adamw", penalty)
     done, progress = state.done, progress or NoProgress()
@@ -94,9 +96,9 @@ def _rates(done: Refinement, best: _Best) -> Iterator[float]:
     """The learning rates to try, each after the result of the one before is known."""
     if len(done.rounds) > 1:
         rate = done.rounds[-1].steps[-1].damping
-        yield rate
-        if best.found is None:
-            yield rate / FACTOR
+        for power in range(3):
+            if best.found is None:
+                yield rate / FACTOR**power
         return
     yield RATE
     tried = 1
@@ -130,7 +132,7 @@ def _one_pass(
     with evaluated(model), torch.enable_grad():
         for number, chosen in enumerate(steps):
             for group in optimizer.param_groups:
-                group["lr"] = rate * (1 - number / len(steps))
+                group["lr"] = rate * min((number + 1) / (WARM * len(steps)), 1 - number / len(steps))
             for owner in owners:
                 rows = [row for one, row in chosen if one is owner]
                 # What stands for the mean loss of an example of all tasks.

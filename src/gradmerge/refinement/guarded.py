@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,8 +18,9 @@ from .points import trained
 from .rounds import Refinement
 
 METHODS = ("newton", "adamw")
-#: Labels that fit a model better than chance by fewer standard deviations may be noise.
-LEAST_SCORE = 3.0
+#: Labels that fit the start better than chance by fewer standard deviations may be noise, and are if those held back
+#: fit the refined model better by fewer than the second number: one in twenty by chance.
+LEAST_SCORE, LEAST_AFTER = 2.0, 1.64
 
 
 def check_request(method: str, rounds: int) -> None:
@@ -67,15 +69,19 @@ def refine_model(
             model, owners, rounds=rounds, penalty=penalty, seed=seed, so_far=state, told=told, progress=progress
         )
     doubted = [owner for owner in owners if owner.name in done.doubted]
-    noise = [owner.name for owner in doubted if owner.label_score(model, held=True) < LEAST_SCORE]
-    if noise and done.improved:
+    if doubted and done.improved and _together([o.label_score(model, held=True) for o in doubted]) < LEAST_AFTER:
         with torch.no_grad():
             for name, value in start.items():
                 parameters[name].copy_(value)
         done.rounds = [first]
         done.stopped = "labels are no better than chance"
         done.notes.append(
-            f"the labels of {', '.join(noise)} fit neither the start nor the refined model better than the same labels "
-            "in a random order: the model stays as it was. Look at these labels, or leave the task out."
+            f"the labels of {', '.join(done.doubted)} fit neither the start nor the refined model better than the same "
+            "labels in a random order: the model stays as it was. Look at these labels, or leave the task out."
         )
     return done
+
+
+def _together(scores: Sequence[float]) -> float:
+    """One standard score of several that are independent."""
+    return sum(scores) / math.sqrt(len(scores))

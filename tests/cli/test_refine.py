@@ -1,0 +1,271 @@
+"""`gradmerge refine` as a user runs it: folders in, a folder out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import BertForSequenceClassification
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+from gradmerge.curvature.losses import logits_of
+from gradmerge.refinement import resuming
+from gradmerge.tasks import load_task
+
+from ..making import read_model
+from ..tasks.making import sentences, tiny_bert_checkpoint, tiny_gpt2_checkpoint, write_jsonl
+
+
+def run(*arguments: str | Path | int, status: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == status, result.output
+    assert "Traceback" not in result.output and "internal" not in result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model near the one that gave the labels, and rows of two tasks."""
+    folder = tmp_path_factory.mktemp("refine")
+    tiny_bert_checkpoint(folder / "merged")
+    weights = load_file(folder / "merged" / "model.safetensors")
+    for seed, name in enumerate(("a", "b")):
+        write_jsonl(folder / f"{name}.jsonl", [{"text": text, "label": 0} for text in sentences(80, seed)])
+        loaded = load_task(folder / "merged", folder / f"{name}.jsonl", device="cpu")
+        with torch.no_grad():
+            logits = torch.cat([logits_of(loaded.model, batch) for batch in loaded.batches(40)])
+        side = logits[:, 1] - logits[:, 0]
+        labels = (side > side.median()).int().tolist()
+        rows = [{"text": text, "label": y} for text, y in zip(sentences(80, seed), labels, strict=True)]
+        write_jsonl(folder / f"{name}.jsonl", rows)
+    torch.manual_seed(0)
+    near = {name: value + 0.02 * torch.randn_like(value) for name, value in weights.items()}
+    near["classifier.weight"] *= 4 / near["classifier.weight"].norm()
+    save_file(near, folder / "merged" / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def given(place: Path, *names: str) -> list[str]:
+    return [text for name in names or ("a", "b") for text in ("--data", f"{name}={place / name}.jsonl")]
+
+
+def test_a_folder_is_refined_and_written_as_it_was_with_a_record_a_card_and_a_report(
+    place: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = run("refine", place / "merged", *given(place), "-o", out, "--batch-size", 16)
+    assert "loss before" in result.output and "accuracy" in result.output
+    start, refined = read_model(place / "merged"), read_model(out)
+    assert {n: (v.dtype, v.shape) for n, v in start.items()} == {n: (v.dtype, v.shape) for n, v in refined.items()}
+    assert any(not torch.equal(start[name], refined[name]) for name in start)
+    record = json.loads((out / "gradmerge.json").read_text())
+    facts = record["refinement"]
+    assert facts["method"] == "newton" and 2 <= len(facts["rounds"]) <= 3
+    assert facts["tasks"]["a"]["rows"] == 72 and facts["tasks"]["a"]["held_rows"] == 8
+    sums = [one["sum_of_held"] for one in facts["rounds"]]
+    assert sums == sorted(sums, reverse=True) and len(set(sums)) == len(sums)
+    assert all(step["length"] > 0 for one in facts["rounds"][1:] for step in one["steps"])
+    assert "Refined from `merged`" in (out / "README.md").read_text()
+    assert "Loss on rows held back" in (out / "report.html").read_text()
+    assert (out / "vocab.txt").read_bytes() == (place / "merged" / "vocab.txt").read_bytes()
+    assert not list(tmp_path.glob("*partial*"))
+    BertForSequenceClassification.from_pretrained(out)
+    # The record's losses are those of the model that was written, on the rows that were held back.
+    again = run("refine", out, *given(place), "-o", tmp_path / "again", "--with", "adamw", "--rounds", 1, "--json")
+    first = json.loads(again.output)["rounds"][0]["held"]
+    assert first == pytest.approx(facts["rounds"][-1]["held"], rel=1e-4)
+
+
+def test_python_and_the_command_line_write_the_same_bytes(place: Path, tmp_path: Path) -> None:
+    run("refine", place / "merged", *given(place), "-o", tmp_path / "one", "--rounds", 1, "--quiet")
+    data = {name: str(place / f"{name}.jsonl") for name in ("a", "b")}
+    done = gm.refine(place / "merged", data, out=tmp_path / "two", rounds=1, progress=False)
+    assert done.output == tmp_path / "two" and done.improved
+    name = "model.safetensors"
+    assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_adamw_and_rows_of_ones_own_to_judge_by(place: Path, tmp_path: Path) -> None:
+    more = ["--valid", f"a={place / 'b.jsonl'}", "--with", "adamw", "--rounds", 1, "--examples", "a=1000", "--json"]
+    result = run("refine", place / "merged", *given(place, "a"), *more, "-o", tmp_path / "out")
+    found = json.loads(result.output)
+    record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())["refinement"]
+    assert found["method"] == "adamw" and record["tasks"]["a"]["rows"] == 80 == record["tasks"]["a"]["held_rows"]
+    assert record["tasks"]["a"]["examples"] == 1000
+    assert len(record["rounds"]) <= 2
+
+
+def test_bfloat16_shards_keep_their_types_and_places_and_what_is_not_refined_its_bits(
+    place: Path, tmp_path: Path
+) -> None:
+    start = tmp_path / "start"
+    model = BertForSequenceClassification.from_pretrained(place / "merged").to(torch.bfloat16)
+    model.save_pretrained(start, max_shard_size="5KB")
+    shutil.copyfile(place / "merged" / "vocab.txt", start / "vocab.txt")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(place / "merged" / name, start / name)
+    shard = next(iter(sorted(start.glob("model-*.safetensors"))))
+    tensors = load_file(shard)
+    save_file({**tensors, "not.a.parameter": torch.tensor([1.5, -0.0])}, shard, {"format": "pt"})
+    index = json.loads((start / "model.safetensors.index.json").read_text())
+    index["weight_map"]["not.a.parameter"] = shard.name
+    (start / "model.safetensors.index.json").write_text(json.dumps(index))
+    run("refine", start, *given(place), "-o", tmp_path / "out", "--rounds", 1, "--quiet")
+
+    def files(folder: Path) -> dict[str, dict[str, Tensor]]:
+        return {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+
+    before, after = files(start), files(tmp_path / "out")
+    assert len(before) > 1 and before.keys() == after.keys()
+    changed = 0
+    for name, tensors in before.items():
+        assert {n: (v.dtype, v.shape) for n, v in tensors.items()} == {
+            n: (v.dtype, v.shape) for n, v in after[name].items()
+        }
+        changed += sum(not torch.equal(value, after[name][key]) for key, value in tensors.items())
+    assert changed > 10
+    assert after[shard.name]["not.a.parameter"].tolist() == [1.5, -0.0]
+    BertForSequenceClassification.from_pretrained(tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())["refinement"]
+    tasks = record["tasks"].values()
+    assert sum(t["after"]["loss_per_example"] for t in tasks) < sum(t["before"]["loss_per_example"] for t in tasks)
+
+
+def test_of_an_adapter_the_adapter_alone_is_refined_and_written(place: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base = BertForSequenceClassification.from_pretrained(place / "merged")
+    torch.manual_seed(0)
+    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"], init_lora_weights=False)
+    get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    out = tmp_path / "out"
+    run("refine", tmp_path / "adapter", *given(place), "-o", out, "--rounds", 1, "--tokenizer", place / "merged")
+    before = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    after = load_file(out / "adapter_model.safetensors")
+    assert before.keys() == after.keys() and not (out / "model.safetensors").exists()
+    assert all(not torch.equal(before[name], after[name]) for name in before if "lora" in name)
+    fresh = BertForSequenceClassification.from_pretrained(place / "merged")
+    PeftModel.from_pretrained(fresh, out)
+    metrics = gm.evaluate(out, place / "a.jsonl", tokenizer=str(place / "merged"), progress=False)
+    assert (
+        metrics["loss_per_example"]
+        < gm.evaluate(tmp_path / "adapter", place / "a.jsonl", tokenizer=str(place / "merged"), progress=False)[
+            "loss_per_example"
+        ]
+    )
+    recipe = {"method": "task-arithmetic", "base": str(place / "merged"), "models": [str(out)]}
+    gm.merge(recipe, tmp_path / "again", progress=False)
+
+
+def test_a_language_model_with_tied_embeddings_is_refined(tmp_path: Path) -> None:
+    tiny_gpt2_checkpoint(tmp_path / "gpt2")
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in sentences(12)])
+    rows = f"a={tmp_path / 'a.jsonl'}"
+    found = run("refine", tmp_path / "gpt2", "--data", rows, "--valid", rows, "-o", tmp_path / "out", "--rounds", 1)
+    assert "1 round lowered the loss" in found.output
+    after = gm.evaluate(tmp_path / "out", tmp_path / "a.jsonl", progress=False)
+    before = gm.evaluate(tmp_path / "gpt2", tmp_path / "a.jsonl", progress=False)
+    assert after["loss_per_example"] < before["loss_per_example"]
+
+
+@pytest.mark.parametrize("method", ["newton", "adamw"])
+def test_a_run_that_was_killed_after_a_round_goes_on_to_the_same_bytes(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    asked = ["refine", place / "merged", *given(place), "--with", method]
+    run(*asked, "-o", tmp_path / "whole")
+    write = resuming.SavedRounds.write
+
+    def stop(saved: Any, state: Any) -> None:
+        write(saved, state)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(resuming.SavedRounds, "write", stop)
+        run(*asked, "-o", tmp_path / "out", status=1)
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.gradmerge-partial" / "so-far.json").is_file()
+    other = run("refine", place / "merged", *given(place, "a"), "-o", tmp_path / "out", "--resume", status=2)
+    assert "another model, other data" in other.output
+    run(*asked, "-o", tmp_path / "out", "--resume")
+    name = "model.safetensors"
+    assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    assert not list((tmp_path / "out").glob("so-far*"))
+    records = [json.loads((tmp_path / f / "gradmerge.json").read_text())["refinement"] for f in ("whole", "out")]
+    assert [one["held"] for one in records[0]["rounds"]] == [one["held"] for one in records[1]["rounds"]]
+    assert records[1]["resumed"] == 1
+
+
+def test_noise_gives_the_start_bit_for_bit_and_says_so(place: Path, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows = [{"text": text, "label": int(torch.randint(0, 2, (1,), generator=generator))} for text in sentences(60, 9)]
+    write_jsonl(tmp_path / "noise.jsonl", rows)
+    out = tmp_path / "out"
+    found = run("refine", place / "merged", "--data", f"n={tmp_path / 'noise.jsonl'}", "-o", out, "--json")
+    numbers = json.loads(found.output)
+    assert not numbers["improved"] and numbers["stopped"]
+    for name, value in read_model(place / "merged").items():
+        assert torch.equal(value, read_model(out)[name])
+
+
+def test_a_penalty_of_the_record_is_used_and_one_can_be_given(place: Path, tmp_path: Path) -> None:
+    tiny_bert_checkpoint(tmp_path / "base", seed=1)
+    recipe = {
+        "method": "gradient-matching",
+        "base": {"model": "./base", "curvature": {"identity": 1.0}, "penalty": {"identity": 50.0}},
+        "models": [{"model": str(place / "merged"), "curvature": {"identity": 1.0}}],
+    }
+    start = tmp_path / "merged"
+    shutil.copytree(place / "merged", start)
+    (start / "gradmerge.json").write_text(json.dumps({"recipe": recipe, "inputs": []}))
+
+    def distance(*more: str | Path) -> tuple[float, Any]:
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        run("refine", start, *given(place), "-o", out, "--rounds", 1, "--quiet", *more)
+        record = json.loads((out / "gradmerge.json").read_text())["refinement"]["penalty_of"]
+        base, found = read_model(tmp_path / "base"), read_model(out)
+        return sum(float((found[n] - base[n]).square().sum()) for n in base), record["penalty"]
+
+    (held, recorded), (given_one, same), (free, none) = (
+        distance(),
+        distance("--penalty", "identity:50.0", "--base", tmp_path / "base"),
+        distance("--penalty", "none"),
+    )
+    assert (recorded, same, none) == ("identity:50.0", "identity:50.0", None)
+    assert held == given_one < 0.9 * free
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--rounds", "0"], "at least one"),
+        (["--with", "sgd"], "known are newton, adamw"),
+        (["--data", "a"], "--data a: give the task's name"),
+        (["--data", "a=x.jsonl"], "a has one already"),
+        (["--valid", "c=x.jsonl"], "no --data of that name"),
+        (["--examples", "a=many"], "whole number"),
+        (["--dtype", "bfloat16"], "kept in float32"),
+        (["--penalty", "identity:-1", "--base", "x"], "not negative"),
+        (["--penalty", "identity:1"], "names no base"),
+        (["--base", "x"], "there is none"),
+        (["--valid", "a=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--limit", "1"], "no validation row"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_written(place: Path, tmp_path: Path, more: list[str], says: str) -> None:
+    result = run("refine", place / "merged", *given(place), "-o", tmp_path / "out", *more, status=2)
+    assert says in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_without_labels_are_refused(place: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in sentences(20)])
+    result = run("refine", place / "merged", "--data", f"a={tmp_path / 'rows.jsonl'}", "-o", tmp_path / "out", status=2)
+    assert "label" in result.output and not (tmp_path / "out").exists()
