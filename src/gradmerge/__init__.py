@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
     from .api.previewing import preview as preview, suggest_weights as suggest_weights
     from .api.refining import refine as refine
+    from .api.removing import remove as remove
     from .api.sampling import sample_posterior as sample_posterior
     from .checkpoints import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from .curvature import Curvature as Curvature
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .notes import Note as Note
     from .progress import Progress as Progress
     from .recipe import Recipe as Recipe, load_recipe as load_recipe
+    from .refinement.influence import InfluenceRemoval as InfluenceRemoval
     from .refinement.rounds import Refinement as Refinement
     from .rules import RULES as RULES, gradient_matching_full as gradient_matching_full, removal_full as removal_full
     from .tasks.data_sources import read_rows as read_rows
@@ -43,6 +45,7 @@ _NAMES = {
     "api.estimating": "Estimate estimate_curvature",
     "api.previewing": "preview suggest_weights",
     "api.refining": "refine",
+    "api.removing": "remove",
     "api.sampling": "sample_posterior",
     "checkpoints": "Checkpoint open_checkpoint",
     "curvature": "Curvature",
@@ -58,6 +61,7 @@ _NAMES = {
     "notes": "Note",
     "progress": "Progress",
     "recipe": "Recipe load_recipe",
+    "refinement.influence": "InfluenceRemoval",
     "refinement.rounds": "Refinement",
     "rules": "RULES gradient_matching_full removal_full",
     "tasks.data_sources": "read_rows",

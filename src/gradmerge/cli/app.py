@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from .._version import __version__
 from ..text import printable, to_json
-from . import curvature, demo, diagnose, evaluate, gradient, inspect, merge, methods, preview, refine
+from . import curvature, demo, diagnose, evaluate, gradient, inspect, merge, methods, preview, refine, remove
 from .output import OUT_OF_MEMORY
 from .streams import prepare_streams, say, settle
 
@@ -74,7 +74,7 @@ def _main(
 
 
 app.command("merge", epilog=merge.MERGE_EXAMPLE)(merge.merge)
-app.command("remove", epilog=merge.REMOVE_EXAMPLE)(merge.remove)
+app.command("remove", epilog=remove.EXAMPLE)(remove.remove)
 app.command("refine", epilog=refine.EXAMPLE)(refine.refine)
 app.command("inspect", epilog=inspect.EXAMPLE)(inspect.inspect)
 app.command("evaluate", epilog=evaluate.EXAMPLE)(evaluate.evaluate)

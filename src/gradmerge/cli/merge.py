@@ -1,4 +1,4 @@
-"""`gradmerge merge` and `gradmerge remove`."""
+"""`gradmerge merge`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ MERGE_EXAMPLE = (
     "Examples: gradmerge merge recipe.yml -o merged   ·   "
     "gradmerge merge --method ties --base ./base --model ./a=0.7 --model ./b --set density=0.3 -o merged"
 )
-REMOVE_EXAMPLE = "Example: gradmerge remove --base ./gpt2 --model ./toxic=0.8 --set base.penalty=none -o gpt2-clean"
 
 Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Folder to write; it must not exist.")]
 CurvatureOption = Annotated[
@@ -44,7 +43,6 @@ Settings = Annotated[
 class MergeOptions(RecipeOptions):
     """How a merge is run: the options of :func:`gradmerge.merge`, and whether only its plan is printed."""
 
-    device: Annotated[str, typer.Option("--device", help="Where the arithmetic is done: cpu, cuda, cuda:1, …")] = "cpu"
     force: Force = False
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a merge that was killed; same bytes in the end.")
@@ -57,6 +55,9 @@ class MergeOptions(RecipeOptions):
         bool, typer.Option("--accept-untrusted", help="Write a removal whose step is too long to be trusted.")
     ] = False
     durable: Durable = False
+
+
+Device = Annotated[str, typer.Option("--device", help="Where the arithmetic is done: cpu, cuda, cuda:1, …")]
 
 
 @command
@@ -72,6 +73,7 @@ def merge(
     ] = None,
     curvature: CurvatureOption = None,
     set_: Settings = None,
+    device: Device = "cpu",
     options: MergeOptions,
     printing: Printing,
 ) -> None:
@@ -89,51 +91,11 @@ def merge(
         given = from_options(method, base, model, curvature or [])
     elif base is not None or model or curvature:
         raise InputError("--base, --model and --curvature go without a recipe file; with one, use --set")
-    _run(build_recipe(recipe, given, set_ or [], method if recipe is not None else None), out, options, printing)
+    made = build_recipe(recipe, given, set_ or [], method if recipe is not None else None)
+    run_recipe(made, out, device, options, printing)
 
 
-@command
-def remove(
-    *,
-    base: Annotated[str, typer.Option("--base", metavar="MODEL", help="The model that something is taken out of.")],
-    model: Annotated[
-        list[str],
-        typer.Option(
-            "--model",
-            metavar="MODEL[=STRENGTH]",
-            help="The base tuned on what is to go, and how much of it to take out; once for each.",
-        ),
-    ],
-    out: Out = None,
-    strength: Annotated[
-        float, typer.Option("--strength", help="Multiplies the strength of every --model (1 where it names none).")
-    ] = 1.0,
-    curvature: CurvatureOption = None,
-    method: Annotated[
-        str, typer.Option("--method", "-m", help="removal, or task-arithmetic for plain negation.")
-    ] = "removal",
-    set_: Settings = None,
-    options: MergeOptions,
-    printing: Printing,
-) -> None:
-    """Take what tuned models have learned out of their base, without training.
-
-    Needs the curvature of the base on data that stays, and of each tuned model. Strength 1 takes all out, 0 nothing.
-    By default no weight moves more than twice as far as under negation (--set cap=none). Where the step is too long to
-    be trusted nothing is written, and the message says which damping would do.
-    """
-    with heavy_imports():
-        from .request import build_recipe, from_options
-
-    if method not in ("removal", "task-arithmetic"):
-        raise InputError(f"--method {method}: remove knows removal and task-arithmetic")
-    given = from_options(method, base, model, curvature or [] if method == "removal" else [])
-    for entry in given["models"]:
-        entry["weight"] *= strength if method == "removal" else -strength
-    _run(build_recipe(None, given, set_ or [], None), out, options, printing)
-
-
-def _run(recipe: Recipe, out: Path | None, options: MergeOptions, printing: Printing) -> None:
+def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOptions, printing: Printing) -> None:
     """Merge, or print the plan."""
     with heavy_imports():
         from .. import api
@@ -153,7 +115,7 @@ def _run(recipe: Recipe, out: Path | None, options: MergeOptions, printing: Prin
     if out is None:
         raise InputError("say where to write the result: -o OUT")
     with progress(printing.silent) as shown:
-        result = api.merge(recipe, out, progress=shown, **settings)
+        result = api.merge(recipe, out, device=device, progress=shown, **settings)
     if printing.json:
         print_json(
             {

@@ -1,0 +1,278 @@
+"""Influence steps against retraining, dense solves and losses computed apart."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradmerge as gm
+from gradmerge.curvature.losses import LOSSES
+from gradmerge.refinement import influence
+from gradmerge.refinement.influence import remove_influence
+from gradmerge.refinement.overlap import in_both
+from gradmerge.refinement.owners import DataOwner
+
+from .making import Batch, batches, classes, perceptron, regression
+
+
+def mean_loss(model: nn.Module, rows: Batch) -> float:
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(model(rows[0]), rows[1]))
+
+
+def trained_on(model: nn.Module, rows: Batch, steps: int = 60, ridge: float = 1e-3) -> nn.Module:
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=steps, line_search_fn="strong_wolfe")
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        squares = sum(parameter.square().sum() for parameter in model.parameters())
+        loss = nn.functional.cross_entropy(model(rows[0]), rows[1]) + ridge * squares
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+    return model
+
+
+def joined(*parts: Batch) -> Batch:
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+def numbers(seed: int, count: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    noise = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    truth = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed + 50), dtype=torch.float64)
+    return x, x @ truth + noise
+
+
+def least_squares(rows: Batch) -> Tensor:
+    """[W b] of the best linear model."""
+    wide = torch.cat([rows[0], torch.ones(len(rows[0]), 1, dtype=torch.float64)], 1)
+    return torch.linalg.lstsq(wide, rows[1]).solution.T
+
+
+def placed(solution: Tensor) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    with torch.no_grad():
+        model[0].weight.copy_(solution[:, :-1])
+        model[0].bias.copy_(solution[:, -1])
+    return model
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_in_linear_regression_one_step_is_retraining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is quadratic, and the Kronecker curvature of one layer exact: s = 1 is the model without the rows."""
+    monkeypatch.setattr(influence, "DAMPING", 0.0)
+    keep, forget = numbers(0, 60), numbers(1, 20)
+    model = placed(least_squares(joined(keep, forget)))
+    squared = LOSSES["squared"]
+    owners = (DataOwner("f", batches(forget), [], output=squared), DataOwner("k", batches(keep), [], output=squared))
+    done = remove_influence(model, *owners, budget=None)
+    torch.testing.assert_close(weights(model), weights(placed(least_squares(keep))), rtol=1e-9, atol=1e-9)
+    assert done.rounds[0].chosen.s == pytest.approx(1.0, rel=1e-9)
+
+
+def test_a_step_is_the_dense_solve_with_a_tenth_of_the_mean_curvature_added() -> None:
+    keep, forget = numbers(0, 60), numbers(1, 20)
+    solution = least_squares(joined(keep, forget))
+    model = placed(solution)
+    squared = LOSSES["squared"]
+    scale = 7.0
+    owners = (
+        DataOwner("f", batches(forget), [], output=squared),
+        DataOwner("k", batches(keep), [], output=squared, examples=int(scale * 60)),
+    )
+    done = remove_influence(model, *owners, budget=None)
+    wide, other = (torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1) for x in (keep[0], forget[0]))
+    hessian = scale * torch.kron(torch.eye(3, dtype=torch.float64), 2 * wide.T @ wide)
+    damping = 0.1 * float(torch.linalg.eigvalsh(hessian).mean())
+    gradient = (2 * (other @ solution.T - forget[1]).T @ other).flatten()
+    direction = torch.linalg.solve(hessian + damping * torch.eye(15, dtype=torch.float64), gradient)
+    s = float(gradient @ direction / (direction @ hessian @ direction))
+    moved = torch.cat([model[0].weight, model[0].bias[:, None]], 1).detach() - solution
+    torch.testing.assert_close(moved.flatten(), s * direction, rtol=1e-8, atol=1e-10)
+    assert done.rounds[0].damping == pytest.approx(damping, rel=1e-8) and done.after.s == pytest.approx(s, rel=1e-8)
+
+
+def test_in_logistic_regression_a_step_comes_nearer_to_retraining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer, but with Kronecker factors in the place of the true curvature: nearer, and not all of the way."""
+    monkeypatch.setattr(influence, "DAMPING", 1e-6)  # not 0: softmax does not see what all logits share
+    keep, forget = classes(400, 0, labels=2), classes(8, 1, labels=2, shift=1.0)
+
+    def fitted(rows: Batch) -> nn.Module:
+        return trained_on(regression(labels=2), rows, 200, ridge=0.0)
+
+    model, target = fitted(joined(keep, forget)), fitted(keep)
+    before = [one - other for one, other in zip(logits(model, keep), logits(target, keep), strict=True)]
+    remove_influence(model, DataOwner("f", batches(forget), []), DataOwner("k", batches(keep), []), budget=None)
+    after = [one - other for one, other in zip(logits(model, keep), logits(target, keep), strict=True)]
+    size = [float(torch.stack(some).norm()) for some in (before, after)]
+    assert size[1] < 0.85 * size[0]
+
+
+def logits(model: nn.Module, rows: Batch) -> list[Tensor]:
+    with torch.no_grad():
+        return list(model(rows[0]).log_softmax(-1))
+
+
+@pytest.fixture(scope="module")
+def task() -> tuple[nn.Module, Batch, Batch]:
+    """A perceptron that knows two tasks, and the rows to keep and to forget."""
+    keep, forget = classes(200, 0), classes(100, 1, shift=2.0)
+    return trained_on(perceptron(hidden=12), joined(keep, forget)), keep, forget
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_the_budget_is_used_and_kept_on_rows_that_no_step_has_seen(task: Any, rounds: int) -> None:
+    model, keep, forget = copy.deepcopy(task[0]), *task[1:]
+    held, rest = tuple(v[:40] for v in keep), tuple(v[40:] for v in keep)
+    before = mean_loss(model, held), mean_loss(model, forget)
+    owners = DataOwner("f", batches(forget), []), DataOwner("k", batches(rest), batches(held))
+    done = remove_influence(model, *owners, budget=0.05, rounds=rounds)
+    after = mean_loss(model, held), mean_loss(model, forget)
+    assert (done.before.kept, done.before.forget) == pytest.approx(before)
+    assert (done.after.kept, done.after.forget) == pytest.approx(after)
+    assert after[0] <= 1.05 * before[0] and after[1] > before[1]
+    assert done.used == pytest.approx(after[0] / before[0] - 1)
+    for place, one in enumerate(done.rounds, 1):
+        limit = (1 + 0.05 * place / rounds) * before[0]
+        assert one.chosen.kept <= limit
+        # Every longer step that was tried breaks the budget or forgets less, and the next one is hardly longer.
+        longer = [trial for trial in one.curve if trial.s > one.chosen.s]
+        assert all(trial.kept > limit or trial.forget < one.chosen.forget for trial in longer)
+        assert longer[0].s / one.chosen.s <= 2 ** (1 / 2 ** (influence.HALVINGS - 1)) + 1e-9 or rounds > 1
+        assert one.curve == sorted(one.curve, key=lambda trial: trial.s) and one.curve[0].s == 0
+
+
+def test_every_length_tried_is_measured_at_that_length(task: Any) -> None:
+    model, keep, forget = copy.deepcopy(task[0]), *task[1:]
+    start = weights(model)
+    owners = DataOwner("f", batches(forget), []), DataOwner("k", batches(keep), batches(keep))
+    one = remove_influence(model, *owners, budget=0.05).rounds[0]
+    direction = (weights(model) - start) / one.chosen.s
+    for trial in one.curve:
+        torch.nn.utils.vector_to_parameters(start + trial.s * direction, model.parameters())
+        assert (mean_loss(model, keep), mean_loss(model, forget)) == pytest.approx((trial.kept, trial.forget))
+
+
+def test_rounds_with_repairs_forget_more_within_the_same_budget(task: Any) -> None:
+    found = {}
+    for rounds in (1, 6):
+        model = copy.deepcopy(task[0])
+        found[rounds] = gm.remove(
+            model, forget=batches(task[2]), keep=batches(task[1]), budget=0.1, rounds=rounds, progress=False
+        )
+    assert found[6].after.forget > 1.2 * found[1].after.forget
+    assert max(found[6].used, found[1].used) <= 0.1
+
+
+def test_a_module_is_changed_in_place_but_for_what_is_frozen(task: Any) -> None:
+    model = copy.deepcopy(task[0])
+    model[0].requires_grad_(False)
+    first, last = model[0].weight.clone(), model[2].weight.detach().clone()
+    done = gm.remove(model, forget=batches(task[2]), keep=iter(batches(task[1])), rounds=2, progress=False)
+    assert done.model is model and torch.equal(model[0].weight, first) and not torch.equal(model[2].weight, last)
+    assert done.rows == {"forget_rows": 100, "keep_rows": 180, "held_rows": 20, "keep_size": 200}
+    assert "to be forgotten" in repr(done) and "<table>" in done._repr_html_()
+
+
+def test_how_many_examples_stay_scales_the_curvature_and_with_it_s(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The direction is K⁻¹g with K ten times as large, so that s is ten times as long, and the model the same."""
+    monkeypatch.setattr(influence, "HALVINGS", 30)
+    monkeypatch.setattr(influence, "TRIES", 60)
+    one, ten = copy.deepcopy(task[0]), copy.deepcopy(task[0])
+    given: Any = {"forget": batches(task[2]), "keep": batches(task[1]), "rounds": 1, "progress": False}
+    few, many = gm.remove(one, **given), gm.remove(ten, **given, keep_size=2000)
+    assert many.after.s == pytest.approx(10 * few.after.s, rel=1e-6)
+    torch.testing.assert_close(weights(one), weights(ten), rtol=1e-6, atol=1e-8)
+
+
+def test_without_rows_to_hold_back_the_step_has_the_newton_length(task: Any) -> None:
+    model, keep = copy.deepcopy(task[0]), tuple(v[:9] for v in task[1])
+    done = gm.remove(model, forget=batches(task[2]), keep=batches(keep), progress=False)
+    assert done.budget is None and len(done.rounds) == 1
+    assert done.after.s == done.rounds[0].newton and done.rows["held_rows"] == 0
+    assert "none can be held back" in done.notes[0]
+
+
+@pytest.mark.parametrize("budget", [0, -0.01, "0%", "-2%", "nothing", math.nan, math.inf, "2", ""])
+def test_a_budget_is_a_positive_share(task: Any, budget: Any) -> None:
+    with pytest.raises(gm.InputError, match="budget"):
+        gm.remove(task[0], forget=batches(task[2]), keep=batches(task[1]), budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rounds": 0}, "rounds 0"),
+        ({"keep": None}, "forget and keep"),
+        ({"keep_size": 150}, "keep_size 150: 200 examples"),
+        ({"method": "ties"}, "method 'ties'"),
+        ({"method": "removal"}, "removal takes the folders"),
+        ({"models": ["./toxic"]}, "removal takes the folders"),
+        ({"keep": "rows.jsonl"}, "keep is str, but must be batches"),
+        ({"limit": 3}, "limit is an option for a model on disk"),
+        ({"out": "there"}, "out is an option for a model on disk"),
+        ({"forget": []}, "forget: there are no rows"),
+        ({"output": "clases"}, "did you mean 'classes'"),
+    ],
+)
+def test_wrong_requests_are_explained(task: Any, options: dict[str, Any], says: str) -> None:
+    model, before = task[0], weights(task[0])
+    given: Any = {"forget": batches(task[2]), "keep": batches(task[1]), **options}
+    with pytest.raises(gm.InputError, match=says):
+        gm.remove(model, given.pop("out", None), **given)
+    assert torch.equal(weights(model), before)
+
+
+def test_rows_that_are_to_go_and_to_stay_are_counted(task: Any) -> None:
+    shared = tuple(torch.cat([a[:7], b]) for a, b in zip(task[2], task[1], strict=True))
+    with pytest.raises(gm.InputError, match="7 of the 100 examples to forget are also among those to keep"):
+        gm.remove(task[0], forget=batches(task[2]), keep=batches(shared))
+
+
+def test_rows_are_the_same_whatever_they_are_padded_to() -> None:
+    short = {"input_ids": [[5, 6, 0], [7, 8, 9]], "attention_mask": [[1, 1, 0], [1, 1, 1]], "labels": [1, 0]}
+    long = {"input_ids": [[5, 6, 0, 0], [7, 8, 9, 4]], "attention_mask": [[1, 1, 0, 0], [1, 1, 1, 1]], "labels": [1, 0]}
+    one, other = ({name: torch.tensor(value) for name, value in batch.items()} for batch in (short, long))
+    assert in_both([one], [other]) == 1
+    assert in_both([one], [{**other, "labels": torch.tensor([0, 0])}]) == 0
+
+
+def test_a_model_that_learned_nothing_from_the_rows_is_said_to() -> None:
+    """Its output does not depend on its weights where they are 0 and the input is too."""
+    keep = classes(40, 0)
+    forget = torch.zeros(10, 4, dtype=torch.float64), torch.zeros(10, dtype=torch.int64)
+    model = nn.Sequential(nn.Linear(4, 3, bias=False)).double()
+    with pytest.raises(gm.InputError, match="gradient of every parameter is 0"):
+        gm.remove(model, forget=batches(forget), keep=batches(keep), progress=False)
+
+
+def test_a_model_without_anything_to_change_is_refused(task: Any) -> None:
+    model = copy.deepcopy(task[0]).requires_grad_(False)
+    with pytest.raises(gm.InputError, match="requires_grad"):
+        gm.remove(model, forget=batches(task[2]), keep=batches(task[1]), progress=False)
+
+
+def test_no_step_goes_on_where_less_would_be_forgotten() -> None:
+    """Kept rows do not object to any length, but beyond some length the rows to forget are known better again."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)).double()
+
+    class Line(influence._Walk):
+        def trials(self, step: Any, lengths: Any) -> list[influence.StepTrial]:
+            return [influence.StepTrial(s, 1.0, math.sin(s)) for s in lengths]
+
+    rows = [(torch.zeros(2, 1), torch.zeros(2, 1))]
+    walk = Line(model, DataOwner("f", rows, []), DataOwner("k", rows, []), held=False)
+    curve, chosen = walk.bisect({}, 0.1, 1.5, walk.trials(None, [0.0])[0])
+    assert chosen.s == 1.6 and curve[-1].s == pytest.approx(0.1 * influence.LONGEST)
