@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import gradmerge as gm
 
 from ..common.program import head, make_parser, need, run_program
-from ..common.seeds import run_seeds
+from ..common.seeds import Run, run_seeds
 from ..sentiment.run import prepare as prepare_text
 from ..sentiment.settings import settings_for
 from ..vision.run import prepare as prepare_pictures
@@ -33,6 +33,14 @@ examples:
   python -m experiments.refinement --tasks text --scale tiny            a minute on a CPU, with made-up data"""
 
 
+@dataclass(frozen=True)
+class Wanted(Run):
+    """What the seeds share, and how many rows refinements are given."""
+
+    shared: Any
+    sizes: tuple[int, ...]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(
         "refinement",
@@ -41,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         model="text: folder or Hub id of a pre-trained encoder (tiny: made up)",
         data="folder with the data sets, as of the experiment whose models these are",
     )
+    rows = "labelled rows per task, several comma-separated (default: 2048 of text, 1024 images; tiny: 24)"
+    parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), help=rows)
     parser.add_argument("--tasks", choices=("text", "images"), default="text", help="default: %(default)s")
     return run_program(parser, argv, run, report)
 
@@ -48,19 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.scale == "full":
         raise gm.InputError("--scale full: this experiment has the scales small and tiny")
+    kind: Any
     if args.tasks == "text":
         if args.scale == "small":
             need(args, "model", "data-dir")
         settings: Any = settings_for(args.scale, seq2seq=False, pretrained=args.model is not None)
         shared: Any = prepare_text(args.out, settings, args.device, args.model, args.data_dir or "made up")
-        seeds, tasks = run_seeds(TextSeed, shared, args.seeds, args.jobs), TextSeed.tasks
+        kind, tasks, usual = TextSeed, TextSeed.tasks, 2048
     else:
         need(args, "data-dir")
         settings = SCALES[args.scale]
         shared = prepare_pictures(args.out, settings, args.device, None, args.data_dir)
-        seeds, tasks = run_seeds(PictureSeed, shared, args.seeds, args.jobs), settings.tasks
+        kind, tasks, usual = PictureSeed, settings.tasks, 1024
+    sizes = args.rows or (24 if args.scale == "tiny" else usual,)
+    seeds = run_seeds(kind, Wanted(args.out, settings, args.device, shared, sizes), args.seeds, args.jobs)
     return {
-        **head("refinement", args, [f"--tasks {args.tasks}"]),
+        **head("refinement", args, [f"--tasks {args.tasks} --rows {','.join(map(str, sizes))}"]),
         "tasks": list(tasks),
         "settings": asdict(settings),
         "seeds": seeds,

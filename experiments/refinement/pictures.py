@@ -19,13 +19,10 @@ from .study import Study
 
 
 class PictureSeed(run.Seed, Study):
-    @property
-    def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.settings.tasks
-
-    @property
-    def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (256, 1024) if self.settings.train_most is None else (24,)
+    def __init__(self, seed: int, run: Any) -> None:
+        super().__init__(seed, run.shared)
+        self.device, self.sizes, self.tasks = run.device, run.sizes, self.settings.tasks
+        self.trained = ["base", "joint", *(f"tuned-{task}" for task in self.tasks)]
 
     def results(self) -> dict[str, Any]:
         settings, stages = self.settings, self.stages.run

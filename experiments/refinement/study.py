@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import copy
+import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import gradmerge as gm
+from gradmerge.demo.stages import Stages
 
 from ..common.states import State
 
@@ -23,6 +25,10 @@ METHODS = ("newton", "adamw")
 class Study(ABC):
     """One seed: models that are trained and measured already, and what is made of them here."""
 
+    stages: Stages
+    device: str
+    trained: Sequence[str]
+    """Stages of the models that all is made of."""
     tasks: Sequence[str]
     sizes: Sequence[int]
     """Labelled rows per task that a refinement is given; a tenth of them it holds back by itself."""
@@ -49,46 +55,69 @@ class Study(ABC):
 
     def compare(self) -> dict[str, Any]:
         """Name → scores of every task; and how long each refinement took, and what its rounds did."""
-        states = self.states()
-        base, tuned = states["base"], [states[task] for task in self.tasks if task in states]
-        merged = self._merged(base, tuned)
-        scores = {name: self.score(self.module(state)) for name, state in (states | merged).items()}
-        told: dict[str, Any] = {}
+        models = self._models()
+        found = {
+            name: self._stage(name, lambda make=make: self._scored(self.module(make())))
+            for name, make in models.items()
+        }
         for first in self.sizes:
-            rows = {task: self.rows(task, first) for task in self.tasks}
-            starts = {f"{method}, {first} rows": (method, merged[MERGE]) for method in METHODS}
-            starts[f"base tuned on the same {first} rows"] = "adamw", base
-            starts[f"newton, noise labels, {first} rows"] = "newton", merged[MERGE]
+            starts = {f"{method}, {first} rows": (method, MERGE) for method in METHODS}
+            starts[f"base tuned on the same {first} rows"] = "adamw", "base"
+            if first == min(self.sizes):
+                starts[f"newton, {first} rows with noise labels"] = "newton", MERGE
             for name, (method, start) in starts.items():
-                module = self.module(start)
-                given = {task: noisy(part) for task, part in rows.items()} if "noise" in name else rows
-                begun = time.perf_counter()
-                found = gm.refine(module, given, method=method, progress=False)
-                told[name] = {
-                    "seconds": time.perf_counter() - begun,
-                    "held_back": [one.judged for one in found.rounds],
-                    "lengths": [[step.length for step in one.steps] for one in found.rounds],
-                    "passes": dict(found.passes),
-                    "stopped": found.stopped,
-                }
-                scores[name] = self.score(module)
-        return {"scores": scores, "refinements": told}
+                found[name] = self._stage(name, partial(self._refined, name, method, models[start], first))
+        scores = {name: one.pop("scores") for name, one in found.items()}
+        return {"scores": scores, "refinements": {name: one for name, one in found.items() if one}}
 
-    def _merged(self, base: State, tuned: Sequence[State]) -> dict[str, dict[str, Tensor]]:
-        prior, curvature = self.curvature("diagonal")
-        wide_prior, wide = self.curvature("kronecker")
-        of_diagonal = {"prior": prior, "curvature": curvature, "reduction": "mean"}
-        of_factors = {"prior": wide_prior, "curvature": wide, "reduction": "mean"}
-        return {
-            "average": gm.merge_state_dicts(base, tuned, "average", threads=2),
-            MERGE: gm.merge_state_dicts(base, tuned, "gradient-matching", threads=2, **of_diagonal),
-            f"{MERGE}, penalty none": gm.merge_state_dicts(
-                base, tuned, "gradient-matching", threads=2, penalty="none", **of_diagonal
-            ),
-            f"{MERGE}, Kronecker": gm.merge_state_dicts(base, tuned, "gradient-matching", threads=2, **of_factors),
-            f"{MERGE}, Kronecker, penalty none": gm.merge_state_dicts(
-                base, tuned, "gradient-matching", threads=2, penalty="none", **of_factors
-            ),
+    def _stage(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        path = re.sub(r"[^a-z0-9]+", "-", name.lower())
+        found: dict[str, Any] = self.stages.run(f"compare-{path}", lambda folder: make(), after=self.trained)
+        return found
+
+    def _scored(self, module: nn.Module) -> dict[str, Any]:
+        return {"scores": self.score(module)}
+
+    def _refined(self, name: str, method: str, start: Callable[[], State], first: int) -> dict[str, Any]:
+        rows = {task: self.rows(task, first) for task in self.tasks}
+        if "noise" in name:
+            rows = {task: noisy(part) for task, part in rows.items()}
+        module = self.module(start())
+        begun = time.perf_counter()
+        found = gm.refine(module, rows, method=method, progress=False)
+        return self._scored(module) | {
+            "seconds": time.perf_counter() - begun,
+            "held_back": [one.judged for one in found.rounds],
+            "lengths": [[step.length for step in one.steps] for one in found.rounds],
+            "passes": dict(found.passes),
+            "stopped": found.stopped,
+        }
+
+    def _models(self) -> dict[str, Callable[[], State]]:
+        """Everything that is not refined, made when it is asked for."""
+        states = cache(self.states)
+        curvature = cache(self.curvature)
+
+        @cache
+        def merge(method: str, kind: str | None = None, penalty: str | None = None) -> State:
+            found = states()
+            tuned = [found[task] for task in self.tasks if task in found]
+            measured: dict[str, Any] = {}
+            if kind is not None:
+                prior, own = curvature(kind)
+                measured = {"prior": prior, "curvature": own, "reduction": "mean", "penalty": penalty}
+            return gm.merge_state_dicts(found["base"], tuned, method, threads=2, device=self.device, **measured)
+
+        models: dict[str, Callable[[], State]] = {
+            name: lambda name=name: states()[name]
+            for name in ("base", "joint")  # type: ignore[misc]
+        }
+        return models | {
+            "average": lambda: merge("average"),
+            MERGE: lambda: merge("gradient-matching", "diagonal"),
+            f"{MERGE}, penalty none": lambda: merge("gradient-matching", "diagonal", "none"),
+            f"{MERGE}, Kronecker": lambda: merge("gradient-matching", "kronecker"),
+            f"{MERGE}, Kronecker, penalty none": lambda: merge("gradient-matching", "kronecker", "none"),
         }
 
 
@@ -98,7 +127,7 @@ def noisy(batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
     labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))]
     made, begin = [], 0
     for batch in batches:
-        changed = dict(copy.copy(batch))
+        changed = dict(batch)
         changed["labels"] = labels[begin : begin + len(batch["labels"])]
         begin += len(batch["labels"])
         made.append(changed)

@@ -21,13 +21,14 @@ from .study import Study
 
 class TextSeed(run.Seed, Study):
     tasks = SETS
+    trained = (*SETS, ALL_DATA)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
-        return (256, 2048) if self.settings.train_rows is None else (48,)
+    def __init__(self, seed: int, run: Any) -> None:
+        super().__init__(seed, run.shared)
+        self.device, self.sizes = run.device, run.sizes
 
     def results(self) -> dict[str, Any]:
-        trained = {name: self._train(name) for name in (*SETS, ALL_DATA)}
+        trained = {name: self._train(name) for name in self.trained}
         return {"seed": self.seed, "trained": trained, **self.compare()}
 
     def states(self) -> dict[str, State]:

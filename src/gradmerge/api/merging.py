@@ -90,7 +90,7 @@ def merge(
     out = Path(out)
     if out.suffix == ".safetensors":
         raise InputError(f"{out}: the result is a folder; give a name without .safetensors")
-    _check_device(device)
+    check_device(device)
     _allow_many_files()
     with planned(recipe, allow_pickle=allow_pickle, allow_config=allow_config) as plan, shown(progress) as told:
         plan.block = block
@@ -118,7 +118,7 @@ def _allow_many_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
     try:
         kind = torch.device(device).type
     except RuntimeError:

@@ -21,7 +21,7 @@ from ..engine.statistics import find_statistics
 from ..errors import InputError
 from ..recipe import NONE, Recipe, make_recipe, reduction_factor
 from ..rules import RULES
-from .merging import default_threads
+from .merging import check_device, default_threads
 
 CurvatureLike = Mapping[str, Tensor] | float
 
@@ -44,6 +44,7 @@ def merge_state_dicts(
     missing: str = "error",
     options: Mapping[str, Any] | None = None,
     threads: int | None = None,
+    device: str = "cpu",
     allow_nonfinite: bool = False,
 ) -> dict[str, Tensor]:
     """Merge state dicts in memory, by the same rules, checks and arithmetic as on disk.
@@ -70,6 +71,7 @@ def merge_state_dicts(
         missing: "error", or "zero" where curvature lacks a tensor.
         options: The method's own.
         threads: By default one per core, at most 4.
+        device: Where the arithmetic is done: cpu, cuda, cuda:1, …
         allow_nonfinite: Go on when weights are NaN or infinite.
 
     Returns:
@@ -82,6 +84,7 @@ def merge_state_dicts(
     if method not in RULES:
         raise InputError(f"method: there is no rule {method!r}; known are {', '.join(RULES)}")
     _check_state_dicts(base, tuned)
+    check_device(device)
     if isinstance(damping, str) and damping != "auto":
         raise InputError(f"damping is {damping!r}, but must be a number, or auto")
     weights = [1.0] * len(tuned) if weights is None else weights
@@ -128,7 +131,8 @@ def merge_state_dicts(
 
     threads = threads or default_threads()
     find_damping(plan, threads)
-    run(plan, find_statistics(plan, threads), put, threads=threads, allow_nonfinite=allow_nonfinite)
+    statistics = find_statistics(plan, threads)
+    run(plan, statistics, put, threads=threads, device=device, allow_nonfinite=allow_nonfinite)
     template = base if base is not None else tuned[0]
     return {name: value.to(template[name].device) for name, value in result.items()}
 

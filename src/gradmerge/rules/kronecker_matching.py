@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 #: Conjugate gradients end when the residual, in the preconditioner's norm, has fallen to this share of the first.
-TOLERANCE = 1e-12
+TOLERANCE = 1e-9
 #: Or after so many steps: a residual that is then above LOOSE is an error.
 STEPS = 2000
 LOOSE = 1e-5
