@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .demo_settings import BASE, REMOVED, TASKS, Settings
-from .recipes import MATCHING, NEGATION, REMOVAL
+from .recipes import INFLUENCE, MATCHING, NEGATION, REFINED, REMOVAL
 
 Command = list[str]
 
@@ -71,30 +71,41 @@ def diagnose() -> Command:
     return [*words, *_data("train"), "--batch-size", "64", "-o", "diagnose", "--force"]
 
 
-def remove(damping: float) -> Command:
+def refine(settings: Settings) -> Command:
+    words = f"gradmerge refine merged/{MATCHING}".split()
+    return [*words, *_data("train"), "--limit", str(settings.refined), "--batch-size", "64", "-o", REFINED, "--force"]
+
+
+def remove() -> Command:
     model = f"models/joint-{REMOVED}"
     measured = f"--curvature base=curvature/joint-rest --curvature {model}=curvature/joint-{REMOVED}"
-    out = f"--set damping={damping:g} --set cap=none -o removed/{REMOVAL} --force"
-    return f"gradmerge remove --base models/joint --model {model} {measured} {out}".split()
+    return f"gradmerge remove --base models/joint --model {model} {measured} -o removed/{REMOVAL} --force".split()
+
+
+def influence() -> Command:
+    data = f"--forget data/{REMOVED}.npz:train --keep data/rest.npz:train --batch-size 64"
+    return f"gradmerge remove --base models/joint {data} -o removed/{INFLUENCE} --force".split()
 
 
 def evaluate(model: str, task: str) -> Command:
     return ["gradmerge", "evaluate", model, "--data", f"data/{task}.npz:test", "--batch-size", "64"]
 
 
-def all_commands(merged: Sequence[str], settings: Settings, damping: float) -> dict[str, list[Command]]:
+def all_commands(merged: Sequence[str], settings: Settings) -> dict[str, list[Command]]:
     """What is done → the commands that do it again, in an order in which they can be run."""
     taken_out = [
         *map(estimate, FOR_REMOVAL),
-        remove(damping),
+        remove(),
         merge(NEGATION, f"removed/{NEGATION}"),
-        evaluate(f"removed/{REMOVAL}", REMOVED),
+        influence(),
+        evaluate(f"removed/{INFLUENCE}", REMOVED),
     ]
     return {
         "Estimate curvature": [*map(estimate, CURVATURE)],
         "Estimate what only RegMean and FA1 use": [*map(estimate, EXTRA)],
         "Try weights on validation images": [preview(settings)],
         "Merge": [merge(name, f"merged/{name}") for name in merged],
+        f"Refine the merge with {settings.refined} images per task": [refine(settings)],
         "Evaluate on test images (other models and tasks in the same way)": [
             evaluate(f"merged/{MATCHING}", task) for task in (BASE, *TASKS)
         ],

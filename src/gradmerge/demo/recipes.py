@@ -7,16 +7,13 @@ from typing import Any
 
 import yaml
 
-from ..api import planned
-from ..engine.trust import DAMPINGS, judge
-from ..errors import InputError
-from ..recipe import make_recipe
 from .demo_settings import REMOVED, TASKS, Settings
 from .stages import write_text
 
 TUNED = "task-arithmetic-tuned"
 MATCHING = "gradient-matching"
-REMOVAL, NEGATION = "removal", "negation"
+REMOVAL, NEGATION, INFLUENCE = "removal", "negation", "influence"
+REFINED = f"refined/{MATCHING}"
 
 
 def _models(measured: str | None = None) -> list[dict[str, str]]:
@@ -57,27 +54,13 @@ def negation() -> dict[str, Any]:
     }
 
 
-def removal(damping: float) -> dict[str, Any]:
+def removal() -> dict[str, Any]:
     """Removal with curvature: of the joint model on the data that stays, and of the tuned one on what goes."""
     return {
         "method": "removal",
         "base": {"model": "../models/joint", "curvature": "../curvature/joint-rest"},
         "models": [{"model": f"../models/joint-{REMOVED}", "curvature": f"../curvature/joint-{REMOVED}"}],
-        "damping": damping,
-        "options": {"cap": "none"},
     }
-
-
-def trusted_removal() -> dict[str, Any]:
-    """Removal with the least power of ten as damping at which its step can be trusted: what the command advises.
-
-    The choice looks at weights and curvature alone, never at an accuracy.
-    """
-    with planned(make_recipe(removal(DAMPINGS[0]), folder=Path("recipes"))) as plan:
-        for judged in judge(plan, DAMPINGS):
-            if judged.excess <= 1:
-                return removal(judged.damping)
-    raise InputError(f"removal: no damping up to {DAMPINGS[-1]:g} is enough for a step that can be trusted")
 
 
 def write_recipe(path: Path, recipe: dict[str, Any], out: str) -> None:

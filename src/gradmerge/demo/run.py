@@ -17,19 +17,20 @@ from .._version import __version__
 from ..api import diagnose, merge
 from ..api.estimating import estimate_curvature
 from ..api.previewing import preview
+from ..api.refining import refine
+from ..api.removing import remove
 from ..engine.workers import one_thread_each
 from ..progress import NoProgress, Progress
-from ..recipe import load_recipe
 from ..text import to_json
 from . import commands, recipes, tables
 from .commands import Command, EstimateRun, data_of
 from .demo_settings import BASE, REMOVED, TASKS, Settings
 from .digits import load_digits, write_data
-from .recipes import MATCHING, NEGATION, REMOVAL, TUNED
+from .recipes import INFLUENCE, MATCHING, NEGATION, REFINED, REMOVAL, TUNED
 from .stages import Advance, Stage, Stages, claimed, run_all, whole_folder, write_text
-from .training import accuracies, steps_of, train
+from .training import distances, scores, steps_of, train
 
-FORMAT = 1
+FORMAT = 2
 """Counts up when the stages write something else from the same settings, so that older folders are made again."""
 PACKAGES = ("torch", "transformers", "numpy", "scikit-learn", "pillow")
 CURVATURE_STEPS, EVALUATION_STEPS = 40, 6
@@ -82,7 +83,7 @@ def run_demo(
         progress.begin("demo", sum(stage.steps for stage in stages))
         kept = run_all(Stages(folder, versions=versions, force=force), stages, progress.advance, say)
         results = json.loads(Path("results.json").read_text("utf-8"))
-        every = commands.all_commands(work.merged, settings, results["damping"])
+        every = commands.all_commands(work.merged, settings)
     return DemoResult(Path(out), results, len(stages), kept, every)
 
 
@@ -136,6 +137,8 @@ class _Work:
         needs = ["data", *models, *curvature, f"recipes/{MATCHING}.yml"]
         yield Stage("preview", self._preview, needs, commands.preview(self.settings), 30 * EVALUATION_STEPS)
         tuned = [*models, "preview"]
+        refined = ["data", f"merged/{MATCHING}"]
+        yield Stage(REFINED, self._refine, refined, commands.refine(self.settings), 60 * EVALUATION_STEPS)
         yield from _merge(TUNED, f"merged/{TUNED}", tuned, lambda: recipes.task_arithmetic(_best_weight()), "preview")
 
     def _preview(self, advance: Advance) -> None:
@@ -152,40 +155,58 @@ class _Work:
             command=shlex.join(commands.preview(self.settings)),
         )
 
+    def _refine(self, advance: Advance) -> None:
+        refine(
+            f"merged/{MATCHING}",
+            data_of("train"),
+            out=REFINED,
+            limit=self.settings.refined,
+            batch_size=64,
+            device="cpu",
+            force=True,
+            progress=False,
+        )
+
     def _removing(self) -> Iterator[Stage]:
         models = ["models/joint", f"models/joint-{REMOVED}"]
         needs = [*models, *(asked.out for asked in commands.FOR_REMOVAL)]
         yield from _merge(NEGATION, f"removed/{NEGATION}", models, recipes.negation, recipes.negation())
-        yield from _merge(REMOVAL, f"removed/{REMOVAL}", needs, recipes.trusted_removal, recipes.removal(0.0))
+        yield from _merge(REMOVAL, f"removed/{REMOVAL}", needs, recipes.removal, recipes.removal())
+        yield Stage(f"removed/{INFLUENCE}", _influence, ["data", "models/joint"], commands.influence(), 300)
 
     def _reporting(self) -> Iterator[Stage]:
         yield Stage("diagnose", _diagnose, [f"merged/{MATCHING}", "models/joint", "data"], commands.diagnose(), 200)
         models = [f"models/{name}" for name in ("base", *TASKS, "joint", f"without-{REMOVED}")]
-        models += [f"merged/{name}" for name in self.merged] + [f"removed/{name}" for name in (NEGATION, REMOVAL)]
+        models += [f"merged/{name}" for name in self.merged] + [f"removed/{name}" for name in (NEGATION, REMOVAL, INFLUENCE)]
+        models.append(REFINED)
         needs = ["data", *models, "preview"]
         yield Stage("results.json", partial(self._score, models), needs, steps=EVALUATION_STEPS * len(models))
         yield Stage("results.md", _page, ["results.json"])
         yield Stage("commands.sh", self._script, ["results.json"])
 
     def _score(self, models: Sequence[str], advance: Advance) -> None:
-        found = accuracies(models, tables.EVERY, lambda done: advance(done * EVALUATION_STEPS))
-        weight, damping = _best_weight(), _damping()
-        merges = tables.merge_rows(found, self.merged, weight)
-        removals = tables.removal_rows(found, damping)
+        found = scores(models, tables.EVERY, lambda done: advance(done * EVALUATION_STEPS))
+        weight = _best_weight()
+        merges = tables.merge_rows(found, self.merged, weight, self.settings.refined)
+        removals = tables.removal_rows(found)
+        apart = distances([row.folder for row in removals], removals[-1].folder, REMOVED)
         results = {
             "seed": self.settings.seed,
             "images": {"train": self.settings.train, "valid": self.settings.valid, "test": self.settings.test},
             "tuned_weight": weight,
-            "damping": damping,
             "preview": _previewed(),
-            "unit": "accuracy: share of test images whose most likely class is right",
-            "merging": [dataclasses.asdict(row) | {"mean": row.mean()} for row in merges],
-            "removal": [dataclasses.asdict(row) | {"mean_of_rest": row.mean(tables.REST)} for row in removals],
+            "unit": "scores: share of test images whose most likely class is right; losses: mean −ln p of the right "
+            f"class; kl: mean KL(target ‖ model) on test images of {REMOVED}",
+            "merging": [dataclasses.asdict(row) | {"mean": row.mean(), "mean_loss": row.mean_loss()} for row in merges],
+            "removal": [
+                dataclasses.asdict(row) | {"mean_of_rest": row.mean(tables.REST), "kl": apart[row.folder]}
+                for row in removals
+            ],
         }
         write_text(Path("results.json"), to_json(results) + "\n")
 
     def _script(self, advance: Advance) -> None:
-        every = commands.all_commands(self.merged, self.settings, _damping())
+        every = commands.all_commands(self.merged, self.settings)
         write_text(Path("commands.sh"), commands.script(every))
 
 
@@ -204,6 +225,19 @@ def _merge(
     yield Stage(out, lambda advance: merge(path, out, force=True, progress=False), [path])
 
 
+def _influence(advance: Advance) -> None:
+    remove(
+        "models/joint",
+        f"removed/{INFLUENCE}",
+        forget=f"data/{REMOVED}.npz:train",
+        keep="data/rest.npz:train",
+        batch_size=64,
+        device="cpu",
+        force=True,
+        progress=False,
+    )
+
+
 def _diagnose(advance: Advance) -> None:
     diagnose(
         f"recipes/{MATCHING}.yml",
@@ -220,10 +254,6 @@ def _diagnose(advance: Advance) -> None:
 
 def _page(advance: Advance) -> None:
     write_text(Path("results.md"), tables.page(json.loads(Path("results.json").read_text("utf-8"))))
-
-
-def _damping() -> float:
-    return float(load_recipe(f"recipes/{REMOVAL}.yml").damping)
 
 
 def _previewed() -> dict[str, dict[str, Any]]:

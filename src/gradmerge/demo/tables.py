@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .demo_settings import BASE, REMOVED, TASKS
-from .recipes import MATCHING, NEGATION, REMOVAL, TUNED
+from .recipes import INFLUENCE, MATCHING, NEGATION, REFINED, REMOVAL, TUNED
 
 EVERY = (BASE, *TASKS)
 REST = tuple(task for task in EVERY if task != REMOVED)
 
-Scores = Mapping[str, float]
-"""Task → accuracy, the share of test images whose most likely class is right."""
+Found = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""Model folder → accuracy and loss → task → number."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,20 @@ class TableRow:
 
     name: str
     folder: str
-    scores: Scores
+    scores: Mapping[str, float]
+    """Task → accuracy, the share of test images whose most likely class is right."""
+    losses: Mapping[str, float]
+    """Task → mean of −ln p of the right class."""
 
     def mean(self, tasks: Sequence[str] = EVERY) -> float:
         return sum(self.scores[task] for task in tasks) / len(tasks)
 
+    def mean_loss(self, tasks: Sequence[str] = EVERY) -> float:
+        return sum(self.losses[task] for task in tasks) / len(tasks)
 
-def merge_rows(found: Mapping[str, Scores], merged: Sequence[str], weight: float) -> list[TableRow]:
-    """The base, the tuned models, every merge, and the model trained on everything."""
+
+def merge_rows(found: Found, merged: Sequence[str], weight: float, refined: int) -> list[TableRow]:
+    """The base, the tuned models, every merge, one of them refined, and the model trained on everything."""
     names = {
         "task-arithmetic": "task-arithmetic, weight 1",
         TUNED: f"task-arithmetic, tuned: {weight:g}",
@@ -37,33 +43,46 @@ def merge_rows(found: Mapping[str, Scores], merged: Sequence[str], weight: float
     }
     rows = [("base", "models/base"), *((f"tuned on {task}", f"models/{task}") for task in TASKS)]
     rows += [(names.get(name, name), f"merged/{name}") for name in merged]
-    rows += [("trained on all (target)", "models/joint")]
-    return [TableRow(name, folder, found[folder]) for name, folder in rows]
+    rows += [(f"the last, refined on {refined} images per task", REFINED), ("trained on all (target)", "models/joint")]
+    return _rows(rows, found)
 
 
-def removal_rows(found: Mapping[str, Scores], damping: float) -> list[TableRow]:
+def removal_rows(found: Found) -> list[TableRow]:
     """Before, after, and what it should be."""
     rows = [
         ("before", "models/joint"),
         ("negation", f"removed/{NEGATION}"),
-        (f"removal, damping {damping:g}", f"removed/{REMOVAL}"),
+        ("gradient matching", f"removed/{REMOVAL}"),
+        ("influence steps", f"removed/{INFLUENCE}"),
         ("trained without it (target)", f"models/without-{REMOVED}"),
     ]
-    return [TableRow(name, folder, found[folder]) for name, folder in rows]
+    return _rows(rows, found)
+
+
+def _rows(rows: Sequence[tuple[str, str]], found: Found) -> list[TableRow]:
+    return [TableRow(name, folder, found[folder]["accuracy"], found[folder]["loss"]) for name, folder in rows]
 
 
 def merge_table(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells; accuracies in per cent."""
-    return ["model", *EVERY, "mean"], _cells(rows, EVERY, EVERY)
+    """Columns and cells; accuracies in per cent, and the mean loss."""
+    return ["model", *EVERY, "mean", "loss"], _cells(rows, EVERY, EVERY)
 
 
 def removal_table(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
-    """The same, with the removed task first."""
-    return ["model", REMOVED, *REST, "rest, mean"], _cells(rows, (REMOVED, *REST), REST)
+    """The same, with the removed task first; the loss is that of the others."""
+    return ["model", REMOVED, *REST, "rest, mean", "rest, loss"], _cells(rows, (REMOVED, *REST), REST)
 
 
 def _cells(rows: Sequence[TableRow], tasks: Sequence[str], mean_of: Sequence[str]) -> list[list[str]]:
-    return [[row.name, *(_percent(row.scores[task]) for task in tasks), _percent(row.mean(mean_of))] for row in rows]
+    return [
+        [
+            row.name,
+            *(_percent(row.scores[task]) for task in tasks),
+            _percent(row.mean(mean_of)),
+            f"{row.mean_loss(mean_of):.3f}",
+        ]
+        for row in rows
+    ]
 
 
 def flatness(results: Mapping[str, Any]) -> list[str]:
@@ -79,7 +98,7 @@ def flatness(results: Mapping[str, Any]) -> list[str]:
 
 def rows_of(values: Sequence[Mapping[str, Any]]) -> list[TableRow]:
     """Rows as `results.json` has them."""
-    return [TableRow(value["name"], value["folder"], value["scores"]) for value in values]
+    return [TableRow(value["name"], value["folder"], value["scores"], value["losses"]) for value in values]
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -26,6 +26,8 @@ PREPROCESSOR = {
     "image_std": [0.5],
 }
 """Bytes to numbers from −1 to 1."""
+Scores = dict[str, dict[str, float]]
+"""accuracy, loss → task → number."""
 WARMUP = 10
 """Steps until the learning rate is at its height; then it falls to 0 in a straight line."""
 
@@ -83,17 +85,33 @@ def train(
     (out / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n", "utf-8")
 
 
-def accuracies(
-    models: Sequence[str], tasks: Sequence[str], advance: Callable[[int], None]
-) -> dict[str, dict[str, float]]:
-    """Model folder → task → accuracy on `data/TASK.npz:test`, as `gradmerge evaluate` has it; files are read once."""
+def scores(models: Sequence[str], tasks: Sequence[str], advance: Callable[[int], None]) -> dict[str, Scores]:
+    """Model folder → accuracy and mean loss per task on `data/TASK.npz:test`, as `gradmerge evaluate` has them."""
     loaded = {task: load_task(models[0], f"data/{task}.npz:test", task="image", device="cpu") for task in tasks}
     batches = {task: list(one.batches(256)) for task, one in loaded.items()}
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, Scores] = {}
     for folder in models:
         model, _ = load_model(folder, "image", device="cpu")
+        numbers = {task: evaluate_model(model, batches[task], loaded[task].output) for task in tasks}
         found[folder] = {
-            task: float(evaluate_model(model, batches[task], loaded[task].output)["accuracy"] or 0) for task in tasks
+            what: {task: float(one[what] or 0) for task, one in numbers.items()} for what in ("accuracy", "loss")
         }
         advance(1)
     return found
+
+
+def distances(models: Sequence[str], target: str, task: str) -> dict[str, float]:
+    """Model folder → mean KL(target ‖ model) in nats of the predictions on `data/TASK.npz:test`."""
+    loaded = load_task(target, f"data/{task}.npz:test", task="image", device="cpu")
+    batches = [{"pixel_values": batch["pixel_values"]} for batch in loaded.batches(256)]
+
+    @torch.no_grad()
+    def predicted(folder: str) -> torch.Tensor:
+        model: Any = load_model(folder, "image", device="cpu")[0]
+        return torch.cat([model(**batch).logits for batch in batches]).double().log_softmax(-1)
+
+    wanted = predicted(target)
+    return {
+        folder: float(nn.functional.kl_div(predicted(folder), wanted, reduction="batchmean", log_target=True))
+        for folder in models
+    }
