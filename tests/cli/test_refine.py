@@ -147,7 +147,9 @@ def test_of_an_adapter_the_adapter_alone_is_refined_and_written(place: Path, tmp
     config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"], init_lora_weights=False)
     get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
     out = tmp_path / "out"
-    run("refine", tmp_path / "adapter", *given(place), "-o", out, "--rounds", 1, "--tokenizer", place / "merged")
+    judged = [text for name in "ab" for text in ("--valid", f"{name}={place / name}.jsonl")]
+    more = ["--rounds", 1, "--tokenizer", place / "merged", *judged]
+    run("refine", tmp_path / "adapter", *given(place), "-o", out, *more)
     before = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     after = load_file(out / "adapter_model.safetensors")
     assert before.keys() == after.keys() and not (out / "model.safetensors").exists()

@@ -19,8 +19,8 @@ from .rounds import Refinement
 
 METHODS = ("newton", "adamw")
 #: Labels that fit the start better than chance by fewer standard deviations may be noise, and are if those held back
-#: fit the refined model better by fewer than the second number: one in twenty by chance.
-LEAST_SCORE, LEAST_AFTER = 2.0, 1.64
+#: do not fit the refined model better by as many. They have chosen its steps, so that less would be no surprise.
+LEAST_SCORE = 3.0
 
 
 def check_request(method: str, rounds: int) -> None:
@@ -69,7 +69,7 @@ def refine_model(
             model, owners, rounds=rounds, penalty=penalty, seed=seed, so_far=state, told=told, progress=progress
         )
     doubted = [owner for owner in owners if owner.name in done.doubted]
-    if doubted and done.improved and _together([o.label_score(model, held=True) for o in doubted]) < LEAST_AFTER:
+    if doubted and done.improved and _together([o.label_score(model, held=True) for o in doubted]) < LEAST_SCORE:
         with torch.no_grad():
             for name, value in start.items():
                 parameters[name].copy_(value)
