@@ -131,8 +131,19 @@ def test_a_long_value_is_cut() -> None:
 
 
 #: Made by functions, and only looked at; or told by their fields.
-TOLD_BY_FIELDS = {"Checkpoint", "Diagnosis", "Estimate", "Loading", "MergeResult", "Note", "Preview", "Recipe", "Rows"}
-TOLD_BY_FIELDS |= {"GradmergeError", "InputError", "MachineError", "Progress", "Suggestion"}
+TOLD_BY_FIELDS = {
+    "Refinement",
+    "Checkpoint",
+    "Diagnosis",
+    "Estimate",
+    "Loading",
+    "MergeResult",
+    "Note",
+    "Preview",
+    "Recipe",
+    "Rows",
+}
+TOLD_BY_FIELDS |= {"GradmergeError", "InputError", "MachineError", "Progress", "Refinement", "Suggestion"}
 #: Rules: their docstring is the equation, with the names of the arguments in it.
 EQUATIONS = {"gradient_matching_full", "removal_full"}
 EXPLAINED = [name for name in gm.__all__ if callable(getattr(gm, name)) and name not in TOLD_BY_FIELDS | EQUATIONS]

@@ -68,7 +68,7 @@ def refine(
     sources, judged = named("data", data), named("valid", valid or [])
     counts = {name: _whole(name, text) for name, text in named("examples", examples or []).items()}
     with heavy_imports():
-        from .. import refine as refine_model
+        from ..api.refining import refine as refine_model
         from ..report.refinement_page import metrics_table, verdict
 
     with progress(printing.silent, "rows") as shown:

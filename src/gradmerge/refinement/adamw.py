@@ -12,7 +12,7 @@ from ..progress import NoProgress, Progress
 from .newton import Penalty, Progressed, begin, losses_at
 from .owners import DataOwner
 from .points import evaluated, norm, trained
-from .rounds import Refinement, Round, Step
+from .rounds import Refinement, RefinementStep, Round
 
 #: Where the search for a learning rate begins, its factor, and how many it tries at most.
 RATE, FACTOR, TRIALS = 1e-4, 3.0, 5
@@ -55,7 +55,7 @@ def adamw(
         if best.found is None:
             done.stopped = "no pass lowers the loss on the rows held back"
             break
-        step = Step(length, best.rate / RATE, best.rate)
+        step = RefinementStep(length, best.rate / RATE, best.rate)
         done.rounds.append(Round(best.found.held, best.found.rows, [step], time.perf_counter() - begun))
         told(state)
     return done

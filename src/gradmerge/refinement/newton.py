@@ -24,7 +24,7 @@ from ..progress import NoProgress, Progress
 from .basis import Basis
 from .owners import Owner
 from .points import Point, dot, moving, norm, trained, unit, weighted
-from .rounds import Refinement, Round, Step
+from .rounds import Refinement, RefinementStep, Round
 
 STEPS = 3
 #: Dampings, as multiples of the median of S.
@@ -116,7 +116,7 @@ def newton(
         # Of every step the gradient, the curvature, the directions and the loss.
         work = STEPS * (4 + len(DAMPINGS)) * sum(owner.rows for owner in owners)
         (progress or NoProgress()).begin(f"round {len(done.rounds)} of {rounds}", work)
-        steps: list[Step] = []
+        steps: list[RefinementStep] = []
         while len(steps) < STEPS:
             found = search.step(now, state.last)
             if found is None:
@@ -137,7 +137,7 @@ class _Search:
         self._model, self._owners, self._penalty, self._done = model, owners, penalty, done
         self._scales = [owner.examples / owner.rows for owner in owners]
 
-    def step(self, now: Round, last: Point) -> tuple[Round, Step, dict[str, Tensor]] | None:
+    def step(self, now: Round, last: Point) -> tuple[Round, RefinementStep, dict[str, Tensor]] | None:
         """The losses after a step that lowers both, what it was, and the step itself; None if there is none."""
         gradient = self._gradient()
         directions, dampings = self._directions(gradient, last)
@@ -155,7 +155,7 @@ class _Search:
                     for name, parameter in trained(self._model).items():
                         parameter.add_(taken[name].to(parameter))
                 heaviest = int(point[: len(dampings)].abs().argmax())
-                return after, Step(norm(taken), part, dampings[heaviest], ridge), taken
+                return after, RefinementStep(norm(taken), part, dampings[heaviest], ridge), taken
         return None
 
     def _gradient(self) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from ..storage.smallfile import read_json
 from ..storage.staging import Staging
 from .newton import Progressed
 from .points import trained
-from .rounds import Refinement, Round, Step
+from .rounds import Refinement, RefinementStep, Round
 
 WEIGHTS, LAST = "weights/", "last/"
 
@@ -71,7 +71,7 @@ class SavedRounds:
             done = Refinement(model, method, passes=Counter(facts["passes"]), stopped=facts["stopped"])
             done.doubted = list(facts["doubted"])
             for one in facts["rounds"]:
-                done.rounds.append(Round(**{**one, "steps": [Step(**step) for step in one["steps"]]}))
+                done.rounds.append(Round(**{**one, "steps": [RefinementStep(**step) for step in one["steps"]]}))
             shapes = {name: parameter.shape for name, parameter in trained(model).items()}
             weights = {name: tensors[WEIGHTS + name] for name in shapes}
             last = {name: tensors[LAST + name] for name in shapes if LAST + name in tensors}

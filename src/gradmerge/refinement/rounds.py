@@ -13,7 +13,7 @@ from ..display import Displayed, View
 
 
 @dataclass
-class Step:
+class RefinementStep:
     """One step of a round, which was taken."""
 
     length: float
@@ -34,7 +34,7 @@ class Round:
     """Task → mean loss of a row held back, in nats."""
     rows: float
     """The sum of all tasks' losses on their rows, each scaled to its number of examples, and the penalty."""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RefinementStep] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
