@@ -143,7 +143,15 @@ TOLD_BY_FIELDS = {
     "Recipe",
     "Rows",
 }
-TOLD_BY_FIELDS |= {"GradmergeError", "InputError", "MachineError", "Progress", "Refinement", "Suggestion"}
+TOLD_BY_FIELDS |= {
+    "GradmergeError",
+    "InfluenceRemoval",
+    "InputError",
+    "MachineError",
+    "Progress",
+    "Refinement",
+    "Suggestion",
+}
 #: Rules: their docstring is the equation, with the names of the arguments in it.
 EQUATIONS = {"gradient_matching_full", "removal_full"}
 EXPLAINED = [name for name in gm.__all__ if callable(getattr(gm, name)) and name not in TOLD_BY_FIELDS | EQUATIONS]

@@ -44,6 +44,10 @@ def joined(*parts: Batch) -> Batch:
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
+def _part(rows: Batch, which: slice) -> Batch:
+    return rows[0][which], rows[1][which]
+
+
 def numbers(seed: int, count: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
@@ -134,8 +138,8 @@ def task() -> tuple[nn.Module, Batch, Batch]:
 
 @pytest.mark.parametrize("rounds", [1, 4])
 def test_the_budget_is_used_and_kept_on_rows_that_no_step_has_seen(task: Any, rounds: int) -> None:
-    model, keep, forget = copy.deepcopy(task[0]), *task[1:]
-    held, rest = tuple(v[:40] for v in keep), tuple(v[40:] for v in keep)
+    model, keep, forget = copy.deepcopy(task[0]), task[1], task[2]
+    held, rest = _part(keep, slice(0, 40)), _part(keep, slice(40, None))
     before = mean_loss(model, held), mean_loss(model, forget)
     owners = DataOwner("f", batches(forget), []), DataOwner("k", batches(rest), batches(held))
     done = remove_influence(model, *owners, budget=0.05, rounds=rounds)
@@ -155,7 +159,7 @@ def test_the_budget_is_used_and_kept_on_rows_that_no_step_has_seen(task: Any, ro
 
 
 def test_every_length_tried_is_measured_at_that_length(task: Any) -> None:
-    model, keep, forget = copy.deepcopy(task[0]), *task[1:]
+    model, keep, forget = copy.deepcopy(task[0]), task[1], task[2]
     start = weights(model)
     owners = DataOwner("f", batches(forget), []), DataOwner("k", batches(keep), batches(keep))
     one = remove_influence(model, *owners, budget=0.05).rounds[0]
@@ -198,7 +202,7 @@ def test_how_many_examples_stay_scales_the_curvature_and_with_it_s(task: Any, mo
 
 
 def test_without_rows_to_hold_back_the_step_has_the_newton_length(task: Any) -> None:
-    model, keep = copy.deepcopy(task[0]), tuple(v[:9] for v in task[1])
+    model, keep = copy.deepcopy(task[0]), _part(task[1], slice(0, 9))
     done = gm.remove(model, forget=batches(task[2]), keep=batches(keep), progress=False)
     assert done.budget is None and len(done.rounds) == 1
     assert done.after.s == done.rounds[0].newton and done.rows["held_rows"] == 0
@@ -236,7 +240,7 @@ def test_wrong_requests_are_explained(task: Any, options: dict[str, Any], says: 
 
 
 def test_rows_that_are_to_go_and_to_stay_are_counted(task: Any) -> None:
-    shared = tuple(torch.cat([a[:7], b]) for a, b in zip(task[2], task[1], strict=True))
+    shared = joined(_part(task[2], slice(0, 7)), task[1])
     with pytest.raises(gm.InputError, match="7 of the 100 examples to forget are also among those to keep"):
         gm.remove(task[0], forget=batches(task[2]), keep=batches(shared))
 
