@@ -23,8 +23,8 @@ DESCRIPTION = """\
 Refine a merge with a few labelled rows per task, and compare it with joint training.
 
 --tasks text: the models of `python -m experiments.sentiment`. --tasks images: those of `python -m experiments.vision`.
-Beside the refinements by Newton and AdamW stand the base tuned on the same rows, merges by diagonal and Kronecker
-curvature, and Newton with labels exchanged at random. A run that was stopped goes on where it was."""
+Beside the refinements by Newton and AdamW stand the base tuned on the same rows, and merges by diagonal and Kronecker
+curvature. A run that was stopped goes on where it was."""
 
 EXAMPLES = """\
 examples:

@@ -47,7 +47,7 @@ test sets of {", ".join(results["tasks"])}.
 {markdown(columns, rows)}
 The merge that is refined is `{MERGE}` (averaged curvature, labels drawn from the model). The gap is that from it to
 `joint`, which was trained on all rows of all tasks. A refinement is given so many labelled rows per task, a tenth of
-which it holds back to judge by. With noise labels it should return the merge.
+which it holds back to judge by.
 
 ![Loss of every model](figures/losses.svg)
 """

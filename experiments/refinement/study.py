@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gradmerge as gm
 from gradmerge.demo.stages import Stages
@@ -63,10 +62,8 @@ class Study(ABC):
         for first in self.sizes:
             starts = {f"{method}, {first} rows": (method, MERGE) for method in METHODS}
             starts[f"base tuned on the same {first} rows"] = "adamw", "base"
-            if first == min(self.sizes):
-                starts[f"newton, {first} rows with noise labels"] = "newton", MERGE
             for name, (method, start) in starts.items():
-                found[name] = self._stage(name, partial(self._refined, name, method, models[start], first))
+                found[name] = self._stage(name, partial(self._refined, method, models[start], first))
         scores = {name: one.pop("scores") for name, one in found.items()}
         return {"scores": scores, "refinements": {name: one for name, one in found.items() if one}}
 
@@ -78,10 +75,8 @@ class Study(ABC):
     def _scored(self, module: nn.Module) -> dict[str, Any]:
         return {"scores": self.score(module)}
 
-    def _refined(self, name: str, method: str, start: Callable[[], State], first: int) -> dict[str, Any]:
+    def _refined(self, method: str, start: Callable[[], State], first: int) -> dict[str, Any]:
         rows = {task: self.rows(task, first) for task in self.tasks}
-        if "noise" in name:
-            rows = {task: noisy(part) for task, part in rows.items()}
         module = self.module(start())
         begun = time.perf_counter()
         found = gm.refine(module, rows, method=method, progress=False)
@@ -119,16 +114,3 @@ class Study(ABC):
             f"{MERGE}, Kronecker": lambda: merge("gradient-matching", "kronecker"),
             f"{MERGE}, Kronecker, penalty none": lambda: merge("gradient-matching", "kronecker", "none"),
         }
-
-
-def noisy(batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The same rows with their labels exchanged at random."""
-    labels = torch.cat([batch["labels"] for batch in batches])
-    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))]
-    made, begin = [], 0
-    for batch in batches:
-        changed = dict(batch)
-        changed["labels"] = labels[begin : begin + len(batch["labels"])]
-        begin += len(batch["labels"])
-        made.append(changed)
-    return made

@@ -17,7 +17,7 @@ from .rounds import Refinement, RefinementStep, Round
 #: Where the search for a learning rate begins, its factor, and how many it tries at most.
 RATE, FACTOR, TRIALS = 1e-4, 3.0, 5
 #: Rows of all tasks that a step is made of, however many are computed at once.
-STEP_ROWS = 16
+STEP_ROWS = 32
 #: The share of a pass over which the rate rises: AdamW's first steps know no sizes, and move every weight as far.
 WARM = 0.2
 
