@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import gradmerge as gm
 
 from ..common.program import head, make_parser, need, run_program
-from ..common.seeds import Run, run_seeds
+from ..common.seeds import run_seeds
 from ..sentiment.run import prepare as prepare_text
 from ..sentiment.settings import settings_for
 from ..vision.run import prepare as prepare_pictures
 from ..vision.settings import SCALES
 from . import report
 from .pictures import PictureSeed
+from .study import Wanted
 from .text import TextSeed
 
 DESCRIPTION = """\
@@ -31,14 +32,6 @@ examples:
   python -m experiments.refinement --tasks text --scale small --model ./minilm-l6 --data-dir ./data --seeds 0,1,2
   python -m experiments.refinement --tasks images --scale small --data-dir ./data --seeds 0,1,2 -o runs/refined-images
   python -m experiments.refinement --tasks text --scale tiny            a minute on a CPU, with made-up data"""
-
-
-@dataclass(frozen=True)
-class Wanted(Run):
-    """What the seeds share, and how many rows refinements are given."""
-
-    shared: Any
-    sizes: tuple[int, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -14,11 +15,20 @@ from torch import nn
 import gradmerge as gm
 from gradmerge.demo.stages import Stages
 
+from ..common.seeds import Run
 from ..common.states import State
 
 #: The merge that is refined.
 MERGE = "gradient matching"
 METHODS = ("newton", "adamw")
+
+
+@dataclass(frozen=True)
+class Wanted(Run):
+    """What the seeds share, and how many rows refinements are given."""
+
+    shared: Any
+    sizes: tuple[int, ...]
 
 
 class Study(ABC):
