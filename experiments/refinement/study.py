@@ -65,15 +65,15 @@ class Study(ABC):
     def compare(self) -> dict[str, Any]:
         """Name → scores of every task; and how long each refinement took, and what its rounds did."""
         models = self._models()
-        found = {
-            name: self._stage(name, lambda make=make: self._scored(self.module(make())))
-            for name, make in models.items()
-        }
+        made = {name: partial(self._made, make) for name, make in models.items()}
         for first in self.sizes:
-            starts = {f"{method}, {first} rows": (method, MERGE) for method in METHODS}
-            starts[f"base tuned on the same {first} rows"] = "adamw", "base"
-            for name, (method, start) in starts.items():
-                found[name] = self._stage(name, partial(self._refined, method, models[start], first))
+            made |= {
+                f"{method}, {first} rows": partial(self._refined, method, models[MERGE], first) for method in METHODS
+            }
+            made[f"base tuned on the same {first} rows"] = partial(self._refined, "adamw", models["base"], first)
+        # Merges with Kronecker curvature take longest, and nothing waits for them.
+        found = {name: self._stage(name, made[name]) for name in sorted(made, key=lambda name: "Kronecker" in name)}
+        found = {name: found[name] for name in made}
         scores = {name: one.pop("scores") for name, one in found.items()}
         return {"scores": scores, "refinements": {name: one for name, one in found.items() if one}}
 
@@ -81,6 +81,9 @@ class Study(ABC):
         path = re.sub(r"[^a-z0-9]+", "-", name.lower())
         found: dict[str, Any] = self.stages.run(f"compare-{path}", lambda folder: make(), after=self.trained)
         return found
+
+    def _made(self, make: Callable[[], State]) -> dict[str, Any]:
+        return self._scored(self.module(make()))
 
     def _scored(self, module: nn.Module) -> dict[str, Any]:
         return {"scores": self.score(module)}
