@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gradmerge as gm
@@ -71,12 +70,13 @@ def _loaded(folder: Path) -> nn.Module:
 
 def negations(demo: Path, judge: Judge) -> dict[float, dict[str, float]]:
     """Strength → what negation comes to."""
-    base, tuned = (load_file(demo / f"models/{name}/model.safetensors") for name in ("joint", f"joint-{REMOVED}"))
+    # From the modules, whose names are the same on both sides; files may name tensors otherwise.
+    base, tuned = (_loaded(demo / f"models/{name}").state_dict() for name in ("joint", f"joint-{REMOVED}"))
     model = _loaded(demo / "models/joint")
     found = {}
     for strength in STRENGTHS:
         values: Mapping[str, Tensor] = {name: v - strength * (tuned[name] - v) for name, v in base.items()}
-        model.load_state_dict(values, strict=False)
+        model.load_state_dict(values)
         found[round(strength, 2)] = judge(model)
     return found
 
