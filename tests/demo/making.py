@@ -7,5 +7,14 @@ from gradmerge.demo import Settings
 
 def tiny(seed: int = 0) -> Settings:
     return Settings(
-        seed=seed, train=128, valid=40, test=60, base_epochs=2, epochs=1, hidden=16, layers=1, weights="0:1:0.5"
+        seed=seed,
+        train=128,
+        valid=40,
+        test=60,
+        base_epochs=2,
+        epochs=1,
+        hidden=16,
+        layers=1,
+        weights="0:1:0.5",
+        refined=40,
     )

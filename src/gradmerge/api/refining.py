@@ -18,9 +18,9 @@ from ..engine.reads import changed, digest_of_state, model_paths, state_of
 from ..errors import InputError, MachineError
 from ..progress import Progress, shown
 from ..refinement.guarded import check_request, refine_model
+from ..refinement.held_to_base import penalty_of
 from ..refinement.newton import Penalty
 from ..refinement.owners import DataOwner
-from ..refinement.penalties import penalty_of
 from ..refinement.points import trained
 from ..refinement.resuming import SavedRounds
 from ..refinement.rounds import Refinement

@@ -70,11 +70,14 @@ def _print_tables(outcome: DemoResult) -> None:
     from ..demo.demo_settings import REMOVED
     from ..demo.tables import merge_table, removal_table
 
-    say(f"Accuracy on {outcome.results['images']['test']} test images per task, per cent:\n")
-    for columns, rows in (merge_table(outcome.merging), removal_table(outcome.removal)):
+    accuracy = f"Accuracy on {outcome.results['images']['test']} test images per task, per cent, and the mean loss:\n"
+    removing = f"\nTaking {REMOVED} out of the model trained on all; KL is the distance to the target on {REMOVED}:\n"
+    for title, (columns, rows) in (
+        (accuracy, merge_table(outcome.merging)),
+        (removing, removal_table(outcome.removal)),
+    ):
+        say(title)
         print_table(columns, rows, right=range(1, len(columns)))
-        if columns[-1] == "mean":
-            say(f"\nTaking {REMOVED} out of the model trained on all:\n")
 
 
 def _print_rest(outcome: DemoResult, seconds: float) -> None:

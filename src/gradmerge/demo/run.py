@@ -190,20 +190,23 @@ class _Work:
         found = scores(models, tables.EVERY, lambda done: advance(done * EVALUATION_STEPS))
         weight = _best_weight()
         merges = tables.merge_rows(found, self.merged, weight, self.settings.refined)
-        removals = tables.removal_rows(found)
-        apart = distances([row.folder for row in removals], removals[-1].folder, REMOVED)
+        target = f"models/without-{REMOVED}"
+        taken_out = ["models/joint", *(model for model in models if model.startswith("removed/")), target]
+        removals = tables.removal_rows(found, distances(taken_out, target, REMOVED))
         results = {
             "seed": self.settings.seed,
-            "images": {"train": self.settings.train, "valid": self.settings.valid, "test": self.settings.test},
+            "images": {
+                "train": self.settings.train,
+                "valid": self.settings.valid,
+                "test": self.settings.test,
+                "refined": self.settings.refined,
+            },
             "tuned_weight": weight,
             "preview": _previewed(),
             "unit": "scores: share of test images whose most likely class is right; losses: mean −ln p of the right "
             f"class; kl: mean KL(target ‖ model) on test images of {REMOVED}",
             "merging": [dataclasses.asdict(row) | {"mean": row.mean(), "mean_loss": row.mean_loss()} for row in merges],
-            "removal": [
-                dataclasses.asdict(row) | {"mean_of_rest": row.mean(tables.REST), "kl": apart[row.folder]}
-                for row in removals
-            ],
+            "removal": [dataclasses.asdict(row) | {"mean_of_rest": row.mean(tables.REST)} for row in removals],
         }
         write_text(Path("results.json"), to_json(results) + "\n")
 

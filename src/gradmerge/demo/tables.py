@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ class TableRow:
     """Task → accuracy, the share of test images whose most likely class is right."""
     losses: Mapping[str, float]
     """Task → mean of −ln p of the right class."""
+    kl: float = 0.0
+    """Of removals: mean KL(target ‖ model) on the removed task."""
 
     def mean(self, tasks: Sequence[str] = EVERY) -> float:
         return sum(self.scores[task] for task in tasks) / len(tasks)
@@ -47,7 +50,7 @@ def merge_rows(found: Found, merged: Sequence[str], weight: float, refined: int)
     return _rows(rows, found)
 
 
-def removal_rows(found: Found) -> list[TableRow]:
+def removal_rows(found: Found, apart: Mapping[str, float]) -> list[TableRow]:
     """Before, after, and what it should be."""
     rows = [
         ("before", "models/joint"),
@@ -56,7 +59,7 @@ def removal_rows(found: Found) -> list[TableRow]:
         ("influence steps", f"removed/{INFLUENCE}"),
         ("trained without it (target)", f"models/without-{REMOVED}"),
     ]
-    return _rows(rows, found)
+    return [dataclasses.replace(row, kl=apart[row.folder]) for row in _rows(rows, found)]
 
 
 def _rows(rows: Sequence[tuple[str, str]], found: Found) -> list[TableRow]:
@@ -69,8 +72,12 @@ def merge_table(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
 
 
 def removal_table(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
-    """The same, with the removed task first; the loss is that of the others."""
-    return ["model", REMOVED, *REST, "rest, mean", "rest, loss"], _cells(rows, (REMOVED, *REST), REST)
+    """The same, with the removed task first; the loss is that of the others, and KL the distance to the target."""
+    cells = _cells(rows, (REMOVED, *REST), REST)
+    apart = [f"{row.kl:.3f}" for row in rows]
+    return ["model", REMOVED, *REST, "rest, mean", "rest, loss", "KL"], [
+        [*line, kl] for line, kl in zip(cells, apart, strict=True)
+    ]
 
 
 def _cells(rows: Sequence[TableRow], tasks: Sequence[str], mean_of: Sequence[str]) -> list[list[str]]:
@@ -98,7 +105,7 @@ def flatness(results: Mapping[str, Any]) -> list[str]:
 
 def rows_of(values: Sequence[Mapping[str, Any]]) -> list[TableRow]:
     """Rows as `results.json` has them."""
-    return [TableRow(value["name"], value["folder"], value["scores"], value["losses"]) for value in values]
+    return [TableRow(value["name"], value["folder"], value["scores"], value["losses"], value["kl"]) for value in values]
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -122,7 +129,7 @@ transformer, was trained on {images["train"]} digits as they are (`{BASE}`), and
 {markdown(*merge_table(rows_of(results["merging"])))}
 Every method has its default options, and weight 1 where nothing else is said. The tuned weight of task arithmetic is
 the best of the preview on {images["valid"]} validation images per task; the other rows have seen no labels but those of
-the training images. `slerp` takes two models only, and `weighted-average` with equal weights is `average`. With
+the training images, which the refined one has seen again, {images["refined"]} of each task. `slerp` takes two models only, and `weighted-average` with equal weights is `average`. With
 `reduction: mean` nothing would change, as every task has the same number of images.
 
 ## How much the weight matters
@@ -133,9 +140,9 @@ Mean accuracy on the validation images, one weight for all tasks (`preview/repor
 
 ## Taking {REMOVED} out again
 
-The model trained on all four kinds is tuned further on `{REMOVED}`, and what that changed is subtracted. The damping,
-{results["damping"]:g}, is the least power of ten with which `gradmerge remove` does not warn that its step is too long;
-no accuracy was looked at.
+`negation` and `gradient matching` subtract what tuning the joint model further on `{REMOVED}` changed. `influence steps`
+need no tuned model: they go along the gradient of `{REMOVED}`, as far as the loss on the rest allows. `KL` is how far
+the predictions on `{REMOVED}` are from those of the model that never saw it, in nats.
 
 {markdown(*removal_table(rows_of(results["removal"])))}
 The closer to the last row the better: `{REMOVED}` should fall to what a model has that never saw it, and the rest
@@ -149,6 +156,7 @@ should stay.
 | `models/` | the base, the tuned models, and those trained on several tasks |
 | `curvature/`, `gram/`, `curvature-at-delta/` | what was estimated for them |
 | `recipes/`, `merged/`, `removed/` | recipes, and the models that they make |
+| `refined/` | the merge by gradient matching, refined, with a report |
 | `preview/report.html` | accuracy over the weight, on validation images |
 | `diagnose/report.html` | what the merge costs, in which layers, beside the jointly trained model |
 | `commands.sh` | the commands that repeat each step; run them in this folder |
