@@ -90,7 +90,7 @@ def _steps(done: Refinement) -> Section:
             ridge = step.ridge if done.method == "newton" else None
             rows.append([number, step.length, step.part, step.damping, ridge])
     what = "learning rate" if done.method == "adamw" else "damping λ"
-    columns = ["round", "‖step‖", "part", what, "ridge"]
+    columns = ["round", "‖step‖" if done.method == "newton" else "from the start", "part", what, "ridge"]
     passes = ", ".join(f"{count} × {name}" for name, count in done.passes.items())
     return Section(
         "Steps",
