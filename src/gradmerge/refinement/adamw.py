@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +19,10 @@ from .points import Point, evaluated, norm, trained
 from .rounds import Refinement, RefinementStep, Round
 
 #: Where the search for a learning rate begins, its factor, how many it tries at most, and by how many passes each.
-RATE, FACTOR, TRIALS, SEARCHED = 1e-4, 3.0, 5, 2
-#: So many passes in a row that do not lower the loss on the rows held back end a refinement.
-PATIENCE = 3
+RATE, FACTOR, TRIALS, SEARCHED = 1e-4, 2.0, 8, 2
+#: This share of the passes, in a row, that does not lower the loss on the rows held back ends a refinement: while the
+#: rate is high that loss goes up and down, and falls as the rate does.
+PATIENCE = 0.5
 #: Rows of a step, however many are computed at once.
 STEP_ROWS = 32
 #: The share of a pass over which the rate rises: AdamW's first steps know no sizes, and move every weight as far.
@@ -44,7 +46,8 @@ def adamw(
 
     Several learning rates, up or down from ``RATE`` while the loss on the rows held back falls, are tried with two
     passes each. If more are asked for, all are made at the best rate, from the start. The rate rises at the beginning
-    of the first pass, and falls linearly to 0 over all of them. The result is the best that was found after any pass.
+    of the first pass, and falls linearly to 0 over all of them. The result is the best of what the search and each of
+    these passes ended with.
 
     Args:
         start: The weights to begin with, where the model has those of ``so_far``.
@@ -62,14 +65,11 @@ def adamw(
         def tried(rate: float) -> float:
             nonlocal best, kept
             _place(parameters, start)
-            steps: list[RefinementStep] = []
-            lowest = math.inf
-            for after, step in passes.plan(rate, planned):
-                steps.append(step)
-                lowest = min(lowest, after.judged) if after.judged == after.judged else lowest
-                if after.judged < best.judged:
-                    best, kept = Round(after.held, after.rows, list(steps)), _copied(parameters)
-            return lowest
+            made = list(passes.plan(rate, planned))
+            after = made[-1][0]
+            if after.judged < best.judged:
+                best, kept = Round(after.held, after.rows, [step for _, step in made]), _copied(parameters)
+            return after.judged if math.isfinite(after.judged) else math.inf
 
         _search(tried)
         _place(parameters, kept)
@@ -116,8 +116,8 @@ def _long(state: Progressed, passes: _Passes, rounds: int, told: Callable[[Progr
             best, begun, steps = _copied(parameters), time.perf_counter(), []
             state.last = passes.moments()
             told(state)
-        if idle == PATIENCE:
-            done.stopped = f"{PATIENCE} passes in a row did not lower the loss on the rows held back"
+        if idle >= PATIENCE * rounds:
+            done.stopped = f"{idle} passes in a row did not lower the loss on the rows held back"
             break
     state.last = {}
     _place(parameters, best)
@@ -179,8 +179,10 @@ class _Passes:
         """All rows once, in a random order, in steps of about as many."""
         order = torch.Generator().manual_seed(1000 * self._seed + number + 1)
         pools = [[(owner, row) for row in range(owner.rows)] for owner in self._owners]
+        if self._mixed:
+            pools = [list(itertools.chain.from_iterable(pools))]
         steps = []
-        for pool in [[one for pool in pools for one in pool]] if self._mixed else pools:
+        for pool in pools:
             shuffled = [pool[place] for place in torch.randperm(len(pool), generator=order).tolist()]
             count = -(-len(pool) // STEP_ROWS)
             steps += [shuffled[first::count] for first in range(count)]
