@@ -231,7 +231,7 @@ def test_a_penalty_of_the_record_is_used_and_one_can_be_given(place: Path, tmp_p
 
     def distance(*more: str | Path) -> tuple[float, Any]:
         out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
-        run("refine", start, *given(place), "-o", out, "--rounds", 1, "--quiet", *more)
+        assert not run("refine", start, *given(place), "-o", out, "--rounds", 1, "--quiet", *more).output
         record = json.loads((out / "gradmerge.json").read_text())["refinement"]["penalty_of"]
         base, found = read_model(tmp_path / "base"), read_model(out)
         return sum(float((found[n] - base[n]).square().sum()) for n in base), record["penalty"]
@@ -260,12 +260,23 @@ def test_a_penalty_of_the_record_is_used_and_one_can_be_given(place: Path, tmp_p
         (["--base", "x"], "there is none"),
         (["--valid", "a=nowhere.jsonl"], "nowhere.jsonl"),
         (["--limit", "1"], "no validation row"),
+        (["--seed", "-1"], "--seed"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_is_written(place: Path, tmp_path: Path, more: list[str], says: str) -> None:
     result = run("refine", place / "merged", *given(place), "-o", tmp_path / "out", *more, status=2)
     assert says in result.output
     assert not list(tmp_path.iterdir())
+
+
+def test_a_quantised_model_is_refused_before_it_is_loaded(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "merged", tmp_path / "codes")
+    config = json.loads((tmp_path / "codes" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "codes" / "config.json").write_text(json.dumps(config))
+    result = run("refine", tmp_path / "codes", *given(place), "-o", tmp_path / "out", status=2)
+    assert "quantised with gptq, 4 bits" in result.output and "unquantised" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["codes"]
 
 
 def test_rows_without_labels_are_refused(place: Path, tmp_path: Path) -> None:

@@ -131,6 +131,21 @@ def test_where_nothing_is_known_it_is_task_arithmetic() -> None:
     torch.testing.assert_close(merged @ seen.T, arithmetic @ seen.T, rtol=1e-5, atol=1e-5)
 
 
+def test_small_eigenvalues_of_a_factor_that_rounding_made_indefinite_are_not_lost() -> None:
+    """Zeros become about ±1e-8 of the largest; what is far above that is data, and counts beside little damping."""
+    base, tuned = tensor(0, OUT, IN), [tensor(i, OUT, IN) for i in (1, 2)]
+    turned = torch.linalg.qr(tensor(3, IN, IN)).Q
+    inputs = (turned * torch.tensor([1e4, 1.0, 0.1, 0.005, 0.0, 0.0]).double()) @ turned.T
+    inputs = ((inputs + inputs.T) / 2).float().double()
+    assert torch.linalg.eigvalsh(inputs)[0] < 0
+    curvature: list[Any] = [KroneckerFactors(factors(i).outputs, inputs, 1.0) for i in (1, 2)]
+    given = base, tuned, [1.0, 0.5], torch.tensor(0.0).double(), curvature
+    for function, rest in ((match_layer, False), (remove_layer, True)):
+        want = slow(*given, 0.1, torch.tensor(0.0).double(), rest)
+        got = function(*given, 0.1, torch.tensor(0.0).double())
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
 def test_the_mean_eigenvalue_is_the_trace_over_the_size() -> None:
     curvature: list[Any] = [factors(1), torch.tensor(0.5).double(), PRIORS["diagonal"]]
     whole = 2.0 * written_out(curvature[0]) + written_out(curvature[1]) + 0.3 * written_out(curvature[2])

@@ -36,7 +36,7 @@ class EstimateOptions:
         typer.Option(
             metavar="K",
             help="diagonal: squared gradients; gram: XᵀX of linear layers' inputs, for regmean; kronecker: two factors "
-            "per linear layer, for gradient-matching, removal, refine.",
+            "per linear layer, for gradient-matching and removal.",
         ),
     ] = "diagonal"
     widest: Annotated[

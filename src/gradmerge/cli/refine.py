@@ -12,7 +12,7 @@ import typer
 
 from ..errors import InputError
 from .options import Force, LoadingOptions, Printing, command
-from .output import heavy_imports, note, print_json, print_table, progress
+from .output import Durable, heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
 EXAMPLE = (
@@ -55,10 +55,11 @@ def refine(
     base: Annotated[
         str | None, typer.Option(metavar="B", help="The base that the penalty holds to; by default MERGED's.")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Decides which rows are held back.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Decides which rows are held back.")] = 0,
     loading: LoadingOptions,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped after a round.")] = False,
     force: Force = False,
+    durable: Durable = False,
     printing: Printing,
 ) -> None:
     """Refine a merge on a few labelled rows of every task, towards the model trained on all of them.
@@ -85,6 +86,7 @@ def refine(
             seed=seed,
             resume=resume,
             force=force,
+            durable=durable,
             progress=shown,
             command=shlex.join(["gradmerge", *sys.argv[1:]]),
             **loading.as_keywords(),
@@ -97,11 +99,12 @@ def refine(
         return
     for text in done.notes:
         note(text, printing.quiet)
+    if printing.quiet:
+        return
     table = metrics_table(done)
     print_table(table.columns, table.rows, right=(1, 2, 4, 5), digits=4)
-    if not printing.quiet:
-        say("\n" + verdict(done)[0])
-        say(f"{out}: written; report.html shows the rounds.")
+    say("\n" + verdict(done)[0])
+    say(f"{out}: written; report.html shows the rounds.")
 
 
 def named(option: str, pairs: list[str]) -> dict[str, str]:

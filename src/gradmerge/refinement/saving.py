@@ -25,6 +25,7 @@ from .._version import __version__
 from ..checkpoints.lora import is_adapter, read_adapter_config
 from ..checkpoints.model import TORCH_TYPES, Checkpoint
 from ..checkpoints.opening import HUB_ID
+from ..checkpoints.quantised import quantisation
 from ..checkpoints.sidecars import copy_sidecars, sidecars
 from ..checkpoints.ties import same_values, tied_to
 from ..curvature.stored_names import adapter_names, stored_shapes, stored_sources, stored_tensors
@@ -34,6 +35,7 @@ from ..engine.rounding import rounded
 from ..errors import InputError, MachineError
 from ..storage.bytesof import bytes_of
 from ..storage.links import lies_within
+from ..storage.smallfile import read_json
 from ..storage.staging import Staging
 from ..storage.tensorfile import TensorFile, open_files
 from ..tasks import LoadedTask, Loading, LoadingInfo, load_model, with_data
@@ -102,7 +104,12 @@ def opened_start(reference: str, options: Loading) -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
         for file in files:
             stack.callback(file.close)
-        stored = Checkpoint(reference, files=files, folder=folder)
+        config = folder / "config.json"
+        stored = Checkpoint(reference, files=files, folder=folder, config=read_json(config) if config.is_file() else {})
+        if found := quantisation(stored):
+            raise InputError(
+                f"{reference}: {found}. Codes cannot take small steps. Begin with the original, unquantised model."
+            )
         wide = "float64" if any(info.dtype == "F64" for info in stored.tensors.values()) else "float32"
         dtype = wide if options["dtype"] == "auto" else options["dtype"]
         attn, device = options["attn"], options["device"]

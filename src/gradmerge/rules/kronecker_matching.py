@@ -207,7 +207,9 @@ def _positive(matrix: Tensor) -> Tensor:
     if not torch.linalg.cholesky_ex(matrix).info:
         return matrix
     values, vectors = torch.linalg.eigh(matrix)
-    noise = len(matrix) * torch.finfo(torch.float32).eps * float(values[-1])
-    kept = vectors[:, values > max(noise, 0.0)] * values[values > max(noise, 0.0)].sqrt()
+    # How far rounding has pushed zeros below 0 says how far above. A bound by the size would be hundreds of times
+    # larger, and take for rounding what is not.
+    noise = max(-4 * float(values[0]), ROUNDING * float(values[-1]), 0.0)
+    kept = vectors[:, values > noise] * values[values > noise].sqrt()
     product: Tensor = kept @ kept.T
     return product
