@@ -20,7 +20,8 @@ from .along import curvature_along
 from .points import Point, evaluated, moving
 from .splitting import RowBatches
 
-#: Up to so many outputs, the curvature's expectation over labels is taken exactly, one backward pass for each.
+#: Up to so many outputs, the curvature's expectation over labels is taken exactly, one backward pass for each; beyond,
+#: labels are drawn from the model.
 FEW_CLASSES = 16
 #: How often labels are dealt out anew to see what chance gives.
 SHUFFLES = 200
@@ -72,8 +73,10 @@ class DataOwner:
         examples: int | None = None,
         output: ExampleLoss | None = None,
         seed: int = 0,
+        few_classes: int = FEW_CLASSES,
         advance: Callable[[int], None] = lambda rows: None,
     ) -> None:
+        self._few_classes = few_classes
         self.name, self._seed, self._advance = name, seed, advance
         self._batches, self._valid, self._output = batches, valid, output
         sizes = list(map(examples_in, batches))
@@ -160,7 +163,7 @@ class DataOwner:
         with evaluated(model), torch.no_grad():
             logits = logits_of(model, batch)
         tokens = isinstance(self._loss(model, batch), TokenLoss)
-        return "exact" if not tokens and logits[0].numel() <= FEW_CLASSES else "sampled"
+        return "exact" if not tokens and logits[0].numel() <= self._few_classes else "sampled"
 
     def _counted(self, batches: Iterable[Any]) -> Iterable[Any]:
         return _Counted(batches, self._advance)
