@@ -91,7 +91,12 @@ def _steps(done: Refinement) -> Section:
             rows.append([number, step.length, step.part, step.damping, ridge])
     what = "learning rate" if done.method == "adamw" else "damping λ"
     columns = ["round", "‖step‖" if done.method == "newton" else "from the start", "part", what, "ridge"]
-    words = {"gradient": "for gradients", "curvature": "for curvature", "along": "along directions", "rows": "for losses"}
+    words = {
+        "gradient": "for gradients",
+        "curvature": "for curvature",
+        "along": "along directions",
+        "rows": "for losses",
+    }
     passes = ", ".join(f"{done.passes[name]} {what}" for name, what in words.items() if done.passes[name])
     return Section(
         "Steps",
