@@ -8,7 +8,7 @@ the base tuned on the same rows, rows whose labels are noise, the time beside on
 
     python -m benchmarks.refine --merged DIR --joint DIR --base DIR --data NAME=SRC --test NAME=SRC --device cuda
 
-does the same for any models and data.
+does the same for any models and data. What the JSON file holds already is not run again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from gradmerge.tasks import complete, load_task
 
 ROWS = 200
 EVERY = (BASE, *TASKS)
+RUNS = ("newton", "adamw", "adamw longer", "base tuned", "newton on noise")
 
 
 def main() -> None:
@@ -49,20 +50,27 @@ def main() -> None:
     parser.add_argument("--test", action="append", default=[], metavar="NAME=SRC")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--passes", type=int, default=12, help="of adamw at most")
-    parser.add_argument("--only", default="newton,adamw,base tuned,newton on noise", help="what is run")
+    parser.add_argument("--only", default=",".join(RUNS), help="what is run")
     parser.add_argument("--limit", type=int, help="rows of each task")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(torch.get_num_threads() if args.demo is None else 1)
-    cases: dict[str, Any] = {}
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    before = json.loads(args.json.read_text()) if args.json and args.json.is_file() else {}
+    cases: dict[str, Any] = before.get("cases", {})
     if args.demo is not None:
         for seed in args.seeds.split(","):
-            cases[f"demo, seed {seed}"] = on_demo(args, int(seed))
+            on_demo(args, int(seed), cases.setdefault(f"demo, seed {seed}", {}), lambda: write(args, cases))
     else:
-        data, test = pairs(args.data), pairs(args.test)
-        cases[args.merged] = compare(args, args.merged, args.joint, args.base, data, test)
+        data, test, found = pairs(args.data), pairs(args.test), cases.setdefault(args.merged, {})
+        compare(args, found, lambda: write(args, cases), args.merged, args.joint, args.base, data, test)
+    print(json.dumps(write(args, cases).get("mean", cases), indent=2))
+
+
+def write(args: argparse.Namespace, cases: dict[str, Any]) -> dict[str, Any]:
+    """All results so far, into the file if there is to be one."""
     result = {
         "command": "python -m benchmarks.refine",
         "torch": torch.__version__,
@@ -76,16 +84,17 @@ def main() -> None:
         result["mean"] = {
             name: {
                 what: statistics.mean(case[name][what] for case in cases.values())
-                for what in ("share_of_loss", "share_of_accuracy")
+                for what in ("loss", "accuracy", "share_of_loss", "share_of_accuracy", "epochs")
             }
-            for name in args.only.split(",")
+            for name in RUNS
+            if all(name in case for case in cases.values())
         }
-    print(json.dumps(result.get("mean", cases), indent=2))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return result
 
 
-def on_demo(args: argparse.Namespace, seed: int) -> dict[str, Any]:
+def on_demo(args: argparse.Namespace, seed: int, found: dict[str, Any], told: Callable[[], Any]) -> None:
     """One demonstration, with the first rows of every task's training data."""
     folder = args.demo.with_name(f"{args.demo.name}{seed}")
     if not (folder / "results.json").is_file():
@@ -102,46 +111,61 @@ def on_demo(args: argparse.Namespace, seed: int) -> dict[str, Any]:
             np.savez(noise[task], x=x, y=random.integers(0, 10, len(y)))
             test[task] = f"{folder}/data/{task}.npz:test"
         merged, joint, base = folder / "merged/gradient-matching", folder / "models/joint", folder / "models/base"
-        return compare(args, str(merged), str(joint), str(base), data, test, noise)
+        compare(args, found, told, str(merged), str(joint), str(base), data, test, noise)
 
 
 def compare(
     args: argparse.Namespace,
+    found: dict[str, Any],
+    told: Callable[[], Any],
     merged: str,
     joint: str,
     base: str | None,
     data: Mapping[str, str],
     test: Mapping[str, str],
     noise: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """The merge, joint training, and what lies between them."""
+) -> None:
+    """The merge, joint training, and what lies between them, into ``found``."""
     loading: Any = {"batch_size": args.batch_size, "device": args.device, "limit": args.limit}
-    start, goal = score(merged, test, args), score(joint, test, args)
-    found: dict[str, Any] = {"merge": start, "joint": goal}
-    with tempfile.TemporaryDirectory() as temporary:
-        runs = [("newton", merged, data, "newton", args.rounds), ("adamw", merged, data, "adamw", args.passes)]
-        runs += [("base tuned", base, data, "adamw", args.passes)] if base else []
-        runs += [("newton on noise", merged, noise, "newton", args.rounds)] if noise else []
-        for name, model, rows, method, rounds in (one for one in runs if one[0] in args.only.split(",")):
-            if torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
-            out = f"{temporary}/{name}"
+    if "joint" not in found:
+        found |= {"merge": score(merged, test, args), "joint": score(joint, test, args)}
+        found["seconds_of_one_epoch"] = min(one_epoch(merged, data, loading) for _ in range(3))
+    start, goal = found["merge"], found["joint"]
+    runs = [("newton", merged, data, "newton", args.rounds), ("adamw", merged, data, "adamw", args.rounds)]
+    runs += [("adamw longer", merged, data, "adamw", args.passes)]
+    runs += [("base tuned", base, data, "adamw", args.passes)] if base else []
+    runs += [("newton on noise", merged, noise, "newton", args.rounds)] if noise else []
+    for name, model, rows, method, rounds in runs:
+        if name in found or name not in args.only.split(","):
+            continue
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        with tempfile.TemporaryDirectory() as temporary:
+            out, begun = f"{temporary}/out", clock()
             done = gm.refine(model, rows, out=out, method=method, rounds=rounds, progress=False, **loading)
-            after = score(out, test, args)
-            found[name] = {
-                **after,
-                "share_of_loss": (start["loss"] - after["loss"]) / (start["loss"] - goal["loss"]),
-                "share_of_accuracy": (after["accuracy"] - start["accuracy"]) / (goal["accuracy"] - start["accuracy"]),
-                "rounds": len(done.rounds) - 1,
-                "held_back": [one.judged for one in done.rounds],
-                "seconds": round(sum(one.seconds for one in done.rounds), 2),
-                "passes": dict(done.passes),
-                "stopped": done.stopped,
-                "peak_bytes": peak(),
-            }
-            print(merged, name, json.dumps(found[name]), flush=True)
-    found["seconds_of_one_epoch"] = round(one_epoch(merged, data, loading), 2)
-    return found
+            seconds, after = clock() - begun, score(out, test, args)
+        found[name] = {
+            **after,
+            "share_of_loss": (start["loss"] - after["loss"]) / (start["loss"] - goal["loss"]),
+            "share_of_accuracy": (after["accuracy"] - start["accuracy"]) / (goal["accuracy"] - start["accuracy"]),
+            "rounds": len(done.rounds) - 1,
+            "held_back": [one.judged for one in done.rounds],
+            "seconds": seconds,
+            "epochs": seconds / found["seconds_of_one_epoch"],
+            "passes": dict(done.passes),
+            "stopped": done.stopped,
+            "peak_bytes": peak(),
+        }
+        print(merged, name, json.dumps(found[name]), flush=True)
+        told()
+
+
+def clock() -> float:
+    """Seconds; on the CPU, with one thread, those that this process has computed, whatever else the machine does."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
 
 
 def score(model: str, test: Mapping[str, str], args: argparse.Namespace) -> dict[str, float]:
@@ -159,16 +183,14 @@ def one_epoch(model: str, data: Mapping[str, str], loading: Any) -> float:
         loaded = [start.with_data(source) for source in data.values()]
         batches = [(one, batch) for one in loaded for batch in RowBatches(one, range(one.examples))]
         optimizer = torch.optim.AdamW(start.model.parameters(), lr=1e-6)
-        begun = time.perf_counter()
+        begun = clock()
         for one, batch in batches:
             on_device = {name: value.to(one.device) for name, value in batch.items()}
             labels = on_device.pop("labels")
             one.output.losses(start.model(**on_device).logits, labels).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
+        return clock() - begun
 
 
 def peak() -> int:

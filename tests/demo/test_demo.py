@@ -81,6 +81,7 @@ def test_every_rule_for_several_models_is_in_the_table(outcome: DemoResult) -> N
         "models/joint",
         "removed/negation",
         "removed/removal",
+        "removed/influence",
         "models/without-tilted",
     }
     assert all(model["weight"] == 1 for model in recipes["task-arithmetic"]["models"])
@@ -90,10 +91,26 @@ def test_accuracies_are_those_of_the_models_on_test_images(outcome: DemoResult) 
     for row in (outcome.merging[0], outcome.merging[-2], outcome.removal[2]):
         model = ViTForImageClassification.from_pretrained(outcome.folder / row.folder).double().eval()
         for task in EVERY:
-            with np.load(outcome.folder / "data" / f"{task}.npz") as data:
-                pixels = torch.from_numpy(data["x_test"].astype(np.float64))[:, None] / 127.5 - 1
-                right = model(pixel_values=pixels).logits.argmax(1).numpy() == data["y_test"]
+            predicted, labels = predictions(outcome, model, task)
+            right = predicted.argmax(1).numpy() == labels
             assert row.scores[task] == pytest.approx(right.mean(), abs=1.5 / len(right)), (row.folder, task)
+            loss = -np.mean([float(one[label]) for one, label in zip(predicted, labels, strict=True)])
+            assert row.losses[task] == pytest.approx(loss, rel=1e-4)
+
+
+def predictions(outcome: DemoResult, model: ViTForImageClassification, task: str) -> tuple[torch.Tensor, np.ndarray]:
+    """ln p of every class, and the right ones, of a task's test images."""
+    with np.load(outcome.folder / "data" / f"{task}.npz") as data, torch.no_grad():
+        pixels = torch.from_numpy(data["x_test"].astype(np.float64))[:, None] / 127.5 - 1
+        return model(pixel_values=pixels).logits.log_softmax(-1), data["y_test"]
+
+
+def test_the_distance_of_removals_is_that_of_their_predictions_from_the_target_s(outcome: DemoResult) -> None:
+    models = [ViTForImageClassification.from_pretrained(outcome.folder / row.folder) for row in outcome.removal]
+    *others, wanted = [predictions(outcome, model.double().eval(), "tilted")[0] for model in models]
+    for row, ours in zip(outcome.removal, others, strict=False):
+        assert row.kl == pytest.approx(float((wanted.exp() * (wanted - ours)).sum(1).mean()), rel=1e-3, abs=1e-6)
+    assert outcome.removal[-1].kl == pytest.approx(0, abs=1e-9)
 
 
 def test_the_tuned_weight_is_the_best_of_the_preview_on_validation_images(outcome: DemoResult) -> None:
@@ -150,7 +167,9 @@ def test_commands_of_every_kind_succeed_as_printed_and_give_the_same_models(
     before = [load_file(path) for path in paths]
     removed = Path("removed/removal/model.safetensors").read_bytes()
     shown = highlights(outcome.commands)
-    assert {command[1] for command in shown} == {"curvature", "preview", "merge", "evaluate", "diagnose", "remove"}
+    assert {command[1] for command in shown} == {
+        *("curvature", "preview", "merge", "refine", "evaluate", "diagnose", "remove")
+    }
     for command in shown:
         with one_thread_each():  # for the time it takes
             result = CliRunner().invoke(app, command[1:])

@@ -111,5 +111,5 @@ def test_transformers_agree_with_differences(family: str) -> None:
     dual = owner.along(model, directions)
     with torch.no_grad():
         logits, changes = along._by_differences(model, batch, directions)
-    want = along._form(model, batch, logits, changes, owner._losses_of)
+    want = along._form(model, batch, logits, changes, owner.losses_at)
     assert float((dual - want).abs().max() / want.abs().max()) < 1e-3

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradmerge as gm
+from gradmerge.api import removing
 from gradmerge.curvature.losses import LOSSES
 from gradmerge.refinement import influence
 from gradmerge.refinement.influence import remove_influence
@@ -106,6 +107,44 @@ def test_a_step_is_the_dense_solve_with_a_tenth_of_the_mean_curvature_added() ->
     moved = torch.cat([model[0].weight, model[0].bias[:, None]], 1).detach() - solution
     torch.testing.assert_close(moved.flatten(), s * direction, rtol=1e-8, atol=1e-10)
     assert done.rounds[0].damping == pytest.approx(damping, rel=1e-8) and done.after.s == pytest.approx(s, rel=1e-8)
+
+
+def test_curvature_of_a_sample_is_scaled_to_all_that_stay() -> None:
+    """Of a linear model, S and the Newton length from the first 30 of 60 rows, which stand for 60 as for 600."""
+    keep, forget = numbers(0, 60), numbers(1, 20)
+    squared = LOSSES["squared"]
+    few, goes = (DataOwner("k", batches(some), [], output=squared) for some in (_part(keep, slice(0, 30)), forget))
+    found = []
+    for all_of_them in (few, DataOwner("k", batches(keep), [], output=squared)):
+        all_of_them.examples = 600
+        model = placed(least_squares(joined(keep, forget)))
+        done = remove_influence(model, goes, all_of_them, budget=None, sample=few)
+        found.append((weights(model), done.rounds[0].damping, done.after.s))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-12, atol=0)
+    assert found[0][1:] == pytest.approx(found[1][1:], rel=1e-12)
+    wide = torch.cat([keep[0][:30], torch.ones(30, 1, dtype=torch.float64)], 1)
+    assert found[0][1] == pytest.approx(0.1 * 600 / 30 * 2 * float(wide.square().sum()) / 5, rel=1e-9)
+
+
+def test_of_many_rows_a_sample_that_the_seed_draws_is_asked_for_curvature(
+    task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removing, "SAMPLE", 50)
+    asked: list[Tensor] = []
+    estimate = DataOwner.curvature
+
+    def noted(self: DataOwner, model: nn.Module) -> Any:
+        asked.append(torch.cat([x for x, _ in self._batches]))
+        return estimate(self, model)
+
+    monkeypatch.setattr(DataOwner, "curvature", noted)
+    given: Any = {"forget": batches(task[2]), "keep": batches(task[1]), "budget": 0.1, "progress": False}
+    for seed in (0, 0, 1):
+        done = gm.remove(copy.deepcopy(task[0]), **given, rounds=2, seed=seed)
+        assert done.used <= 0.1 and done.after.forget > done.before.forget and done.rows["keep_rows"] == 180
+    assert [len(rows) for rows in asked] == [50] * 6
+    assert all(torch.equal(asked[0], rows) for rows in asked[1:4]) and not torch.equal(asked[0], asked[4])
+    assert all((row == task[1][0]).all(1).any() for row in asked[0]) and len(asked[0].unique(dim=0)) == 50
 
 
 def test_in_logistic_regression_a_step_comes_nearer_to_retraining(monkeypatch: pytest.MonkeyPatch) -> None:

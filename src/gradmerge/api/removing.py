@@ -25,7 +25,7 @@ from ..refinement.overlap import in_both
 from ..refinement.owners import DataOwner
 from ..refinement.points import Point, trained
 from ..refinement.saving import notes_of_folder, opened_start, write_folder
-from ..refinement.splitting import HELD, RowBatches, as_batches, split_batches, split_rows
+from ..refinement.splitting import HELD, RowBatches, as_batches, sample_batches, split_batches, split_rows
 from ..report.page import write_report
 from ..report.removal_page import removal_card, removal_page
 from ..storage.staging import Staging
@@ -38,6 +38,8 @@ from .merging import merge
 METHODS = {"influence": "", "removal": "removal", "negation": "task-arithmetic"}
 #: How many influence steps are taken where nothing else is said.
 ROUNDS = 8
+#: Kept examples that curvature is taken of, at most: more cost time, and change little.
+SAMPLE = 1000
 #: Parts of the way that are tried where the weights are stored in narrow types; 0 is the model as it was.
 PARTS = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0)
 
@@ -84,15 +86,15 @@ def remove(
         out: For a model on disk: the new folder.
         forget: The examples to take out: for a module batches, as of :func:`gradmerge.estimate_curvature`; for a model
             on disk a file or data set, as `gradmerge remove --forget` takes it. All of them are needed, not a sample.
-        keep: Examples that stay, likewise; a few hundred are enough for their curvature, more repair better. A tenth is
-            held back to measure the budget on.
+        keep: Examples that stay, likewise. A tenth is held back to measure the budget on, all others repair, and
+            curvature is taken of 1,000 of these at most, which the seed draws.
         keep_size: How many examples stay in all; the curvature is scaled to it. By default those given.
         budget: How much the mean loss of a kept example may rise, relative to before: 0.02, or "2%".
         rounds: How many steps, each with its part of the budget, and repairs in between; 1 is one plain step.
         models: Models that were tuned from the base on what is to go, in place of ``forget`` and ``keep``; with their
             strengths, or a list for strength 1.
         method: ``influence`` with ``forget`` and ``keep``; ``removal`` (the default) or ``negation`` with ``models``.
-        seed: Of the rows that are held back, and of labels that are drawn.
+        seed: Of the rows that are held back, of the sample for curvature, and of labels that are drawn for it.
         output: For a module: what its output means, as of :func:`gradmerge.estimate_curvature`.
         force: Replace ``out`` if gradmerge wrote it, or it is empty.
         durable: Have the folder on the disk before it gets its name.
@@ -245,6 +247,9 @@ class _Asked:
         """Check the rows, and take the steps; ``settle`` rounds the weights as they will be written."""
         goes = DataOwner("forget", forget, [], output=outputs[0], seed=self.seed)
         stays = DataOwner("keep", kept, held, output=outputs[1], seed=self.seed)
+        some = sample_batches(kept, SAMPLE, self.seed)
+        # Labels drawn from the model: for more than two classes, all of them would cost more than they tell.
+        sample = DataOwner("keep", some, [], output=outputs[1], seed=self.seed, few_classes=2)
         rows, rounds = stays.rows + stays.held, self.rounds if stays.held else 1
         if self.keep_size is not None and self.keep_size < rows:
             raise InputError(f"keep_size {self.keep_size}: {rows} examples were given that stay, which is more")
@@ -262,6 +267,7 @@ class _Asked:
             stays,
             budget=self.budget if stays.held else None,
             rounds=rounds,
+            sample=sample,
             told=lambda _: progress.advance(1),
         )
         done.rows = {"forget_rows": goes.rows, "keep_rows": stays.rows, "held_rows": stays.held}

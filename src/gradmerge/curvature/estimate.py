@@ -218,7 +218,7 @@ class _Objective:
         except InputError as error:
             raise InputError(f"in the batch that begins with example {first}: {error}") from None
         if self._likelihood == "exact":
-            self._losses = first, logits.detach().flatten(1).sum(1)
+            self._losses = first, logits.detach().flatten(1).abs().amax(1)  # a sum of masked classes may overflow
             return [lambda s=s: (logits * s).sum() for s in loss.factors(logits)]  # type: ignore[misc]
         if self._likelihood == "sampled":
             labels = loss.draw(logits.detach(), labels, lambda row, n: self._uniform(first + row, n))

@@ -177,10 +177,8 @@ class _Work:
     def _reporting(self) -> Iterator[Stage]:
         yield Stage("diagnose", _diagnose, [f"merged/{MATCHING}", "models/joint", "data"], commands.diagnose(), 200)
         models = [f"models/{name}" for name in ("base", *TASKS, "joint", f"without-{REMOVED}")]
-        models += [f"merged/{name}" for name in self.merged] + [
-            f"removed/{name}" for name in (NEGATION, REMOVAL, INFLUENCE)
-        ]
-        models.append(REFINED)
+        models += [*(f"merged/{name}" for name in self.merged), REFINED]
+        models += [f"removed/{name}" for name in (NEGATION, REMOVAL, INFLUENCE)]
         needs = ["data", *models, "preview"]
         yield Stage("results.json", partial(self._score, models), needs, steps=EVALUATION_STEPS * len(models))
         yield Stage("results.md", _page, ["results.json"])
@@ -236,7 +234,8 @@ def _influence(advance: Advance) -> None:
         f"removed/{INFLUENCE}",
         forget=f"data/{REMOVED}.npz:train",
         keep="data/rest.npz:train",
-        batch_size=64,
+        budget="40%",
+        batch_size=128,
         device="cpu",
         force=True,
         progress=False,

@@ -129,8 +129,9 @@ transformer, was trained on {images["train"]} digits as they are (`{BASE}`), and
 {markdown(*merge_table(rows_of(results["merging"])))}
 Every method has its default options, and weight 1 where nothing else is said. The tuned weight of task arithmetic is
 the best of the preview on {images["valid"]} validation images per task; the other rows have seen no labels but those of
-the training images, which the refined one has seen again, {images["refined"]} of each task. `slerp` takes two models only, and `weighted-average` with equal weights is `average`. With
-`reduction: mean` nothing would change, as every task has the same number of images.
+the training images, and the refined one {images["refined"]} per task of these again. `slerp` takes two models only, and
+`weighted-average` with equal weights is `average`. With `reduction: mean` nothing would change, as every task has the
+same number of images.
 
 ## How much the weight matters
 
@@ -140,9 +141,9 @@ Mean accuracy on the validation images, one weight for all tasks (`preview/repor
 
 ## Taking {REMOVED} out again
 
-`negation` and `gradient matching` subtract what tuning the joint model further on `{REMOVED}` changed. `influence steps`
-need no tuned model: they go along the gradient of `{REMOVED}`, as far as the loss on the rest allows. `KL` is how far
-the predictions on `{REMOVED}` are from those of the model that never saw it, in nats.
+`negation` and `gradient matching` subtract what tuning the joint model further on `{REMOVED}` changed. `influence
+steps` need no tuned model: they go along the gradient of `{REMOVED}`, as far as the loss on the rest allows. `KL` is
+how far the predictions on `{REMOVED}` are from those of the model that never saw it, in nats.
 
 {markdown(*removal_table(rows_of(results["removal"])))}
 The closer to the last row the better: `{REMOVED}` should fall to what a model has that never saw it, and the rest

@@ -94,7 +94,8 @@ def scores(models: Sequence[str], tasks: Sequence[str], advance: Callable[[int],
         model, _ = load_model(folder, "image", device="cpu")
         numbers = {task: evaluate_model(model, batches[task], loaded[task].output) for task in tasks}
         found[folder] = {
-            what: {task: float(one[what] or 0) for task, one in numbers.items()} for what in ("accuracy", "loss")
+            what: {task: float(one[metric] or 0) for task, one in numbers.items()}
+            for what, metric in (("accuracy", "accuracy"), ("loss", "loss_per_example"))
         }
         advance(1)
     return found

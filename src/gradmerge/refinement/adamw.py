@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ..curvature.batches import examples_in, joined, shape_of
+from ..curvature.losses import logits_of
 from ..progress import NoProgress, Progress
 from .newton import Penalty, Progressed, begin, losses_at
 from .owners import DataOwner
-from .points import evaluated, norm, trained
+from .points import Point, evaluated, norm, trained
 from .rounds import Refinement, RefinementStep, Round
 
-#: Where the search for a learning rate begins, its factor, and how many it tries at most.
-RATE, FACTOR, TRIALS = 1e-4, 3.0, 5
-#: Rows of all tasks that a step is made of, however many are computed at once.
+#: Where the search for a learning rate begins, its factor, how many it tries at most, and by how many passes each.
+RATE, FACTOR, TRIALS, SEARCHED = 1e-4, 2.0, 8, 2
+#: This share of the passes, in a row, that does not lower the loss on the rows held back ends a refinement: while the
+#: rate is high that loss goes up and down, and falls as the rate does.
+PATIENCE = 0.5
+#: Rows of a step, however many are computed at once.
 STEP_ROWS = 32
 #: The share of a pass over which the rate rises: AdamW's first steps know no sizes, and move every weight as far.
 WARM = 0.2
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def adamw(
@@ -29,121 +37,188 @@ def adamw(
     rounds: int = 2,
     penalty: Penalty | None = None,
     seed: int = 0,
+    start: Point | None = None,
     so_far: Progressed | None = None,
     told: Callable[[Progressed], None] = lambda progressed: None,
     progress: Progress | None = None,
 ) -> Refinement:
-    """Refine a model in place by passes over all rows; arguments as of :func:`newton`.
+    """Refine a model in place by up to ``rounds`` passes over all rows; other arguments as of :func:`newton`.
 
-    The first pass is made with several learning rates, up or down from ``RATE`` while the loss on the rows held back
-    falls, and the best is kept. Others follow while that loss goes on falling, at this rate or less. Inside a pass the
-    rate rises over the first fifth, and falls linearly to 0.
+    Several learning rates, up or down from ``RATE`` while the loss on the rows held back falls, are tried with two
+    passes each. If more are asked for, all are made at the best rate, from the start. The rate rises at the beginning
+    of the first pass, and falls linearly to 0 over all of them. The result is the best of what the search and each of
+    these passes ended with.
+
+    Args:
+        start: The weights to begin with, where the model has those of ``so_far``.
     """
     state = so_far or begin(model, owners, "adamw", penalty)
-    done, progress = state.done, progress or NoProgress()
-    rows = sum(owner.rows for owner in owners)
-    while len(done.rounds) <= rounds and not done.stopped:
-        begun, number = time.perf_counter(), len(done.rounds)
-        progress.begin(f"pass {number} of {rounds}", 2 * rows * (TRIALS if number == 1 else 1))
-        best = _Best(model, done.rounds[-1].judged)
-        for rate in _rates(done, best):
-            order = torch.Generator().manual_seed(1000 * seed + number)
-            _one_pass(model, owners, rate, penalty, order, done)
-            after = losses_at(model, owners, penalty, done)
-            best.offer(after, rate)
-        length = best.restore()
-        if best.found is None:
+    done, progress, parameters = state.done, progress or NoProgress(), trained(model)
+    start = start or _copied(parameters)
+    work = 2 * sum(owner.rows for owner in owners)
+    passes = _Passes(model, owners, penalty, seed, done, start)
+    if not done.improved:
+        begun, planned = time.perf_counter(), min(rounds, SEARCHED)
+        progress.begin("learning rate", work * planned * TRIALS)
+        best, kept = done.rounds[0], dict(start)
+
+        def tried(rate: float) -> float:
+            nonlocal best, kept
+            _place(parameters, start)
+            made = list(passes.plan(rate, planned))
+            after = made[-1][0]
+            if after.judged < best.judged:
+                best, kept = Round(after.held, after.rows, [step for _, step in made]), _copied(parameters)
+            return after.judged if math.isfinite(after.judged) else math.inf
+
+        _search(tried)
+        _place(parameters, kept)
+        if not best.steps:
             done.stopped = "no pass lowers the loss on the rows held back"
-            break
-        step = RefinementStep(length, best.rate / RATE, best.rate)
-        done.rounds.append(Round(best.found.held, best.found.rows, [step], time.perf_counter() - begun))
+            return done
+        best.seconds = time.perf_counter() - begun
+        done.rounds.append(best)
         told(state)
+    if rounds > SEARCHED:
+        progress.begin(f"{rounds} passes", work * rounds)
+        _long(state, passes, rounds, told)
     return done
 
 
-class _Best:
-    """The weights before a pass, and the best ones after it."""
-
-    def __init__(self, model: nn.Module, before: float) -> None:
-        self._parameters = trained(model)
-        self._start = {name: p.detach().clone() for name, p in self._parameters.items()}
-        self._kept: dict[str, Tensor] | None = None
-        self.found: Round | None = None
-        self.rate = 0.0
-        self._judged = before
-
-    def offer(self, after: Round, rate: float) -> None:
-        """Keep the weights as they are if they are the best so far, and go back to the start."""
-        if after.judged < self._judged:
-            self._judged, self.found, self.rate = after.judged, after, rate
-            self._kept = {name: p.detach().clone() for name, p in self._parameters.items()}
-        self._place(self._start)
-
-    def restore(self) -> float:
-        """Put the model at the best weights; how far from the start they are."""
-        if self._kept is None:
-            return 0.0
-        self._place(self._kept)
-        return norm({name: value - self._start[name] for name, value in self._kept.items()})
-
-    def _place(self, values: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(values[name])
-
-
-def _rates(done: Refinement, best: _Best) -> Iterator[float]:
-    """The learning rates to try, each after the result of the one before is known."""
-    if len(done.rounds) > 1:
-        rate = done.rounds[-1].steps[-1].damping
-        for power in range(3):
-            if best.found is None:
-                yield rate / FACTOR**power
-        return
-    yield RATE
-    tried = 1
-    for direction in (FACTOR, 1 / FACTOR):
-        rate = RATE
-        while tried < TRIALS:
-            rate *= direction
-            tried += 1
-            yield rate
-            if best.rate != rate:
-                break
-        if best.rate > RATE:
+def _search(tried: Callable[[float], float]) -> None:
+    """Try rates, up from the first while each is better than all before, and down if the first step up was not."""
+    found = [tried(RATE)]
+    for factor in (FACTOR, 1 / FACTOR):
+        rate, falling = RATE, True
+        while falling and len(found) < TRIALS:
+            rate *= factor
+            loss = tried(rate)
+            falling = loss < min(found)
+            found.append(loss)
+        if rate > FACTOR * RATE * 1.01:
             return
 
 
-def _one_pass(
-    model: nn.Module,
-    owners: Sequence[DataOwner],
-    rate: float,
-    penalty: Penalty | None,
-    order: torch.Generator,
-    done: Refinement,
-) -> None:
-    """All rows of all tasks once, in a random order."""
-    parameters = trained(model)
-    examples = sum(owner.examples for owner in owners)
-    places = [(owner, row) for owner in owners for row in range(owner.rows)]
-    shuffled = [places[place] for place in torch.randperm(len(places), generator=order).tolist()]
-    steps = [shuffled[first : first + STEP_ROWS] for first in range(0, len(shuffled), STEP_ROWS)]
-    optimizer = torch.optim.AdamW(parameters.values(), lr=rate, weight_decay=0.0)
-    with evaluated(model), torch.enable_grad():
-        for number, chosen in enumerate(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * min((number + 1) / (WARM * len(steps)), 1 - number / len(steps))
-            for owner in owners:
-                rows = [row for one, row in chosen if one is owner]
-                # What stands for the mean loss of an example of all tasks.
-                weight = owner.examples / owner.rows * len(places) / examples / len(chosen)
-                for loss in owner.losses_of_rows(model, rows):
-                    (loss * weight).backward()
-            if penalty is not None:
-                for name, value in penalty.gradient(parameters).items():
-                    gradient = parameters[name].grad
-                    if gradient is not None:
-                        gradient += value.to(gradient) / examples
-            optimizer.step()
-            optimizer.zero_grad()
-    done.passes.update(gradient=1)
+def _long(state: Progressed, passes: _Passes, rounds: int, told: Callable[[Progressed], None]) -> None:
+    """All passes at the rate that was found; those that are done already are not made again."""
+    done, parameters = state.done, trained(state.done.model)
+    best, made = _copied(parameters), sum(len(one.steps) for one in done.rounds[2:])
+    lowest, idle = done.rounds[-1].judged if made else math.inf, 0
+    if not made:
+        _place(parameters, passes.start)
+    begun, steps = time.perf_counter(), []
+    for after, step in passes.plan(done.rounds[1].steps[0].damping, rounds, made, state.last):
+        steps.append(step)
+        idle = 0 if after.judged < lowest else idle + 1
+        lowest = min(lowest, after.judged)
+        if after.judged < done.rounds[-1].judged:
+            done.rounds.append(Round(after.held, after.rows, steps, time.perf_counter() - begun))
+            best, begun, steps = _copied(parameters), time.perf_counter(), []
+            state.last = passes.moments()
+            told(state)
+        if idle >= PATIENCE * rounds:
+            done.stopped = f"{idle} passes in a row did not lower the loss on the rows held back"
+            break
+    state.last = {}
+    _place(parameters, best)
+
+
+class _Passes:
+    """AdamW over all rows, pass by pass."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owners: Sequence[DataOwner],
+        penalty: Penalty | None,
+        seed: int,
+        done: Refinement,
+        start: Point,
+    ) -> None:
+        self._model, self._owners, self._penalty, self._seed, self._done = model, owners, penalty, seed, done
+        self.start = start
+        self._examples = sum(owner.examples for owner in owners)
+        # Rows that can be computed together are mixed over the tasks. Others would cost a forward pass for each task.
+        self._mixed = len({shape_of(owner.batches_of([0])[0]) for owner in owners}) == 1
+        self._optimizer: torch.optim.AdamW | None = None
+
+    def plan(
+        self, rate: float, passes: int, made: int = 0, moments: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[Round, RefinementStep]]:
+        """From where the model is, the losses after each of the passes that are not yet made."""
+        parameters = trained(self._model)
+        optimizer = self._optimizer = torch.optim.AdamW(parameters.values(), lr=rate, weight_decay=0.0)
+        for number in range(made, passes):
+            steps = self._steps(number)
+            if number == made and moments:
+                for name, parameter in parameters.items():
+                    if f"{MOMENTS[0]}/{name}" in moments:
+                        own = {moment: moments[f"{moment}/{name}"].clone() for moment in MOMENTS}
+                        optimizer.state[parameter] = {"step": torch.tensor(float(made * len(steps))), **own}
+            with evaluated(self._model), torch.enable_grad():
+                for place, chosen in enumerate(steps):
+                    falling = 1 - (number + place / len(steps)) / passes
+                    rising = (place + 1) / (WARM * len(steps)) if number == 0 else 1.0
+                    for group in optimizer.param_groups:
+                        group["lr"] = rate * min(rising, falling)
+                    self._differentiate(chosen, len(steps) / self._examples)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            self._done.passes.update(gradient=1)
+            after = losses_at(self._model, self._owners, self._penalty, self._done)
+            moved = {name: p.detach().cpu() - self.start[name].cpu() for name, p in parameters.items()}
+            yield after, RefinementStep(norm(moved), (number + 1) / passes, rate)
+
+    def moments(self) -> dict[str, Tensor]:
+        """What AdamW knows after a pass."""
+        states = self._optimizer.state if self._optimizer is not None else {}
+        named = {name: states[p] for name, p in trained(self._model).items() if p in states}
+        return {f"{moment}/{name}": one[moment] for name, one in named.items() for moment in MOMENTS}
+
+    def _steps(self, number: int) -> list[list[tuple[DataOwner, int]]]:
+        """All rows once, in a random order, in steps of about as many."""
+        order = torch.Generator().manual_seed(1000 * self._seed + number + 1)
+        pools = [[(owner, row) for row in range(owner.rows)] for owner in self._owners]
+        if self._mixed:
+            pools = [list(itertools.chain.from_iterable(pools))]
+        steps = []
+        for pool in pools:
+            shuffled = [pool[place] for place in torch.randperm(len(pool), generator=order).tolist()]
+            count = -(-len(pool) // STEP_ROWS)
+            steps += [shuffled[first::count] for first in range(count)]
+        return [steps[place] for place in torch.randperm(len(steps), generator=order).tolist()]
+
+    def _differentiate(self, chosen: Sequence[tuple[DataOwner, int]], scale: float) -> None:
+        """The gradient of these rows' losses, each N_t/n_t times, and of the penalty, for the mean loss of an example.
+
+        ``scale``: steps of a pass per example, so that the gradients of a pass have the right mean.
+        """
+        together: dict[object, list[tuple[DataOwner, object]]] = {}
+        for owner in self._owners:
+            for batch in owner.batches_of([row for one, row in chosen if one is owner], self._model):
+                together.setdefault(shape_of(batch), []).append((owner, batch))
+        for parts in together.values():
+            logits = logits_of(self._model, joined([batch for _, batch in parts]))
+            pieces = logits.split([examples_in(batch) for _, batch in parts])
+            losses = [
+                owner.losses_at(self._model, piece, batch).sum() * (owner.examples / owner.rows * scale)
+                for (owner, batch), piece in zip(parts, pieces, strict=True)
+            ]
+            torch.stack(losses).sum().backward()
+        if self._penalty is not None:
+            parameters = trained(self._model)
+            for name, value in self._penalty.gradient(parameters).items():
+                gradient = parameters[name].grad
+                if gradient is not None:
+                    gradient += value.to(gradient) / self._examples
+
+
+def _copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU: copies would fill the memory of an accelerator."""
+    return {name: value.detach().cpu().clone() for name, value in values.items()}
+
+
+def _place(parameters: Mapping[str, nn.Parameter], values: Point) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])

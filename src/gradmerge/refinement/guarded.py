@@ -66,7 +66,15 @@ def refine_model(
         done = newton(model, owners, rounds=rounds, penalty=penalty, so_far=state, told=told, progress=progress)
     else:
         done = adamw(
-            model, owners, rounds=rounds, penalty=penalty, seed=seed, so_far=state, told=told, progress=progress
+            model,
+            owners,
+            rounds=rounds,
+            penalty=penalty,
+            seed=seed,
+            start=start,
+            so_far=state,
+            told=told,
+            progress=progress,
         )
     doubted = [owner for owner in owners if owner.name in done.doubted]
     if doubted and done.improved and _together([o.label_score(model, held=True) for o in doubted]) < LEAST_SCORE:

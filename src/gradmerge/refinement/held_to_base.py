@@ -29,12 +29,14 @@ def penalty_of(start: Start, penalty: str | None, base: str | None) -> tuple[Pen
     if penalty == "none":
         return None, {"penalty": None}, []
     recorded = _recorded(start)
+    notes: list[str] = []
     stated = recorded.get("penalty")
+    if penalty is None and stated is None:
+        stated, notes = _of_models(start, recorded)
     if penalty is None and (stated is None or stated == "none"):
         if base is not None:
             raise InputError(f"--base {base}: is θ_0 of a penalty, and there is none. Give one with --penalty")
-        return None, {"penalty": None}, []
-    notes: list[str] = []
+        return None, {"penalty": None}, notes
     if start.adapter:
         if penalty is not None:
             raise InputError(f"--penalty {penalty}: only whole models can be held to a base, not {start.reference}")
@@ -74,8 +76,37 @@ def _recorded(start: Start) -> dict[str, Any]:
             digests = {
                 one.get("digest") for one in record.get("inputs", []) if isinstance(one, dict) and one["role"] == "base"
             }
-            return {**found, "digests": digests - {None}}
+            return {**found, "digests": digests - {None}, "of_models": record.get("penalty")}
     return {}
+
+
+def _of_models(start: Start, recorded: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The one penalty that all models of a merge were tuned under, as recorded beside them; or a note why not."""
+    entries = recorded.get("of_models")
+    known = [one for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
+    if not known:
+        return None, []
+    stated = [one.get("penalty") for one in known if one.get("from") == "recorded"]
+    if len(stated) < len(known):
+        others = [str(one.get("model")) for one in known if one.get("from") != "recorded"]
+        why = f"no penalty is recorded beside {', '.join(others)}, and that of the merge was only assumed"
+    elif all(_same(start, stated[0], other) for other in stated[1:]):
+        return stated[0], []
+    else:
+        why = "the models of the merge were tuned under different ones"
+    advice = "If the target is to be held to its base, give --penalty identity:c or a curvature folder."
+    return None, [f"refined without a penalty, P = 0: {why}. {advice}"]
+
+
+def _same(start: Start, one: Any, other: Any) -> bool:
+    """Whether two records mean the same P: files beside two models may hold equal numbers."""
+    if one == other or not (isinstance(one, str) and isinstance(other, str)) or "none" in (one, other):
+        return bool(one == other)
+    try:
+        a, b = (_matrix(start, _found(text, start.info.folder)) for text in (one, other))
+    except GradmergeError:
+        return False
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 
 def _base_of(start: Start, recorded: dict[str, Any]) -> str:

@@ -64,7 +64,7 @@ class Progressed:
 
     done: Refinement
     last: dict[str, Tensor] = field(default_factory=dict)
-    """The last step."""
+    """For newton the last step, for adamw its moments."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """To go on from another process's work: the weights as they were then."""
 

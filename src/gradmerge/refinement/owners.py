@@ -20,7 +20,8 @@ from .along import curvature_along
 from .points import Point, evaluated, moving
 from .splitting import RowBatches
 
-#: Up to so many outputs, the curvature's expectation over labels is taken exactly, one backward pass for each.
+#: Up to so many outputs, the curvature's expectation over labels is taken exactly, one backward pass for each; beyond,
+#: labels are drawn from the model.
 FEW_CLASSES = 16
 #: How often labels are dealt out anew to see what chance gives.
 SHUFFLES = 200
@@ -72,8 +73,10 @@ class DataOwner:
         examples: int | None = None,
         output: ExampleLoss | None = None,
         seed: int = 0,
+        few_classes: int = FEW_CLASSES,
         advance: Callable[[int], None] = lambda rows: None,
     ) -> None:
+        self._few_classes = few_classes
         self.name, self._seed, self._advance = name, seed, advance
         self._batches, self._valid, self._output = batches, valid, output
         sizes = list(map(examples_in, batches))
@@ -98,7 +101,7 @@ class DataOwner:
 
     def along(self, model: nn.Module, directions: Sequence[Point]) -> Tensor:
         batches = self._on_device(model, self._batches, times=len(directions))
-        return curvature_along(model, batches, directions, self._losses_of)
+        return curvature_along(model, batches, directions, self.losses_at)
 
     def losses(
         self, model: nn.Module, directions: Sequence[Point] = (), points: Tensor | None = None, *, held: bool
@@ -112,8 +115,8 @@ class DataOwner:
                 found.append(total / self.held if held else total)
         return found
 
-    def losses_of_rows(self, model: nn.Module, rows: Sequence[int]) -> Iterator[Tensor]:
-        """Sums of losses, to be differentiated one after another, that make up the loss of some rows."""
+    def batches_of(self, rows: Sequence[int], model: nn.Module | None = None) -> list[Any]:
+        """Some rows as batches, few of them; with a model, where it is, and counted."""
         if isinstance(self._batches, RowBatches):
             parts = [self._batches.rows(rows)] if rows else []
         else:
@@ -122,8 +125,7 @@ class DataOwner:
                 number = bisect_right(self._starts, row) - 1
                 by_batch.setdefault(number, []).append(row - self._starts[number])
             parts = [batch_rows(self._batches[number], torch.tensor(own)) for number, own in by_batch.items()]
-        for batch in self._on_device(model, parts):
-            yield self._losses_of(model, logits_of(model, batch), batch).sum()
+        return parts if model is None else list(self._on_device(model, parts))
 
     def label_score(self, model: nn.Module, held: bool) -> float:
         """By how many standard deviations the labels fit the model better than the same labels dealt out at random.
@@ -152,12 +154,16 @@ class DataOwner:
         """What the loss of a row is."""
         return self._loss(model, self._batches[0])
 
+    def losses_at(self, model: nn.Module, logits: Tensor, batch: Any) -> Tensor:
+        """The loss of every example, from the model's logits."""
+        return self._loss(model, batch).losses(logits, labels_of(batch))
+
     def _likelihood(self, model: nn.Module) -> str:
         batch = next(iter(self._on_device(model, self._batches)))
         with evaluated(model), torch.no_grad():
             logits = logits_of(model, batch)
         tokens = isinstance(self._loss(model, batch), TokenLoss)
-        return "exact" if not tokens and logits[0].numel() <= FEW_CLASSES else "sampled"
+        return "exact" if not tokens and logits[0].numel() <= self._few_classes else "sampled"
 
     def _counted(self, batches: Iterable[Any]) -> Iterable[Any]:
         return _Counted(batches, self._advance)
@@ -172,13 +178,10 @@ class DataOwner:
         logits = logits_of(model, batch)
         if check:
             self._loss(model, batch).check(logits.shape, labels_of(batch))
-        return self._losses_of(model, logits, batch).double()
+        return self.losses_at(model, logits, batch).double()
 
     def _loss(self, model: nn.Module, batch: Any) -> ExampleLoss:
         return self._output or loss_of(model, labels_of(batch))
-
-    def _losses_of(self, model: nn.Module, logits: Tensor, batch: Any) -> Tensor:
-        return self._loss(model, batch).losses(logits, labels_of(batch))
 
 
 class _Counted:

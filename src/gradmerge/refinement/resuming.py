@@ -74,7 +74,7 @@ class SavedRounds:
                 done.rounds.append(Round(**{**one, "steps": [RefinementStep(**step) for step in one["steps"]]}))
             shapes = {name: parameter.shape for name, parameter in trained(model).items()}
             weights = {name: tensors[WEIGHTS + name] for name in shapes}
-            last = {name: tensors[LAST + name] for name in shapes if LAST + name in tensors}
+            last = {name.removeprefix(LAST): value for name, value in tensors.items() if name.startswith(LAST)}
             if any(weights[name].shape != shape for name, shape in shapes.items()):
                 raise ValueError("other shapes")
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:

@@ -17,9 +17,9 @@ class RefinementStep:
     """One step of a round, which was taken."""
 
     length: float
-    """‖step‖ over all parameters."""
+    """‖step‖ over all parameters. For adamw, where a step is a pass: how far from the start it ended."""
     part: float
-    """Of the step to the minimum of the quadratic model; for adamw the learning rate beside that of the search."""
+    """Of the step to the minimum of the quadratic model. For adamw: of the planned passes, with this one."""
     damping: float = 0.0
     """For newton: the λ that weighs most in the step. For adamw: the learning rate."""
     ridge: float = 0.0

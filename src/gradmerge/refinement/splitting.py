@@ -35,18 +35,29 @@ def split_rows(name: str, count: int, seed: int) -> tuple[list[int], list[int]]:
 
 def split_batches(name: str, batches: Sequence[Any], seed: int) -> tuple[list[Any], list[Any]]:
     """Batches in memory without the rows held back, and these."""
+    kept, held = split_rows(name, sum(map(examples_in, batches)), seed)
+    return _rows_of(batches, kept), _rows_of(batches, held)
+
+
+def sample_batches(batches: Sequence[Any], most: int, seed: int) -> Sequence[Any]:
+    """At most so many of the rows of batches, drawn by the seed, in their order."""
+    count = sum(map(examples_in, batches))
+    if count <= most:
+        return batches
+    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:most].sort().values.tolist()
+    return batches.part(drawn) if isinstance(batches, RowBatches) else _rows_of(batches, drawn)
+
+
+def _rows_of(batches: Sequence[Any], rows: Sequence[int]) -> list[Any]:
     sizes = [examples_in(batch) for batch in batches]
-    _, held = split_rows(name, sum(sizes), seed)
     chosen = torch.zeros(sum(sizes), dtype=torch.bool)
-    chosen[held] = True
-    kept: list[Any] = []
-    back: list[Any] = []
+    chosen[rows] = True
+    found = []
     for batch, marks in zip(batches, chosen.split(sizes), strict=True):
-        for into, which in ((kept, ~marks), (back, marks)):
-            if bool(which.any()):
-                place = next(value.device for value in values_of(batch) if isinstance(value, Tensor))
-                into.append(batch_rows(batch, which.nonzero()[:, 0].to(place)))
-    return kept, back
+        if bool(marks.any()):
+            place = next(value.device for value in values_of(batch) if isinstance(value, Tensor))
+            found.append(batch_rows(batch, marks.nonzero()[:, 0].to(place)))
+    return found
 
 
 class RowBatches(Sequence[Any]):
@@ -71,6 +82,10 @@ class RowBatches(Sequence[Any]):
             if len(self._kept) == 1 and _nbytes(batch) * len(self) > KEPT_BYTES:
                 self._kept = None
         return batch
+
+    def part(self, places: Sequence[int]) -> RowBatches:
+        """Some rows, as batches of their own."""
+        return RowBatches(self._loaded, [self._rows[place] for place in places])
 
     def rows(self, places: Sequence[int]) -> Any:
         """Some rows as one batch."""

@@ -90,10 +90,11 @@ def _steps(done: Refinement) -> Section:
             ridge = step.ridge if done.method == "newton" else None
             rows.append([number, step.length, step.part, step.damping, ridge])
     what = "learning rate" if done.method == "adamw" else "damping λ"
-    columns = ["round", "‖step‖", "part", what, "ridge"]
-    passes = ", ".join(f"{count} × {name}" for name, count in done.passes.items())
+    columns = ["round", "‖step‖" if done.method == "newton" else "from the start", "part", what, "ridge"]
+    words = {"gradient": "for gradients", "curvature": "for curvature", "along": "along directions", "rows": "for losses"}
+    passes = ", ".join(f"{done.passes[name]} {what}" for name, what in words.items() if done.passes[name])
     return Section(
         "Steps",
-        f"Passes over the rows: {passes}. (held: over the rows held back.) It took {done.seconds:.1f} s.",
+        f"Passes over the rows: {passes}; over those held back: {done.passes['held']}. It took {done.seconds:.1f} s.",
         tables=[Table("Steps that were taken", "steps", columns, rows)],
     )

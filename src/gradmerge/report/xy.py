@@ -27,7 +27,8 @@ def draw_lines(chart: LineChart, standalone: bool = False, narrow: bool = False)
     xs = [x for x, _ in known] + [x for _, x, _ in stars]
     ys = [y for _, y in known] + [y for _, _, y in stars] + [y for _, y in marks]
     room = 0.0 if narrow else min(150.0, max((text_width(name, 11) + 12 for name, _ in marks), default=0.0))
-    across, up = _axes(drawing, spread(xs, 0.03), spread(ys), room)
+    whole = bool(xs) and all(float(x).is_integer() for x in xs)
+    across, up = _axes(drawing, spread(xs, 0.03), spread(ys), room, whole)
     drawing.add(lines_of(((across.start, up(y), across.end, up(y)) for _, y in marks), "guide"))
     for index, series in enumerate(chart.series):
         line = _line(index, _curve(series, across, up))
@@ -67,10 +68,11 @@ def _known(series: Series) -> list[Point]:
     return [(x, y) for x, y, _ in series.points() if finite(x) and finite(y)]
 
 
-def _axes(drawing: Drawing, across: Point, up: Point, right: float) -> tuple[Scale, Scale]:
-    """Grid, ticks and names; gives the scales of the area between them."""
+def _axes(drawing: Drawing, across: Point, up: Point, right: float, whole: bool = False) -> tuple[Scale, Scale]:
+    """Grid, ticks and names, at ``whole`` numbers alone where x has no others; the scales of the area between them."""
     drawing.caption(drawing.y_name)
     x_ticks, y_ticks = ticks(*across, 5 if drawing.narrow else 9), ticks(*up, 6 if drawing.narrow else 7)
+    x_ticks = [tick for tick in x_ticks if not whole or float(tick).is_integer()]
     y_texts = tick_labels(y_ticks)
     left = 10 + max((text_width(t, TEXT) for t in y_texts), default=0)
     top, height = drawing.bottom, 220 if drawing.narrow else 300

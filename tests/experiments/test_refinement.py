@@ -1,0 +1,73 @@
+"""The experiment on refinement at its smallest: what it compares, and its numbers against slow ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experiments.refinement.__main__ import main
+from experiments.refinement.report import share
+from experiments.refinement.study import MERGE
+from experiments.sentiment.data import SETS
+from experiments.vision.settings import LOCAL
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import gradmerge as gm
+
+from .test_vision import CLASSES, archive
+
+MERGES = {"average", MERGE, *(f"{MERGE}, {more}" for more in ("penalty none", "Kronecker", "Kronecker, penalty none"))}
+
+
+def run(out: Path, *arguments: str) -> dict[str, Any]:
+    assert main(["--scale", "tiny", "--rows", "24", "--device", "cpu", "-o", str(out), *arguments]) == 0
+    found: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return found
+
+
+def test_sentiment_is_refined_and_scored_on_every_set(tmp_path: Path) -> None:
+    results = run(tmp_path / "text")
+    (seed,) = results["seeds"]
+    refined = {"newton, 24 rows", "adamw, 24 rows", "base tuned on the same 24 rows"}
+    assert seed["refinements"].keys() == refined and seed["scores"].keys() == {"base", "joint"} | MERGES | refined
+    for one in seed["refinements"].values():
+        assert one["held_back"] == sorted(one["held_back"], reverse=True), "never worse on the rows held back"
+    assert share(seed, "joint", "loss") == pytest.approx(100)
+    folder = tmp_path / "text" / "seed-0" / "imdb"
+    model = AutoModelForSequenceClassification.from_pretrained(folder).double().eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "text" / "model")
+    for name in SETS[:2]:
+        losses, right = [], 0
+        for row in gm.read_rows(str(tmp_path / "text" / "data" / name / "test.jsonl.gz")).rows:
+            with torch.no_grad():
+                logits = model(**tokenizer(row["text"], truncation=True, max_length=32, return_tensors="pt")).logits[0]
+            losses.append(-float(logits.log_softmax(-1)[row["label"]]))
+            right += int(logits.argmax()) == row["label"]
+        assert seed["scores"]["base"][name]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+        assert seed["scores"]["base"][name]["accuracy"] == pytest.approx(right / len(losses), abs=1.5 / len(losses))
+    page = (tmp_path / "text" / "results.md").read_text()
+    assert all(f"| {name} |" in page for name in seed["scores"]) and (tmp_path / "text/figures/losses.svg").is_file()
+
+
+def test_images_are_refined_with_their_heads_fixed(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for number, task in enumerate(LOCAL):
+        archive(tmp_path / "data" / f"{task}.npz", CLASSES.get(task, 10), (28, 28), number)
+    results = run(tmp_path / "images", "--tasks", "images", "--data-dir", str(tmp_path / "data"))
+    (seed,) = results["seeds"]
+    assert results["tasks"] == list(LOCAL)
+    assert all(scores.keys() == set(LOCAL) for scores in seed["scores"].values())
+
+
+def test_what_it_cannot_do_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        ([], "has the scales small and tiny"),
+        (["--scale", "small"], "needs --model"),
+        (["--scale", "tiny", "--tasks", "images"], "needs --data-dir"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([*arguments, "-o", str(tmp_path / "out")])
+        assert stop.value.code == 2 and words in capsys.readouterr().err

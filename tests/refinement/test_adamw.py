@@ -1,0 +1,97 @@
+"""AdamW's passes: what their gradients are, and that they go on from where they were."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradmerge.refinement.adamw import MOMENTS, _Passes, adamw
+from gradmerge.refinement.newton import Penalty, Progressed
+from gradmerge.refinement.owners import DataOwner
+from gradmerge.refinement.rounds import Refinement
+
+from .making import batches, classes, perceptron
+
+
+def owner_of(seed: int, name: str, rows: int = 60, size: int = 40, examples: int | None = None) -> DataOwner:
+    data = batches(classes(rows, seed), size)
+    return DataOwner(name, data, data, examples=examples)
+
+
+class Averaging(nn.Module):
+    """Tokens in, logits out; batches of other lengths cannot be joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(9, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.words(ids).mean(1))
+        return out
+
+
+@pytest.mark.parametrize("kind", ["one shape", "other shapes"])
+def test_the_gradients_of_a_pass_are_those_of_the_mean_loss_of_an_example(kind: str) -> None:
+    """Σ_t (N_t/n_t) Σ_i ℓ_i and the penalty, divided by Σ N_t, whether tasks can be computed together or not."""
+    if kind == "one shape":
+        model: nn.Module = perceptron()
+        data = [classes(70, 1), classes(45, 2)]
+    else:
+        model, ids = Averaging(), torch.randint(0, 9, (115, 6), generator=torch.Generator().manual_seed(1))
+        data = [(ids[:70, :4], ids[:70, 0] % 3), (ids[70:], ids[70:, 1] % 3)]
+    counts = [70, 450]
+    owners = [DataOwner(str(n), batches(one, 30), [], examples=n) for one, n in zip(data, counts, strict=True)]
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    penalty = Penalty({n: torch.full_like(p, 5.0) for n, p in weights.items()}, {n: p + 1 for n, p in weights.items()})
+    passes = _Passes(model, owners, penalty, 0, Refinement(model, "adamw"), weights)
+    steps = passes._steps(0)
+    assert sorted((owner.name, row) for one in steps for owner, row in one) == sorted(
+        (owner.name, row) for owner in owners for row in range(owner.rows)
+    )
+    assert all(len({owner.name for owner, _ in one}) == (2 if kind == "one shape" else 1) for one in steps)
+    for one in steps:
+        passes._differentiate(one, len(steps) / sum(counts))
+    found = {name: p.grad / len(steps) for name, p in model.named_parameters()}
+    model.zero_grad()
+    total = sum(
+        n / len(y) * nn.functional.cross_entropy(model(x), y, reduction="sum")
+        for (x, y), n in zip(data, counts, strict=True)
+    )
+    for name, p in model.named_parameters():
+        total = total + 2.5 * (p - penalty.base[name]).square().sum()
+    (total / sum(counts)).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad)
+
+
+@pytest.mark.parametrize("killed", [1, 2, 4])
+def test_it_goes_on_from_any_pass_to_the_same_bits(killed: int) -> None:
+    owners = [owner_of(1, "a"), owner_of(2, "b")]
+    whole, part = perceptron(), perceptron()
+    start = {name: p.detach().clone() for name, p in part.named_parameters()}
+    done = adamw(whole, owners, rounds=8)
+    assert len(done.rounds) > 5 and done.rounds[1].judged < done.rounds[0].judged
+    kept: list[Progressed] = []
+
+    def stop(state: Progressed) -> None:
+        if len(state.done.rounds) > killed:
+            weights = {name: p.detach().clone() for name, p in part.named_parameters()}
+            last = {name: value.clone() for name, value in state.last.items()}
+            rounds = copy.deepcopy(state.done.rounds)
+            kept.append(Progressed(Refinement(part, "adamw", rounds, passes=state.done.passes.copy()), last, weights))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        adamw(part, owners, rounds=8, told=stop)
+    (state,) = kept
+    assert (len(state.last) > 0) is (killed > 1) and all(name.split("/")[0] in MOMENTS for name in state.last)
+    with torch.no_grad():
+        for name, p in part.named_parameters():
+            p.copy_(state.weights[name])
+    resumed = adamw(part, owners, rounds=8, start=start, so_far=state)
+    assert [one.judged for one in resumed.rounds] == [one.judged for one in done.rounds]
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), part.parameters(), strict=True))
