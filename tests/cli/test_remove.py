@@ -164,6 +164,16 @@ def test_few_rows_to_keep_take_the_newton_length_and_say_so(place: Path, tmp_pat
     assert facts["s"] == facts["rounds"][0]["newton"]
 
 
+def test_it_says_so_where_repairs_taught_more_than_the_steps_took_out(place: Path, tmp_path: Path) -> None:
+    """All rows have one label, which the model has yet to learn."""
+    alike = write_jsonl(tmp_path / "alike.jsonl", [{"text": text, "label": 1} for text in sentences(40)])
+    asked = ["--base", place / "base", "--forget", place / "forget.jsonl", "--keep", alike, "--budget", "0.1%"]
+    told = run(*asked, "--rounds", 2, "-o", tmp_path / "two")
+    facts = json.loads((tmp_path / "two" / "gradmerge.json").read_text())["removal"]
+    assert facts["after"]["forget"] <= facts["before"]["forget"] and "--rounds 1" in told.output
+    assert "no worse than before" not in run(*asked, "--rounds", 1, "-o", tmp_path / "one").output
+
+
 def test_negation_has_its_name_here_too(tmp_path: Path) -> None:
     folders, states = three_models(tmp_path)
     base, tuned = (str(folder) for folder in folders[:2])

@@ -290,6 +290,10 @@ def test_rows_are_the_same_whatever_they_are_padded_to() -> None:
     one, other = ({name: torch.tensor(value) for name, value in batch.items()} for batch in (short, long))
     assert in_both([one], [other]) == 1
     assert in_both([one], [{**other, "labels": torch.tensor([0, 0])}]) == 0
+    # Text to text: labels of the batch's width or of another, and longer than the row's own text.
+    targets = torch.tensor([[3, 4, 5], [6, -100, -100]])
+    wider = torch.tensor([[3, 4, 5, -100], [6, 2, 2, 2]])
+    assert in_both([{**one, "labels": targets}], [{**other, "labels": wider}]) == 1
 
 
 def test_a_model_that_learned_nothing_from_the_rows_is_said_to() -> None:

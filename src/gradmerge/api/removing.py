@@ -279,6 +279,11 @@ class _Asked:
             )
         if settle is not None:
             self._settle(done, goes, stays, start, settle)
+        if done.after.forget <= done.before.forget:
+            done.notes.append(
+                "The model knows what is to be forgotten no worse than before: repairs on the kept examples outweighed "
+                "the steps. Take one step alone (--rounds 1), or a larger budget."
+            )
         return done
 
     def _settle(

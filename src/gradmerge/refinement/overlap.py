@@ -26,13 +26,15 @@ def _digests(batches: Iterable[Any]) -> Iterator[bytes]:
     """A digest of every row, the same whatever it was padded to."""
     for batch in batches:
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        tensors = [value.cpu() for value in values_of(batch) if isinstance(value, Tensor)]
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        tensors = [(value is labels, value.cpu()) for value in values_of(batch) if isinstance(value, Tensor)]
         examples = examples_in(batch)
         for row in range(examples):
             digest = hashlib.blake2b(digest_size=16)
-            for value in tensors:
+            for is_label, value in tensors:
                 entry = value[row] if value.dim() and len(value) == examples else value
-                if mask is not None and entry.shape == mask[row].shape:
+                # The labels of a text-to-text model have a padding of their own, though perhaps the same width.
+                if mask is not None and not is_label and entry.shape == mask[row].shape:
                     entry = entry[mask[row].cpu().bool()]
                 elif entry.dim() == 1 and not entry.is_floating_point():
                     entry = entry[entry != IGNORED]
