@@ -48,7 +48,9 @@ def remove(
         int,
         typer.Option("--rounds", metavar="N", min=1, help="Influence steps, with repairs between; 1 is one alone."),
     ] = 8,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the rows of --keep held back, and sampled.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, help="Of the rows of --keep held back, and sampled.")
+    ] = 0,
     model: Annotated[
         list[str] | None,
         typer.Option(
