@@ -125,13 +125,13 @@ def test_a_language_model_forgets_text(tmp_path: Path) -> None:
         (["--budget=-2%"], "more than 0"),
         (["--budget", "much"], "budget much"),
         (["--budget", "2"], "write 2% or 200%"),
-        (["--model", "x"], "--model does not go with --forget"),
-        (["--strength", "0.5"], "--strength does not go with"),
-        (["--set", "damping=1"], "--set does not go with"),
-        (["--resume"], "--resume does not go with"),
+        (["--model", "x"], "--model is for removal with tuned models"),
+        (["--strength", "0.5"], "--strength is for removal"),
+        (["--set", "damping=1"], "--set is for removal"),
+        (["--resume"], "--resume is for removal"),
         (["--method", "negation"], "--forget is for --method influence"),
         (["--method", "ties"], "remove knows influence, removal and negation"),
-        (["--keep-size", "10"], "keep_size 10: 40 examples"),
+        (["--keep-size", "10"], "--keep-size 10: 40 examples"),
         (["--dtype", "bfloat16"], "float32"),
         (["--task", "causal-lm"], ""),
     ],
@@ -164,14 +164,15 @@ def test_few_rows_to_keep_take_the_newton_length_and_say_so(place: Path, tmp_pat
     assert facts["s"] == facts["rounds"][0]["newton"]
 
 
-def test_it_says_so_where_repairs_taught_more_than_the_steps_took_out(place: Path, tmp_path: Path) -> None:
+def test_repairs_that_teach_more_than_the_steps_take_out_are_not_kept(place: Path, tmp_path: Path) -> None:
     """All rows have one label, which the model has yet to learn."""
     alike = write_jsonl(tmp_path / "alike.jsonl", [{"text": text, "label": 1} for text in sentences(40)])
     asked = ["--base", place / "base", "--forget", place / "forget.jsonl", "--keep", alike, "--budget", "0.1%"]
     told = run(*asked, "--rounds", 2, "-o", tmp_path / "two")
     facts = json.loads((tmp_path / "two" / "gradmerge.json").read_text())["removal"]
-    assert facts["after"]["forget"] <= facts["before"]["forget"] and "--rounds 1" in told.output
-    assert "no worse than before" not in run(*asked, "--rounds", 1, "-o", tmp_path / "one").output
+    first, second = (one["chosen"]["forget"] for one in facts["rounds"])
+    assert second < first == facts["after"]["forget"] and first > facts["before"]["forget"]
+    assert "no worse than before" not in told.output
 
 
 def test_negation_has_its_name_here_too(tmp_path: Path) -> None:

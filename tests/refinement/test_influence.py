@@ -219,6 +219,29 @@ def test_rounds_with_repairs_forget_more_within_the_same_budget(task: Any) -> No
     assert max(found[6].used, found[1].used) <= 0.1
 
 
+def test_a_repair_that_teaches_again_what_is_to_go_is_not_the_end(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (base, keep, forget) = copy.deepcopy(task[0]), task
+    ends: list[torch.Tensor] = []
+    monkeypatch.setattr(  # a repair that brings the model back to where it came from
+        influence._Walk,
+        "repair",
+        lambda walk, *_: torch.nn.utils.vector_to_parameters(weights(base), walk.model.parameters()),
+    )
+    limits = iter([0.05, 0.0, 0.0])
+    longest = influence._Walk.bisect
+    monkeypatch.setattr(  # only the first round has a budget
+        influence._Walk,
+        "bisect",
+        lambda walk, direction, first, limit, now: (
+            longest(walk, direction, first, limit, now) if next(limits) else ([now], now)
+        ),
+    )
+    owners = DataOwner("f", batches(forget), []), DataOwner("k", batches(keep), batches(keep))
+    done = remove_influence(model, *owners, budget=0.1, rounds=3, told=lambda one: ends.append(weights(model)))
+    assert torch.equal(weights(model), ends[0]) and not torch.equal(ends[0], ends[2])
+    assert done.after.forget == pytest.approx(mean_loss(model, forget)) and done.after.forget > done.before.forget
+
+
 def test_a_module_is_changed_in_place_but_for_what_is_frozen(task: Any) -> None:
     model = copy.deepcopy(task[0])
     model[0].requires_grad_(False)
@@ -259,7 +282,7 @@ def test_a_budget_is_a_positive_share(task: Any, budget: Any) -> None:
     [
         ({"rounds": 0}, "rounds 0"),
         ({"keep": None}, "forget and keep"),
-        ({"keep_size": 150}, "keep_size 150: 200 examples"),
+        ({"keep_size": 150}, "--keep-size 150: 200 examples"),
         ({"method": "ties"}, "method 'ties'"),
         ({"method": "removal"}, "removal takes the folders"),
         ({"models": ["./toxic"]}, "removal takes the folders"),

@@ -252,7 +252,7 @@ class _Asked:
         sample = DataOwner("keep", some, [], output=outputs[1], seed=self.seed, few_classes=2)
         rows, rounds = stays.rows + stays.held, self.rounds if stays.held else 1
         if self.keep_size is not None and self.keep_size < rows:
-            raise InputError(f"keep_size {self.keep_size}: {rows} examples were given that stay, which is more")
+            raise InputError(f"--keep-size {self.keep_size}: {rows} examples were given that stay, which is more")
         if both := in_both(forget, (*kept, *held)):
             raise InputError(
                 f"{both} of the {goes.rows} examples to forget {'is' if both == 1 else 'are'} also among those to "
@@ -281,8 +281,8 @@ class _Asked:
             self._settle(done, goes, stays, start, settle)
         if done.after.forget <= done.before.forget:
             done.notes.append(
-                "The model knows what is to be forgotten no worse than before: repairs on the kept examples outweighed "
-                "the steps. Take one step alone (--rounds 1), or a larger budget."
+                "The model knows what is to be forgotten no worse than before: no step within the budget made it "
+                "forget. Take one step alone (--rounds 1), or a larger budget."
             )
         return done
 

@@ -94,7 +94,7 @@ def explain(error: BaseException) -> tuple[str, int]:
         machine = any(isinstance(r, OSError) and r.errno in _OF_THE_MACHINE for r in _chain(error))
         return str(error), 1 if machine else error.status
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted. Nothing was written under its final name; a merge goes on with --resume.", 1
+        return "interrupted. Nothing was written under its final name; where the command has --resume, that goes on.", 1
     # torch's own, of a GPU; importing torch for the name would take a second
     if type(error).__name__ == "OutOfMemoryError":
         return "out of memory on the device. Try a smaller --batch-size, or a smaller --max-length for texts.", 1

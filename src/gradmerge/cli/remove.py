@@ -93,7 +93,7 @@ def remove(
     by_models |= {"--strength": strength != 1.0, **_given(options, MergeOptions, ("force", "durable"))}
     if method == "influence":
         if wrong := [name for name, value in by_models.items() if value]:
-            raise InputError(f"{wrong[0]} does not go with --forget and --keep, which need no tuned model")
+            raise InputError(f"{wrong[0]} is for removal with tuned models (--model), not for --forget and --keep")
         if forget is None or keep is None:
             which = "--forget" if forget is None else "--keep"
             raise InputError(f"{which} is missing: give --forget SRC and --keep SRC, or --model for a tuned model")

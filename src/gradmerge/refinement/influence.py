@@ -10,6 +10,7 @@ At θ, with S the Kronecker curvature of rows that stay, scaled to all examples 
 
 Several rounds follow the curve along which kept loss is least: each may use its part of the budget, and between two of
 them Gauss-Newton steps on the kept rows, in the same basis, repair what the last one broke. S, λ and g are taken anew.
+The result is the end of the round with the highest loss on what is to be forgotten, which is the last but for bad luck.
 Gradients are those of all rows; for curvature, S and GGN, a fixed sample of the rows that stay is enough.
 """
 
@@ -148,6 +149,7 @@ def remove_influence(
     if not math.isfinite(before.kept + before.forget):
         raise InputError("the model's loss is not finite on these rows")
     done = InfluenceRemoval(model, before, before, budget)
+    best, weights = before, {name: p.detach().clone() for name, p in trained(model).items()}
     for place in range(rounds):
         basis = Basis([walk.sample.curvature(model)], [keep.examples / walk.sample.rows], shapes)
         damping = DAMPING * basis.summary(torch.mean)
@@ -166,7 +168,16 @@ def remove_influence(
         walk.move(direction, chosen.s)
         done.after = replace(chosen, s=done.after.s + chosen.s)
         done.rounds.append(InfluenceRound(newton, damping, chosen, curve))
+        if done.after.forget > best.forget:
+            best = done.after
+            for name, parameter in trained(model).items():
+                weights[name].copy_(parameter.detach())
         told(done.rounds[-1])
+    if rounds > 1 and done.after is not best:  # repairs on the kept rows may teach those that are to go again
+        done.after = best
+        with torch.no_grad():
+            for name, parameter in trained(model).items():
+                parameter.copy_(weights[name])
     return done
 
 
