@@ -107,8 +107,34 @@ def test_nothing_is_said_of_one_model_of_small_weights_of_recorded_penalties_or_
     assert notes_of(case | {"models": [model | {"weight": 0.3} for model in case["models"]]}) == []
     assert notes_of(case | {"method": "task-arithmetic"}) == []
     for model in case["models"]:
-        record(model["model"], {"identity": 3000.0})
+        record(model["model"], {"identity": 3.0})
     assert notes_of(case) == []
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_penalty_far_above_the_curvature_is_not_called_task_arithmetic(made, recorded: bool) -> None:
+    case, states, sums = made
+    dead = {n: torch.where(t < 0.3, 0.0, t) for n, t in sums[0].items()}
+    for seed, model in enumerate(["m0", "m1", "m2", "m3"]):
+        folder = Path(case["base"]["model"]).parent / model
+        values = {n: torch.where(dead[n] == 0, 0.0, t) for n, t in sums[seed].items()}
+        gm.Curvature(values, 1).save(folder / "curvature", force=True)
+        if recorded and seed:
+            record(str(folder), {"identity": 3.0})
+    if not recorded:
+        case["base"]["penalty"] = {"identity": 3.0}
+    (note,) = notes_of(case | {"damping": 1e-8})
+    changed = lost = 0.0
+    for name in SHAPES:
+        change = sum(w * (states[t + 1][name] - states[0][name]).square() for t, w in enumerate(WEIGHTS))
+        below = dead[name].double() + 1e-8
+        below = below + sum(w * torch.where(dead[name] == 0, 0.0, sums[t + 1][name]) for t, w in enumerate(WEIGHTS))
+        above = sum(
+            w * (3.0 + torch.where(dead[name] == 0, 0.0, sums[t + 1][name])) / below for t, w in enumerate(WEIGHTS)
+        )
+        changed, lost = changed + float(change.sum()), lost + float(change[above > 10 * sum(WEIGHTS)].sum())
+    assert note.data["share"] == pytest.approx(lost / changed) and 0.01 < lost / changed < 0.9
+    assert "more than 10 times as far as task arithmetic would" in note and "this is task arithmetic" not in note
 
 
 def test_a_large_model_is_looked_at_in_runs_and_the_note_says_so(made, monkeypatch) -> None:

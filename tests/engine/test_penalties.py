@@ -99,8 +99,9 @@ def test_a_recorded_penalty_is_read_as_it_is_whatever_the_reduction(case: Case, 
     record(a, "penalty")
     record(b, "none")
     whole = gm.Curvature(sums | {"embed.weight": torch.zeros_like(read_model(a)["embed.weight"])}, 5)
-    (note,) = gm.merge(case | {"reduction": "mean"}, tmp_path / "out").notes
+    note, far = gm.merge(case | {"reduction": "mean"}, tmp_path / "out").notes
     assert note.kind == Kind.PENALTIES and "`reduction: mean` divides the curvature" in note
+    assert far.kind == Kind.COEFFICIENTS and "of a sum or of a mean?" in far
     for fine in ("sum", {"mean_times": 50}):
         assert gm.merge(case | {"reduction": fine}, tmp_path / "fine", force=True).notes == []
     folders = [case["base"]["model"], str(a), str(b)]

@@ -27,6 +27,9 @@ from .workers import run_parallel, with_buffers
 ABOVE = 1.5
 #: The share of the change from which on there is a note.
 NOTED = 0.5
+#: A penalty far above the curvature moves entries farther than so many times task arithmetic; from which share of the
+#: change on that is noted.
+FAR, NOTED_FAR = 10.0, 0.01
 #: A model of up to this many entries is looked at whole.
 SMALL = 1 << 20
 #: Of a larger one: this share of its entries, from SMALL up to MOST, in runs of RUN, at least one run per tensor.
@@ -38,17 +41,31 @@ RUN = 1 << 13
 def coefficient_notes(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
     """A note if a gradient matching of several models is task arithmetic on most of what they changed.
 
-    There is none where each model's penalty is recorded: then the coefficients are as they should be.
+    There is none where each model's penalty is recorded: then the coefficients are as they should be. But whatever the
+    penalty, there is one if it moves entries much farther than task arithmetic would.
     """
     inputs = plan.inputs
+    if plan.rule.name != "gradient-matching":
+        return []
+    total = sum(job.info.numel for job in plan.merged)
+    if inputs.penalty:
+        most = FAR * sum(map(abs, inputs.weights))
+        share, looked_at = share_above(plan, threads, most)
+        if share >= NOTED_FAR:
+            text = (
+                f"on {share:.0%} of what fine-tuning changed, weights move more than {FAR:g} times as far as task "
+                f"arithmetic would: the coefficients Σ α_t (P + H_t) / H̄ add up to more than {most:g}, since the "
+                "penalty P is far above the curvature H̄ there. Is it on the same scale, of a sum or of a mean? Give "
+                "base.curvature as large as the penalty, a larger damping, or `base.penalty: none`."
+            )
+            return [Note(text, Kind.COEFFICIENTS, share=share)]
     given = recipe.base is not None and recipe.base.penalty is not None
     known = not given and bool(inputs.penalty) and None not in inputs.penalty
-    if plan.rule.name != "gradient-matching" or len(inputs.tuned) < 2 or known:
+    if len(inputs.tuned) < 2 or known:
         return []
     share, looked_at = share_above(plan, threads)
     if not share >= NOTED:
         return []
-    total = sum(job.info.numel for job in plan.merged)
     part = "all" if looked_at >= total else f"a sample of {count(looked_at)} of {count(total)}"
     weight = f"weight {inputs.weights[0]:g}" if len(set(inputs.weights)) == 1 else "the same weights"
     taken = "P is what base.penalty says." if given else "P = H_0 takes the models to be tuned under H_0."
@@ -60,8 +77,8 @@ def coefficient_notes(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note
     return [Note(text, Kind.COEFFICIENTS, share=share)]
 
 
-def share_above(plan: Plan, threads: int = 1) -> tuple[float, int]:
-    """The share of Σ_t |α_t| Δ_t² in entries whose coefficients add up to more than ABOVE, and how many were seen."""
+def share_above(plan: Plan, threads: int = 1, above: float = ABOVE) -> tuple[float, int]:
+    """The share of Σ_t |α_t| Δ_t² in entries whose coefficients add up to more than that, and how many were seen."""
     total = sum(job.info.numel for job in plan.merged)
     part = min(max(SMALL, total * PART), MOST, total) / max(1, total)
     runs = {job.name: list(_runs(job.info.numel, part)) for job in plan.entrywise if job.info.numel}
@@ -70,24 +87,24 @@ def share_above(plan: Plan, threads: int = 1) -> tuple[float, int]:
 
     def work(buffers: Buffers, run: tuple[Job, int, int]) -> None:
         job, start, stop = run
-        above, whole = _changes(plan, converted(read_block(plan, job, start, stop, buffers), Tensor.double))
+        large, all_ = _changes(plan, converted(read_block(plan, job, start, stop, buffers), Tensor.double), above)
         times = job.info.numel / seen[job.name]
-        found[job.name, start] = above * times, whole * times
+        found[job.name, start] = large * times, all_ * times
 
     def layer(job: Job) -> None:
-        found[job.name, 0] = _changes(plan, diagonal_block(plan, job))
+        found[job.name, 0] = _changes(plan, diagonal_block(plan, job), above)
 
     every = ((job, *place) for job in plan.entrywise for place in runs.get(job.name, ()))
     run_parallel(every, with_buffers(work), threads)
     run_parallel(plan.layers, lambda: layer, threads)
-    above, whole = (exact_sum(column) for column in zip(*found.values(), strict=True)) if found else (0.0, 0.0)
-    return above / whole if whole > 0 and math.isfinite(above) else 0.0, sum(seen.values()) + sum(
+    large, whole = (exact_sum(column) for column in zip(*found.values(), strict=True)) if found else (0.0, 0.0)
+    return large / whole if whole > 0 and math.isfinite(large) else 0.0, sum(seen.values()) + sum(
         piece.info.numel for job in plan.layers for piece in pieces_of(job)
     )
 
 
-def _changes(plan: Plan, block: dict[str, Tensor]) -> tuple[float, float]:
-    """Σ |α_t| Δ_t² where the coefficients are large, and in all."""
+def _changes(plan: Plan, block: dict[str, Tensor], above: float) -> tuple[float, float]:
+    """Σ |α_t| Δ_t² where the coefficients are above that, and in all."""
     base, weights = block["base"], plan.inputs.weights
     change = torch.zeros_like(base)
     for model, weight in zip(block["tuned"], weights, strict=True):
@@ -95,7 +112,7 @@ def _changes(plan: Plan, block: dict[str, Tensor]) -> tuple[float, float]:
     # A merge of models that all changed by 1 is the sum of the coefficients.
     unit = {"base": torch.zeros_like(base), "tuned": [torch.ones_like(base)] * len(weights)}
     coefficients = plan.rule(**rule_arguments(plan.rule, plan, block | unit))
-    return float(change[coefficients > ABOVE].sum()), float(change.sum())
+    return float(change[coefficients > above].sum()), float(change.sum())
 
 
 def _runs(numel: int, part: float) -> Iterator[tuple[int, int]]:
