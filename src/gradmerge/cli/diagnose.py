@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from ..errors import InputError
 from ..text import one_line
-from .options import LoadingOptions, Printing, RecipeOptions, command
+from .options import LoadingOptions, Printing, RecipeOptions, command, named
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
@@ -78,16 +77,3 @@ def diagnose(
     if not printing.quiet:
         say("\n" + "\n".join(map(one_line, found.verdict)))
         say(f"\n{out / 'report.html'} has the rest. Predictions rank; they are no losses in nats.")
-
-
-def named(pairs: list[str]) -> dict[str, str]:
-    """`NAME=SRC` options as a mapping."""
-    found: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, source = pair.partition("=")
-        if not equals or not name or not source:
-            raise InputError(f"--data {pair}: give the task's name and its data, as --data yelp=reviews.jsonl")
-        if name in found:
-            raise InputError(f"--data {pair}: {name} has data already")
-        found[name] = source
-    return found

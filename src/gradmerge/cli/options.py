@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from ..errors import InputError
 from .output import AllowConfig, AllowPickle, Debug, Json, Quiet, guarded
 
 if TYPE_CHECKING:
@@ -145,3 +146,19 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[name])
         for name, parameter in inspect.signature(function).parameters.items()
     }
+
+
+def named(pairs: list[str], option: str = "data") -> dict[str, str]:
+    """`NAME=VALUE` options as a mapping."""
+    value = "how many examples it stands for, as --examples yelp=5000"
+    if option != "examples":
+        value = f"its data, as --{option} yelp=reviews.jsonl"
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name or not text:
+            raise InputError(f"--{option} {pair}: give the task's name and {value}")
+        if name in found:
+            raise InputError(f"--{option} {pair}: {name} has one already")
+        found[name] = text
+    return found

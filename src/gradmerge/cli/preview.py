@@ -11,8 +11,7 @@ import typer
 
 from ..errors import InputError
 from ..text import one_line
-from .diagnose import named
-from .options import LoadingOptions, Printing, RecipeOptions, command
+from .options import LoadingOptions, Printing, RecipeOptions, command, named
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 

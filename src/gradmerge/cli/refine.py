@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from .options import Force, LoadingOptions, Printing, command
+from .options import Force, LoadingOptions, Printing, command, named
 from .output import Durable, heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
@@ -66,8 +66,8 @@ def refine(
 
     Never worse than MERGED on the rows held back.
     """
-    sources, judged = named("data", data), named("valid", valid or [])
-    counts = {name: _whole(name, text) for name, text in named("examples", examples or []).items()}
+    sources, judged = named(data), named(valid or [], "valid")
+    counts = {name: _whole(name, text) for name, text in named(examples or [], "examples").items()}
     with heavy_imports():
         from ..api.refining import refine as refine_model
         from ..report.refinement_page import metrics_table, verdict
@@ -105,19 +105,6 @@ def refine(
     print_table(table.columns, table.rows, right=(1, 2, 4, 5), digits=4)
     say("\n" + verdict(done)[0])
     say(f"{out}: written; report.html shows the rounds.")
-
-
-def named(option: str, pairs: list[str]) -> dict[str, str]:
-    """`NAME=VALUE` options as a mapping."""
-    found: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name or not value:
-            raise InputError(f"--{option} {pair}: give the task's name and a value, as --{option} yelp=…")
-        if name in found:
-            raise InputError(f"--{option} {pair}: {name} has one already")
-        found[name] = value
-    return found
 
 
 def _whole(name: str, text: str) -> int:

@@ -96,7 +96,7 @@ def estimate_curvature(
     if not parameters:
         raise InputError("the model has no parameter with requires_grad=True: there is nothing to estimate")
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
-    objective = _Objective(model, likelihood, LOSSES[output] if isinstance(output, str) else output, seed)
+    objective = Objective(model, likelihood, LOSSES[output] if isinstance(output, str) else output, seed)
     begun = start.examples if start is not None else 0
     kronecker = structure == "kronecker"
     alone = stored_alone(model) if kronecker else {}
@@ -124,7 +124,7 @@ def estimate_curvature(
             if start is not None:
                 _check_start(start, structure, likelihood, parameters, factors)
             accumulator = Accumulator(model, every, passes, objective.logits, trial, slow, factors)
-            with _prepared(model), accumulator:
+            with prepared(model), accumulator:
                 for batch in batches:
                     batch = moved(batch, place)
                     if not len(labels_of(batch)):
@@ -190,7 +190,7 @@ def _check_repeatable(
     _log.warning("%s\nAll is estimated again from the beginning, these one example at a time.", found)
 
 
-class _Objective:
+class Objective:
     """What is differentiated: the losses of a batch, under a likelihood."""
 
     def __init__(self, model: nn.Module, likelihood: str, loss: ExampleLoss | None, seed: int) -> None:
@@ -248,7 +248,7 @@ class _Objective:
 
 
 @contextlib.contextmanager
-def _prepared(model: nn.Module) -> Iterator[None]:
+def prepared(model: nn.Module) -> Iterator[None]:
     """The model without dropout, with no parameter asking for a gradient; everything as before at the end."""
     _check_batch_norm(model)
     with contextlib.ExitStack() as stack, torch.enable_grad():

@@ -18,7 +18,7 @@ from ..storage.tensorfile import TensorFile, close_files, local_path, open_files
 from ..text import listed, natural
 from .batches import examples_in, moved
 from .curvature import SHARD_SIZE, NamedSums, write_sums
-from .estimate import _Objective, _prepared
+from .estimate import Objective, prepared
 from .files import examples_of
 from .losses import LOSSES, ExampleLoss, labels_of, logits_of
 from .stored_names import for_files
@@ -164,13 +164,13 @@ def estimate_gradient(
     if not parameters:
         raise InputError("the model has no parameter with requires_grad=True: there is no gradient to estimate")
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
-    objective = _Objective(model, "empirical", LOSSES[output] if isinstance(output, str) else output, 0)
+    objective = Objective(model, "empirical", LOSSES[output] if isinstance(output, str) else output, 0)
     sums = {
         name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
         for name, p in parameters.items()
     }
     unreached, first, examples, loss = set(parameters), None, 0, 0.0
-    with _prepared(model):
+    with prepared(model):
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         for batch in batches:
