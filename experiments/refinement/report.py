@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -18,9 +19,12 @@ def mean(scores: Mapping[str, Mapping[str, float]], what: str) -> float:
 
 
 def share(seed: Mapping[str, Any], name: str, what: str) -> float:
-    """The part of the distance from the merge to the jointly trained model that is gone, in per cent."""
+    """The part of the distance from the merge to the jointly trained model that is gone, in per cent.
+
+    NaN where there is no distance.
+    """
     start, here, end = (mean(seed["scores"][each], what) for each in (MERGE, name, "joint"))
-    return 100 * (here - start) / (end - start)
+    return 100 * (here - start) / (end - start) if end != start else math.nan
 
 
 def rows_of(results: Mapping[str, Any]) -> list[str]:
@@ -31,35 +35,49 @@ def rows_of(results: Mapping[str, Any]) -> list[str]:
 def tables(results: Mapping[str, Any]) -> str:
     """results.md."""
     seeds = results["seeds"]
-    columns = ["model", "accuracy, %", "loss", "share of the gap in loss, %", "seconds"]
+    columns = ["model", "accuracy, %", "loss", "share of the gap in accuracy, %", "in loss, %", "seconds"]
     rows = []
     for name in rows_of(results):
-        told = [seed["refinements"][name]["seconds"] for seed in seeds if name in seed["refinements"]]
-        gone = shown([share(seed, name, "loss") for seed in seeds], 0) if name not in (MERGE, "joint") else ""
         accuracies = [100 * mean(seed["scores"][name], "accuracy") for seed in seeds]
         losses = [mean(seed["scores"][name], "loss") for seed in seeds]
-        rows.append([name, shown(accuracies, 2), shown(losses, 4), gone, shown(told, 0) if told else ""])
+        gone = [shown([share(seed, name, what) for seed in seeds], 0) for what in ("accuracy", "loss")]
+        seconds = [seed["refinements"][name]["seconds"] for seed in seeds if name in seed["refinements"]]
+        rows.append(
+            [
+                name,
+                shown(accuracies, 2),
+                shown(losses, 4),
+                *(gone if name not in (MERGE, "joint") else ("", "")),
+                f"{min(seconds):.0f} to {max(seconds):.0f}" if seconds else "",
+            ]
+        )
     return f"""# Refinement with a few rows per task
 
-`{results["command"]}`, on {results["machine"]["device"]}; {len(seeds)} seeds, mean ± standard deviation. Mean over the
-test sets of {", ".join(results["tasks"])}.
+`{results["command"]}`, on {results["machine"]["device"]}.
+
+{len(seeds)} seeds, mean ± standard deviation. Mean over the test sets of {", ".join(results["tasks"])}.
 
 {markdown(columns, rows)}
 The merge that is refined is `{MERGE}` (averaged curvature, labels drawn from the model). The gap is that from it to
 `joint`, which was trained on all rows of all tasks. A refinement is given so many labelled rows per task, a tenth of
-which it holds back to judge by.
+which it holds back to judge by; they are among the rows that the task's own model was tuned on. Seconds are the least
+and the most over the seeds, which may have shared the device with each other and with more.
 
-![Loss of every model](figures/losses.svg)
+![Loss and accuracy of every model](figures/scores.svg)
+
+Circles are the seeds, lines their means.
 """
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> None:
     names = rows_of(results)
-    with figure(folder / "losses.svg", height=0.6 + 0.3 * len(names)) as axes:
-        for place, name in enumerate(names):
-            losses = [mean(seed["scores"][name], "loss") for seed in results["seeds"]]
-            axes.plot(losses, [place] * len(losses), "o", color="#767676", markersize=4, markerfacecolor="white")
-            axes.plot([fmean(losses)], [place], "|", color="#0072B2", markersize=14, markeredgewidth=2)
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
-        axes.set_xlabel("mean test loss; each seed, and the mean of all")
+    panels = (("loss", 1, "test loss"), ("accuracy", 100, "test accuracy, %"))
+    with figure(folder / "scores.svg", 9.0, 0.8 + 0.3 * len(names), panels=len(panels)) as every:
+        for axes, (what, times, label) in zip(every, panels, strict=True):
+            for place, name in enumerate(names):
+                values = [times * mean(seed["scores"][name], what) for seed in results["seeds"]]
+                axes.plot(values, [place] * len(values), "o", color="#767676", markersize=4, markerfacecolor="white")
+                axes.plot([fmean(values)], [place], "|", color="#0072B2", markersize=14, markeredgewidth=2)
+            axes.set_yticks(range(len(names)), names if axes is every[0] else [])
+            axes.set_ylim(len(names) - 0.5, -0.5)
+            axes.set_xlabel(label)

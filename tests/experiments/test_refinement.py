@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from experiments.refinement.__main__ import main
+from experiments.refinement.pictures import PictureSeed
 from experiments.refinement.report import share
-from experiments.refinement.study import MERGE
+from experiments.refinement.study import MERGE, Wanted
 from experiments.sentiment.data import SETS
-from experiments.vision.settings import LOCAL
+from experiments.vision.run import prepare
+from experiments.vision.settings import LOCAL, SCALES
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import gradmerge as gm
@@ -49,7 +51,7 @@ def test_sentiment_is_refined_and_scored_on_every_set(tmp_path: Path) -> None:
         assert seed["scores"]["base"][name]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
         assert seed["scores"]["base"][name]["accuracy"] == pytest.approx(right / len(losses), abs=1.5 / len(losses))
     page = (tmp_path / "text" / "results.md").read_text()
-    assert all(f"| {name} |" in page for name in seed["scores"]) and (tmp_path / "text/figures/losses.svg").is_file()
+    assert all(f"| {name} |" in page for name in seed["scores"]) and (tmp_path / "text/figures/scores.svg").is_file()
 
 
 def test_images_are_refined_with_their_heads_fixed(tmp_path: Path) -> None:
@@ -60,6 +62,20 @@ def test_images_are_refined_with_their_heads_fixed(tmp_path: Path) -> None:
     (seed,) = results["seeds"]
     assert results["tasks"] == list(LOCAL)
     assert all(scores.keys() == set(LOCAL) for scores in seed["scores"].values())
+
+
+def test_images_that_the_base_knows_by_heart_are_not_refined_with(tmp_path: Path) -> None:
+    settings = SCALES["tiny"]
+    for number, task in enumerate(LOCAL):
+        archive(tmp_path / f"{task}.npz", CLASSES.get(task, 10), (28, 28), number)
+    wanted = Wanted(tmp_path, settings, "cpu", prepare(tmp_path, settings, "cpu", None, tmp_path), (24,))
+    drawn = []
+    for number in (0, 1):
+        seed = PictureSeed(number, wanted)
+        drawn.append(torch.cat([batch["pixels"] for batch in seed.rows(LOCAL[0], 24)]))
+        known = seed._images([LOCAL[0]], "train", settings.base_rows).batch(range(settings.base_rows))["pixels"]
+        assert len(drawn[-1]) == 24 and not (drawn[-1][:, None] == known).flatten(2).all(-1).any()
+    assert not torch.equal(*drawn), "every seed has rows of its own"
 
 
 def test_what_it_cannot_do_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
