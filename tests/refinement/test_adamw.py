@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradmerge.refinement.adamw import MOMENTS, _Passes, adamw
+from gradmerge.refinement.adamw import MOMENTS, TRIALS, _Passes, _search, adamw
 from gradmerge.refinement.newton import Penalty, Progressed
 from gradmerge.refinement.owners import DataOwner
 from gradmerge.refinement.rounds import Refinement
@@ -95,3 +95,17 @@ def test_it_goes_on_from_any_pass_to_the_same_bits(killed: int) -> None:
     resumed = adamw(part, owners, rounds=8, start=start, so_far=state)
     assert [one.judged for one in resumed.rounds] == [one.judged for one in done.rounds]
     assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), part.parameters(), strict=True))
+
+
+def test_rates_go_down_while_none_is_better_than_the_start() -> None:
+    tried: list[float] = []
+
+    def loss(rate: float) -> float:
+        tried.append(rate)
+        return 0.9 if rate < 2e-5 else 1.0 + rate
+
+    _search(loss, 1.0)
+    assert tried == pytest.approx([1e-4, 2e-4, 5e-5, 2.5e-5, 1.25e-5, 6.25e-6])
+    tried.clear()
+    _search(lambda rate: tried.append(rate) or 2.0, 1.0)  # type: ignore[func-returns-value]
+    assert len(tried) == TRIALS

@@ -71,7 +71,7 @@ def adamw(
                 best, kept = Round(after.held, after.rows, [step for _, step in made]), _copied(parameters)
             return after.judged if math.isfinite(after.judged) else math.inf
 
-        _search(tried)
+        _search(tried, best.judged)
         _place(parameters, kept)
         if not best.steps:
             done.stopped = "no pass lowers the loss on the rows held back"
@@ -85,15 +85,18 @@ def adamw(
     return done
 
 
-def _search(tried: Callable[[float], float]) -> None:
-    """Try rates, up from the first while each is better than all before, and down if the first step up was not."""
+def _search(tried: Callable[[float], float], start: float) -> None:
+    """Try rates, up from the first while each is better than all before, and down if the first step up was not.
+
+    Downwards it goes on while none is better than the ``start``: all of them may have been too high.
+    """
     found = [tried(RATE)]
     for factor in (FACTOR, 1 / FACTOR):
         rate, falling = RATE, True
         while falling and len(found) < TRIALS:
             rate *= factor
             loss = tried(rate)
-            falling = loss < min(found)
+            falling = loss < min(found) or (factor < 1 and min(loss, *found) >= start)
             found.append(loss)
         if rate > FACTOR * RATE * 1.01:
             return
