@@ -266,6 +266,4 @@ def recipe_with(recipe: Recipe, method: str, weights: Sequence[float]) -> Recipe
                 raw["base"].pop(key, None)
         if rule.precision is None and raw.get("output"):
             raw["output"].pop("curvature", None)
-    changed = make_recipe(raw, folder=recipe.folder, where=str(recipe.file or "recipe"))
-    changed._file = recipe.file
-    return changed
+    return make_recipe(raw, folder=recipe.folder, where=str(recipe.file or "recipe")).read_as(recipe)

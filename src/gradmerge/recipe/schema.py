@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from ..display import OneLine
+from ..notes import Note
 from ..rules import RULES, Rule
 from .rule_options import check_options
 from .values import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
@@ -93,8 +94,10 @@ class TokenizerChoice(RecipePart):
 class Output(RecipePart):
     """What is written."""
 
-    dtype: Literal["auto", "float64", "float32", "float16", "bfloat16"] = Field(
-        "auto", description="Type of the merged weights; `auto` keeps the base's, tensor by tensor."
+    dtype: Literal["auto", "widest", "float64", "float32", "float16", "bfloat16"] = Field(
+        "auto",
+        description="Type of the merged weights; `auto` keeps the base's, tensor by tensor; `widest` is the one that "
+        "holds those of all models.",
     )
     shard_size: Size = Field(5_000_000_000, description="Largest size of one file, such as `5GB`, `500MB`, `2GiB`.")
     curvature: bool = Field(
@@ -110,6 +113,11 @@ class Output(RecipePart):
 class Recipe(OneLine, RecipePart):
     """A merge, as written in YAML."""
 
+    name: str | None = Field(
+        None,
+        min_length=1,
+        description="Of one recipe among several in a file (YAML documents): the name by which others use its result.",
+    )
     method: str = Field(description="The method; `gradmerge methods` lists them.")
     base: Annotated[Base, BeforeValidator(_from_path)] | None = Field(
         None,
@@ -150,6 +158,9 @@ class Recipe(OneLine, RecipePart):
 
     _folder: Path = PrivateAttr(default_factory=Path)
     _file: Path | None = PrivateAttr(default=None)
+    _merges: dict[str, Recipe] = PrivateAttr(default_factory=dict)
+    _made: dict[str, Path] = PrivateAttr(default_factory=dict)
+    _notes: list[Note] = PrivateAttr(default_factory=list)
 
     def _line(self) -> list[str]:
         base = "no base" if self.base is None else f"base {self.base.model}"
@@ -164,6 +175,37 @@ class Recipe(OneLine, RecipePart):
     def file(self) -> Path | None:
         """The file that the recipe was read from."""
         return self._file
+
+    @property
+    def merges(self) -> dict[str, Recipe]:
+        """The named recipes whose results this one uses, in the order in which they have to be made."""
+        return self._merges
+
+    @property
+    def notes(self) -> list[Note]:
+        """What should be known of how it was read."""
+        return self._notes
+
+    @property
+    def sources(self) -> list[Base | Model]:
+        """The base, and every model."""
+        models = [*self.models, *(model for part in self.slices for model in part.models)]
+        return [*([self.base] if self.base is not None else []), *models]
+
+    @property
+    def references(self) -> list[str]:
+        """The models that it names."""
+        return list(dict.fromkeys(source.model for source in self.sources))
+
+    def place(self, reference: str) -> str:
+        """Where a model that it names is: itself, or where the named recipe's result is now."""
+        return str(self._made.get(reference, reference))
+
+    def read_as(self, other: Recipe) -> Recipe:
+        """Itself, as a changed copy of another: from its file, with its named recipes and notes."""
+        for own in ("_folder", "_file", "_merges", "_made", "_notes"):
+            setattr(self, own, getattr(other, own))
+        return self
 
     @property
     def rule(self) -> Rule:
