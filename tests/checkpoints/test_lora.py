@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,7 +22,7 @@ from gradmerge.errors import InputError
 from tests.making import assert_close, random_curvature, read_model, weight_bytes, write_model
 
 from . import slow
-from .families import FAMILIES, double, load, make, randomise, save
+from .families import FAMILIES, double, load, make, moved, randomise, save
 
 LLAMA = ["q_proj", "v_proj", "o_proj", "down_proj"]
 
@@ -641,3 +642,37 @@ def test_an_adapter_stored_as_a_pickle_is_read_on_request_only(tmp_path: Path) -
 
 def test_families_with_adapters_are_those_that_are_tested() -> None:
     assert {family for family, _, _ in CASES.values()} == FAMILIES.keys()
+
+
+# An adapter on top of a model of the recipe
+
+
+def test_the_key_adapter_puts_an_adapter_on_a_model_whatever_base_it_names(tmp_path: Path) -> None:
+    """As mergekit's model+lora: here on a fine-tuned model, and on the base."""
+    base, adapters, (first, *_) = two_adapters(tmp_path)
+    tuned = save(moved(load("llama-untied", base), 5), tmp_path / "tuned")
+    want = []
+    for place, on in enumerate((base, tuned)):
+        model = PeftModel.from_pretrained(load("llama-untied", on), adapters[place])
+        want.append(double(merged_by_peft(model, tmp_path / f"want{place}")))
+    recipe = {
+        "method": "task-arithmetic",
+        "base": {"model": "./base", "adapter": "./adapter0"},
+        "models": [{"model": "./tuned", "adapter": "./adapter1", "weight": 0.4}],
+    }
+    (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
+    result = gm.merge(tmp_path / "recipe.yml", tmp_path / "out")
+    assert_close(read_model(tmp_path / "out"), slow.task_arithmetic(want[0], [want[1]], [0.4]), 1e-6)
+    assert [n for n in result.notes if "./tuned+./adapter1" in n and "it is applied to ./tuned" in n]
+    assert not [n for n in result.notes if "applied to ./base" in n]
+    assert "`./tuned` with `./adapter1`" in (tmp_path / "out/README.md").read_text()
+    with pytest.raises(InputError, match=r"adapter0: lies in|adapter0: exists|holds"):
+        gm.merge(tmp_path / "recipe.yml", tmp_path / "adapter0", force=True)
+    assert (adapters[0] / "adapter_config.json").is_file()
+
+
+def test_the_key_adapter_takes_adapters_alone(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied")
+    models = [{"model": str(base), "adapter": str(base)}]
+    with pytest.raises(InputError, match="base: no PEFT adapter"):
+        gm.merge({"method": "average", "models": models}, tmp_path / "out")
