@@ -220,6 +220,7 @@ def _moved(recipe: Recipe, folder: Path) -> dict[str, Any]:
     parts: list[Base | Model] = [*([copy.base] if copy.base is not None else []), *copy.models]
     for part in parts:
         part.model = moved(part.model)
+        part.adapter = moved(part.adapter) if part.adapter is not None else None
         if part.curvature is not None and not isinstance(part.curvature, Identity):
             part.curvature = moved(part.curvature)
     if copy.base is not None and isinstance(copy.base.penalty, str) and copy.base.penalty != NONE:

@@ -18,7 +18,8 @@ from ..text import one_line, printable
 def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, Any] | None = None) -> str:
     """README.md: what was merged, by which method, with what, and the recipe. The same inputs give the same text."""
     rule = recipe.rule
-    every = [m.model for m in (recipe.base, *recipe.models) if m is not None]
+    parts = [m for m in (recipe.base, *recipe.models) if m is not None]
+    every = [text for m in parts for text in (m.model, m.adapter) if text is not None]
     hub_ids = [text for text in every if HUB_ID.fullmatch(text) and not local_path(text, recipe.folder).exists()]
     on_the_hub = dict.fromkeys(text.partition("@")[0] for text in hub_ids)  # without their revisions
     front: dict[str, Any] = {"base_model": list(on_the_hub)} if on_the_hub else {}
@@ -100,7 +101,8 @@ def _plain(text: str) -> str:
 def _row(part: Base | Model) -> str:
     weight, named = "" if part.weight is None else in_words(part.weight), part.curvature
     curvature = f"{named.identity:g} · I" if isinstance(named, Identity) else _code(named) if named is not None else ""
-    return f"{_code(part.model)} | {weight} | {curvature}"
+    model = _code(part.model) if part.adapter is None else f"{_code(part.model)} with {_code(part.adapter)}"
+    return f"{model} | {weight} | {curvature}"
 
 
 def as_card(front: Mapping[str, Any], name: str, text: str) -> str:

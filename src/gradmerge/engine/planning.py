@@ -12,12 +12,12 @@ import torch
 
 from ..checkpoints.compare import compare
 from ..checkpoints.model import Checkpoint
-from ..checkpoints.opening import open_checkpoint
+from ..checkpoints.opening import open_checkpoint, put_adapter
 from ..checkpoints.ties import same_values, tied_to
 from ..curvature.files import default_curvature, open_curvature
 from ..errors import InputError
 from ..notes import Kind, Note
-from ..recipe import NONE, CurvatureSource, Identity, Recipe
+from ..recipe import NONE, Base, CurvatureSource, Identity, Model, Recipe
 from ..rules import Rule
 from ..rules.spherical import Geometry
 from ..storage.tensorfile import FLOATS, TensorInfo
@@ -58,17 +58,21 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
     """Open the models of a recipe, and those of its curvature files that ``needs`` asks for."""
     with ExitStack() as opened:
 
-        def checkpoint(reference: str, base: Checkpoint | None) -> Checkpoint:
-            found = open_checkpoint(reference, relative_to=recipe.folder, adapter_base=base, allow_pickle=allow_pickle)
-            return opened.enter_context(found)
+        def checkpoint(part: Base | Model, base: Checkpoint | None) -> Checkpoint:
+            found = open_checkpoint(part.model, relative_to=recipe.folder, adapter_base=base, allow_pickle=allow_pickle)
+            opened.enter_context(found)
+            if part.adapter is not None:
+                found = put_adapter(part.adapter, found, relative_to=recipe.folder, allow_pickle=allow_pickle)
+                opened.enter_context(found)
+            return found
 
         def curvature(source: CurvatureSource | None, model: Checkpoint, key: str) -> CurvatureInput:
             found = _open_curvature(source, model, key, recipe, wanted_by)
             opened.callback(found.close)
             return found
 
-        base = checkpoint(recipe.base.model, None) if recipe.base else None
-        inputs = inputs_of(recipe, base, [checkpoint(model.model, base) for model in recipe.models])
+        base = checkpoint(recipe.base, None) if recipe.base else None
+        inputs = inputs_of(recipe, base, [checkpoint(model, base) for model in recipe.models])
         if base is not None and recipe.base is not None:
             if "prior" in needs:
                 inputs.prior = curvature(recipe.base.curvature, base, "base.curvature")
