@@ -3,11 +3,13 @@
 from ..safe_yaml import parse_yaml
 from .documents import check_penalty, load_recipe, make_recipe
 from .rule_options import check_options
-from .schema import Base, Model, Output, Recipe, Slice, SliceModel, TokenizerChoice
+from .schema import Base, Model, Output, Recipe, Slice, SliceModel
+from .tokens import ZERO, ModelToken, TokenizerChoice, TokenRule
 from .values import NONE, CurvatureSource, Identity, MeanTimes, reduction_factor
 from .varying import Case, Varying, in_words, leaves, mapped, plain, spread_over_layers, value_at
 
-__all__ = ["NONE", "Base", "Case", "CurvatureSource", "Identity", "MeanTimes", "Model", "Output", "Recipe", "Slice"]
+__all__ = ["NONE", "Base", "Case", "CurvatureSource", "Identity", "MeanTimes", "Model", "ModelToken"]
+__all__ += ["Output", "Recipe", "Slice", "TokenRule", "ZERO"]
 __all__ += ["SliceModel", "TokenizerChoice", "Varying", "check_options", "check_penalty", "in_words", "leaves"]
 __all__ += [
     "load_recipe",

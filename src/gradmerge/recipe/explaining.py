@@ -43,7 +43,7 @@ def _place(loc: tuple[int | str, ...]) -> str:
     for part in loc:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part not in ("str", "Identity", "MeanTimes", "TokenizerChoice") and not part.startswith(
+        elif part not in ("str", "Identity", "MeanTimes", "ModelToken") and not part.startswith(
             ("literal[", "function-")
         ):
             text += f".{part}" if text else part

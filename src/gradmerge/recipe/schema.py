@@ -11,6 +11,7 @@ from ..display import OneLine
 from ..notes import Note
 from ..rules import RULES, Rule
 from .rule_options import check_options
+from .tokens import Tokenizer
 from .values import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
 from .varying import Varying, Weight
 
@@ -81,16 +82,6 @@ class Slice(RecipePart):
     options: dict[str, Any] = Field({}, description="Options of the method for these layers.")
 
 
-class TokenizerChoice(RecipePart):
-    """The vocabulary of the result."""
-
-    source: str = Field("union", description="`base`, `union`, or a model of the recipe.")
-    tokens: dict[str, Any] = Field({}, description="Tokens, each with where its rows come from.")
-    pad_to_multiple_of: Annotated[int, Field(ge=1, le=10**6)] | None = Field(
-        None, description="Rows are added until their number is a multiple of this."
-    )
-
-
 class Output(RecipePart):
     """What is written."""
 
@@ -146,10 +137,11 @@ class Recipe(OneLine, RecipePart):
     )
     options: dict[str, Any] = Field({}, description="The method's own options; `gradmerge methods NAME` explains them.")
     output: Output = Field(default_factory=Output, description="What is written.")
-    tokenizer: str | TokenizerChoice | None = Field(
+    tokenizer: Tokenizer | None = Field(
         None,
         description="The vocabulary of the result: that of the `base`, the `union` of all, or a model's; rows are then "
-        "matched by token. Default: the base's, and models must have the same.",
+        "matched by token. Also `{source: …, tokens: {TOKEN: …}, pad_to_multiple_of: N}`. Default: the base's, and "
+        "models must have the same.",
     )
     chat_template: str = Field(
         "auto",
