@@ -22,7 +22,7 @@ from ..storage.staging import Staging
 from ..tasks import Loading, complete
 from ..tasks.data_sources import data_paths
 from ..text import to_json
-from .merging import as_recipe, default_threads
+from .merging import as_recipe, default_threads, merged_first
 
 
 @checked()
@@ -64,9 +64,10 @@ def diagnose(
     with (
         report_folder(recipe, out, data or {}, force, merged, target, options["tokenizer"]) as staging,
         shown(progress) as told,
+        merged_first(recipe, out, threads, allow_pickle, allow_config) as ready,
     ):
         found = find_costs(
-            recipe,
+            ready,
             merged=merged,
             target=target,
             data=data,

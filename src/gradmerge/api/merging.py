@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..engine.to_folder import MergeResult, merge_to_folder
 from ..errors import InputError
 from ..progress import Progress, shown
 from ..recipe import Recipe, load_recipe, make_recipe
+from .named_merges import with_named_merges, with_stand_ins
 
 
 def default_threads() -> int:
@@ -36,8 +38,9 @@ def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
 def planned(
     recipe: str | Path | Recipe | Mapping[str, Any], *, allow_pickle: bool = False, allow_config: Sequence[str] = ()
 ) -> Iterator[Plan]:
-    """The plan of a recipe, with its inputs open."""
-    plan = open_plan(as_recipe(recipe), allow_pickle=allow_pickle, allow_config=allow_config)
+    """The plan of a recipe, with its inputs open. Named recipes whose results are not there are only looked at."""
+    recipe = with_stand_ins(as_recipe(recipe))
+    plan = open_plan(recipe, allow_pickle=allow_pickle, allow_config=allow_config)
     with contextlib.closing(plan.inputs):
         yield plan
 
@@ -65,7 +68,7 @@ def merge(
     weights depend on the inputs and the recipe alone.
 
     Args:
-        recipe: A recipe file, a mapping with its keys, or a :class:`Recipe`.
+        recipe: A recipe file, of ours or of mergekit's, a mapping with its keys, or a :class:`Recipe`.
         out: A new folder. It appears when it is complete; until then the work is in ``OUT.gradmerge-partial``.
         threads: By default one per core, at most 4.
         device: Where the arithmetic is done: cpu, cuda, cuda:1, …
@@ -92,21 +95,36 @@ def merge(
         raise InputError(f"{out}: the result is a folder; give a name without .safetensors")
     check_device(device)
     _allow_many_files()
-    with planned(recipe, allow_pickle=allow_pickle, allow_config=allow_config) as plan, shown(progress) as told:
-        plan.block = block
-        return merge_to_folder(
-            recipe,
-            plan,
-            out,
-            threads=threads or default_threads(),
-            device=device,
-            force=force,
-            resume=resume,
-            allow_nonfinite=allow_nonfinite,
-            accept_untrusted=accept_untrusted,
-            durable=durable,
-            progress=told,
-        )
+    settings: dict[str, Any] = {
+        "threads": threads or default_threads(),
+        "device": device,
+        "resume": resume,
+        "allow_nonfinite": allow_nonfinite,
+        "accept_untrusted": accept_untrusted,
+        "durable": durable,
+    }
+    allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config}
+    with shown(progress) as told:
+
+        def run(recipe: Recipe, out: Path, force: bool = False) -> MergeResult:
+            with planned(recipe, **allowed) as plan:
+                plan.block = block
+                return merge_to_folder(recipe, plan, out, force=force, progress=told, **settings)
+
+        with with_named_merges(recipe, out, run, resume=resume) as ready:
+            return run(ready, out, force)
+
+
+def merged_first(
+    recipe: Recipe, out: str | Path | None, threads: int | None, allow_pickle: bool, allow_config: Sequence[str]
+) -> AbstractContextManager[Recipe]:
+    """A recipe whose named recipes have been merged, for those who look at merges and write OUT."""
+    allowed: dict[str, Any] = {"threads": threads, "allow_pickle": allow_pickle, "allow_config": allow_config}
+
+    def make(one: Recipe, folder: Path) -> MergeResult:
+        return merge(one, folder, progress=False, **allowed)
+
+    return with_named_merges(recipe, None if out is None else Path(out), make)
 
 
 def _allow_many_files() -> None:

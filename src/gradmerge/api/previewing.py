@@ -27,7 +27,7 @@ from ..storage.tensorfile import local_path
 from ..tasks import Loading, complete
 from ..text import to_json
 from .diagnosing import provenance, recipe_text, report_folder
-from .merging import as_recipe, default_threads, merge
+from .merging import as_recipe, default_threads, merge, merged_first
 
 
 @checked()
@@ -83,7 +83,8 @@ def preview(
     with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
         with (
             shown(progress, "merges") as told,
-            _looker(recipe, chosen, data, options, threads, allow_pickle, allow_config) as looker,
+            merged_first(recipe, out, threads, allow_pickle, allow_config) as ready,
+            _looker(ready, chosen, data, options, threads, allow_pickle, allow_config) as looker,
         ):
             found = compare(recipe, looker, settings, ranges.axis, objective=objective, progress=told)
         _tell(staging, found, None, data or {}, command)
@@ -139,7 +140,8 @@ def suggest_weights(
     with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
         with (
             shown(progress, "merges") as told,
-            _looker(recipe, chosen, data, options, threads, allow_pickle, allow_config) as looker,
+            merged_first(recipe, out, threads, allow_pickle, allow_config) as ready,
+            _looker(ready, chosen, data, options, threads, allow_pickle, allow_config) as looker,
         ):
             found = suggest(
                 recipe, looker, chosen, ranges, objective=objective, samples=samples, seed=seed, progress=told

@@ -59,8 +59,10 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
     with ExitStack() as opened:
 
         def checkpoint(part: Base | Model, base: Checkpoint | None) -> Checkpoint:
-            found = open_checkpoint(part.model, relative_to=recipe.folder, adapter_base=base, allow_pickle=allow_pickle)
+            place = recipe.made.get(part.model, part.model)
+            found = open_checkpoint(place, relative_to=recipe.folder, adapter_base=base, allow_pickle=allow_pickle)
             opened.enter_context(found)
+            found.label = part.model
             if part.adapter is not None:
                 found = put_adapter(part.adapter, found, relative_to=recipe.folder, allow_pickle=allow_pickle)
                 opened.enter_context(found)
@@ -164,9 +166,10 @@ def make_plan(
         if name not in wanted:
             jobs.append(Job(name, info, None))
             continue
-        stored = _STORED.get(recipe.output.dtype, info.dtype)
         chosen = rule if rule.otherwise is None or name in gram_names else rule.otherwise
         types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
+        widest = _widest_type(types) if recipe.output.dtype == "widest" else info.dtype
+        stored = _STORED.get(recipe.output.dtype, widest)
         wide = "F64" in types or chosen.otherwise is not None or name in layers or name in biases
         compute = torch.float64 if wide else torch.float32
         jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute, inside=name in biases))
@@ -176,6 +179,7 @@ def make_plan(
             turned, bias = layers[job.name]
             jobs[place] = replace(job, layer=Layer(turned, own[bias] if bias is not None else None))
     plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
+    plan.note(recipe.notes)
     plan.note(comparison.notes)
     plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
     plan.note(incomplete(inputs))
@@ -193,6 +197,12 @@ def _problems_of_scope(inputs: Inputs) -> list[str]:
     if scope != "model" or not varies(density):
         return []
     return ["options.density: differs between tensors, which `scope: tensor` allows; `scope: model` cuts all alike"]
+
+
+def _widest_type(types: set[str]) -> str:
+    """The narrowest type that holds all numbers of some."""
+    found = next(iter(types)) if len(types) == 1 else "F32"
+    return "F64" if "F64" in types else found
 
 
 def _method_notes(recipe: Recipe, looking: bool) -> Iterator[Note]:

@@ -21,6 +21,7 @@ from ..progress import NoProgress, Progress
 from ..recipe import Recipe, reduction_factor
 from ..storage.smallfile import MAX_TOKENIZER, read_json
 from ..storage.staging import Staging
+from ..storage.tensorfile import FLOATS
 from ..text import size, to_json
 from .card import model_card
 from .coefficients import coefficient_notes
@@ -169,7 +170,7 @@ def merge_to_folder(
                     "merge again."
                 )
             sizes = target.finish()
-            copy_sidecars(template, staging.folder, recipe.output.dtype)
+            copy_sidecars(template, staging.folder, _written_type(recipe, plan))
         result.output, result.bytes_written, result.seconds = staging.out, plan.total_written, timings["total"]
         record = merge_record(recipe, plan, fingerprint, sizes, finished.units, timings, resumed)
         (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
@@ -178,6 +179,15 @@ def merge_to_folder(
         (staging.folder / "README.md").write_text(card, "utf-8")
         journal.remove()
     return result
+
+
+def _written_type(recipe: Recipe, plan: Plan) -> str:
+    """The type of the result for its config: `auto` if that of the template is right."""
+    if recipe.output.dtype != "widest":
+        return recipe.output.dtype
+    types = {job.info.dtype for job in plan.merged}
+    same = types == {plan.inputs.template.tensors[job.name].dtype for job in plan.merged}
+    return "auto" if same or len(types) != 1 else FLOATS[types.pop()]
 
 
 @contextmanager
@@ -204,14 +214,21 @@ def _with_bases(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
 
 def _fingerprint(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool) -> str:
     """What the bytes of the result depend on: the recipe, and the inputs by path, size, times of change and inode."""
+    made = {name: str(folder) for name, folder in recipe.made.items()}
+    named = {name: read_json(Path(folder) / RECORD, MAX_TOKENIZER)["fingerprint"] for name, folder in made.items()}
     content = {
         "version": __version__,
         "recipe": recipe.model_dump(mode="json"),
-        "files": files,
+        "named": named,
+        "files": [entry for entry in files if not any(_within(entry[0], folder) for folder in made.values())],
         "block": plan.block,
         "allow_nonfinite": allow_nonfinite,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _within(path: object, folder: str) -> bool:
+    return Path(str(path)).is_relative_to(folder)
 
 
 def _is_complete(out: Path, fingerprint: str) -> bool:

@@ -179,19 +179,22 @@ class Recipe(OneLine, RecipePart):
         return self._notes
 
     @property
-    def sources(self) -> list[Base | Model]:
-        """The base, and every model."""
+    def references(self) -> list[str]:
+        """The models that it names, the base first."""
         models = [*self.models, *(model for part in self.slices for model in part.models)]
-        return [*([self.base] if self.base is not None else []), *models]
+        return list(dict.fromkeys(part.model for part in (self.base, *models) if part is not None))
 
     @property
-    def references(self) -> list[str]:
-        """The models that it names."""
-        return list(dict.fromkeys(source.model for source in self.sources))
+    def made(self) -> dict[str, Path]:
+        """Where the results of named recipes are, by their names."""
+        return self._made
 
-    def place(self, reference: str) -> str:
-        """Where a model that it names is: itself, or where the named recipe's result is now."""
-        return str(self._made.get(reference, reference))
+    def with_made(self, made: dict[str, Path], notes: list[Note] | None = None) -> Recipe:
+        """The recipe, with the results of named ones at hand."""
+        copy = self.model_copy(deep=True).read_as(self)
+        copy._made = {name: folder.absolute() for name, folder in made.items() if name in self.references}
+        copy._notes = self._notes if notes is None else notes
+        return copy
 
     def read_as(self, other: Recipe) -> Recipe:
         """Itself, as a changed copy of another: from its file, with its named recipes and notes."""
