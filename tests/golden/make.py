@@ -76,9 +76,7 @@ def save(model: torch.nn.Module, name: str, words: list[str] | None = None, adde
     if words is not None:
         tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
         tokenizer.pre_tokenizer = Whitespace()
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-        )
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
         fast.add_tokens(list(added))
         fast.save_pretrained(MODELS / name)
 

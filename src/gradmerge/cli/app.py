@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from .._version import __version__
 from ..text import printable, to_json
-from . import curvature, demo, diagnose, evaluate, gradient, inspect, merge, methods, preview, refine, remove
+from . import curvature, demo, diagnose, evaluate, gradient, inspect, merge, methods, preview, recipe, refine, remove
 from .output import OUT_OF_MEMORY
 from .streams import prepare_streams, say, settle
 
@@ -84,6 +84,7 @@ app.command("diagnose", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
 app.command("preview", epilog=preview.EXAMPLE)(preview.preview)
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(curvature.app, name="curvature")
+app.add_typer(recipe.app, name="recipe")
 
 
 def main() -> None:

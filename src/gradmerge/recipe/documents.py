@@ -57,14 +57,14 @@ def make_recipe(value: Any, *, folder: Path | None = None, where: str = "recipe"
     return _make(value, {}, folder or Path(), where, names=())
 
 
-def of_documents(
-    documents: Sequence[tuple[Any, Lines]], folder: Path, where: str, file: Path | None = None
-) -> Recipe:
+def of_documents(documents: Sequence[tuple[Any, Lines]], folder: Path, where: str, file: Path | None = None) -> Recipe:
     """The recipe that one document or several make: the one without a name, or else the last.
 
     Named ones may be used by their names, and are kept with it in the order in which they have to be made.
     """
-    names = [str(value["name"]) for value, _ in documents if isinstance(value, Mapping) and value.get("name") is not None]
+    names = [
+        str(value["name"]) for value, _ in documents if isinstance(value, Mapping) and value.get("name") is not None
+    ]
     recipes = [_make(value, lines, folder, where, names) for value, lines in documents]
     for recipe in recipes:
         recipe._file = file

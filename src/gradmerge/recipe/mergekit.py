@@ -338,9 +338,7 @@ class _Translation:
         source, tokens, multiple = (place.get(key) for key in ("source", "tokens", "pad_to_multiple_of"))
         made: dict[str, Any] = {"source": "union" if source is None else self._tokenizer_source(source)}
         if tokens is not None:
-            made["tokens"] = {
-                str(token): self._token(tokens.at(token).mapping()) for token in tokens.mapping().keys()
-            }
+            made["tokens"] = {str(token): self._token(tokens.at(token).mapping()) for token in tokens.mapping().keys()}
         return made | ({} if multiple is None else {"pad_to_multiple_of": multiple.whole()})
 
     def _token(self, place: Place) -> dict[str, Any]:

@@ -108,7 +108,5 @@ METHODS: dict[str, Method] = {
     "arcee_fusion": Method("arcee-fusion", most=1),
     "sce": Method("sce", (Parameter("select_topk", "select_topk", float, 1.0),)),
     "ram": Method("ram", (Parameter("epsilon", "epsilon", float, 1e-5),)),
-    "passthrough": Method(
-        "passthrough", (Parameter("scale", "scale", float, 1.0, "input"),), base="a model", most=1
-    ),
+    "passthrough": Method("passthrough", (Parameter("scale", "scale", float, 1.0, "input"),), base="a model", most=1),
 }

@@ -84,7 +84,16 @@ class Place:
         return int(number)
 
     def truth(self) -> bool:
-        words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+        words = {
+            "true": True,
+            "yes": True,
+            "on": True,
+            "1": True,
+            "false": False,
+            "no": False,
+            "off": False,
+            "0": False,
+        }
         found = words.get(str(self.value).lower().removesuffix(".0"))
         if found is None:
             raise self.fail(f"{self.name}: should be true or false, but it is {self.shown}")
