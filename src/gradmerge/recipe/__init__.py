@@ -9,6 +9,6 @@ from .values import NONE, CurvatureSource, Identity, MeanTimes, reduction_factor
 from .varying import Case, Varying, in_words, leaves, spread_over_layers, value_at
 
 __all__ = ["NONE", "Base", "Case", "CurvatureSource", "Identity", "MeanTimes", "Model", "ModelToken"]
-__all__ += ["Output", "Recipe", "Slice", "TokenRule", "ZERO"]
+__all__ += ["ZERO", "Output", "Recipe", "Slice", "TokenRule"]
 __all__ += ["SliceModel", "TokenizerChoice", "Varying", "check_options", "check_penalty", "in_words", "leaves"]
 __all__ += ["load_recipe", "make_recipe", "parse_yaml", "reduction_factor", "spread_over_layers", "value_at"]
