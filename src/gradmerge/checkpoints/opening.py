@@ -89,15 +89,15 @@ def _note_on_base(adapter: AdapterCheckpoint, stated: Any) -> list[str]:
     return [f"{adapter.label}: the adapter says that it was trained on {stated!r}; it is applied to {base.label}"]
 
 
-def fetch_from_hub(reference: str, *, allow_pickle: bool) -> Path:
+def fetch_from_hub(reference: str, *, allow_pickle: bool = False, patterns: Sequence[str] | None = None) -> Path:
     """The local folder of a Hub model, downloaded into the Hugging Face cache if it is not there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     repo, _, revision = reference.partition("@")
-    patterns = HUB_FILES.split() + (["*.bin", "*.bin.index.json"] if allow_pickle else [])
+    usual = HUB_FILES.split() + (["*.bin", "*.bin.index.json"] if allow_pickle else [])
     try:
-        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))
+        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=list(patterns or usual)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise InputError(

@@ -11,8 +11,8 @@ from pathlib import Path
 from ..storage.links import lies_within
 from ..storage.smallfile import read_json
 from .compare import matches, some
-from .lora import AdapterCheckpoint
 from .model import Checkpoint
+from .token_files import beneath
 
 MAX_BYTES = 100_000_000
 #: Names that a model needs beside its weights. Its folder may also hold keys, data, logs and code, which stay there.
@@ -54,8 +54,7 @@ class Sidecars:
 
 def sidecars(checkpoint: Checkpoint) -> Sidecars:
     """What is copied from a model's folder (of an adapter: its base's), and what is not."""
-    while isinstance(checkpoint, AdapterCheckpoint):
-        checkpoint = checkpoint.base
+    *_, checkpoint = beneath(checkpoint)
     folder = checkpoint.folder
     if folder is None:
         return Sidecars({}, [])

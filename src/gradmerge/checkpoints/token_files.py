@@ -78,7 +78,9 @@ def vocabulary_of(checkpoint: Checkpoint) -> Vocabulary:
     """The vocabulary of a model; that of its base for an adapter without a tokenizer of its own."""
     folders = [below.folder for below in beneath(checkpoint) if below.folder is not None]
     for folder in folders:
-        if any(path.name not in ("tokenizer_config.json", "special_tokens_map.json") for path in tokenizer_files(folder)):
+        if any(
+            path.name not in ("tokenizer_config.json", "special_tokens_map.json") for path in tokenizer_files(folder)
+        ):
             return read_vocabulary(folder, checkpoint.label)
     where = f" in {folders[0]}" if folders else ": it is a lone file"
     raise InputError(

@@ -68,9 +68,7 @@ def resized(info: TensorInfo, rows: int) -> TensorInfo:
     return TensorInfo(info.dtype, (1, rows) if one_row else (rows, *info.shape[1:]))
 
 
-def gather(
-    read: Callable[[int, int], Tensor], columns: int, rows: Index, start: int, stop: int, out: Tensor
-) -> None:
+def gather(read: Callable[[int, int], Tensor], columns: int, rows: Index, start: int, stop: int, out: Tensor) -> None:
     """Put elements ``start`` to ``stop`` of the given rows, one after another, into ``out``; rows below 0 stay as is.
 
     ``read`` gives a range of elements of the flattened source. Rows that lie side by side there are read at once.
@@ -271,3 +269,7 @@ class VocabularyCheckpoint(View):
     def will_need(self, name: str) -> None:
         self.inner.will_need(self._stored.get(name, name))
 
+
+def stored(checkpoint: Checkpoint) -> Checkpoint:
+    """A model with its own rows."""
+    return checkpoint.inner if isinstance(checkpoint, VocabularyCheckpoint) else checkpoint

@@ -27,6 +27,7 @@ from .layers import find_layers, held_by_factors
 from .penalties import incomplete, mismatched, recorded_penalty
 from .per_layer import LayerSettings, Stretch, smallest, varies
 from .plan import Job, Layer, Plan, rule_arguments
+from .vocabularies import follow_rows, with_one_vocabulary
 
 _STORED = {word: code for code, word in FLOATS.items()}
 
@@ -71,10 +72,16 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
         def curvature(source: CurvatureSource | None, model: Checkpoint, key: str) -> CurvatureInput:
             found = _open_curvature(source, model, key, recipe, wanted_by)
             opened.callback(found.close)
+            follow_rows(found, model)
             return found
 
         base = checkpoint(recipe.base, None) if recipe.base else None
-        inputs = inputs_of(recipe, base, [checkpoint(model, base) for model in recipe.models])
+        tuned = [checkpoint(model, base) for model in recipe.models]
+        names = [model.model for model in recipe.models]
+        views, files = with_one_vocabulary(recipe, base, list(zip(names, tuned, strict=True)))
+        base = None if base is None else views[base]
+        inputs = inputs_of(recipe, base, [views[model] for model in tuned])
+        inputs.result_files = files
         if base is not None and recipe.base is not None:
             if "prior" in needs:
                 inputs.prior = curvature(recipe.base.curvature, base, "base.curvature")
@@ -83,6 +90,7 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
             elif "penalty" in needs:
                 for model in inputs.tuned:
                     inputs.penalty.append(found := recorded_penalty(model))
+                    follow_rows(found, model)
                     opened.callback(found.close if found is not None else lambda: None)
                 inputs.penalty = inputs.penalty if any(inputs.penalty) else []
         if needs & {"curvature", "grams"}:
@@ -142,7 +150,13 @@ def make_plan(
     rule, template, has_base = recipe.rule, inputs.template, inputs.base is not None
     others = [c for c in inputs.tuned if c is not template]
     comparison = compare(
-        template, others, recipe.include, recipe.exclude, allow_config=allow_config, first_is_base=has_base
+        template,
+        others,
+        recipe.include,
+        recipe.exclude,
+        allow_config=allow_config,
+        first_is_base=has_base,
+        settled=inputs.result_files.settled if inputs.result_files else (),
     )
     inputs.aliases = dict(zip(others, comparison.aliases, strict=True))
     diagonals = [source for source in inputs.curvatures if source not in inputs.grams]
@@ -181,6 +195,7 @@ def make_plan(
     plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
     plan.note(recipe.notes)
     plan.note(comparison.notes)
+    plan.note(inputs.result_files.notes if inputs.result_files else ())
     plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
     plan.note(incomplete(inputs))
     plan.note(mismatched(recipe, inputs))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, block_digest
+from ..checkpoints.token_files import beneath
 from ..errors import InputError
 from ..rules.spec import each
 from ..text import one_line
@@ -26,7 +27,8 @@ def read_models(
 
     def read(checkpoint: Checkpoint, slot: str) -> Tensor:
         block = checkpoint.read(inputs.stored_name(checkpoint, job.name), start, stop, buffers, slot)
-        if digests is not None and not isinstance(checkpoint, AdapterCheckpoint):
+        # What is digested is the model as it is stored; of others the record does it.
+        if digests is not None and not any(isinstance(below, AdapterCheckpoint) for below in beneath(checkpoint)):
             digests[checkpoint] = block_digest(block)
         return block.to(job.compute)
 

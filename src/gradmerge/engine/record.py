@@ -13,6 +13,7 @@ import torch
 from .._version import __version__
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, Digest, block_digest
+from ..checkpoints.vocabulary import VocabularyCheckpoint
 from ..recipe import Recipe, plain
 from ..storage.tensorfile import TensorInfo
 from .inputs import Inputs, Source
@@ -73,8 +74,10 @@ def _input_record(plan: Plan, place: int, source: Source, digests: Mapping[int, 
 
 def _digest_of_source(plan: Plan, place: int, source: Source, digests: Mapping[int, list[int]]) -> Digest:
     """From the blocks' digests, as far as the merge has read the source; whole matrices are digested now."""
-    if isinstance(source, AdapterCheckpoint):
-        return digest_of(source, plan.block)
+    rows = source.rows if isinstance(source, VocabularyCheckpoint) else None
+    stored = source.inner if isinstance(source, VocabularyCheckpoint) else source
+    if isinstance(stored, AdapterCheckpoint):
+        return digest_of(stored, plan.block)
     digest, buffers = Digest(plan.block), Buffers()
     for unit in plan.units():
         name, layer = unit.job.name, unit.job.layer
@@ -84,6 +87,12 @@ def _digest_of_source(plan: Plan, place: int, source: Source, digests: Mapping[i
         else:
             info = TensorInfo("F32", unit.job.info.shape)
         value = digests[unit.number][place]
+        if rows is not None and isinstance(stored, Checkpoint) and name not in stored.tensors:
+            continue  # a tied head, which is its embedding
+        if rows is not None and isinstance(stored, Checkpoint) and name in rows.names:
+            if unit.start == 0 and value >= 0:
+                _add_tensor(digest, stored, name, buffers)
+            continue
         read = source in plan.inputs.tuned or layer is not None
         if info is not None and unit.job.whole and isinstance(source, Checkpoint) and read:
             _add_tensor(digest, source, name, buffers)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .._version import __version__
-from ..checkpoints.lora import AdapterCheckpoint
-from ..checkpoints.model import Checkpoint
 from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..checkpoints.token_files import beneath
 from ..display import Displayed
 from ..errors import InputError, MachineError
 from ..notes import Note
@@ -171,6 +170,8 @@ def merge_to_folder(
                 )
             sizes = target.finish()
             copy_sidecars(template, staging.folder, _written_type(recipe, plan))
+            if plan.inputs.result_files is not None:
+                plan.inputs.result_files.write(staging.folder)
         result.output, result.bytes_written, result.seconds = staging.out, plan.total_written, timings["total"]
         record = merge_record(recipe, plan, fingerprint, sizes, finished.units, timings, resumed)
         (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
@@ -200,16 +201,10 @@ def _timed(timings: dict[str, float], what: str) -> Iterator[None]:
 def _files(plan: Plan) -> list[Path]:
     """Every file that the result depends on: weights, curvature, configs, and what is copied along."""
     files = [*plan.inputs.files(), *sidecars(plan.inputs.template).copied.values()]
-    folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in _with_bases(checkpoint) if c.folder}
+    files += plan.inputs.result_files.reads if plan.inputs.result_files else []
+    folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in beneath(checkpoint) if c.folder}
     configs = [folder / name for folder in folders for name in ("config.json", "adapter_config.json", PENALTY)]
     return files + [path for path in configs if path.is_file()]
-
-
-def _with_bases(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """A checkpoint, and what an adapter goes on top of."""
-    yield checkpoint
-    if isinstance(checkpoint, AdapterCheckpoint):
-        yield from _with_bases(checkpoint.base)
 
 
 def _fingerprint(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool) -> str:
