@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,12 @@ from .layer_names import TOWER, layer_stacks
 from .model import Checkpoint
 
 #: Keys that hold the number of layers.
-COUNTS = "num_hidden_layers n_layer num_layers n_layers num_decoder_layers decoder_layers encoder_layers depth".split()
+COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers")
+COUNTS += ("encoder_layers", "depth")
 #: Names of lists with an entry for every layer, if they are as long.
-PER_LAYER = re.compile("layer|block|attn|attention|window|head|pattern|multiplier|intermediate|ffn|spars|rope|expert|kv")
+PER_LAYER = re.compile(
+    "layer|block|attn|attention|window|head|pattern|multiplier|intermediate|ffn|spars|rope|expert|kv"
+)
 #: Lists of the numbers of some layers.
 NUMBERS = {"mlp_only_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices"}
 #: Keys by which a layer's own number decides what it does; with `layer_types`, that says it for the first of them.
@@ -24,8 +28,17 @@ WINDOWS = {"sliding_window_pattern", "max_window_layers", "global_attn_every_n_l
 BY_NUMBER = {"no_rope_layer_interval", "scale_attn_by_inverse_layer_idx", "num_kv_shared_layers"}
 
 
+_KNOWN: weakref.WeakKeyDictionary[Checkpoint, tuple[str, int]] = weakref.WeakKeyDictionary()
+
+
 def main_stack(checkpoint: Checkpoint) -> tuple[str, int]:
     """The prefix of a model's layers, and how many there are; refused where that cannot be told."""
+    if checkpoint not in _KNOWN:
+        _KNOWN[checkpoint] = _find_stack(checkpoint)
+    return _KNOWN[checkpoint]
+
+
+def _find_stack(checkpoint: Checkpoint) -> tuple[str, int]:
     stacks = layer_stacks(checkpoint.tensors)
     if not stacks:
         raise InputError(f"{checkpoint.label}: has no numbered layers, as model.layers.0 would be; slices cut those")
@@ -130,6 +143,6 @@ def _notes(
         keys = [key for key in section if section[key] and key in (BY_NUMBER if types else BY_NUMBER | WINDOWS)]
         for key in keys:
             yield (
-                f"config.json: {place}{key} ({shown(section[key])}) goes by the number of a layer, and layers have other "
-                "numbers in the result than in their models"
+                f"config.json: {place}{key} ({shown(section[key])}) goes by the number of a layer, and layers have "
+                "other numbers in the result than in their models"
             )
