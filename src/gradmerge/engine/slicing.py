@@ -20,7 +20,7 @@ CURVATURE = frozenset({"prior", "curvature", "penalty", "grams"})
 def stacked_models(
     recipe: Recipe, base: Checkpoint | None, opened: Callable[[Model], Checkpoint], needs: frozenset[str]
 ) -> tuple[Checkpoint | None, list[Checkpoint]]:
-    """The base and the models of a recipe in slices; a base that the method does not read gives config and tokenizer."""
+    """The base and the models of a recipe in slices; a base that is not read only gives config and tokenizer."""
     if needs & CURVATURE:
         raise InputError(f"slices: {recipe.method} needs curvature, which slices do not cut; give `models` instead")
     sources = [[opened(model) for model in part.models] for part in recipe.slices]

@@ -14,6 +14,7 @@ from .._version import __version__
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Checkpoint
 from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..checkpoints.stacked import StackedCheckpoint
 from ..display import Displayed
 from ..errors import InputError, MachineError
 from ..notes import Note
@@ -196,8 +197,11 @@ def _files(plan: Plan) -> list[Path]:
 
 
 def _with_bases(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """A checkpoint, and what an adapter goes on top of."""
+    """A checkpoint, what an adapter goes on top of, and what layers are taken from."""
     yield checkpoint
+    if isinstance(checkpoint, StackedCheckpoint):
+        for part in (checkpoint.front, *checkpoint.parts):
+            yield from _with_bases(part)
     if isinstance(checkpoint, AdapterCheckpoint):
         yield from _with_bases(checkpoint.base)
 

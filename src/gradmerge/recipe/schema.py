@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from ..display import OneLine
 from ..rules import RULES, Rule
 from .rule_options import check_options
+from .slicing import options_in_common
 from .values import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
 from .varying import Varying, Weight
 
@@ -153,7 +154,7 @@ class Recipe(OneLine, RecipePart):
 
     def _line(self) -> list[str]:
         base = "no base" if self.base is None else f"base {self.base.model}"
-        return [self.method, base, f"{len(self.models)} models"]
+        return [self.method, base, f"{len(self.slices)} slices" if self.slices else f"{len(self.models)} models"]
 
     @property
     def folder(self) -> Path:
@@ -172,8 +173,15 @@ class Recipe(OneLine, RecipePart):
     @property
     def resolved_options(self) -> dict[str, Any]:
         """The method's options, with defaults filled in."""
+        if self.slices:
+            return options_in_common(self)
         return check_options(self.rule, self.options, [model.options for model in self.models])
 
     @property
     def weights(self) -> list[Varying]:
-        return [model.weight for model in self.models]
+        return [model.weight for model in self.sources]
+
+    @property
+    def sources(self) -> list[Model]:
+        """The models, or those of every slice, in the order of the recipe."""
+        return [*self.models, *(model for part in self.slices for model in part.models)]
