@@ -95,7 +95,7 @@ def _bottom(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
-    """Copy the side files; what a view says otherwise than its model's config, and another dtype, go into the config."""
+    """Copy the side files; what a view says otherwise than its model's config, and the dtype, go into config.json."""
     for module in checkpoint.modules:
         (folder / module).mkdir(exist_ok=True)
     for name, path in sidecars(checkpoint).copied.items():
