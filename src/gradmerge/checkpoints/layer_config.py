@@ -15,8 +15,8 @@ from .layer_names import TOWER, layer_stacks
 from .model import Checkpoint
 
 #: Keys that hold the number of layers.
-COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers")
-COUNTS += ("encoder_layers", "depth")
+COUNTS = {"num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers"}
+COUNTS |= {"encoder_layers", "depth"}
 #: Names of lists with an entry for every layer, if they are as long.
 PER_LAYER = re.compile(
     "layer|block|attn|attention|window|head|pattern|multiplier|intermediate|ffn|spars|rope|expert|kv"
@@ -61,8 +61,8 @@ def _counts(config: Mapping[str, Any]) -> dict[str, int]:
     return {
         place + key: section[key]
         for place, section in _sections(config)
-        for key in COUNTS
-        if isinstance(section.get(key), int)
+        for key in section
+        if key in COUNTS and isinstance(section[key], int)
     }
 
 

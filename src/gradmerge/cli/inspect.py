@@ -110,16 +110,18 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
 
 def _layers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Which layers came from where, if the model was made of slices and its record says so."""
+    from ..engine.slicing import shown_layers
     from ..errors import InputError
     from ..storage.smallfile import MAX_TOKENIZER, read_json
 
     path = None if checkpoint.folder is None else checkpoint.folder / "gradmerge.json"
     try:
         found = read_json(path, MAX_TOKENIZER).get("layers") if path is not None and path.is_file() else None
-        return [
-            {"layers": list(map(int, row["layers"])), "from": [dict(one) for one in row["from"]]} for row in found or ()
-        ]
-    except (InputError, TypeError, ValueError, KeyError):
+        for row in found or ():
+            sources = ", ".join(f"{one['model']} {shown_layers(one['layers'])}" for one in row["from"])
+            row["shown"] = f"{shown_layers(row['layers'])}: {sources}"
+        return found or []
+    except (InputError, TypeError, ValueError, KeyError, IndexError, AttributeError):
         return []
 
 
@@ -136,8 +138,7 @@ def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -
     shares = ", ".join(f"{dtype} {count(numel)}" for dtype, numel in facts["types"].items())
     say(f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({shares})")
     for row in facts.get("layers", ()):
-        sources = ", ".join(f"{source.get('model')} {source.get('layers')}" for source in row["from"])
-        say(one_line(f"  layers {row['layers']} (the first, and one past the last) from {sources}"))
+        say(one_line(f"  layers {row['shown']}"))
     if facts["quantised"]:
         from ..checkpoints.quantised import ADVICE
 

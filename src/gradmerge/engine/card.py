@@ -13,7 +13,7 @@ from ..checkpoints.opening import HUB_ID
 from ..recipe import NONE, Base, Identity, Model, Recipe, in_words
 from ..storage.tensorfile import local_path
 from ..text import one_line, printable
-from .slicing import layer_table
+from .slicing import layer_table, shown_layers
 
 
 def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, Any] | None = None) -> str:
@@ -59,18 +59,14 @@ def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, A
 
 def _slices(recipe: Recipe) -> str:
     """Which layer of the result came from where."""
-
-    def layers(part: tuple[int, int] | list[int]) -> str:
-        return f"{part[0]}" if part[1] - part[0] == 1 else f"{part[0]}–{part[1] - 1}"
-
     based = recipe.base is not None and "base" in recipe.rule.needs(recipe.resolved_options)
     rows = ["| layers of the result | " + ("layers of the base | " if based else "") + "made from | weight |"]
     rows.append("|---|---|---|---|" if based else "|---|---|---|")
     for row, part in zip(layer_table(recipe), recipe.slices, strict=True):
-        sources = "<br>".join(f"{_code(model.model)} {layers(model.layers)}" for model in part.models)
+        sources = "<br>".join(f"{_code(model.model)} {shown_layers(model.layers)}" for model in part.models)
         weights = "<br>".join(in_words(model.weight) for model in part.models)
-        base = f"{layers(part.base or part.models[0].layers)} | " if based else ""
-        rows.append(f"| {layers(row['layers'])} | {base}{sources} | {weights} |")
+        base = f"{shown_layers(part.base or part.models[0].layers)} | " if based else ""
+        rows.append(f"| {shown_layers(row['layers'])} | {base}{sources} | {weights} |")
     first, last = (", ".join(_code(model.model) for model in recipe.slices[i].models) for i in (0, -1))
     outside = f"What comes before the layers (embeddings) is made from {first}, what comes after (head) from {last}."
     below = f"Base: {_code(recipe.base.model)}.\n\n" if recipe.base is not None else ""
@@ -123,7 +119,7 @@ def _plain(text: str) -> str:
 
 
 def _row(part: Base | Model) -> str:
-    weight, named = "" if part.weight is None else f"{part.weight:g}", part.curvature
+    weight, named = "" if part.weight is None else in_words(part.weight), part.curvature
     curvature = f"{named.identity:g} · I" if isinstance(named, Identity) else _code(named) if named is not None else ""
     return f"{_code(part.model)} | {weight} | {curvature}"
 

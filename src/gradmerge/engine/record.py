@@ -14,7 +14,7 @@ from .._version import __version__
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, Digest, block_digest
 from ..checkpoints.stacked import StackedCheckpoint
-from ..recipe import Recipe
+from ..recipe import Recipe, plain
 from ..storage.tensorfile import TensorInfo
 from .inputs import Inputs, Source
 from .penalties import used
@@ -33,11 +33,12 @@ def merge_record(
 ) -> dict[str, Any]:
     """The record of a merge. ``digests`` holds, per unit, one number for each of the plan's sources (-1: not read)."""
     merged = len(plan.merged)
+    options = {name: plain(value) for name, value in plan.inputs.options.items()}
     return {
         "gradmerge": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "fingerprint": fingerprint,
-        "recipe": recipe.model_dump(mode="json") | {"options": dict(plan.inputs.options)},
+        "recipe": recipe.model_dump(mode="json") | ({} if recipe.slices else {"options": options}),
         **used(recipe, plan),
         **({"layers": layer_table(recipe)} if recipe.slices else {}),
         "inputs": [_input_record(plan, source, digests) for source in _recorded(plan.inputs.sources)],

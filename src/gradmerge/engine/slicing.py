@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..checkpoints.compare import Comparison
 from ..checkpoints.layer_config import main_stack
 from ..checkpoints.layer_names import is_before_layers, layer_of
 from ..checkpoints.model import Checkpoint
-from ..checkpoints.stacked import LayerRange, StackedCheckpoint
+from ..checkpoints.stacked import LayerRange, StackedCheckpoint, compare_parts
 from ..errors import InputError
 from ..recipe import Base, Model, Recipe
 from ..recipe.slicing import options_of_slices
-from .per_layer import Settings, Stretch
+from .per_layer import LayerSettings, Stretch
 
 CURVATURE = frozenset({"prior", "curvature", "penalty", "grams"})
 
@@ -23,7 +24,11 @@ def stacked_models(
     """The base and the models of a recipe in slices; a base that is not read only gives config and tokenizer."""
     if needs & CURVATURE:
         raise InputError(f"slices: {recipe.method} needs curvature, which slices do not cut; give `models` instead")
-    sources = [[opened(model) for model in part.models] for part in recipe.slices]
+    known = {} if recipe.base is None or base is None else {_reference(recipe.base): base}
+    for model in recipe.sources:
+        if _reference(model) not in known:
+            known[_reference(model)] = opened(model)
+    sources = [[known[_reference(model)] for model in part.models] for part in recipe.slices]
     front = sources[0][0] if base is None else base
     stacks = []
     for place in range(len(recipe.slices[0].models)):
@@ -41,7 +46,26 @@ def stacked_models(
     return StackedCheckpoint(below, base), [*stacks]
 
 
-def settings_of_slices(recipe: Recipe, template: Checkpoint) -> Settings:
+def compared_parts(checkpoints: Sequence[Checkpoint], exclude: Sequence[str], allow_config: Sequence[str]) -> list[str]:
+    """Notes on the models that layers are taken from; refused if these do not fit together."""
+    stacks = [checkpoint for checkpoint in checkpoints if isinstance(checkpoint, StackedCheckpoint)]
+    found = compare_parts(stacks, exclude, allow_config) if stacks else Comparison()
+    if found.problems:
+        raise InputError("these cannot be merged:\n" + "\n".join(f"• {problem}" for problem in found.problems))
+    return found.notes
+
+
+def stacked_notes(notes: Sequence[str], on_parts: Sequence[str]) -> list[str]:
+    """Notes on stacks with those on the models that they are made of, whose configs are those that may differ."""
+    return [note for note in notes if not note.startswith("--allow-config")] + list(on_parts)
+
+
+def _reference(part: Base | Model) -> str:
+    """What tells models apart: each is opened once, however many slices name it."""
+    return repr((part.model, part.adapter, part.rename))
+
+
+def settings_of_slices(recipe: Recipe, template: Checkpoint) -> LayerSettings:
     """The weights and options of each slice, for its own layers.
 
     Tensors before the layers have those of the first slice, and tensors after them those of the last, each with the
@@ -66,12 +90,17 @@ def settings_of_slices(recipe: Recipe, template: Checkpoint) -> Settings:
             return places[layer]
         return (0 if is_before_layers(name, stack) else len(stretches) - 1), 0.0
 
-    return Settings(stretches, place)
+    return LayerSettings(stretches, place)
 
 
 def lengths(recipe: Recipe) -> list[int]:
     """The number of layers of each slice."""
     return [part.models[0].layers[1] - part.models[0].layers[0] for part in recipe.slices]
+
+
+def shown_layers(layers: Sequence[int]) -> str:
+    """A range, of the first and one past the last, as the first and the last."""
+    return f"{layers[0]}–{layers[1] - 1}" if layers[1] - layers[0] > 1 else f"{layers[0]}"
 
 
 def layer_table(recipe: Recipe) -> list[dict[str, Any]]:

@@ -175,7 +175,12 @@ class Recipe(OneLine, RecipePart):
         """The method's options, with defaults filled in."""
         if self.slices:
             return options_in_common(self)
-        return check_options(self.rule, self.options, [model.options for model in self.models])
+        return check_options(self.rule, self.options, self.own_options)
+
+    @property
+    def own_options(self) -> list[dict[str, Any]]:
+        """The options that each model has of its own."""
+        return [model.options for model in self.models]
 
     @property
     def weights(self) -> list[Varying]:

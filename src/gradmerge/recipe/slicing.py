@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from .rule_options import check_options
+from .varying import Case
 
 if TYPE_CHECKING:
     from .schema import Recipe
@@ -22,7 +23,7 @@ def options_of_slices(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def options_in_common(recipe: Recipe) -> dict[str, Any]:
-    """The options of a recipe in slices: a tuple of its values where slices differ in a number."""
+    """The options of a recipe in slices; where they differ in a number, a case for each of them."""
     each = options_of_slices(recipe)
     numbers = {option.name for option in recipe.rule.options if option.type is float}
     common = dict(each[0])
@@ -32,7 +33,7 @@ def options_in_common(recipe: Recipe) -> dict[str, Any]:
             continue
         if name not in numbers:
             raise InputError(f"slices: options.{name} is not the same in all of them; give it once, for the recipe")
-        common[name] = tuple(values)
+        common[name] = tuple(Case(filter=f"slices[{place}]", value=value) for place, value in enumerate(values))
     return common
 
 
