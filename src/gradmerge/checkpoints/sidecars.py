@@ -87,14 +87,18 @@ def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, P
 
 
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
-    """Copy the side files; if the recipe changed the dtype of the weights, the config says so."""
+    """Copy the side files; what a view says otherwise than its model's config, and the dtype, go into config.json."""
     for module in checkpoint.modules:
         (folder / module).mkdir(exist_ok=True)
     for name, path in sidecars(checkpoint).copied.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
     config_path = folder / "config.json"
-    if dtype != "auto" and config_path.is_file():
-        config = read_json(config_path)
+    if not config_path.is_file():
+        return
+    stated = read_json(config_path)
+    config = dict(stated if checkpoint.config == list(beneath(checkpoint))[-1].config else checkpoint.config)
+    if dtype != "auto":
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    if config != stated:
         config_path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")

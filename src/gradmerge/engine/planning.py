@@ -27,6 +27,7 @@ from .layers import find_layers, held_by_factors
 from .penalties import incomplete, mismatched, recorded_penalty
 from .per_layer import LayerSettings, Stretch, smallest, varies
 from .plan import Job, Layer, Plan, rule_arguments
+from .slicing import compared_parts, opened_once, settings_of_slices, stacked_models, stacked_notes
 from .vocabularies import follow_rows, with_one_vocabulary
 
 _STORED = {word: code for code, word in FLOATS.items()}
@@ -77,10 +78,13 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
 
         base = checkpoint(recipe.base, None) if recipe.base else None
         tuned = [checkpoint(model, base) for model in recipe.models]
-        names = [model.model for model in recipe.models]
-        views, files = with_one_vocabulary(recipe, base, list(zip(names, tuned, strict=True)))
-        base = None if base is None else views[base]
-        inputs = inputs_of(recipe, base, [views[model] for model in tuned])
+        parts = opened_once(recipe, base, lambda model: checkpoint(model, base)) if recipe.slices else []
+        named = [*zip(recipe.models, tuned, strict=True), *parts]
+        views, files = with_one_vocabulary(recipe, base, [(model.model, found) for model, found in named])
+        base, tuned = None if base is None else views[base], [views[model] for model in tuned]
+        if recipe.slices:
+            base, tuned = stacked_models(recipe, base, [(model, views[found]) for model, found in parts], needs)
+        inputs = inputs_of(recipe, base, tuned)
         inputs.result_files = files
         if base is not None and recipe.base is not None:
             if "prior" in needs:
@@ -103,13 +107,14 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
 
 def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) -> Inputs:
     """The models of a recipe with its numbers, still without curvature."""
-    options = recipe.resolved_options
+    options, template = recipe.resolved_options, base or tuned[0]
     stretch = Stretch(recipe.weights, recipe.base.weight if recipe.base else None, options)
+    settings = LayerSettings.over(template.tensors, stretch)
     return Inputs(
-        template=base or tuned[0],
+        template=template,
         base=base,
         tuned=tuned,
-        settings=LayerSettings.over((base or tuned[0]).tensors, stretch),
+        settings=settings_of_slices(recipe, template) if recipe.slices else settings,
         damping=USUAL_DAMPING if recipe.damping == "auto" else recipe.damping,
         damping_is_open=recipe.damping == "auto",
         options=options,
@@ -149,6 +154,7 @@ def make_plan(
     """
     rule, template, has_base = recipe.rule, inputs.template, inputs.base is not None
     others = [c for c in inputs.tuned if c is not template]
+    notes = compared_parts(inputs.checkpoints, recipe.exclude, allow_config)
     comparison = compare(
         template,
         others,
@@ -194,9 +200,9 @@ def make_plan(
             jobs[place] = replace(job, layer=Layer(turned, own[bias] if bias is not None else None))
     plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
     plan.note(recipe.notes)
-    plan.note(comparison.notes)
+    plan.note(comparison.notes if not recipe.slices else stacked_notes(comparison.notes, notes))
     plan.note(inputs.result_files.notes if inputs.result_files else ())
-    plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
+    plan.note(dict.fromkeys(note for checkpoint in inputs.checkpoints for note in checkpoint.notes))
     plan.note(incomplete(inputs))
     plan.note(mismatched(recipe, inputs))
     plan.note(inputs.settings.notes([job.name for job in plan.merged]))

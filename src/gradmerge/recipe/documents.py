@@ -18,6 +18,7 @@ from .explaining import explain
 from .mergekit import is_mergekit, translate
 from .places import Place
 from .schema import Base, Recipe
+from .slicing import check_slices
 from .values import CurvatureSource, Identity
 
 MAX_BYTES = 1_000_000
@@ -155,6 +156,7 @@ def _check_fit(recipe: Recipe) -> None:
         raise InputError("models: is missing; name at least one")
     if recipe.models and recipe.slices:
         raise InputError("slices: stand instead of `models`; leave one of the two out")
+    check_slices(recipe)
     needs = rule.needs(recipe.resolved_options)
     if recipe.base is None and "base" in needs - rule.optional:
         raise InputError(f"{rule.name} needs a base")
@@ -172,8 +174,10 @@ def _check_fit(recipe: Recipe) -> None:
     if "weights" not in needs and any(weight != 1 for weight in recipe.weights):
         instead = "; weighted-average has" if rule.name == "average" else ""
         raise InputError(f"models: {rule.name} has no weights{instead}")
-    if rule.only_one_model and len(recipe.models) != 1:
-        raise InputError(f"models: {rule.name} takes the base and one model, not {len(recipe.models)}")
+    several = len(recipe.slices[0].models if recipe.slices else recipe.models)
+    if rule.only_one_model and several != 1:
+        where, taken = "slices[0].models" if recipe.slices else "models", "the base and " if "base" in needs else ""
+        raise InputError(f"{where}: {rule.name} takes {taken}one model, not {several}")
     if recipe.output.curvature and rule.precision is None:
         have = ", ".join(r.name for r in RULES.values() if r.precision)
         raise InputError(f"output.curvature: a {rule.name} merge has no curvature of its own; methods with one: {have}")

@@ -11,6 +11,7 @@ from ..display import OneLine
 from ..notes import Note
 from ..rules import RULES, Rule
 from .rule_options import check_options
+from .slicing import options_in_common
 from .tokens import Tokenizer
 from .values import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
 from .varying import Varying, Weight
@@ -156,7 +157,7 @@ class Recipe(OneLine, RecipePart):
 
     def _line(self) -> list[str]:
         base = "no base" if self.base is None else f"base {self.base.model}"
-        return [self.method, base, f"{len(self.models)} models"]
+        return [self.method, base, f"{len(self.slices)} slices" if self.slices else f"{len(self.models)} models"]
 
     @property
     def folder(self) -> Path:
@@ -209,6 +210,8 @@ class Recipe(OneLine, RecipePart):
     @property
     def resolved_options(self) -> dict[str, Any]:
         """The method's options, with defaults filled in."""
+        if self.slices:
+            return options_in_common(self)
         return check_options(self.rule, self.options, self.own_options)
 
     @property
@@ -218,4 +221,9 @@ class Recipe(OneLine, RecipePart):
 
     @property
     def weights(self) -> list[Varying]:
-        return [model.weight for model in self.models]
+        return [model.weight for model in self.sources]
+
+    @property
+    def sources(self) -> list[Model]:
+        """The models, or those of every slice, in the order of the recipe."""
+        return [*self.models, *(model for part in self.slices for model in part.models)]

@@ -1,0 +1,127 @@
+"""A recipe in slices as the engine sees it: as many models as each slice merges, every one a stack of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..checkpoints.compare import Comparison
+from ..checkpoints.layer_config import main_stack
+from ..checkpoints.layer_names import is_before_layers, layer_of
+from ..checkpoints.model import Checkpoint
+from ..checkpoints.stacked import LayerRange, StackedCheckpoint, compare_parts
+from ..errors import InputError
+from ..recipe import Base, Model, Recipe
+from ..recipe.slicing import options_of_slices
+from .per_layer import LayerSettings, Stretch
+
+CURVATURE = frozenset({"prior", "curvature", "penalty", "grams"})
+
+
+def opened_once(
+    recipe: Recipe, base: Checkpoint | None, opened: Callable[[Model], Checkpoint]
+) -> list[tuple[Model, Checkpoint]]:
+    """The models of a recipe in slices, each opened once however many slices name it."""
+    known = {} if recipe.base is None or base is None else {_reference(recipe.base): base}
+    found = []
+    for model in recipe.sources:
+        if _reference(model) not in known:
+            known[_reference(model)] = opened(model)
+        found.append((model, known[_reference(model)]))
+    return found
+
+
+def stacked_models(
+    recipe: Recipe, base: Checkpoint | None, sources: Sequence[tuple[Model, Checkpoint]], needs: frozenset[str]
+) -> tuple[Checkpoint | None, list[Checkpoint]]:
+    """The base and the models of a recipe in slices; a base that is not read only gives config and tokenizer."""
+    if needs & CURVATURE:
+        raise InputError(f"slices: {recipe.method} needs curvature, which slices do not cut; give `models` instead")
+    known = {id(model): checkpoint for model, checkpoint in sources}
+    front = sources[0][1] if base is None else base
+    stacks = []
+    for place in range(len(recipe.slices[0].models)):
+        ranges = []
+        for number, part in enumerate(recipe.slices):
+            where = f"slices[{number}].models[{place}].layers"
+            ranges.append(LayerRange(known[id(part.models[place])], *part.models[place].layers, where))
+        stacks.append(StackedCheckpoint(ranges, front))
+    if base is None or ("base" not in needs and all(part.base is None for part in recipe.slices)):
+        return None, [*stacks]
+    below = [
+        LayerRange(base, *(part.base or part.models[0].layers), f"slices[{number}].base")
+        for number, part in enumerate(recipe.slices)
+    ]
+    return StackedCheckpoint(below, base), [*stacks]
+
+
+def compared_parts(checkpoints: Sequence[Checkpoint], exclude: Sequence[str], allow_config: Sequence[str]) -> list[str]:
+    """Notes on the models that layers are taken from; refused if these do not fit together."""
+    stacks = [checkpoint for checkpoint in checkpoints if isinstance(checkpoint, StackedCheckpoint)]
+    found = compare_parts(stacks, exclude, allow_config) if stacks else Comparison()
+    if found.problems:
+        raise InputError("these cannot be merged:\n" + "\n".join(f"• {problem}" for problem in found.problems))
+    return found.notes
+
+
+def stacked_notes(notes: Sequence[str], on_parts: Sequence[str]) -> list[str]:
+    """Notes on stacks with those on the models that they are made of, whose configs are those that may differ."""
+    return [note for note in notes if not note.startswith("--allow-config")] + list(on_parts)
+
+
+def _reference(part: Base | Model) -> str:
+    """What tells models apart: each is opened once, however many slices name it."""
+    return repr((part.model, part.adapter, part.rename))
+
+
+def settings_of_slices(recipe: Recipe, template: Checkpoint) -> LayerSettings:
+    """The weights and options of each slice, for its own layers.
+
+    Tensors before the layers have those of the first slice, and tensors after them those of the last, each with the
+    first value of a list.
+    """
+    base_weight = None if recipe.base is None else recipe.base.weight
+    options = options_of_slices(recipe)
+    stretches = [
+        Stretch([model.weight for model in part.models], base_weight, own)
+        for part, own in zip(recipe.slices, options, strict=True)
+    ]
+    stack = main_stack(template)[0]
+    places = [
+        (number, layer / (length - 1) if length > 1 else 1.0)
+        for number, length in enumerate(lengths(recipe))
+        for layer in range(length)
+    ]
+
+    def place(name: str) -> tuple[int, float]:
+        layer = layer_of(name, [stack])
+        if layer is not None:
+            return places[layer]
+        return (0 if is_before_layers(name, stack) else len(stretches) - 1), 0.0
+
+    return LayerSettings(stretches, place)
+
+
+def lengths(recipe: Recipe) -> list[int]:
+    """The number of layers of each slice."""
+    return [part.models[0].layers[1] - part.models[0].layers[0] for part in recipe.slices]
+
+
+def shown_layers(layers: Sequence[int]) -> str:
+    """A range, of the first and one past the last, as the first and the last."""
+    return f"{layers[0]}–{layers[1] - 1}" if layers[1] - layers[0] > 1 else f"{layers[0]}"
+
+
+def layer_table(recipe: Recipe) -> list[dict[str, Any]]:
+    """Which layers of the result come from where, slice by slice: ranges of the first and one past the last."""
+    rows: list[dict[str, Any]] = []
+    first = 0
+    for part, length in zip(recipe.slices, lengths(recipe), strict=True):
+        sources: Sequence[tuple[Base | Model, tuple[int, int]]] = [(model, model.layers) for model in part.models]
+        row: dict[str, Any] = {"layers": [first, first + length]}
+        row["from"] = [{"model": model.model, "layers": list(layers)} for model, layers in sources]
+        if part.base is not None:
+            row["base"] = list(part.base)
+        rows.append(row)
+        first += length
+    return rows
