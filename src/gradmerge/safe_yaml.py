@@ -69,8 +69,8 @@ def parse_documents(raw: bytes | str, where: str) -> list[tuple[Any, Lines]]:
 def _parse(raw: bytes | str, where: str, several: bool) -> list[tuple[Any, Lines]]:
     try:
         loader = _Loader(raw)
-        nodes = list(_nodes(loader) if several else [loader.get_single_node()])
-        nodes = [node for node in nodes if node is not None and not (several and _is_empty(node))]
+        every = list(_nodes(loader)) if several else [loader.get_single_node()]
+        nodes = [node for node in every if node is not None and not (several and _is_empty(node))]
         if not nodes:
             raise InputError(f"{where}: is empty")
         if sum(_expanded_size(node, {}, set()) for node in nodes) > MAX_NODES:

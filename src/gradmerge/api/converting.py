@@ -11,7 +11,7 @@ from .._version import __version__
 from ..arguments import checked
 from ..engine.card import recipe_as_written, to_yaml
 from ..errors import InputError
-from ..recipe import NONE, Identity, Recipe, TokenizerChoice, load_recipe
+from ..recipe import NONE, Identity, Recipe, load_recipe
 from ..report.whole_file import whole_file
 from ..storage.tensorfile import local_path
 from ..text import one_line
@@ -90,11 +90,13 @@ def _moved(recipe: Recipe, folder: Path, names: dict[str, Recipe]) -> dict[str, 
                 part.curvature = moved(part.curvature)
     if copy.base is not None and isinstance(copy.base.penalty, str) and copy.base.penalty != NONE:
         copy.base.penalty = moved(copy.base.penalty)
-    if isinstance(copy.tokenizer, TokenizerChoice):
+    if copy.tokenizer is not None:
         copy.tokenizer.source = _moved_word(copy.tokenizer.source, moved)
-        copy.tokenizer.tokens = {token: _moved_token(given, moved) for token, given in copy.tokenizer.tokens.items()}
-    elif copy.tokenizer is not None:
-        copy.tokenizer = _moved_word(copy.tokenizer, moved)
+        for rule in copy.tokenizer.tokens.values():
+            if isinstance(rule.source, str):
+                rule.source = _moved_word(rule.source, moved)
+            elif rule.source is not None:
+                rule.source.model = moved(rule.source.model)
     if "{" not in copy.chat_template:
         copy.chat_template = _moved_word(copy.chat_template, moved)
     return recipe_as_written(copy)
@@ -102,12 +104,4 @@ def _moved(recipe: Recipe, folder: Path, names: dict[str, Recipe]) -> dict[str, 
 
 def _moved_word(text: str, moved: Callable[[str], str]) -> str:
     """A word such as `union`, or a place."""
-    return text if text in ("auto", "base", "union") else moved(text)
-
-
-def _moved_token(given: Any, moved: Callable[[str], str]) -> Any:
-    """Where the rows of a token come from."""
-    if not isinstance(given, dict):
-        return moved(given) if isinstance(given, str) else given
-    places = {key: _moved_token(value, moved) for key, value in given.items() if key in ("source", "model")}
-    return given | places
+    return text if text in ("auto", "base", "union", "zero") else moved(text)

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 from ..notes import Note
 from ..rules import RULES
 from ..text import nearest
-from .mergekit_methods import IDLE, METHODS, REQUIRED, Method, Parameter
+from .mergekit_methods import IDLE, METHODS, REQUIRED, Method, Parameter, settled
 from .mergekit_parameters import Stack, resolved
 from .places import Place
 
-TOP = ("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype", "out_dtype", "name")
-TOP += ("tokenizer_source", "tokenizer", "chat_template")
+TOP = (
+    *("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype", "out_dtype", "name"),
+    *("tokenizer_source", "tokenizer", "chat_template"),
+)
 TYPES = ("float64", "float32", "float16", "bfloat16")
 #: Chat templates that come with mergekit.
 TEMPLATES = ("alpaca", "chatml", "exaone", "llama3", "mistral")
@@ -106,7 +108,7 @@ class _Translation:
         if given != ["modules"]:
             return self.top
         modules = self.top.at("modules").mapping()
-        first, *others = list(modules.keys()) or [None]
+        first, *others = list(modules.keys) or [None]
         if first is None or others:
             place = modules.at(others[0]) if others else modules
             raise place.fail("modules: only a recipe with one module can be read; merge each part of the model apart")
@@ -141,7 +143,17 @@ class _Translation:
                 self._check_parameters(inner, one_model=False)
             made.append(self._merged(sources, [*([inner] if inner else []), *levels], first))
             first += lengths[0]
+        most = max(len(part["models"]) for part in made)
+        for part, place in zip(made, places, strict=True):
+            if len(part["models"]) < most:
+                self._fill(part, most, place)
         return self._lifted(made, sliced=True)
+
+    def _fill(self, part: dict[str, Any], most: int, place: Place) -> None:
+        """Give a slice as many models as the others have: with a weight of 0 a model does not count."""
+        if "weight" not in part["models"][0]:
+            raise place.fail(f"slices: another number of sources than others; {self.method_name} needs as many in each")
+        part["models"] += [part["models"][0] | {"weight": 0.0}] * (most - len(part["models"]))
 
     def _slice_source(self, place: Place) -> Source:
         self._check_keys(place.mapping(), ("model", "layer_range", "parameters"))
@@ -186,6 +198,7 @@ class _Translation:
             if parameter.scope == "shared":
                 value = self._value(parameter, levels, None, Stack(first, None, sources[0].count))
                 made["options"][parameter.option] = value
+        made["options"] = settled(made["options"])
         return made
 
     def _model_of(self, source: Source, levels: Sequence[Place], first: int) -> dict[str, Any]:
@@ -251,7 +264,9 @@ class _Translation:
     # Parameters
 
     def _value(self, parameter: Parameter, levels: Sequence[Place], source: Source | None, stack: Stack) -> Any:
-        value = resolved(parameter, levels, stack)
+        options = RULES[self.method.rule].options
+        limits = next((option.help for option in options if option.name == parameter.option), None)
+        value = resolved(parameter, levels, stack, limits)
         if value is None:
             place = self.top.at("merge_method") if source is None else source.place
             of = "" if source is None else f" for {source.reference.model}"
@@ -264,21 +279,23 @@ class _Translation:
     def _check_parameters(self, place: Place, one_model: bool) -> None:
         """Note parameters that have no effect, and stop at one that is probably misspelt."""
         known = {parameter.name: parameter for parameter in self.method.parameters}
-        for name in place.mapping().keys():
+        for name in place.mapping().keys:
             parameter = known.get(name)
             if parameter is not None:
                 if one_model and parameter.scope == "shared":
                     self._note(place.at(name), f"of a single model has no effect in {self.method_name}")
-            elif name in IDLE:
+            elif name in (*IDLE, *self.method.idle):
+                if name == "eps" and place.at(name).number() > 1e-6:
+                    raise place.at(name).fail("eps: more than 1e-6 is not supported")
                 self._note(place.at(name), "changes no result")
             else:
                 elsewhere = {parameter.name for method in METHODS.values() for parameter in method.parameters}
                 if name not in elsewhere:
-                    self._check_spelling(place.at(name), str(name), [*known, *IDLE])
+                    self._check_spelling(place.at(name), str(name), [*known, *self.method.idle])
                 self._note(place.at(name), f"is no parameter of {self.method_name}, and has no effect")
 
     def _check_keys(self, place: Place, known: Collection[str]) -> None:
-        for key in place.keys():
+        for key in place.keys:
             if key not in known:
                 self._check_spelling(place.at(key), str(key), known)
                 self._note(place.at(key), "is no key of mergekit's here, and has no effect")
@@ -338,7 +355,7 @@ class _Translation:
         source, tokens, multiple = (place.get(key) for key in ("source", "tokens", "pad_to_multiple_of"))
         made: dict[str, Any] = {"source": "union" if source is None else self._tokenizer_source(source)}
         if tokens is not None:
-            made["tokens"] = {str(token): self._token(tokens.at(token).mapping()) for token in tokens.mapping().keys()}
+            made["tokens"] = {str(token): self._token(tokens.at(token).mapping()) for token in tokens.mapping().keys}
         return made | ({} if multiple is None else {"pad_to_multiple_of": multiple.whole()})
 
     def _token(self, place: Place) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..rules.spec import Help
 from .mergekit_methods import REQUIRED, Parameter
 from .places import Place
 from .varying import is_glob
@@ -22,16 +23,17 @@ class Stack:
     count: int | None = None
 
 
-def resolved(parameter: Parameter, levels: Sequence[Place], stack: Stack) -> Any:
+def resolved(parameter: Parameter, levels: Sequence[Place], stack: Stack, limits: Help | None) -> Any:
     """The value of a parameter, as recipes of ours have it; None where no level gives it to every tensor.
 
-    For each tensor the first of the levels that has a value for it counts, and then the default.
+    For each tensor the first of the levels that has a value for it counts, and then the default. ``limits`` are those
+    of the option here.
     """
     cases: list[dict[str, Any]] = []
     for level in levels:
         setting = level.get(parameter.name)
         for filter_, place in () if setting is None else _conditions(setting):
-            value = _converted(parameter, place)
+            value = _converted(parameter, place, limits)
             if isinstance(value, list) and stack.count == 1:  # mergekit gives a single layer the last value
                 if filter_ is None and value[0] != value[-1]:
                     cases.append({"filter": f"*.{stack.first}.*", "value": value[-1]})
@@ -58,19 +60,26 @@ def _conditions(setting: Place) -> Iterator[tuple[str | None, Place]]:
         return
     for item in items:
         item.mapping()
-        if item.get("value") is None or set(item.keys()) - {"filter", "value"}:
+        if item.get("value") is None or set(item.keys) - {"filter", "value"}:
             raise item.fail(f"{setting.name}: should have a `value` and a `filter`, but it is {item.shown}")
         filter_ = item.get("filter")
         text = "*" if filter_ is None else filter_.text() if filter_.value != "" else "*"
         yield None if text == "*" else text, item.at("value")
 
 
-def _converted(parameter: Parameter, place: Place) -> Any:
+def _converted(parameter: Parameter, place: Place, limits: Help | None) -> Any:
     """A value, or a list of them over the layers, by the type that a parameter has."""
 
     def one(place: Place) -> Any:
         kinds = {float: place.number, int: place.whole, bool: place.truth}
-        return parameter.words.get(value := kinds[parameter.kind](), value)
+        value = kinds[parameter.kind]()
+        if limits is not None and parameter.kind is not bool:
+            low, above, high = limits.ge, limits.gt, limits.le
+            if (low is not None and value < low) or (above is not None and value <= above):
+                raise place.fail(f"{parameter.name}: {value:g} is too small for {parameter.option} here")
+            if high is not None and value > high:
+                raise place.fail(f"{parameter.name}: {value:g} is above {high:g}, the most that is possible here")
+        return parameter.words.get(value, value)
 
     if not isinstance(place.value, list):
         return one(place)

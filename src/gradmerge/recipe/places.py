@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ..errors import InputError
@@ -48,8 +48,9 @@ class Place:
     def __iter__(self) -> Iterator[Place]:
         return (self.at(place) for place in range(len(self.value)))
 
-    def keys(self) -> Iterable[Any]:
-        return self.value.keys()
+    @property
+    def keys(self) -> list[Any]:
+        return list(self.value)
 
     def mapping(self) -> Place:
         """Itself, if it is a mapping."""
