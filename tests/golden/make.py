@@ -4,7 +4,8 @@
     /tmp/mergekit/bin/python tests/golden/make.py
 
 It writes `models/` (Llama and GPT-2 in miniature, a LoRA adapter, three tokenizers) and `outputs.safetensors`: every
-tensor that mergekit wrote, as RECIPE/TENSOR. The tests need these files, not mergekit.
+tensor that mergekit wrote, as RECIPE/TENSOR, and what the rows of vocabularies mean. The tests need these files, and
+not mergekit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from yaml import safe_load
 
 HERE = Path(__file__).parent
@@ -141,7 +149,7 @@ def run(recipe: Path, out: Path, cache: Path) -> None:
 def main() -> None:
     make_models()
     os.chdir(HERE / "recipes")  # where mergekit's relative paths start
-    everything = {}
+    everything, vocabularies = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for recipe in sorted(Path().glob("*.yml")):
             out = Path(folder) / "out" / recipe.stem
@@ -149,7 +157,10 @@ def main() -> None:
             for file in sorted(out.glob("*.safetensors")):
                 for name, tensor in load_file(file).items():
                     everything[f"{recipe.stem}/{name}"] = tensor.contiguous()
-    save_file(everything, HERE / "outputs.safetensors", metadata={"made by": "mergekit 0.1.5"})
+            if recipe.stem.startswith("tokenizer"):  # the order of a union differs from run to run
+                vocabularies[recipe.stem] = AutoTokenizer.from_pretrained(out).get_vocab()
+    facts = {"made by": "mergekit 0.1.5", "vocabularies": json.dumps(vocabularies, sort_keys=True)}
+    save_file(everything, HERE / "outputs.safetensors", metadata=facts)
 
 
 if __name__ == "__main__":

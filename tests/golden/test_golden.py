@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
 import gradmerge as gm
 
 HERE = Path(__file__).parent
 RECIPES = sorted((HERE / "recipes").glob("*.yml"))
 GOLDEN = load_file(HERE / "outputs.safetensors")
+with safe_open(HERE / "outputs.safetensors", "pt") as file:
+    VOCABULARIES = json.loads(file.metadata()["vocabularies"])
 #: Rules that divide by norms, or by sums over a whole tensor: there float32 is off by more.
 BY_NORMS = {"slerp", "nuslerp", "multislerp", "karcher", "model_stock", "sce", "ramplus_tl", "nearswap"}
 RANDOM = {"dare-linear-random", "dare-ties-random-unscaled", "della-linear-random"}
@@ -23,6 +28,18 @@ RANDOM = {"dare-linear-random", "dare-ties-random-unscaled", "della-linear-rando
 
 def golden(recipe: str) -> dict[str, Tensor]:
     return {name.partition("/")[2]: value for name, value in GOLDEN.items() if name.partition("/")[0] == recipe}
+
+
+def in_order_of(out: Path, want: dict[str, Tensor], vocabulary: dict[str, int]) -> dict[str, Tensor]:
+    """mergekit's tensors with their rows in the order of our tokenizer: that of mergekit's unions is no certain one."""
+    ours = AutoTokenizer.from_pretrained(out).get_vocab()
+    assert ours.keys() == vocabulary.keys()
+    found = dict(want)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        found[name] = want[name].clone()
+        for token, row in ours.items():
+            found[name][row] = want[name][vocabulary[token]]
+    return found
 
 
 def merged(recipe: Path, out: Path) -> dict[str, Tensor]:
@@ -59,7 +76,9 @@ def on_threshold(recipe: str, name: str) -> Tensor | bool:
     """Entries whose difference to the base is as large as the smallest one that is kept: either may be."""
     if recipe != "ties-bf16":
         return False
-    base, *tuned = (load_file(HERE / "models" / f"{model}-bf16" / "model.safetensors")[name] for model in ("base", *"ab"))
+    base, *tuned = (
+        load_file(HERE / "models" / f"{model}-bf16" / "model.safetensors")[name] for model in ("base", *"ab")
+    )
     sizes = [(model.float() - base.float()).abs() for model in tuned]
     kept = [max(1, int(size.numel() * 0.5)) for size in sizes]
     last = [size.flatten().sort(descending=True).values[k - 1] for size, k in zip(sizes, kept, strict=True)]
@@ -72,6 +91,8 @@ def test_a_recipe_of_mergekits_gives_mergekits_tensors_and_so_does_it_as_ours(re
     text = source.read_text()
     moved = "layer_range" in text or "tokenizer" in text
     got, want, models = merged(source, tmp_path / "out"), golden(recipe), models_of(text)
+    if recipe in VOCABULARIES:
+        want = in_order_of(tmp_path / "out", want, VOCABULARIES[recipe])
     assert got.keys() == want.keys()
     for name, expected in want.items():
         assert (got[name].dtype, got[name].shape) == (expected.dtype, expected.shape), name

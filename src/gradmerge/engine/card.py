@@ -35,7 +35,7 @@ def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, A
     if recipe.slices:
         number = len(dict.fromkeys(model.model for model in recipe.sources))
         made, models = "Layers of", f"{number} {'model' if number == 1 else 'models'}, stacked and merged"
-    written = to_yaml(recipe_as_written(recipe))
+    written = "---\n".join(to_yaml(recipe_as_written(one)) for one in (*recipe.merges.values(), recipe))
     fence = "`" * max(3, _longest_run(written) + 1)
     return f"""---
 {to_yaml(front)}---
@@ -92,7 +92,10 @@ def _used(facts: Mapping[str, Any]) -> str:
 
 def recipe_as_written(recipe: Recipe) -> dict[str, Any]:
     """The recipe without what is at its default."""
-    return recipe.model_dump(mode="json", exclude_defaults=True)
+    written = recipe.model_dump(mode="json", exclude_defaults=True)
+    if recipe.tokenizer is not None and written["tokenizer"].keys() <= {"source"}:
+        written["tokenizer"] = recipe.tokenizer.source
+    return written
 
 
 def to_yaml(value: Mapping[str, Any]) -> str:

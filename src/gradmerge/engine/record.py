@@ -40,6 +40,7 @@ def merge_record(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "fingerprint": fingerprint,
         "recipe": recipe.model_dump(mode="json") | ({} if recipe.slices else {"options": options}),
+        **({"merges": {n: one.model_dump(mode="json") for n, one in recipe.merges.items()}} if recipe.merges else {}),
         **used(recipe, plan),
         **({"layers": layer_table(recipe)} if recipe.slices else {}),
         "inputs": [_input_record(plan, source, digests) for source in _recorded(plan.inputs.sources)],
