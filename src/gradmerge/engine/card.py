@@ -19,7 +19,8 @@ from .slicing import layer_table, shown_layers
 def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, Any] | None = None) -> str:
     """README.md: what was merged, by which method, with what, and the recipe. The same inputs give the same text."""
     rule = recipe.rule
-    parts = [m for m in (recipe.base, *recipe.sources) if m is not None]
+    recipes = [*recipe.merges.values(), recipe]
+    parts = [m for one in recipes for m in (one.base, *one.sources) if m is not None and m.model not in recipe.merges]
     every = [text for m in parts for text in (m.model, m.adapter) if text is not None]
     hub_ids = [text for text in every if HUB_ID.fullmatch(text) and not local_path(text, recipe.folder).exists()]
     on_the_hub = dict.fromkeys(text.partition("@")[0] for text in hub_ids)  # without their revisions
@@ -35,7 +36,7 @@ def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, A
     if recipe.slices:
         number = len(dict.fromkeys(model.model for model in recipe.sources))
         made, models = "Layers of", f"{number} {'model' if number == 1 else 'models'}, stacked and merged"
-    written = "---\n".join(to_yaml(recipe_as_written(one)) for one in (*recipe.merges.values(), recipe))
+    written = "---\n".join(to_yaml(recipe_as_written(one)) for one in recipes)
     fence = "`" * max(3, _longest_run(written) + 1)
     return f"""---
 {to_yaml(front)}---
