@@ -19,11 +19,11 @@ from ..errors import InputError
 from ..notes import Kind, Note
 from ..recipe import NONE, CurvatureSource, Identity, Recipe
 from ..rules import Rule
-from ..rules.spherical import Geometry
 from ..storage.tensorfile import FLOATS, TensorInfo
 from ..text import listed
 from .inputs import USUAL_DAMPING, CurvatureInput, Inputs
 from .layers import find_layers, held_by_factors
+from .measuring import measured
 from .penalties import incomplete, mismatched, recorded_penalty
 from .plan import Job, Layer, Plan, rule_arguments
 
@@ -163,7 +163,8 @@ def make_plan(
         types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
         wide = "F64" in types or chosen.otherwise is not None or name in layers or name in biases
         compute = torch.float64 if wide else torch.float32
-        jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute, inside=name in biases))
+        grain = chosen.cut(inputs.options)
+        jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute, inside=name in biases, grain=grain))
     own = {job.name: job for job in jobs}
     for place, job in enumerate(jobs):
         if job.name in layers:
@@ -299,11 +300,14 @@ def rehearse(plan: Plan) -> None:
     one = torch.ones(1, 1)
     stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one)
     stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
-    stand_ins |= {"thresholds": [0.0] * models, "kept": [one > 0] * models, "geometry": Geometry(1.0, 1.0, 1.0)}
-    stand_ins["damping"] = plan.inputs.damping
+    ranks = plan.rule.ranks(1, models, plan.inputs.options) if plan.rule.ranks is not None else [[1]] * models
+    stand_ins |= {"thresholds": [0.0 if len(one) == 1 else [0.0] * len(one) for one in ranks]}
+    stand_ins |= {"kept": [one > 0] * models, "uniform": [one.double() / 2] * models, "damping": plan.inputs.damping}
     for rule in (plan.rule, plan.rule.otherwise):
         if rule is not None:
+            arguments = rule_arguments(rule, plan, stand_ins)
             try:
-                rule(**rule_arguments(rule, plan, stand_ins))
+                found = measured(rule.measured(plan.inputs.options), [arguments].__iter__, arguments, 1, one.dtype)
+                rule(**rule_arguments(rule, plan, {**stand_ins, **found}))
             except ValueError as error:
                 raise InputError(f"{rule.name}: {error}") from error

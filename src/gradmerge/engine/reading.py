@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, block_digest
 from ..errors import InputError
+from ..rules.spec import each
 from ..text import one_line
 from .inputs import CurvatureInput, Digests
-from .plan import Job, Plan
-from .randomness import keep_mask
+from .plan import Job, Plan, converted
+from .randomness import keep_mask, uniform
 
 
 def read_models(
@@ -52,10 +54,28 @@ def read_block(
         block["penalty"] = [None if source is None else read[source] for source in inputs.penalty]
     if "curvature" in plan.needs:
         block["curvature"] = [curvature(source, f"curvature {i}") for i, source in enumerate(inputs.curvature)]
-    if "kept" in plan.needs:
-        seed, density = inputs.options["seed"], inputs.options["density"]
-        block["kept"] = [keep_mask(seed, i, job.name, start, stop, density) for i in range(len(tuned))]
+    for name in plan.needs & {"kept", "uniform"}:
+        block[name] = random_inputs(plan, name, job.name, start, stop)
     return block
+
+
+def random_inputs(plan: Plan, kind: str, tensor: str, start: int, stop: int) -> list[Tensor]:
+    """Masks (``kept``) or numbers (``uniform``) of a block, for every tuned model."""
+    seed, models = plan.inputs.options["seed"], range(len(plan.inputs.tuned))
+    if kind == "uniform":
+        return [uniform(seed, i, tensor, start, stop) for i in models]
+    shares = each(plan.inputs.options["density"], models)
+    return [keep_mask(seed, i, tensor, start, stop, shares[i]) for i in models]
+
+
+def shaped(job: Job, start: int, stop: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """A block as its rule sees it: in the shape of the tensor, or of those of its rows that are there."""
+    shape = job.info.shape
+    if job.grain == "entries":
+        return dict(tensors)
+    if job.grain == "rows" and len(shape) > 1:
+        shape = ((stop - start) * shape[0] // max(job.info.numel, 1), *shape[1:])
+    return converted(tensors, lambda tensor: tensor.reshape(shape) if tensor.dim() else tensor)
 
 
 def read_curvature(
