@@ -54,10 +54,10 @@ class Job:
 
 def step_of(job: Job, block: int) -> int:
     """How many elements of a tensor go through its rule at once: about a block, or what may not be cut."""
-    shape, numel = job.info.shape, max(job.info.numel, 1)
-    if job.whole or (job.grain == "rows" and len(shape) < 2):
-        return numel
-    row = numel // max(shape[0], 1) if job.grain == "rows" else 1
+    shape, numel = job.info.shape, job.info.numel
+    if job.whole or (job.grain == "rows" and (len(shape) < 2 or numel == 0)):
+        return max(numel, 1)
+    row = numel // shape[0] if job.grain == "rows" else 1
     return max(1, block // row) * row
 
 

@@ -73,8 +73,8 @@ def shaped(job: Job, start: int, stop: int, tensors: Mapping[str, Any]) -> dict[
     shape = job.info.shape
     if job.grain == "entries":
         return dict(tensors)
-    if job.grain == "rows" and len(shape) > 1:
-        shape = ((stop - start) * shape[0] // max(job.info.numel, 1), *shape[1:])
+    if job.grain == "rows" and len(shape) > 1 and job.info.numel:
+        shape = ((stop - start) * shape[0] // job.info.numel, *shape[1:])
     return converted(tensors, lambda tensor: tensor.reshape(shape) if tensor.dim() else tensor)
 
 

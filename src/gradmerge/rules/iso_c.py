@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .measures import spanned
+from .singular_values import plain_mean, svd
 from .sparse import Scale
 from .spec import rule
-from .spectra import plain_mean, svd
 
 
 @rule(

@@ -13,7 +13,8 @@ from .spec import Help, rule
 
 
 def _variance(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
-    return torch.stack([model - base for model in tuned]).var(dim=0, unbiased=False)
+    deltas = torch.stack([model - base for model in tuned])
+    return deltas.var(dim=0, unbiased=False) if base.numel() else base
 
 
 def _selected(base: Tensor, tuned: Sequence[Tensor], variance: Sequence[float]) -> list[Tensor]:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .singular_values import plain_mean, svd
 from .sparse import Scale
 from .spec import rule
-from .spectra import plain_mean, svd
 
 
 @rule(
