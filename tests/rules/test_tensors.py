@@ -56,6 +56,18 @@ def states(dtype: torch.dtype = torch.float64, models: int = 3) -> tuple[State, 
     return every[0], every[1:]
 
 
+def recipe_of(
+    method: str, count: int, weights: Sequence[float] | None, options: Mapping[str, Any], base: bool = True
+) -> dict[str, Any]:
+    models: list[dict[str, Any]] = [{"model": f"m{i}"} for i in range(count)]
+    for place, model in enumerate(models):
+        if weights is not None:
+            model["weight"] = weights[place]
+        model["options"] = {name: value[place] for name, value in options.items() if isinstance(value, list)}
+    shared = {name: value for name, value in options.items() if not isinstance(value, list)}
+    return {"method": method, "models": models, "options": shared} | ({"base": "base"} if base else {})
+
+
 def merge(
     base: State | None,
     tuned: list[State],
@@ -66,13 +78,9 @@ def merge(
     threads: int = 1,
 ) -> State:
     """A merge in memory; options that are lists hold one number for every model."""
-    recipe = {"method": method, "options": {n: v[0] if isinstance(v, list) else v for n, v in options.items()}}
-    recipe["models"] = [{"model": f"m{i}"} | ({"weight": w} if weights else {}) for i, w in enumerate(weights or tuned)]
-    recipe |= {"base": "base"} if base is not None else {}
-    made = make_recipe(recipe, where="test")
+    made = make_recipe(recipe_of(method, len(tuned), weights, options, base is not None), where="test")
     opened = [Checkpoint(f"m{i}", memory=model) for i, model in enumerate(tuned)]
     inputs = inputs_of(made, Checkpoint("base", memory=base) if base is not None else None, opened)
-    inputs.options = {**inputs.options, **{n: v for n, v in options.items() if isinstance(v, list)}}
     plan = make_plan(made, inputs)
     plan.block = block
     result = {name: torch.empty_like(value) for name, value in (base or tuned[0]).items()}
@@ -129,14 +137,14 @@ for normalize, rescale, vote, ws in (
             *("breadcrumbs", 3, ws, lambda n, b, t, ws=ws, o=own: slow.breadcrumbs(b, t, ws, [0.5, 0.3, 0.9], G, **o)),
             **{"density": [0.5, 0.3, 0.9], "gamma": G} | own,
         )
-for rescale, combine, normalize in (
+for rescale, combine, over in (
     ("expectation", "ties", "auto"),
     ("norm", "task-arithmetic", True),
     ("none", "ties", False),
     ("norm", "ties", True),
     ("expectation", "task-arithmetic", "auto"),
 ):
-    shared = {"combine": combine, "normalize": normalize, "rescale": rescale, "scale": 0.9}
+    shared = {"combine": combine, "normalize": over, "rescale": rescale, "scale": 0.9}
     case(
         *(
             "dare",
@@ -265,18 +273,14 @@ def test_nan_is_found_in_whatever_a_rule_reads(method: str, where: str) -> None:
         merge(base, tuned, method, weights, options)
 
 
-ON_DISK = [label for label in CASES if not any(isinstance(value, list) for value in CASES[label][3].values())]
-
-
-@pytest.mark.parametrize("label", ON_DISK)
+@pytest.mark.parametrize("label", CASES)
 def test_on_disk_it_is_the_same_with_a_digest_of_every_input(label: str, tmp_path: Path) -> None:
     method, models, weights, options, _ = CASES[label]
     base, tuned = states(torch.float32, models)
     for name, state in [("base", base), *((f"m{i}", model) for i, model in enumerate(tuned))]:
         (tmp_path / name).mkdir()
         save_file(state, tmp_path / name / "model.safetensors")
-    named = [{"model": f"m{i}"} | ({"weight": weights[i]} if weights else {}) for i in range(models)]
-    recipe = {"method": method, "base": "base", "models": named, "options": options}
+    recipe = recipe_of(method, models, weights, options)
     path = tmp_path / "recipe.yml"
     path.write_text(json.dumps(recipe))
     gm.merge(path, tmp_path / "out", block=20, threads=2)

@@ -28,16 +28,16 @@ def measure(
 ) -> dict[str, list[float]]:
     """The measures of one tensor; ``known`` are its thresholds."""
     assert job.rule is not None
-    rule, buffers = job.rule, Buffers()
+    rule, buffers, settings = job.rule, Buffers(), plan.inputs.settings.of(job.name)
 
     def blocks() -> Iterator[dict[str, Any]]:
         step = step_of(job, CHUNK)
         for start in range(0, max(job.info.numel, 1), step):
             stop = min(start + step, job.info.numel)
             tensors = read_block(plan, job, start, stop, buffers)
-            yield rule_arguments(rule, plan, shaped(job, start, stop, {**tensors, **known}))
+            yield rule_arguments(rule, plan, shaped(job, start, stop, {**tensors, **known}), settings)
 
-    numbers, measures = rule_arguments(rule, plan, known), rule.measured(plan.inputs.options)
+    numbers, measures = rule_arguments(rule, plan, known, settings), rule.measured(settings.options)
     found = measured(measures, blocks, numbers, job.info.numel, job.compute)
     advance(len(measures) * plan.bytes_read(job))
     return found

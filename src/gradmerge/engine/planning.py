@@ -25,6 +25,7 @@ from .inputs import USUAL_DAMPING, CurvatureInput, Inputs
 from .layers import find_layers, held_by_factors
 from .measuring import measured
 from .penalties import incomplete, mismatched, recorded_penalty
+from .per_layer import LayerSettings, Stretch, smallest, varies
 from .plan import Job, Layer, Plan, rule_arguments
 
 _STORED = {word: code for code, word in FLOATS.items()}
@@ -88,15 +89,16 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
 
 def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) -> Inputs:
     """The models of a recipe with its numbers, still without curvature."""
+    options = recipe.resolved_options
+    stretch = Stretch(recipe.weights, recipe.base.weight if recipe.base else None, options)
     return Inputs(
         template=base or tuned[0],
         base=base,
         tuned=tuned,
-        weights=recipe.weights,
-        base_weight=recipe.base.weight if recipe.base else None,
+        settings=LayerSettings.over((base or tuned[0]).tensors, stretch),
         damping=USUAL_DAMPING if recipe.damping == "auto" else recipe.damping,
         damping_is_open=recipe.damping == "auto",
-        options=recipe.resolved_options,
+        options=options,
     )
 
 
@@ -141,7 +143,7 @@ def make_plan(
     _tie(diagonals, template, comparison.merged)
     gram_names, gram_problems = _gram_names(inputs, comparison.merged)
     layers, layer_problems = find_layers(inputs, rule, comparison.merged, looking=reads is not None)
-    problems = [*comparison.problems, *layer_problems]
+    problems = [*comparison.problems, *layer_problems, *_problems_of_scope(inputs)]
     for source in diagonals:
         # What a recorded penalty does not name was not held by it.
         recorded = source in inputs.penalty and recipe.base is not None and recipe.base.penalty is None
@@ -163,7 +165,7 @@ def make_plan(
         types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
         wide = "F64" in types or chosen.otherwise is not None or name in layers or name in biases
         compute = torch.float64 if wide else torch.float32
-        grain = chosen.cut(inputs.options)
+        grain = chosen.cut(inputs.settings.of(name).options)
         jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute, inside=name in biases, grain=grain))
     own = {job.name: job for job in jobs}
     for place, job in enumerate(jobs):
@@ -175,14 +177,24 @@ def make_plan(
     plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
     plan.note(incomplete(inputs))
     plan.note(mismatched(recipe, inputs))
+    plan.note(inputs.settings.notes([job.name for job in plan.merged]))
     plan.note(_method_notes(recipe, looking=reads is not None))
     if reads is None:
         rehearse(plan)
     return plan
 
 
+def _problems_of_scope(inputs: Inputs) -> list[str]:
+    """One threshold for the whole model knows no layers."""
+    varying = [name for name in ("density", "gamma") if varies(inputs.options.get(name))]
+    if inputs.options.get("scope") != "model" or not varying:
+        return []
+    why = "differs between tensors, which `scope: tensor` allows; `scope: model` cuts all alike"
+    return [f"options.{varying[0]}: {why}"]
+
+
 def _method_notes(recipe: Recipe, looking: bool) -> Iterator[Note]:
-    if recipe.method == "gradient-matching" and min(recipe.weights) < 0:
+    if recipe.method == "gradient-matching" and smallest(recipe.weights) < 0:
         yield Note(
             "a weight is negative: where H̄ = H_0 + Σ α_t H_t is not positive the merged loss has no minimum, and 0 is "
             "written as its curvature. To take a task out of the base, use removal."
@@ -201,12 +213,12 @@ def _method_notes(recipe: Recipe, looking: bool) -> Iterator[Note]:
 def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
     """The inputs that a merge reads: the rule's, without the base if it is optional and has no weight."""
     needs = rule.needs(inputs.options)
-    idle = inputs.base is None or ("base_weight" in needs and inputs.base_weight is None)
+    idle = inputs.base is None or ("base_weight" in needs and inputs.settings.of("").base_weight is None)
     return needs - (rule.optional & {"base"}) if idle else needs
 
 
 def _problems_of_layers(recipe: Recipe) -> list[str]:
-    """Settings that single entries know and layers with Kronecker curvature do not."""
+    """LayerSettings that single entries know and layers with Kronecker curvature do not."""
     problems = []
     if recipe.output.curvature:
         problems.append(
@@ -300,14 +312,16 @@ def rehearse(plan: Plan) -> None:
     one = torch.ones(1, 1)
     stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one)
     stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
-    ranks = plan.rule.ranks(1, models, plan.inputs.options) if plan.rule.ranks is not None else [[1]] * models
-    stand_ins |= {"thresholds": [0.0 if len(one) == 1 else [0.0] * len(one) for one in ranks]}
     stand_ins |= {"kept": [one > 0] * models, "uniform": [one.double() / 2] * models, "damping": plan.inputs.damping}
+    every = plan.inputs.settings.every(job.name for job in plan.merged)
     for rule in (plan.rule, plan.rule.otherwise):
-        if rule is not None:
-            arguments = rule_arguments(rule, plan, stand_ins)
+        for numbers in every if rule is not None else ():
+            assert rule is not None
             try:
-                found = measured(rule.measured(plan.inputs.options), [arguments].__iter__, arguments, 1, one.dtype)
-                rule(**rule_arguments(rule, plan, {**stand_ins, **found}))
+                ranks = rule.ranks(1, models, numbers.options) if rule.ranks is not None else []
+                stand_ins["thresholds"] = [0.0 if len(own) == 1 else [0.0] * len(own) for own in ranks]
+                arguments = rule_arguments(rule, plan, stand_ins, numbers)
+                found = measured(rule.measured(numbers.options), [arguments].__iter__, arguments, 1, one.dtype)
+                rule(**rule_arguments(rule, plan, {**stand_ins, **found}, numbers))
             except ValueError as error:
                 raise InputError(f"{rule.name}: {error}") from error

@@ -61,11 +61,11 @@ def read_block(
 
 def random_inputs(plan: Plan, kind: str, tensor: str, start: int, stop: int) -> list[Tensor]:
     """Masks (``kept``) or numbers (``uniform``) of a block, for every tuned model."""
-    seed, models = plan.inputs.options["seed"], range(len(plan.inputs.tuned))
+    options, models = plan.inputs.settings.of(tensor).options, range(len(plan.inputs.tuned))
     if kind == "uniform":
-        return [uniform(seed, i, tensor, start, stop) for i in models]
-    shares = each(plan.inputs.options["density"], models)
-    return [keep_mask(seed, i, tensor, start, stop, shares[i]) for i in models]
+        return [uniform(options["seed"], i, tensor, start, stop) for i in models]
+    shares = enumerate(each(options["density"], models))
+    return [keep_mask(options["seed"], i, tensor, start, stop, share) for i, share in shares]
 
 
 def shaped(job: Job, start: int, stop: int, tensors: Mapping[str, Any]) -> dict[str, Any]:

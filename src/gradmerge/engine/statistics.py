@@ -58,7 +58,8 @@ class ThresholdSearch:
     def __init__(self, plan: Plan, jobs: list[Job]) -> None:
         assert plan.rule.ranks is not None
         total = sum(job.info.numel for job in jobs)
-        self._ranks = plan.rule.ranks(total, len(plan.inputs.tuned), plan.inputs.options)
+        options = plan.inputs.settings.of(jobs[0].name if jobs else "").options
+        self._ranks = plan.rule.ranks(total, len(plan.inputs.tuned), options)
         wanted = [(model, k) for model, ranks in enumerate(self._ranks) for k in ranks]
         dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
         guesses: list[Guess | None] = [None] * len(wanted)

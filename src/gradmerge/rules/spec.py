@@ -203,7 +203,8 @@ class Rule:
         def holds(condition: str | tuple[str, Any]) -> bool:
             if isinstance(condition, str):
                 return bool(options.get(condition))
-            return bool(options.get(condition[0]) == condition[1])
+            value = options.get(condition[0])
+            return isinstance(value, tuple) or bool(value == condition[1])  # a tuple varies between tensors
 
         return frozenset(n for n in self.inputs if n not in self.when or holds(self.when[n]))
 
