@@ -51,16 +51,28 @@ def merged(recipe: Path, out: Path) -> dict[str, Tensor]:
 def models_of(text: str) -> list[dict[str, Tensor]]:
     """The tensors of every model that a recipe names."""
     folders = [folder for folder in sorted((HERE / "models").iterdir()) if f"models/{folder.name}" in text]
-    return [load_file(folder / "model.safetensors") for folder in folders if (folder / "model.safetensors").exists()]
+    found = {folder.name: load_file(folder / "model.safetensors") for folder in folders if folder.name != "lora"}
+    if "models/lora" in text:
+        found["base with the adapter"] = dict(found["base"])
+        factors = load_file(HERE / "models" / "lora" / "adapter_model.safetensors")
+        for name in (name for name in factors if name.endswith("lora_A.weight")):
+            product = 3 * factors[name.replace("lora_A", "lora_B")] @ factors[name]
+            target = name.removeprefix("base_model.model.").replace("lora_A.", "")
+            found["base with the adapter"][target] = found["base"][target] + product
+    return list(found.values())
 
 
 def operands(name: str, want: Tensor, models: list[dict[str, Tensor]], moved: bool) -> Tensor:
-    """The largest operand of every entry; of the whole tensor where entries have moved to another place."""
-    found = [model[name].double().abs() for model in models if name in model and model[name].shape == want.shape]
+    """The largest operand of every entry: a model, or what models differ by.
+
+    Where entries have moved to another place, that of all entries.
+    """
+    found = [model[name].double() for model in models if name in model and model[name].shape == want.shape]
     if moved or len(found) < len(models):
         largest = max(float(values.double().abs().max()) for model in models for values in model.values())
         return torch.full(want.shape, largest, dtype=torch.float64)
-    return torch.stack([want.double().abs(), *found]).amax(0)
+    spread = torch.stack(found).amax(0) - torch.stack(found).amin(0)
+    return torch.stack([want.double(), spread, *found]).abs().amax(0)
 
 
 def units(recipe: str, text: str, dtype: torch.dtype) -> float:

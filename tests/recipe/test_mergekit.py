@@ -125,7 +125,7 @@ def test_a_mapping_is_read_as_well(tmp_path: Path) -> None:
     value = {"merge_method": "slerp", "base_model": "x/base", "models": [{"model": "x/a"}], "parameters": {"t": "3e-1"}}
     recipe = make_recipe(value)
     assert (recipe.method, recipe.options["t"], recipe.base and recipe.base.model) == ("slerp", 0.3, "x/base")
-    with pytest.raises(gm.InputError, match="^recipe: merge_method: there is no method 'slurp'; did you mean 'slerp'?"):
+    with pytest.raises(gm.InputError, match="^recipe: merge_method: there is no method 'slurp'; did you mean 'slerp'"):
         make_recipe({**value, "merge_method": "slurp"})
 
 
@@ -160,7 +160,11 @@ parameters: {weight: 1}
         (TIES + "chat_template: chatml\n", 8, "chatml comes with mergekit"),
         (TIES + "tokenizer_source: base\ntokenizer: {source: base}\n", 9, "stands instead of `tokenizer_source`"),
         (TIES + "tokenizer: {tokens: {x: {source: {kind: null, model: ./a}}}}\n", 8, "kind: should be a text"),
-        (TIES + "tokenizer:\n  tokens:\n    x: {source: {kind: model_token, model: ./a}}\n", 10, "either its `token` or"),
+        (
+            TIES + "tokenizer:\n  tokens:\n    x: {source: {kind: model_token, model: ./a}}\n",
+            10,
+            "either its `token` or",
+        ),
         (TIES.replace("./b", "./a"), 6, "./a: is there twice"),
         (TIES.replace("./a", "./a+./l+./m"), 4, "a model takes one adapter"),
         ("merge_method: slerp\nbase_model: ./base" + MODELS + "parameters: {t: 1}\n", 4, "slerp takes 1 model"),
