@@ -125,7 +125,7 @@ def test_a_mapping_is_read_as_well(tmp_path: Path) -> None:
     value = {"merge_method": "slerp", "base_model": "x/base", "models": [{"model": "x/a"}], "parameters": {"t": "3e-1"}}
     recipe = make_recipe(value)
     assert (recipe.method, recipe.options["t"], recipe.base and recipe.base.model) == ("slerp", 0.3, "x/base")
-    with pytest.raises(gm.InputError, match="^recipe: merge_method: there is no method 'slurp'; did you mean 'slerp'"):
+    with pytest.raises(gm.InputError, match=r"^recipe: merge_method: there is no method 'slurp'; did you mean 'slerp'"):
         make_recipe({**value, "merge_method": "slurp"})
 
 
