@@ -40,7 +40,7 @@ class ModelReference(NamedTuple):
 
 
 @dataclass
-class Source:
+class InputModel:
     """A model that goes into a slice: where it is named, its layers if the recipe is of slices, and its parameters."""
 
     place: Place
@@ -122,7 +122,7 @@ class _Translation:
         sources = []
         for place in places:
             self._check_keys(place.mapping(), ("model", "parameters"))
-            sources.append(Source(place, self._reference(self._model(place)), None))
+            sources.append(InputModel(place, self._reference(self._model(place)), None))
         return self._lifted([self._merged(sources, levels, 0)], sliced=False)
 
     def _slices(self, places: Place, levels: Sequence[Place]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class _Translation:
             raise place.fail(f"slices: another number of sources than others; {self.method_name} needs as many in each")
         part["models"] += [part["models"][0] | {"weight": 0.0}] * (most - len(part["models"]))
 
-    def _slice_source(self, place: Place) -> Source:
+    def _slice_source(self, place: Place) -> InputModel:
         self._check_keys(place.mapping(), ("model", "layer_range", "parameters"))
         span = place.get("layer_range")
         if span is None:
@@ -165,9 +165,9 @@ class _Translation:
         first, stop = (end.whole() for end in span)
         if not 0 <= first < stop:
             raise span.fail(f"layer_range: [{first}, {stop}] are no layers: give the first and one past the last")
-        return Source(place, self._reference(self._model(place)), (first, stop))
+        return InputModel(place, self._reference(self._model(place)), (first, stop))
 
-    def _merged(self, sources: list[Source], levels: Sequence[Place], first: int) -> dict[str, Any]:
+    def _merged(self, sources: list[InputModel], levels: Sequence[Place], first: int) -> dict[str, Any]:
         """What is merged into some layers, ``first`` being the number of the first: models, options, the base's layers.
 
         ``levels`` are the parameters that are not of single models, the nearest first.
@@ -175,7 +175,7 @@ class _Translation:
         method, sliced, base = self.method, sources[0].layers is not None, self.base
         if method.base == "a model":
             if base is not None and not sliced and base not in [source.reference for source in sources]:
-                sources = [*sources, Source(self.top.at("base_model"), base, None)]
+                sources = [*sources, InputModel(self.top.at("base_model"), base, None)]
             base = None
         made: dict[str, Any] = {"models": [], "options": {}}
         seen: list[ModelReference] = []
@@ -201,7 +201,7 @@ class _Translation:
         made["options"] = settled(made["options"])
         return made
 
-    def _model_of(self, source: Source, levels: Sequence[Place], first: int) -> dict[str, Any]:
+    def _model_of(self, source: InputModel, levels: Sequence[Place], first: int) -> dict[str, Any]:
         own = source.place.get("parameters") if isinstance(source.place.value, dict) else None
         if own is not None:
             self._check_parameters(own, one_model=True)
@@ -263,7 +263,7 @@ class _Translation:
 
     # Parameters
 
-    def _value(self, parameter: Parameter, levels: Sequence[Place], source: Source | None, stack: Stack) -> Any:
+    def _value(self, parameter: Parameter, levels: Sequence[Place], source: InputModel | None, stack: Stack) -> Any:
         options = RULES[self.method.rule].options
         limits = next((option.help for option in options if option.name == parameter.option), None)
         value = resolved(parameter, levels, stack, limits)
