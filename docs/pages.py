@@ -21,6 +21,7 @@ from pydantic import BaseModel
 import gradmerge
 from gradmerge.cli.app import app
 from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice, SliceModel, TokenizerChoice
+from gradmerge.recipe.mergekit_methods import METHODS
 from gradmerge.rules import RULES, Rule
 from gradmerge.tasks import MEANINGS, columns
 
@@ -212,9 +213,25 @@ def python_names() -> str:
     return table(("name", "what it is"), rows)
 
 
+def mergekit_methods() -> str:
+    """mergekit's methods and parameters beside ours."""
+    rows = []
+    for name, method in METHODS.items():
+        says = "; ".join(f"`{key}: {value}`" for key, value in method.options.items())
+        said = [f"`{p.name}` → `{_ours(p.name, p.option)}`" for p in method.parameters if p.name != "weight"]
+        rows.append((f"`{name}`", f"[`{method.rule}`](reference/methods.md#{method.rule})", says, "<br>".join(said)))
+    return table(("mergekit", "gradmerge", "with", "parameters → options"), rows)
+
+
+def _ours(parameter: str, option: str) -> str:
+    words = {"rescale": "rescale: norm", "nuslerp_flatten": "axis: all", "nuslerp_row_wise": "axis: first"}
+    return words.get(parameter, option)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "cli": cli_reference,
     "columns": usual_columns,
+    "mergekit": mergekit_methods,
     "methods": methods_reference,
     "metrics": metrics_reference,
     "python": python_names,
