@@ -215,17 +215,14 @@ def python_names() -> str:
 
 def mergekit_methods() -> str:
     """mergekit's methods and parameters beside ours."""
+    words = {"rescale": "rescale: norm", "nuslerp_flatten": "axis: all", "nuslerp_row_wise": "axis: first"}
     rows = []
     for name, method in METHODS.items():
-        says = "; ".join(f"`{key}: {value}`" for key, value in method.options.items())
-        said = [f"`{p.name}` → `{_ours(p.name, p.option)}`" for p in method.parameters if p.name != "weight"]
-        rows.append((f"`{name}`", f"[`{method.rule}`](reference/methods.md#{method.rule})", says, "<br>".join(said)))
-    return table(("mergekit", "gradmerge", "with", "parameters → options"), rows)
-
-
-def _ours(parameter: str, option: str) -> str:
-    words = {"rescale": "rescale: norm", "nuslerp_flatten": "axis: all", "nuslerp_row_wise": "axis: first"}
-    return words.get(parameter, option)
+        said = [(p.name, words.get(p.name, p.option)) for p in method.parameters]
+        told = [f"`{theirs}`" if theirs == ours else f"`{theirs}` (`{ours}`)" for theirs, ours in said]
+        says = ", ".join(f"`{key}: {value}`" for key, value in method.options.items())
+        rows.append((f"`{name}`", f"[`{method.rule}`](reference/methods.md#{method.rule})", says, ", ".join(told)))
+    return table(("mergekit", "here", "with the options", "parameters, and what they are called here"), rows)
 
 
 GENERATED: dict[str, Callable[[], str]] = {
