@@ -9,7 +9,7 @@ from torch import Tensor
 from .measures import spanned
 from .singular_values import plain_mean, svd
 from .sparse import Scale
-from .spec import rule
+from .spec import rule, unusual
 
 
 @rule(
@@ -17,6 +17,7 @@ from .spec import rule
     row=("w_t", "I", "0, all directions alike"),
     reference="Marczak et al., No task left behind: isotropic model merging, ICML 2025",
     grain="tensor",
+    wide=unusual,
     copies=8,
 )
 def iso_c(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .singular_values import plain_mean, svd
 from .sparse import Scale
-from .spec import rule
+from .spec import rule, unusual
 
 
 @rule(
@@ -17,6 +17,7 @@ from .spec import rule
     row=("w_t", "I", "0, between orthogonal directions"),
     reference="Gargiulo et al., Task Singular Vectors, CVPR 2025",
     grain="tensor",
+    wide=unusual,
     copies=12,
 )
 def tsv(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:
