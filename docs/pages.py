@@ -133,6 +133,7 @@ def methods_reference() -> str:
 def method(rule: Rule) -> str:
     formula, _, text = rule.explanation.partition("\n")
     weights = "" if "weights" in rule.inputs else " Weights have no meaning here and are refused."
+    memory = f" Memory: {rule.memory_in_words}." if rule.memory_in_words else ""
     own = "`output.curvature: true` writes H̄ beside the result." if rule.precision else ""
     options = ""
     if rule.options:
@@ -152,7 +153,7 @@ def method(rule: Rule) -> str:
 
 {text.strip()}
 
-Needs: {rule.needs_in_words}.{weights} {own}
+Needs: {rule.needs_in_words}.{weights}{memory} {own}
 
 Reference: {rule.reference}.{options}"""
 

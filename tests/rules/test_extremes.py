@@ -152,7 +152,7 @@ NEGATIVE = [[1.0, 1.0, -0.5], [0.7, -0.6999, 0.01], [-1.0, -0.5, -2.0]]
 
 @pytest.mark.parametrize("weights", NEGATIVE, ids=str)
 @pytest.mark.parametrize(
-    "setting", [n for n in SETTINGS if not any(word in n for word in ("sparse", "ties", "karcher"))]
+    "setting", [s for s in SETTINGS if not any(part in s for part in ("sparse", "ties", "karcher"))]
 )
 def test_negative_weights_are_as_right_as_positive_ones(setting: str, weights: Sequence[float]) -> None:
     name, options = SETTINGS[setting]

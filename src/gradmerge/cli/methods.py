@@ -41,6 +41,8 @@ def methods(
     say(f"\nrow:        α_t = {rule.row[0]};  H_0 = {rule.row[1]};  H_t = {rule.row[2]}")
     say(f"reference:  {rule.reference}")
     say(f"needs:      {rule.needs_in_words}")
+    if rule.memory_in_words:
+        say(f"memory:     {rule.memory_in_words}")
     if rule.options:
         say("\noptions:")
         rows = [
@@ -62,6 +64,7 @@ def _facts(rule: Any) -> dict[str, Any]:
         "H_t": rule.row[2],
         "reference": rule.reference,
         "inputs": list(rule.inputs),
+        "memory": rule.memory_in_words,
         "options": [
             {"name": o.name, "value": o.kind, "default": None if o.required else o.default, "help": o.help.text}
             for o in rule.options
