@@ -142,7 +142,7 @@ def method(rule: Rule) -> str:
                 f"`{o.name}`",
                 o.kind,
                 "required" if o.required else f"`{json.dumps(o.default).strip(chr(34))}`",
-                o.help.text,
+                o.meaning,
             )
             for o in rule.options
         ]

@@ -46,7 +46,7 @@ def methods(
     if rule.options:
         say("\noptions:")
         rows = [
-            [f"  {o.name}", o.kind, "required" if o.required else _shown(o.default), o.help.text] for o in rule.options
+            [f"  {o.name}", o.kind, "required" if o.required else _shown(o.default), o.meaning] for o in rule.options
         ]
         print_table(["  name", "value", "default", "meaning"], rows)
 
@@ -66,7 +66,7 @@ def _facts(rule: Any) -> dict[str, Any]:
         "inputs": list(rule.inputs),
         "memory": rule.memory_in_words,
         "options": [
-            {"name": o.name, "value": o.kind, "default": None if o.required else o.default, "help": o.help.text}
+            {"name": o.name, "value": o.kind, "default": None if o.required else o.default, "help": o.meaning}
             for o in rule.options
         ],
     }
