@@ -134,6 +134,7 @@ def methods_reference() -> str:
 def method(rule: Rule) -> str:
     formula, _, text = rule.explanation.partition("\n")
     weights = "" if "weights" in rule.inputs else " Weights have no meaning here and are refused."
+    memory = f" Memory: {rule.memory_in_words}." if rule.memory_in_words else ""
     own = "`output.curvature: true` writes H̄ beside the result." if rule.precision else ""
     options = ""
     if rule.options:
@@ -142,7 +143,7 @@ def method(rule: Rule) -> str:
                 f"`{o.name}`",
                 o.kind,
                 "required" if o.required else f"`{json.dumps(o.default).strip(chr(34))}`",
-                o.help.text,
+                o.meaning,
             )
             for o in rule.options
         ]
@@ -153,7 +154,7 @@ def method(rule: Rule) -> str:
 
 {text.strip()}
 
-Needs: {rule.needs_in_words}.{weights} {own}
+Needs: {rule.needs_in_words}.{weights}{memory} {own}
 
 Reference: {rule.reference}.{options}"""
 

@@ -40,7 +40,7 @@ def combined(base, parts, weights, combine, normalize, scale, vote="strict"):
                 sign = (total > 0) - (total < 0)
                 agreeing = [(w, x) for w, x in pairs if x * sign > 0]
             step, whole = math.fsum(w * x for w, x in agreeing), math.fsum(w for w, _ in agreeing)
-            if normalize is not False and abs(whole) > 1e-12:
+            if normalize is not False and abs(whole) > 1e-12 * math.fsum(abs(w) for w, _ in agreeing):
                 step /= whole
             elif normalize is not False and vote == "strict":
                 step = 0.0

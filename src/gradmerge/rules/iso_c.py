@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .measures import spanned
-from .singular_values import plain_mean, svd
+from .singular_values import plain_mean, rounding, svd
 from .sparse import Scale
-from .spec import rule
+from .spec import rule, unusual
 
 
 @rule(
@@ -17,7 +17,8 @@ from .spec import rule
     row=("w_t", "I", "0, all directions alike"),
     reference="Marczak et al., No task left behind: isotropic model merging, ICML 2025",
     grain="tensor",
-    copies=8,
+    wide=unusual,
+    copies=6,
 )
 def iso_c(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:
     """θ_0 + scale · σ̄ U Vᵀ for matrices, U Σ Vᵀ = Σ w_t Δ_t and σ̄ the mean of its singular values.
@@ -26,9 +27,9 @@ def iso_c(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, sc
     the rank of adapters, are left out. Tensors that are no matrices (vectors, convolutions)
     become θ_0 + (scale/T) Σ w_t Δ_t.
 
-    Every matrix is decomposed whole, on one thread: minutes for billions of weights.
+    Every matrix is decomposed whole, on one thread or the device: time grows with the cube of its width.
     """
     if base.dim() != 2 or min(base.shape) == 0:
         return plain_mean(base, tuned, weights, scale)
-    u, sigma, vh = svd(spanned(None, [model - base for model in tuned], weights))
+    u, sigma, vh = svd(spanned(None, [model - base for model in tuned], weights), rounding(base))
     return (u @ vh).mul_(float(sigma.mean()) * scale).add_(base) if len(sigma) else base.clone()

@@ -61,8 +61,8 @@ def karcher(
     if len(tuned) == 1:
         return tuned[0].clone()
     whole = math.fsum(weights)
-    if abs(whole) <= 1e-12 * math.fsum(map(abs, weights)):
-        raise ValueError("the weights sum to 0, so that there is nothing to divide by")
+    if min(weights) < 0 or whole == 0:
+        raise ValueError("weights may not be negative, nor all 0: there would be no point with the least distances")
     shares = torch.tensor(weights, dtype=torch.float64) / whole
     inner = square(products)
     lengths = inner.diagonal().sqrt()

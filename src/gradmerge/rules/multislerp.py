@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .measures import DELTA_PRODUCTS, spanned, square
-from .spec import Help, rule
+from .spec import Help, negative, rule
 
 _TINY = 1e-8
 
@@ -20,6 +20,7 @@ _TINY = 1e-8
     row=("w_t, and by length", "on a sphere", "0"),
     reference="Goddard, Multi-SLERP, in MergeKit 2025",
     optional=["base"],
+    wide=negative,
     measures={"products": DELTA_PRODUCTS},
 )
 def multislerp(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .measures import DELTA_PRODUCTS, spanned
-from .spec import Help, rule
+from .spec import Help, negative, rule
 from .spherical import arc_factors
 
 _TINY = 1e-7
@@ -34,6 +34,7 @@ def _along(first: Tensor, second: Tensor, t: float, axis: int) -> Tensor:
     row=("w_t / Σ w", "on an arc", "0"),
     reference="Goddard et al., Arcee's MergeKit, EMNLP 2024; Shoemake, SIGGRAPH 1985",
     optional=["base"],
+    wide=negative,
     measures={"products": DELTA_PRODUCTS},
     when={"products": ("axis", "all")},
     grain=lambda options: {"last": "rows", "first": "tensor"}.get(options["axis"], "entries"),  # type: ignore[arg-type, return-value]

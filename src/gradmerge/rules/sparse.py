@@ -133,9 +133,9 @@ def combined(
     """θ_0 plus what is left of the differences, added up or after a vote. Overwrites the differences."""
     if combine == "ties":
         return elect_and_average(deltas, weights, base, scale, normalize is not False, vote)
-    total = torch.zeros_like(base)
+    total = torch.zeros_like(base, dtype=torch.float64 if unusual(weights, {}) else base.dtype)
     for delta, weight in zip(deltas, weights, strict=True):
-        total += delta.mul_(weight)
+        total += delta.to(total.dtype).mul_(weight)
     factor = scale / (summed(weights) if normalize is True else 1.0)
     return (total if factor == 1 else total.mul_(factor)).add_(base)
 

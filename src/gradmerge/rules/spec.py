@@ -104,6 +104,11 @@ class Option:
         return self.default is inspect.Parameter.empty
 
     @property
+    def meaning(self) -> str:
+        """What it is for, and whether models may differ in it."""
+        return self.help.text + (" (models may differ in it)" if self.help.per_model else "")
+
+    @property
     def kind(self) -> str:
         """The type in words, with its range: ``number, 0 < x ≤ 1`` or ``model | tensor``."""
         if get_origin(self.type) is Literal:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .singular_values import plain_mean, svd
+from .singular_values import plain_mean, rounding, svd
 from .sparse import Scale
-from .spec import rule
+from .spec import rule, unusual
 
 
 @rule(
@@ -17,7 +17,8 @@ from .spec import rule
     row=("w_t", "I", "0, between orthogonal directions"),
     reference="Gargiulo et al., Task Singular Vectors, CVPR 2025",
     grain="tensor",
-    copies=12,
+    wide=unusual,
+    copies=8,
 )
 def tsv(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:
     """θ_0 + scale · U_⊥ Σ V_⊥ᵀ for matrices: each Δ_t's leading 1/T of singular vectors, all made orthogonal together.
@@ -27,14 +28,14 @@ def tsv(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scal
     columns. So tasks no longer share directions, which is how they interfere. Tensors that are no matrices (vectors,
     convolutions) become θ_0 + (scale/T) Σ w_t Δ_t.
 
-    Every matrix is decomposed whole, on one thread: minutes for billions of weights.
+    Every matrix is decomposed whole, on one thread or the device: time grows with the cube of its width.
     """
     if base.dim() != 2 or min(base.shape) == 0:
         return plain_mean(base, tuned, weights, scale)
     kept = max(1, min(base.shape) // len(tuned))
-    left, values, right = [], [], []
+    noise, left, values, right = rounding(base), [], [], []
     for model, weight in zip(tuned, weights, strict=True):
-        u, sigma, vh = svd(model - base)
+        u, sigma, vh = svd(model - base, noise)
         left.append(u[:, :kept])
         values.append(sigma[:kept] * weight)
         right.append(vh[:kept])
