@@ -211,9 +211,8 @@ def _check_loads(result: ResultTokenizer) -> None:
             (Path(place) / name).write_text(text, "utf-8")
         try:
             with quiet_transformers():
-                loaded = AutoTokenizer.from_pretrained(
-                    place, local_files_only=True, trust_remote_code=False
-                ).get_vocab()
+                found = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+                loaded = found.get_vocab()
         except Exception as error:  # whatever a class makes of a tokenizer that it does not expect
             raise InputError(
                 f"{label}: its tokenizer, extended by the tokens of other models, cannot be loaded by transformers: "

@@ -78,9 +78,8 @@ def vocabulary_of(checkpoint: Checkpoint) -> Vocabulary:
     """The vocabulary of a model; that of its base for an adapter without a tokenizer of its own."""
     folders = [below.folder for below in beneath(checkpoint) if below.folder is not None]
     for folder in folders:
-        if any(
-            path.name not in ("tokenizer_config.json", "special_tokens_map.json") for path in tokenizer_files(folder)
-        ):
+        found = {path.name for path in tokenizer_files(folder)}
+        if found - {"tokenizer_config.json", "special_tokens_map.json"}:
             return read_vocabulary(folder, checkpoint.label)
     where = f" in {folders[0]}" if folders else ": it is a lone file"
     raise InputError(
@@ -173,8 +172,8 @@ def _converted(folder: Path, label: str) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     problem = (
-        f"{label}: its tokenizer has no tokenizer.json, and transformers cannot make one of its other files. Where that "
-        "works (sentencepiece or tiktoken may have to be installed), save it with "
+        f"{label}: its tokenizer has no tokenizer.json, and transformers cannot make one of its other files. Where "
+        "that works (sentencepiece or tiktoken may have to be installed), save it with "
         "AutoTokenizer.from_pretrained(MODEL).save_pretrained(MODEL)"
     )
     for path in tokenizer_files(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -235,8 +236,8 @@ class _Alignment:
         if self.rows > tokens:
             between = f", {size - tokens} of them between tokens" if size > tokens else ""
             yield (
-                f"tokenizer: {self.rows - tokens} of the result's {self.rows} rows mean no token{between}; they are the "
-                "mean of the others"
+                f"tokenizer: {self.rows - tokens} of the result's {self.rows} rows mean no token{between}; they are "
+                "the mean of the others"
             )
 
     def _rule(self) -> str:
@@ -272,9 +273,8 @@ class _Alignment:
                 return self.tokenizer.ids.get(tokens[before])
             return before if from_template and before < self.rows else None
 
-        configs = (
-            {} if from_template else {name: self._json(self.source.folder / name) for name in (CONFIG, GENERATION)}
-        )
+        names = () if from_template else (CONFIG, GENERATION)
+        configs = {name: _json(self.source.folder / name) for name in names}
         reads = [path for vocabulary in self.vocabularies.values() for path in vocabulary.files]
         reads += [*self.source.files, *(self.source.folder / name for name in configs)]
         return ResultFiles(
@@ -287,9 +287,9 @@ class _Alignment:
             notes=self.notes,
         )
 
-    @staticmethod
-    def _json(path: Path) -> dict[str, object]:
-        return read_json(path) if path.is_file() else {}
+
+def _json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
 
 
 def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, folder: Path | None, label: str) -> None:
