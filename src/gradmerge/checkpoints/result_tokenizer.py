@@ -119,7 +119,7 @@ def _notes_on_words(source: Vocabulary, words: Sequence[str], others: Sequence[V
     )
     yield (
         f"tokenizer: {len(words)} words of other vocabularies than that of {source.label} have rows in the result "
-        f"({_tokens(words)}); {used}. To encode text as another model does, name it: `tokenizer: {whose[-1]}`"
+        f"({_tokens(words)}); {used}. To encode text as another model does, name it: `tokenizer: {whose[0]}`"
     )
 
 

@@ -232,7 +232,7 @@ class _Alignment:
                 yield f"{checkpoint.label}: {_count(absent)} that the result does not have: {some(absent)}"
             lacking = [repr(by_row[int(place)]) for place in np.flatnonzero(own == ELSEWHERE)]
             if lacking:
-                yield f"{checkpoint.label}: lacks {_count(lacking)} of the result ({some(lacking)}); {self._rule()}"
+                yield f"{checkpoint.label}: lacks {_count(lacking)} of the result ({some(lacking)}); {self._rule(checkpoint)}"
         if self.rows > tokens:
             between = f", {size - tokens} of them between tokens" if size > tokens else ""
             yield (
@@ -240,10 +240,11 @@ class _Alignment:
                 "the mean of the others"
             )
 
-    def _rule(self) -> str:
+    def _rule(self, model: Checkpoint) -> str:
         listed_tokens = " or as `tokens` says" if self.choice.tokens else ""
-        if self.models.base is None:
+        if self.models.base in (None, model):
             return f"their rows are the mean of those of the models that have them{listed_tokens}"
+        assert self.models.base is not None
         return (
             f"their rows are those of {self.models.base.label}, or where it has none the mean of those of the models "
             f"that do{listed_tokens}"

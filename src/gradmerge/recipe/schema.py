@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from ..display import OneLine
 from ..rules import RULES, Rule
 from .rule_options import check_options
-from .tokens import Tokenizer
+from .tokenizer_choice import Tokenizer
 from .values import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
 from .varying import Varying, Weight
 
