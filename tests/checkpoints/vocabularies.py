@@ -35,6 +35,7 @@ def byte_level(text: str, size: int = 290, **settings: Any) -> Tokenizer:
 def word_pieces(text: str, size: int = 70) -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator([text] * 3, trainer)
@@ -83,12 +84,16 @@ def state(rows: int, seed: int, *, tied: bool = False, bias: bool = False, **typ
     shapes |= {} if tied else {"lm_head.weight": (rows, WIDTH)}
     shapes |= {"lm_head.bias": (rows,)} if bias else {}
     dtype = types.get("dtype", torch.float64)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
+    }
 
 
 def save_model(folder: Path, weights: Mapping[str, Tensor], shards: int = 1, **config: Any) -> Path:
     rows = weights["model.embed_tokens.weight"].shape[0]
     tied = "lm_head.weight" not in weights
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
     return write_model(folder, weights, shards, {"vocab_size": rows, "tie_word_embeddings": tied, **config})
 
 
@@ -112,7 +117,7 @@ def completed(every: Sequence[Vectors], tokens: Sequence[str], base: int | None)
         if base is not None and token in every[base]:
             default = every[base][token]
         for vectors, full in zip(every, result, strict=True):
-            full[token] = vectors[token] if token in vectors else default
+            full[token] = vectors.get(token, default)
     return result
 
 

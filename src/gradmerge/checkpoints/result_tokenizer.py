@@ -16,6 +16,8 @@ from ..text import first_line, to_json
 from .compare import some
 from .token_files import PLAIN, SPECIAL, VOCABULARY_FILES, Vocabulary
 
+#: How words of another vocabulary are found in text that a WordPiece model cuts: as words of their own.
+WHOLE = {**PLAIN, "single_word": True, "normalized": True}
 #: How far below a Unigram model's least likely token those of others are put: no text is cut with them that can be cut
 #: without.
 UNLIKELY = 1e4
@@ -60,7 +62,9 @@ def result_tokenizer(
                 (words if settings is None else added).setdefault(token, settings)
         notes += _other_settings(source, added, other)
     own_words = [token for token in words if token not in added]
-    every = {token: words[token] for token in own_words} | added
+    # Among the words of a WordPiece model they would also be found as parts of others.
+    plain = WHOLE if source.tokenizer["model"].get("type") == "WordPiece" else None
+    every = dict.fromkeys(own_words, plain) | added
     every |= {token: {**PLAIN, "normalized": True} for token in named if token not in source.ids and token not in every}
     special, more = _special_tokens(source, others, union)
     notes += more
@@ -113,7 +117,7 @@ def _notes_on_words(source: Vocabulary, words: Sequence[str], others: Sequence[V
     kind = source.tokenizer["model"].get("type")
     whose = [other.label for other in others if any(word in other.ids for word in words)]
     used = (
-        f"they are used where {source.label} cuts text into smaller pieces, so that some text is encoded otherwise"
+        f"where they are whole words of a text they are used, other text is encoded as {source.label} does"
         if kind == "WordPiece" or source.tokenizer["model"].get("ignore_merges")
         else f"text that {source.label} knows is encoded without them, as before"
     )

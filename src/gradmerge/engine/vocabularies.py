@@ -232,7 +232,8 @@ class _Alignment:
                 yield f"{checkpoint.label}: {_count(absent)} that the result does not have: {some(absent)}"
             lacking = [repr(by_row[int(place)]) for place in np.flatnonzero(own == ELSEWHERE)]
             if lacking:
-                yield f"{checkpoint.label}: lacks {_count(lacking)} of the result ({some(lacking)}); {self._rule(checkpoint)}"
+                rule = self._rule(checkpoint)
+                yield f"{checkpoint.label}: lacks {_count(lacking)} of the result ({some(lacking)}); {rule}"
         if self.rows > tokens:
             between = f", {size - tokens} of them between tokens" if size > tokens else ""
             yield (
