@@ -12,9 +12,9 @@ from typing import Any
 
 from ..errors import InputError
 from ..quiet import quiet_transformers
-from ..text import first_line, to_json
+from ..text import to_json
 from .compare import some
-from .token_files import PLAIN, SPECIAL, VOCABULARY_FILES, Vocabulary
+from .token_files import PLAIN, SPECIAL, VOCABULARY_FILES, Vocabulary, told_as
 
 #: How words of another vocabulary are found in text that a WordPiece model cuts: as words of their own.
 WHOLE = {**PLAIN, "single_word": True, "normalized": True}
@@ -197,10 +197,8 @@ def _ids_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Token → id as the tokenizers library reads them."""
     from tokenizers import Tokenizer
 
-    try:
+    with told_as("the tokenizer cannot be read"):
         return dict(Tokenizer.from_str(json.dumps(tokenizer)).get_vocab(with_added_tokens=True))
-    except Exception as error:  # the library's own, of no common class
-        raise InputError(f"the tokenizer cannot be read: {first_line(error)[:200]}") from error
 
 
 def _check_loads(result: ResultTokenizer) -> None:
@@ -213,15 +211,10 @@ def _check_loads(result: ResultTokenizer) -> None:
             (Path(place) / path.name).write_bytes(path.read_bytes())
         for name, text in result.written.items():
             (Path(place) / name).write_text(text, "utf-8")
-        try:
-            with quiet_transformers():
-                found = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-                loaded = found.get_vocab()
-        except Exception as error:  # whatever a class makes of a tokenizer that it does not expect
-            raise InputError(
-                f"{label}: its tokenizer, extended by the tokens of other models, cannot be loaded by transformers: "
-                f"{first_line(error)[:200]}. Name one model as `tokenizer` instead of union"
-            ) from error
+        problem = f"{label}: its tokenizer, extended by the tokens of other models, cannot be loaded by transformers"
+        with told_as(f"{problem}. Name one model as `tokenizer` instead of union"), quiet_transformers():
+            found = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+            loaded = found.get_vocab()
     # Some classes add tokens that no file has, after all others, as they do for the source.
     wrong = [token for token, number in result.ids.items() if loaded.get(token) != number]
     if wrong:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -167,6 +168,17 @@ def _refuse_doubles(found: Vocabulary) -> None:
         tokens[number] = token
 
 
+@contextlib.contextmanager
+def told_as(problem: str) -> Iterator[None]:
+    """Whatever a library makes of files that it does not expect, a panic of its Rust code too, as an error of ours."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise InputError(f"{problem}: {first_line(error)[:200]}") from error
+
+
 def _converted(folder: Path, label: str) -> dict[str, Any]:
     """The tokenizer.json that transformers makes of the older files of a tokenizer."""
     from transformers import AutoTokenizer
@@ -178,12 +190,9 @@ def _converted(folder: Path, label: str) -> dict[str, Any]:
     )
     for path in tokenizer_files(folder):
         read_bounded(path, MAX_CONFIG if path.suffix == ".json" and path.name != "vocab.json" else MAX_TOKENIZER)
-    try:
-        with quiet_transformers():
-            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-            tokenizer = json.loads(loaded.backend_tokenizer.to_str())
-    except Exception as error:  # whatever a class makes of files that it does not expect
-        raise InputError(f"{problem}: {first_line(error)[:200]}") from error
+    with told_as(problem), quiet_transformers():
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = json.loads(loaded.backend_tokenizer.to_str())
     if not isinstance(tokenizer, dict) or not tokenizer.get("model", {}).get("vocab"):
         raise InputError(problem)
     return tokenizer
