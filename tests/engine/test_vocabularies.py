@@ -254,7 +254,8 @@ def test_the_result_loads_as_a_model_and_knows_its_special_tokens(tmp_path: Path
     for name, vocabulary_ in ids.items():
         config = LlamaConfig(
             vocab_size=len(vocabulary_), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=2, bos_token_id=0, eos_token_id=1 if name == "base" else vocabulary_["<|im_end|>"],
+            num_attention_heads=2, num_key_value_heads=2, bos_token_id=0,
+            eos_token_id=1 if name == "base" else vocabulary_["<|im_end|>"],
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(tmp_path / name)
     for source, eos in (("union", "</s>"), ("chat", "<|im_end|>")):

@@ -66,6 +66,11 @@ def with_one_vocabulary(
     if recipe.tokenizer is not None:
         alignment = _Alignment(recipe, models)
         views |= alignment.views()
+        if recipe.output.format == "adapter" and views[models.template] is not models.template:
+            raise InputError(
+                "tokenizer: an adapter goes on top of the base with the rows that it has, and the result would have "
+                "others. Write a model (`output.format: model`)"
+            )
         files = alignment.files()
         folder, label = alignment.source.folder, alignment.source.label
     _choose_template(recipe, models, files, folder, label)
