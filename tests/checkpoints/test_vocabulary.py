@@ -68,10 +68,8 @@ def test_a_view_reads_the_same_in_blocks_of_any_size(columns: int) -> None:
     given_ = [[5, 0, -1, 4, -1, 1, -1], [0, 1, 2, 3, -1, 3, -1]]
     name = "model.embed_tokens.weight"
     for view in views(own, given_, columns):
-        mine, others = (
-            view.inner._memory[name].reshape(6, -1),
-            [v._memory[name].reshape(6, -1) for v in view._defaults.models],
-        )
+        others = [model._memory[name].reshape(6, -1) for model in view._defaults.models]
+        mine = view.inner._memory[name].reshape(6, -1)
         rows = [mine[row] if row >= 0 else None for row in view.rows.own]
         rows[3] = (others[0][4] + others[1][3]) / 2 if view.rows.own[3] == ELSEWHERE else rows[3]
         rows[2] = others[1][2] if rows[2] is None else rows[2]

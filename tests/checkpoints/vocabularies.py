@@ -113,7 +113,7 @@ def completed(every: Sequence[Vectors], tokens: Sequence[str], base: int | None)
     result: list[Vectors] = [{} for _ in every]
     for token in tokens:
         having = [vectors[token] for vectors in every if token in vectors]
-        default = sum(having) / len(having) if having else None
+        default = torch.stack(having).mean(0) if having else torch.zeros(0)
         if base is not None and token in every[base]:
             default = every[base][token]
         for vectors, full in zip(every, result, strict=True):

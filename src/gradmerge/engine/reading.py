@@ -12,6 +12,7 @@ from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, block_digest
 from ..checkpoints.token_files import beneath
 from ..errors import InputError
+from ..rules.spec import each
 from ..text import one_line
 from .inputs import CurvatureInput, Digests
 from .plan import Job, Plan
@@ -55,8 +56,9 @@ def read_block(
     if "curvature" in plan.needs:
         block["curvature"] = [curvature(source, f"curvature {i}") for i, source in enumerate(inputs.curvature)]
     if "kept" in plan.needs:
-        seed, density = inputs.options["seed"], inputs.options["density"]
-        block["kept"] = [keep_mask(seed, i, job.name, start, stop, density) for i in range(len(tuned))]
+        options = inputs.settings.of(job.name).options
+        shares = enumerate(each(options["density"], tuned))
+        block["kept"] = [keep_mask(options["seed"], i, job.name, start, stop, share) for i, share in shares]
     return block
 
 

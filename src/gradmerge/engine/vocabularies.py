@@ -173,6 +173,10 @@ class _Alignment:
         if base is not None:
             there = given[base] >= 0
             given |= {c: np.where(there, -1, rows) for c, rows in given.items() if c is not base}
+        seen: dict[tuple[str, Path | None], Checkpoint] = {}
+        for checkpoint in every:  # a model that the recipe names twice counts once
+            if seen.setdefault((checkpoint.label, checkpoint.folder), checkpoint) is not checkpoint:
+                given[checkpoint] = np.full(self.rows, ELSEWHERE, dtype=np.int64)
         zero = np.zeros(self.rows, dtype=bool)
         for token, rule in self.choice.tokens.items():
             self._apply(token, rule, given, zero)
