@@ -90,7 +90,7 @@ def kind(field: dict[str, Any]) -> str:
     """A JSON schema in words."""
     if "$ref" in field:
         name = field["$ref"].rpartition("/")[2]
-        known = {"Identity": "`{identity: c}`", "MeanTimes": "`{mean_times: N}`"}
+        known = {"Identity": "`{identity: c}`", "MeanTimes": "`{mean_times: N}`", "TokenizerChoice": "text or mapping"}
         return (known | dict.fromkeys(("Base", "Model"), "mapping or path")).get(name, "mapping")
     if "type" not in field and "anyOf" not in field and "enum" not in field and "const" not in field:
         return "number or list"

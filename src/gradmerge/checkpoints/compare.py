@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import InputError
+from ..notes import Kind, Note
 from ..storage.tensorfile import TensorInfo
 from ..text import listed, nearest
 from .beside import notes_on_files
@@ -109,7 +110,8 @@ def compare(
             _note_ancestry(first, other, result, aliases, first_is_base)
         result.aliases.append(aliases)
         used |= _compare_configs(first, other, result, chosen, allow_config)
-        used |= _compare_tokens(first, other, result, allow_config) if "tokenizer" not in settled else set()
+        if "tokenizer" not in settled:
+            _note_tokens(first, other, result)
         result.notes += notes_on_files(first, other, settled)
     idle = [key for key in allow_config if key not in used]
     result.notes += [f"--allow-config {key}: the configs do not differ in it" for key in idle]
@@ -170,23 +172,19 @@ def _compare_one(
     return aliases
 
 
-def _compare_tokens(first: Checkpoint, other: Checkpoint, result: Comparison, allowed: Sequence[str]) -> set[str]:
-    """Refuse tokenizers that give a token different rows, if rows are merged; returns the keys that allowed it."""
+def _note_tokens(first: Checkpoint, other: Checkpoint, result: Comparison) -> None:
+    """Tokenizers that differ: a warning if a token has different rows, and rows are merged."""
     found = token_difference(first, other)
     if found is None:
-        return set()
+        return
     shapes = [first.tensors[name].shape for name in result.merged if not in_layer(name)]
-    mixed = found.moved and any(len(shape) > 1 and shape[0] >= min(found.sizes) for shape in shapes)
-    if not mixed or allows(allowed, "tokenizer"):
+    if found.moved and any(len(shape) > 1 and shape[0] >= min(found.sizes) for shape in shapes):
+        text = f"WARNING: {other.label}: its tokenizer maps words to other rows than that of {first.label}; unless you "
+        text += f"know why, the merged embeddings will be garbage: {'; '.join(found.lines)}. {MATCH}"
+        result.notes.append(Note(text, Kind.TOKENS, moved=len(found.moved)))
+    else:
         text = f"{other.label}: its tokenizer is not that of {first.label}, which the result has"
         result.notes.append(f"{text}: {'; '.join(found.lines)}. {MATCH}")
-        return {"tokenizer"} if mixed else set()
-    what = (
-        f"{other.label}: its tokenizer maps words to other rows than that of {first.label}; merged, they mean nothing"
-    )
-    advice = f"{MATCH}; if the rows mean the same all the same, pass --allow-config tokenizer."
-    result.refuse(found.lines, what, advice)
-    return set()
 
 
 def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, names: set[str]) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 
 from ..errors import InputError
 from ..quiet import quiet_transformers
-from ..text import first_line, to_json
+from ..text import to_json
 from .compare import some
-from .token_files import PLAIN, SPECIAL, VOCABULARY_FILES, Vocabulary
+from .token_files import PLAIN, SPECIAL, VOCABULARY_FILES, Vocabulary, told_as
 
+#: How words of another vocabulary are found in text that a WordPiece model cuts: as words of their own.
+WHOLE = {**PLAIN, "single_word": True, "normalized": True}
 #: How far below a Unigram model's least likely token those of others are put: no text is cut with them that can be cut
 #: without.
 UNLIKELY = 1e4
@@ -60,7 +62,9 @@ def result_tokenizer(
                 (words if settings is None else added).setdefault(token, settings)
         notes += _other_settings(source, added, other)
     own_words = [token for token in words if token not in added]
-    every = {token: words[token] for token in own_words} | added
+    # Among the words of a WordPiece model they would also be found as parts of others.
+    plain = WHOLE if source.tokenizer["model"].get("type") == "WordPiece" else None
+    every = dict.fromkeys(own_words, plain) | added
     every |= {token: {**PLAIN, "normalized": True} for token in named if token not in source.ids and token not in every}
     special, more = _special_tokens(source, others, union)
     notes += more
@@ -113,13 +117,13 @@ def _notes_on_words(source: Vocabulary, words: Sequence[str], others: Sequence[V
     kind = source.tokenizer["model"].get("type")
     whose = [other.label for other in others if any(word in other.ids for word in words)]
     used = (
-        f"they are used where {source.label} cuts text into smaller pieces, so that some text is encoded otherwise"
+        f"where they are whole words of a text they are used, other text is encoded as {source.label} does"
         if kind == "WordPiece" or source.tokenizer["model"].get("ignore_merges")
         else f"text that {source.label} knows is encoded without them, as before"
     )
     yield (
         f"tokenizer: {len(words)} words of other vocabularies than that of {source.label} have rows in the result "
-        f"({_tokens(words)}); {used}. To encode text as another model does, name it: `tokenizer: {whose[-1]}`"
+        f"({_tokens(words)}); {used}. To encode text as another model does, name it: `tokenizer: {whose[0]}`"
     )
 
 
@@ -193,10 +197,8 @@ def _ids_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Token → id as the tokenizers library reads them."""
     from tokenizers import Tokenizer
 
-    try:
+    with told_as("the tokenizer cannot be read"):
         return dict(Tokenizer.from_str(json.dumps(tokenizer)).get_vocab(with_added_tokens=True))
-    except Exception as error:  # the library's own, of no common class
-        raise InputError(f"the tokenizer cannot be read: {first_line(error)[:200]}") from error
 
 
 def _check_loads(result: ResultTokenizer) -> None:
@@ -209,16 +211,10 @@ def _check_loads(result: ResultTokenizer) -> None:
             (Path(place) / path.name).write_bytes(path.read_bytes())
         for name, text in result.written.items():
             (Path(place) / name).write_text(text, "utf-8")
-        try:
-            with quiet_transformers():
-                loaded = AutoTokenizer.from_pretrained(
-                    place, local_files_only=True, trust_remote_code=False
-                ).get_vocab()
-        except Exception as error:  # whatever a class makes of a tokenizer that it does not expect
-            raise InputError(
-                f"{label}: its tokenizer, extended by the tokens of other models, cannot be loaded by transformers: "
-                f"{first_line(error)[:200]}. Name one model as `tokenizer` instead of union"
-            ) from error
+        problem = f"{label}: its tokenizer, extended by the tokens of other models, cannot be loaded by transformers"
+        with told_as(f"{problem}. Name one model as `tokenizer` instead of union"), quiet_transformers():
+            found = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+            loaded = found.get_vocab()
     # Some classes add tokens that no file has, after all others, as they do for the source.
     wrong = [token for token, number in result.ids.items() if loaded.get(token) != number]
     if wrong:

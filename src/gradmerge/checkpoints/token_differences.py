@@ -40,16 +40,13 @@ class TokenDifference:
 
 def token_difference(first: Checkpoint, other: Checkpoint) -> TokenDifference | None:
     """How two models' tokens differ; None where they do not, or the files do not tell."""
-    folders = [_folder(first), _folder(other)]
-    if folders[0] is None or folders[1] is None or folders[0] == folders[1]:
+    ours, theirs = _folder(first), _folder(other)
+    if ours is None or theirs is None or ours == theirs:
         return None
     try:
-        one, two = (_bytes(folder) for folder in folders if folder is not None)
-        if one == two:
+        if _bytes(ours) == _bytes(theirs):
             return None
-        here, there = (
-            read_vocabulary(f, c.label) for f, c in zip(folders, (first, other), strict=True) if f is not None
-        )
+        here, there = read_vocabulary(ours, first.label), read_vocabulary(theirs, other.label)
     except InputError:
         return None
     found = TokenDifference(

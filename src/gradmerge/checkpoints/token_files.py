@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -78,9 +79,8 @@ def vocabulary_of(checkpoint: Checkpoint) -> Vocabulary:
     """The vocabulary of a model; that of its base for an adapter without a tokenizer of its own."""
     folders = [below.folder for below in beneath(checkpoint) if below.folder is not None]
     for folder in folders:
-        if any(
-            path.name not in ("tokenizer_config.json", "special_tokens_map.json") for path in tokenizer_files(folder)
-        ):
+        found = {path.name for path in tokenizer_files(folder)}
+        if found - {"tokenizer_config.json", "special_tokens_map.json"}:
             return read_vocabulary(folder, checkpoint.label)
     where = f" in {folders[0]}" if folders else ": it is a lone file"
     raise InputError(
@@ -168,23 +168,31 @@ def _refuse_doubles(found: Vocabulary) -> None:
         tokens[number] = token
 
 
+@contextlib.contextmanager
+def told_as(problem: str) -> Iterator[None]:
+    """Whatever a library makes of files that it does not expect, a panic of its Rust code too, as an error of ours."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise InputError(f"{problem}: {first_line(error)[:200]}") from error
+
+
 def _converted(folder: Path, label: str) -> dict[str, Any]:
     """The tokenizer.json that transformers makes of the older files of a tokenizer."""
     from transformers import AutoTokenizer
 
     problem = (
-        f"{label}: its tokenizer has no tokenizer.json, and transformers cannot make one of its other files. Where that "
-        "works (sentencepiece or tiktoken may have to be installed), save it with "
+        f"{label}: its tokenizer has no tokenizer.json, and transformers cannot make one of its other files. Where "
+        "that works (sentencepiece or tiktoken may have to be installed), save it with "
         "AutoTokenizer.from_pretrained(MODEL).save_pretrained(MODEL)"
     )
     for path in tokenizer_files(folder):
         read_bounded(path, MAX_CONFIG if path.suffix == ".json" and path.name != "vocab.json" else MAX_TOKENIZER)
-    try:
-        with quiet_transformers():
-            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-            tokenizer = json.loads(loaded.backend_tokenizer.to_str())
-    except Exception as error:  # whatever a class makes of files that it does not expect
-        raise InputError(f"{problem}: {first_line(error)[:200]}") from error
+    with told_as(problem), quiet_transformers():
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = json.loads(loaded.backend_tokenizer.to_str())
     if not isinstance(tokenizer, dict) or not tokenizer.get("model", {}).get("vocab"):
         raise InputError(problem)
     return tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -65,6 +66,11 @@ def with_one_vocabulary(
     if recipe.tokenizer is not None:
         alignment = _Alignment(recipe, models)
         views |= alignment.views()
+        if recipe.output.format == "adapter" and views[models.template] is not models.template:
+            raise InputError(
+                "tokenizer: an adapter goes on top of the base with the rows that it has, and the result would have "
+                "others. Write a model (`output.format: model`)"
+            )
         files = alignment.files()
         folder, label = alignment.source.folder, alignment.source.label
     _choose_template(recipe, models, files, folder, label)
@@ -167,6 +173,10 @@ class _Alignment:
         if base is not None:
             there = given[base] >= 0
             given |= {c: np.where(there, -1, rows) for c, rows in given.items() if c is not base}
+        seen: dict[tuple[str, Path | None], Checkpoint] = {}
+        for checkpoint in every:  # a model that the recipe names twice counts once
+            if seen.setdefault((checkpoint.label, checkpoint.folder), checkpoint) is not checkpoint:
+                given[checkpoint] = np.full(self.rows, ELSEWHERE, dtype=np.int64)
         zero = np.zeros(self.rows, dtype=bool)
         for token, rule in self.choice.tokens.items():
             self._apply(token, rule, given, zero)
@@ -231,18 +241,20 @@ class _Alignment:
                 yield f"{checkpoint.label}: {_count(absent)} that the result does not have: {some(absent)}"
             lacking = [repr(by_row[int(place)]) for place in np.flatnonzero(own == ELSEWHERE)]
             if lacking:
-                yield f"{checkpoint.label}: lacks {_count(lacking)} of the result ({some(lacking)}); {self._rule()}"
+                rule = self._rule(checkpoint)
+                yield f"{checkpoint.label}: lacks {_count(lacking)} of the result ({some(lacking)}); {rule}"
         if self.rows > tokens:
             between = f", {size - tokens} of them between tokens" if size > tokens else ""
             yield (
-                f"tokenizer: {self.rows - tokens} of the result's {self.rows} rows mean no token{between}; they are the "
-                "mean of the others"
+                f"tokenizer: {self.rows - tokens} of the result's {self.rows} rows mean no token{between}; they are "
+                "the mean of the others"
             )
 
-    def _rule(self) -> str:
+    def _rule(self, model: Checkpoint) -> str:
         listed_tokens = " or as `tokens` says" if self.choice.tokens else ""
-        if self.models.base is None:
+        if self.models.base in (None, model):
             return f"their rows are the mean of those of the models that have them{listed_tokens}"
+        assert self.models.base is not None
         return (
             f"their rows are those of {self.models.base.label}, or where it has none the mean of those of the models "
             f"that do{listed_tokens}"
@@ -272,9 +284,8 @@ class _Alignment:
                 return self.tokenizer.ids.get(tokens[before])
             return before if from_template and before < self.rows else None
 
-        configs = (
-            {} if from_template else {name: self._json(self.source.folder / name) for name in (CONFIG, GENERATION)}
-        )
+        names = () if from_template else (CONFIG, GENERATION)
+        configs = {name: _json(self.source.folder / name) for name in names}
         reads = [path for vocabulary in self.vocabularies.values() for path in vocabulary.files]
         reads += [*self.source.files, *(self.source.folder / name for name in configs)]
         return ResultFiles(
@@ -287,9 +298,9 @@ class _Alignment:
             notes=self.notes,
         )
 
-    @staticmethod
-    def _json(path: Path) -> dict[str, object]:
-        return read_json(path) if path.is_file() else {}
+
+def _json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
 
 
 def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, folder: Path | None, label: str) -> None:

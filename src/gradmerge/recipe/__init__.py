@@ -4,7 +4,7 @@ from ..safe_yaml import parse_yaml
 from .documents import check_penalty, load_recipe, make_recipe
 from .rule_options import check_options
 from .schema import Base, Model, Output, Recipe, Slice, SliceModel
-from .tokens import ZERO, ModelToken, TokenizerChoice, TokenRule
+from .tokenizer_choice import ZERO, ModelToken, TokenizerChoice, TokenRule
 from .values import NONE, CurvatureSource, Identity, MeanTimes, reduction_factor
 from .varying import Case, Varying, in_words, leaves, mapped, plain, spread_over_layers, value_at
 

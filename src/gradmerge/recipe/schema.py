@@ -12,7 +12,7 @@ from ..notes import Note
 from ..rules import RULES, Rule
 from .rule_options import check_options
 from .slicing import options_in_common
-from .tokens import Tokenizer
+from .tokenizer_choice import Tokenizer
 from .values import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
 from .varying import Varying, Weight
 
