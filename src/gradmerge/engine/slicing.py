@@ -12,7 +12,7 @@ from ..checkpoints.model import Checkpoint
 from ..checkpoints.stacked import LayerRange, StackedCheckpoint, compare_parts
 from ..errors import InputError
 from ..recipe import Base, Model, Recipe
-from ..recipe.slicing import options_of_slices
+from ..recipe.sliced import options_of_slices
 from .per_layer import LayerSettings, Stretch
 
 CURVATURE = frozenset({"prior", "curvature", "penalty", "grams"})
@@ -107,12 +107,12 @@ def layer_table(recipe: Recipe) -> list[dict[str, Any]]:
     """Which layers of the result come from where, slice by slice: ranges of the first and one past the last."""
     rows: list[dict[str, Any]] = []
     first = 0
+    base = recipe.base if "base" in recipe.rule.needs(recipe.resolved_options) else None
     for part, length in zip(recipe.slices, lengths(recipe), strict=True):
-        sources: Sequence[tuple[Base | Model, tuple[int, int]]] = [(model, model.layers) for model in part.models]
         row: dict[str, Any] = {"layers": [first, first + length]}
-        row["from"] = [{"model": model.model, "layers": list(layers)} for model, layers in sources]
-        if part.base is not None:
-            row["base"] = list(part.base)
+        row["from"] = [{"model": model.model, "layers": list(model.layers)} for model in part.models]
+        if base is not None:
+            row["base"] = {"model": base.model, "layers": list(part.base or part.models[0].layers)}
         rows.append(row)
         first += length
     return rows

@@ -15,7 +15,7 @@ from ..safe_yaml import parse_yaml
 from ..text import nearest
 from .explaining import explain
 from .schema import Base, Recipe
-from .slicing import check_slices
+from .sliced import check_slices
 from .values import CurvatureSource, Identity
 
 MAX_BYTES = 1_000_000

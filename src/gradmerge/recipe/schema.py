@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from ..display import OneLine
 from ..rules import RULES, Rule
 from .rule_options import check_options
-from .slicing import options_in_common
+from .sliced import options_in_common
 from .values import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
 from .varying import Varying, Weight
 
