@@ -101,7 +101,7 @@ def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) 
         template=template,
         base=base,
         tuned=tuned,
-        settings=settings_of_slices(recipe, template) if recipe.slices else settings,
+        settings=settings_of_slices(recipe, template, tuned) if recipe.slices else settings,
         damping=USUAL_DAMPING if recipe.damping == "auto" else recipe.damping,
         damping_is_open=recipe.damping == "auto",
         options=options,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoints.compare import Comparison
@@ -11,9 +12,9 @@ from ..checkpoints.layer_names import is_before_layers, layer_of
 from ..checkpoints.model import Checkpoint
 from ..checkpoints.stacked import LayerRange, StackedCheckpoint, compare_parts
 from ..errors import InputError
-from ..recipe import Base, Model, Recipe
+from ..recipe import Base, Model, Recipe, value_at
 from ..recipe.sliced import options_of_slices
-from .per_layer import LayerSettings, Stretch
+from .per_layer import LayerSettings, Numbers, Stretch, varies
 
 CURVATURE = frozenset({"prior", "curvature", "penalty", "grams"})
 
@@ -65,7 +66,33 @@ def _reference(part: Base | Model) -> str:
     return repr((part.model, part.adapter, part.rename))
 
 
-def settings_of_slices(recipe: Recipe, template: Checkpoint) -> LayerSettings:
+@dataclass(frozen=True)
+class SliceStretch(Stretch):
+    """A slice. Filters of what each model has of its own are held against the names in that model."""
+
+    stacks: Sequence[Checkpoint] = ()
+    own: frozenset[str] = frozenset()
+    """Options that may differ between models."""
+
+    def names_of(self, name: str) -> list[str]:
+        return [name, *map(self._stored(name), self.stacks)]
+
+    def _stored(self, name: str) -> Callable[[Checkpoint], str]:
+        return lambda stack: stack.places[name][1] if isinstance(stack, StackedCheckpoint) else name
+
+    def at(self, name: str, position: float) -> Numbers:
+        names = self.names_of(name)[1:]
+
+        def each(values: Any) -> list[Any]:
+            values = values if isinstance(values, list) else [values] * len(names)
+            return [value_at(value, stored, position) for value, stored in zip(values, names, strict=True)]
+
+        common = super().at(name, position)
+        own = {key: each(value) for key, value in self.options.items() if key in self.own and varies(value)}
+        return replace(common, weights=each(list(self.weights)), options=common.options | own)
+
+
+def settings_of_slices(recipe: Recipe, template: Checkpoint, tuned: Sequence[Checkpoint]) -> LayerSettings:
     """The weights and options of each slice, for its own layers.
 
     Tensors before the layers have those of the first slice, and tensors after them those of the last, each with the
@@ -73,8 +100,9 @@ def settings_of_slices(recipe: Recipe, template: Checkpoint) -> LayerSettings:
     """
     base_weight = None if recipe.base is None else recipe.base.weight
     options = options_of_slices(recipe)
+    per_model = frozenset(option.name for option in recipe.rule.options if option.help.per_model)
     stretches = [
-        Stretch([model.weight for model in part.models], base_weight, own)
+        SliceStretch([model.weight for model in part.models], base_weight, own, tuned, per_model)
         for part, own in zip(recipe.slices, options, strict=True)
     ]
     stack = main_stack(template)[0]

@@ -18,7 +18,11 @@ def options_of_slices(recipe: Recipe) -> list[dict[str, Any]]:
     for place, part in enumerate(recipe.slices):
         own = [model.options for model in part.models]
         where = f"slices[{place}].models[{{}}].options"
-        found.append(check_options(recipe.rule, {**recipe.options, **part.options}, own, where))
+        try:
+            found.append(check_options(recipe.rule, {**recipe.options, **part.options}, own, where))
+        except InputError as error:
+            here = f"slices[{place}]." if part.options and str(error).startswith("options") else ""
+            raise InputError(f"{here}{error}") from None
     return found
 
 
