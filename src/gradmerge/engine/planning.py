@@ -19,11 +19,11 @@ from ..errors import InputError
 from ..notes import Kind, Note
 from ..recipe import NONE, CurvatureSource, Identity, Recipe
 from ..rules import Rule
-from ..rules.spherical import Geometry
 from ..storage.tensorfile import FLOATS, TensorInfo
 from ..text import listed
 from .inputs import USUAL_DAMPING, CurvatureInput, Inputs
 from .layers import find_layers, held_by_factors
+from .measuring import measured
 from .penalties import incomplete, mismatched, recorded_penalty
 from .per_layer import LayerSettings, Stretch, smallest, varies
 from .plan import Job, Layer, Plan, rule_arguments
@@ -172,7 +172,8 @@ def make_plan(
         types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
         wide = "F64" in types or chosen.otherwise is not None or name in layers or name in biases
         compute = torch.float64 if wide else torch.float32
-        jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute, inside=name in biases))
+        grain = chosen.cut(inputs.settings.of(name).options)
+        jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute, inside=name in biases, grain=grain))
     own = {job.name: job for job in jobs}
     for place, job in enumerate(jobs):
         if job.name in layers:
@@ -192,10 +193,11 @@ def make_plan(
 
 def _problems_of_scope(inputs: Inputs) -> list[str]:
     """One threshold for the whole model knows no layers."""
-    density, scope = (inputs.options.get(name) for name in ("density", "scope"))
-    if scope != "model" or not varies(density):
+    varying = [name for name in ("density", "gamma") if varies(inputs.options.get(name))]
+    if inputs.options.get("scope") != "model" or not varying:
         return []
-    return ["options.density: differs between tensors, which `scope: tensor` allows; `scope: model` cuts all alike"]
+    why = "differs between tensors, which `scope: tensor` allows; `scope: model` cuts all alike"
+    return [f"options.{varying[0]}: {why}"]
 
 
 def _method_notes(recipe: Recipe, looking: bool) -> Iterator[Note]:
@@ -317,13 +319,16 @@ def rehearse(plan: Plan) -> None:
     one = torch.ones(1, 1)
     stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one)
     stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
-    stand_ins |= {"thresholds": [0.0] * models, "kept": [one > 0] * models, "geometry": Geometry(1.0, 1.0, 1.0)}
-    stand_ins["damping"] = plan.inputs.damping
+    stand_ins |= {"kept": [one > 0] * models, "uniform": [one.double() / 2] * models, "damping": plan.inputs.damping}
     every = plan.inputs.settings.every(job.name for job in plan.merged)
     for rule in (plan.rule, plan.rule.otherwise):
         for numbers in every if rule is not None else ():
             assert rule is not None
             try:
-                rule(**rule_arguments(rule, plan, stand_ins, numbers))
+                ranks = rule.ranks(1, models, numbers.options) if rule.ranks is not None else []
+                stand_ins["thresholds"] = [0.0 if len(own) == 1 else [0.0] * len(own) for own in ranks]
+                arguments = rule_arguments(rule, plan, stand_ins, numbers)
+                found = measured(rule.measured(numbers.options), [arguments].__iter__, arguments, 1, one.dtype)
+                rule(**rule_arguments(rule, plan, {**stand_ins, **found}, numbers))
             except ValueError as error:
                 raise InputError(f"{rule.name}: {error}") from error

@@ -98,9 +98,12 @@ def _digest_of_source(plan: Plan, source: Source, digests: Mapping[int, list[int
         else:
             info = TensorInfo("F32", unit.job.info.shape)
         value = digests[unit.number][place]
-        read = source in plan.inputs.tuned or layer is not None
-        if info is not None and unit.job.whole and isinstance(source, Checkpoint) and read:
-            _add_tensor(digest, source, name, buffers)
+        based = source is plan.inputs.base and "base" in plan.needs and not unit.job.solved
+        read = source in plan.inputs.tuned or layer is not None or based
+        apart = unit.job.rule is not None and plan.cut_otherwise(unit.job)
+        if info is not None and apart and isinstance(source, Checkpoint) and read:
+            if unit.start == 0:
+                _add_tensor(digest, source, name, buffers)
             if layer is not None and layer.bias is not None:
                 _add_tensor(digest, source, plan.inputs.stored_name(source, layer.bias.name), buffers)
         elif info is not None and value >= 0:

@@ -1,4 +1,4 @@
-"""A model as it is, or scaled: for slices, which stack the layers of several."""
+"""One model as it is, or scaled."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from .spec import Help, each, rule
 
 @rule(
     "passthrough",
-    row=("s", "0", "I"),
-    reference="Kim et al., SOLAR 10.7B: Scaling large language models with simple yet effective depth up-scaling, "
-    "NAACL 2024",
+    row=("1", "I", "0"),
+    reference="Goddard et al., Arcee's MergeKit, EMNLP 2024",
     only_one_model=True,
+    base_shows=False,
 )
 def passthrough(
     tuned: Sequence[Tensor],
     *,
-    scale: Annotated[float, Help("what every weight is multiplied by", per_model=True)] = 1.0,
+    scale: Annotated[float, Help("factor of the model's entries", per_model=True)] = 1.0,
 ) -> Tensor:
-    """s θ_1, the one model as it is, or scaled.
+    """scale · θ_1, the tensors of one model.
 
-    With slices, it stacks layers of several models, or some layers twice.
+    For layers that are stacked from several models, and for tensors that are scaled.
     """
-    return tuned[0] * each(scale, tuned)[0]
+    factor = each(scale, tuned)[0]
+    return tuned[0].clone() if factor == 1 else tuned[0] * factor
