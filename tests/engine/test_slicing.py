@@ -45,7 +45,8 @@ def places(stack: str, state: State, slices: Sequence[Sequence[tuple[str, int, i
     found: dict[str, Place] = {}
     for name in state:
         if not name.startswith(stack):
-            found[name] = (0 if name.startswith(BEFORE) else len(slices) - 1, 0.0, [name] * len(slices[0]))
+            which = 0 if name.startswith(BEFORE) else len(slices) - 1
+            found[name] = (which, 0.0, [name] * len(slices[which]))
     rests = [name.removeprefix(f"{stack}0.") for name in state if name.startswith(f"{stack}0.")]
     number = 0
     for which, part in enumerate(slices):
@@ -182,6 +183,37 @@ def test_task_arithmetic_of_shifted_layers_and_excluded_tensors_of_the_base(tmp_
     assert_close(read_model(out), by_hand(states, STACK["bert"], slices, arithmetic))
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+def test_slices_may_merge_different_numbers_of_models(tmp_path: Path, order: Sequence[int]) -> None:
+    states = family(tmp_path, "gpt2")
+    every = [[("A", 0, 2)], [("B", 0, 3), ("C", 1, 4), ("A", 0, 3)], [("C", 2, 4), ("B", 1, 3)]]
+    slices = [every[place] for place in order]
+    parts = [{"models": [entry(*part, weight=1.0 + k) for k, part in enumerate(one)]} for one in slices]
+    out = merge(tmp_path, {"method": "weighted-average", "slices": parts})
+
+    def average(sources: list[Tensor], place: Place, name: str) -> Tensor:
+        weighted = [(1.0 + k) * source for k, source in enumerate(sources)]
+        return sum(weighted[1:], weighted[0]) / sum(1.0 + k for k in range(len(sources)))
+
+    assert_close(read_model(out), by_hand(states, STACK["gpt2"], slices, average))
+    load("gpt2", out)
+
+
+def test_thresholds_of_single_tensors_do_with_different_numbers_of_models(tmp_path: Path) -> None:
+    family(tmp_path, "llama-untied")
+    several = [{"models": [entry("A", 0, 2)]}, {"models": [entry("A", 0, 3), entry("C", 1, 4)]}]
+    recipe = {"method": "ties", "base": "./B", "options": {"scope": "tensor", "density": 0.4}, "slices": several}
+    whole = read_model(merge(tmp_path, recipe))
+    apart = []
+    for number, part in enumerate(several):
+        (tmp_path / "recipe.yml").write_text(yaml.safe_dump({**recipe, "slices": [part]}))
+        apart.append(read_model(gm.merge(tmp_path / "recipe.yml", tmp_path / f"part {number}", progress=False).output))
+    for name, value in whole.items():
+        layer = int(name.split(".")[2]) if name.startswith("model.layers.") else 0 if name.startswith(BEFORE) else 4
+        own = re.sub(r"layers\.\d+", f"layers.{layer - 2}", name) if layer > 1 else name
+        torch.testing.assert_close(value, apart[layer > 1][own], rtol=0, atol=0)
+
+
 def test_scaled_layers_begin_as_identities(tmp_path: Path) -> None:
     states = family(tmp_path, "llama-untied")
     scale = [{"filter": "o_proj", "value": 0}, {"filter": "down_proj", "value": 0}, {"value": 1}]
@@ -271,9 +303,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"method": "weighted-average", "slices": [{"models": [entry("A", 0, 2), entry("B", 0, 3)]}]},
         r"slices\[0\].models\[1\].layers: gives 3 layers, but slices\[0\].models\[0\] gives 2",
     ),
-    "unequal numbers of models": (
-        {"method": "weighted-average", "slices": [{"models": [entry("A", 0, 2)]}, {"models": [entry("A", 0, 1)] * 2}]},
-        r"slices\[0\] merges 1 and slices\[1\] 2 models",
+    "thresholds over unequal numbers of models": (
+        {
+            "method": "ties",
+            "base": "./B",
+            "slices": [{"models": [entry("A", 0, 2)]}, {"models": [entry("A", 0, 1)] * 2}],
+        },
+        r"slices\[0\] merges 1 and slices\[1\] 2 models, but `scope: model`",
     ),
     "two models in a passthrough": (
         {"slices": [{"models": [entry("A", 0, 2), entry("B", 0, 2)]}]},

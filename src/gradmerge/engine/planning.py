@@ -169,7 +169,8 @@ def make_plan(
             continue
         stored = _STORED.get(recipe.output.dtype, info.dtype)
         chosen = rule if rule.otherwise is None or name in gram_names else rule.otherwise
-        types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
+        read = [c for c in inputs.checkpoints if name not in c.absent]
+        types = {c.tensors[inputs.stored_name(c, name)].dtype for c in read}
         wide = "F64" in types or chosen.otherwise is not None or name in layers or name in biases
         compute = torch.float64 if wide else torch.float32
         grain = chosen.cut(inputs.settings.of(name).options)
@@ -315,15 +316,15 @@ def _gram_names(inputs: Inputs, names: Sequence[str]) -> tuple[set[str], list[st
 
 def rehearse(plan: Plan) -> None:
     """Run the rule once on single numbers, so that a setting which cannot work fails before any file is read."""
-    models = len(plan.inputs.tuned)
     one = torch.ones(1, 1)
-    stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one)
-    stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
-    stand_ins |= {"kept": [one > 0] * models, "uniform": [one.double() / 2] * models, "damping": plan.inputs.damping}
+    stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one) | {"damping": plan.inputs.damping}
     every = plan.inputs.settings.every(job.name for job in plan.merged)
     for rule in (plan.rule, plan.rule.otherwise):
         for numbers in every if rule is not None else ():
             assert rule is not None
+            models = len(numbers.weights)
+            stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
+            stand_ins |= {"kept": [one > 0] * models, "uniform": [one.double() / 2] * models}
             try:
                 ranks = rule.ranks(1, models, numbers.options) if rule.ranks is not None else []
                 stand_ins["thresholds"] = [0.0 if len(own) == 1 else [0.0] * len(own) for own in ranks]

@@ -32,12 +32,14 @@ def stacked_models(
     sources = [[known[_reference(model)] for model in part.models] for part in recipe.slices]
     front = sources[0][0] if base is None else base
     stacks = []
-    for place in range(len(recipe.slices[0].models)):
+    for place in range(max(len(part.models) for part in recipe.slices)):
+        left_out = {number for number, part in enumerate(recipe.slices) if len(part.models) <= place}
         ranges = []
         for number, part in enumerate(recipe.slices):
-            where = f"slices[{number}].models[{place}].layers"
-            ranges.append(LayerRange(sources[number][place], *part.models[place].layers, where))
-        stacks.append(StackedCheckpoint(ranges, front))
+            own = 0 if number in left_out else place
+            where = f"slices[{number}].models[{own}].layers"
+            ranges.append(LayerRange(sources[number][own], *part.models[own].layers, where))
+        stacks.append(StackedCheckpoint(ranges, front, left_out))
     if base is None or ("base" not in needs and all(part.base is None for part in recipe.slices)):
         return None, [*stacks]
     below = [
@@ -78,7 +80,7 @@ class SliceStretch(Stretch):
         return [name, *map(self._stored(name), self.stacks)]
 
     def _stored(self, name: str) -> Callable[[Checkpoint], str]:
-        return lambda stack: stack.places[name][1] if isinstance(stack, StackedCheckpoint) else name
+        return lambda stack: stack.places.get(name, (stack, name))[1] if isinstance(stack, StackedCheckpoint) else name
 
     def at(self, name: str, position: float) -> Numbers:
         names = self.names_of(name)[1:]
@@ -102,7 +104,9 @@ def settings_of_slices(recipe: Recipe, template: Checkpoint, tuned: Sequence[Che
     options = options_of_slices(recipe)
     per_model = frozenset(option.name for option in recipe.rule.options if option.help.per_model)
     stretches = [
-        SliceStretch([model.weight for model in part.models], base_weight, own, tuned, per_model)
+        SliceStretch(
+            [model.weight for model in part.models], base_weight, own, list(tuned[: len(part.models)]), per_model
+        )
         for part, own in zip(recipe.slices, options, strict=True)
     ]
     stack = main_stack(template)[0]

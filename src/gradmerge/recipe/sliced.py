@@ -57,11 +57,11 @@ def check_slices(recipe: Recipe) -> None:
                 given = f"{stop - first} layers, but slices[{place}].models[0] gives {expected}"
                 raise InputError(f"{where}: gives {given}; all models of a slice give as many")
     several = [len(part.models) for part in recipe.slices]
-    if len(set(several)) > 1:
+    if len(set(several)) > 1 and options_in_common(recipe).get("scope") == "model":
         place = next(i for i, number in enumerate(several) if number != several[0])
         raise InputError(
-            f"slices: slices[0] merges {several[0]} and slices[{place}] {several[place]} models; all slices merge as "
-            "many. A model that is named twice, with half the weight each, counts once"
+            f"slices: slices[0] merges {several[0]} and slices[{place}] {several[place]} models, but `scope: model` "
+            "finds a threshold for each over all tensors. Set `scope: tensor`, or let all slices merge as many"
         )
     if recipe.output.format == "adapter":
         raise InputError("output.format: layers in slices make another model than the base, which no adapter can")
