@@ -27,7 +27,7 @@ from .measuring import measured
 from .penalties import incomplete, mismatched, recorded_penalty
 from .per_layer import LayerSettings, Stretch, smallest, varies
 from .plan import Job, Layer, Plan, rule_arguments
-from .slicing import compared_parts, settings_of_slices, stacked_models, stacked_notes
+from .slicing import compared_parts, opened_once, settings_of_slices, stacked_models, stacked_notes
 
 _STORED = {word: code for code, word in FLOATS.items()}
 
@@ -72,7 +72,8 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
         tuned = [checkpoint(model.model, base) for model in recipe.models]
         if recipe.slices:
             below = base
-            base, tuned = stacked_models(recipe, base, lambda model: checkpoint(model.model, below), needs)
+            tuned = opened_once(recipe, base, lambda model: checkpoint(model.model, below))
+            base, tuned = stacked_models(recipe, base, tuned, needs)
         inputs = inputs_of(recipe, base, tuned)
         if base is not None and recipe.base is not None:
             if "prior" in needs:

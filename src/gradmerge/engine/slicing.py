@@ -19,17 +19,26 @@ from .per_layer import LayerSettings, Numbers, Stretch, varies
 CURVATURE = frozenset({"prior", "curvature", "penalty", "grams"})
 
 
-def stacked_models(
-    recipe: Recipe, base: Checkpoint | None, opened: Callable[[Model], Checkpoint], needs: frozenset[str]
-) -> tuple[Checkpoint | None, list[Checkpoint]]:
-    """The base and the models of a recipe in slices; a base that is not read only gives config and tokenizer."""
-    if needs & CURVATURE:
-        raise InputError(f"slices: {recipe.method} needs curvature, which slices do not cut; give `models` instead")
+def opened_once(recipe: Recipe, base: Checkpoint | None, opened: Callable[[Model], Checkpoint]) -> list[Checkpoint]:
+    """A checkpoint for each of the recipe's sources, opened once however many slices name it."""
     known = {} if recipe.base is None or base is None else {_reference(recipe.base): base}
     for model in recipe.sources:
         if _reference(model) not in known:
             known[_reference(model)] = opened(model)
-    sources = [[known[_reference(model)] for model in part.models] for part in recipe.slices]
+    return [known[_reference(model)] for model in recipe.sources]
+
+
+def stacked_models(
+    recipe: Recipe, base: Checkpoint | None, opened: Sequence[Checkpoint], needs: frozenset[str]
+) -> tuple[Checkpoint | None, list[Checkpoint]]:
+    """The base and the models of a recipe in slices, from what is ``opened`` for each of its sources.
+
+    A base that the method does not read only gives config and tokenizer.
+    """
+    if needs & CURVATURE:
+        raise InputError(f"slices: {recipe.method} needs curvature, which slices do not cut; give `models` instead")
+    left = iter(opened)
+    sources = [[next(left) for _ in part.models] for part in recipe.slices]
     front = sources[0][0] if base is None else base
     stacks = []
     for place in range(max(len(part.models) for part in recipe.slices)):
@@ -64,7 +73,7 @@ def stacked_notes(notes: Sequence[str], on_parts: Sequence[str]) -> list[str]:
 
 
 def _reference(part: Base | Model) -> str:
-    """What tells models apart: each is opened once, however many slices name it."""
+    """What tells models apart."""
     return repr((part.model, part.adapter, part.rename))
 
 
