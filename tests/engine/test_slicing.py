@@ -294,6 +294,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"slices": [{"models": [entry("A", 1, 4)]}]},
         r"slices\[0\].models\[0\].layers: .* than ./A has: 3",
     ),
+    "endless layers": (
+        {"slices": [{"models": [entry("A", 0, 3)]}] * 334},
+        "slices: make a model of 1002 layers; 1000 is the limit",
+    ),
     "no layers": (
         {"slices": [{"models": [entry("A", 2, 2)]}]},
         r"slices\[0\].models\[0\].layers: layers \[2, 2\] are none",

@@ -11,6 +11,9 @@ from .varying import Case
 if TYPE_CHECKING:
     from .schema import Recipe
 
+#: More layers than any model has.
+MOST_LAYERS = 1000
+
 
 def options_of_slices(recipe: Recipe) -> list[dict[str, Any]]:
     """The options of every slice, with those of the recipe and defaults filled in."""
@@ -56,6 +59,9 @@ def check_slices(recipe: Recipe) -> None:
             if stop - first != (expected := part.models[0].layers[1] - part.models[0].layers[0]):
                 given = f"{stop - first} layers, but slices[{place}].models[0] gives {expected}"
                 raise InputError(f"{where}: gives {given}; all models of a slice give as many")
+    total = sum(part.models[0].layers[1] - part.models[0].layers[0] for part in recipe.slices)
+    if total > MOST_LAYERS:
+        raise InputError(f"slices: make a model of {total} layers; {MOST_LAYERS} is the limit")
     several = [len(part.models) for part in recipe.slices]
     if len(set(several)) > 1 and options_in_common(recipe).get("scope") == "model":
         place = next(i for i, number in enumerate(several) if number != several[0])
