@@ -78,27 +78,6 @@ def test_a_filter_is_a_part_of_a_name_and_nothing_in_it_is_a_glob(tmp_path: Path
     assert [case.fits("model.q0.weight") for case in weight] == [False, True]
 
 
-def test_a_filter_on_a_layer_follows_it_to_its_number_in_the_result(tmp_path: Path) -> None:
-    text = SLICES.replace("[0, 4]}\n", "[0, 4]}\n", 1) + ""
-    text = text.replace(
-        "      - {model: ./a, layer_range: [0, 4]}\n      - {model: ./b, layer_range: [0, 4]}",
-        "      - {model: ./a, layer_range: [0, 1]}\n  - sources:\n      - model: ./a\n        layer_range: [8, 14]\n"
-        "        parameters: {weight: [{filter: layers.1, value: 2}, {filter: layers.9.mlp, value: 3}]}",
-    )
-    written = dumped(read(tmp_path, text))["slices"][1]["models"][0]["weight"]
-    # Layers 10 to 13 begin with a 1, and are 3 to 6 of the result; 9 is 2.
-    assert [case.get("filter") for case in written[:4]] == [f"*layers.{n}.*" for n in (3, 4, 5, 6)]
-    assert written[4:] == [{"filter": "*layers.2.mlp*", "value": 3.0}, {"value": 1.0}]
-
-
-def test_a_slice_of_a_single_layer_has_the_last_value_of_a_list(tmp_path: Path) -> None:
-    text = SLICES.replace("[0, 4]", "[0, 1]").replace("weight: 1", "weight: [0.2, 0.8]")
-    assert dumped(read(tmp_path, text))["slices"][0]["models"][0]["weight"] == [
-        {"filter": "*.0.*", "value": 0.8},
-        {"value": 0.2},
-    ]
-
-
 def test_what_changes_no_result_is_noted_with_its_line(tmp_path: Path) -> None:
     extra = "parameters: {int8_mask: true, epsilon: 0.1}\ndtype: bfloat16\nregularization: 0.2\n"
     notes = read(tmp_path, TIES + extra).notes

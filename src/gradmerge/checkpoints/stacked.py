@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,12 +54,13 @@ class StackedCheckpoint(View):
 
     kind = "stacked layers"
 
-    def __init__(self, ranges: Sequence[LayerRange], front: Checkpoint) -> None:
+    def __init__(self, ranges: Sequence[LayerRange], front: Checkpoint, left_out: Container[int] = ()) -> None:
+        """``left_out`` are places of ranges that only hold a place: their tensors are merged without this model."""
         super().__init__(front)
         self.kind = StackedCheckpoint.kind
         self.front = front
         self.ranges = list(ranges)
-        self.parts = list(dict.fromkeys(part.checkpoint for part in ranges))
+        self.parts = list(dict.fromkeys(p.checkpoint for i, p in enumerate(ranges) if i not in left_out))
         self.label = ", ".join(dict.fromkeys(part.label for part in self.parts))
         self.hub_id = self.parts[0].hub_id if len(self.parts) == 1 else None
         self.notes = []
@@ -68,6 +69,9 @@ class StackedCheckpoint(View):
         self.config, notes = config_of_layers(front, self.layers)
         self.places: dict[str, tuple[Checkpoint, str]] = dict(self._places_of(self.layers))
         """Tensor → the model that it is read from, and its name there."""
+        range_of = self._range_of if left_out else lambda name: -1
+        self.absent = frozenset(name for name in self.places if range_of(name) in left_out)
+        self.places = {name: place for name, place in self.places.items() if name not in self.absent}
         self.tensors = {name: checkpoint.tensors[stored] for name, (checkpoint, stored) in self.places.items()}
         self.notes += [note for part in dict.fromkeys((front, *self.parts)) for note in part.notes] + notes
 
@@ -76,7 +80,7 @@ class StackedCheckpoint(View):
         for name in _outside(first):
             if is_before_layers(name, main_stack(first)[0]):
                 yield name, (first, name)
-        names = {checkpoint: _by_layer(checkpoint) for checkpoint in self.parts}
+        names = {checkpoint: _by_layer(checkpoint) for checkpoint in dict.fromkeys(part for part, _ in layers)}
         for number, (checkpoint, own) in enumerate(layers):
             prefix = main_stack(checkpoint)[0]
             for rest in names[checkpoint].get(own, ()):
@@ -84,6 +88,14 @@ class StackedCheckpoint(View):
         for name in _outside(last):
             if not is_before_layers(name, main_stack(last)[0]) and not self._is_tied_copy(name, first, last):
                 yield name, (last, name)
+
+    def _range_of(self, name: str) -> int:
+        """Which range a tensor comes from."""
+        stack = main_stack(self.front)[0]
+        layer = layer_of(name, [stack])
+        if layer is None:
+            return 0 if is_before_layers(name, stack) else len(self.ranges) - 1
+        return [i for i, part in enumerate(self.ranges) for _ in range(len(part))][layer]
 
     def _is_tied_copy(self, name: str, first: Checkpoint, last: Checkpoint) -> bool:
         """Whether a head is a copy of the last model's embedding; the result has that of the first as its head."""
@@ -107,7 +119,7 @@ class StackedCheckpoint(View):
         said = [repr([values[number] for values in lists.values()]) for number in range(len(own))]
         follow = all(kinds.setdefault(kind, one) == one for kind, one in zip(said, own, strict=True))
         changes = sum(one != other for one, other in itertools.pairwise(own))
-        signatures = {part: _signatures(part) for part in self.parts}
+        signatures = {part: _signatures(part) for part, _ in self.layers}
         found = []
         for number, (part, place) in enumerate(self.layers):
             expected = own if follow else own[number : number + 1] or (own[-1:] if changes == 1 else [])
@@ -120,8 +132,9 @@ class StackedCheckpoint(View):
         return checkpoint.read(stored, start, stop, buffers, slot)
 
     def will_need(self, name: str) -> None:
-        checkpoint, stored = self.places[name]
-        checkpoint.will_need(stored)
+        if name in self.places:
+            checkpoint, stored = self.places[name]
+            checkpoint.will_need(stored)
 
     def files(self) -> list[Path]:
         return list(dict.fromkeys(path for part in self.parts for path in part.files()))

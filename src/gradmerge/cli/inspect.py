@@ -118,8 +118,10 @@ def _layers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     try:
         found = read_json(path, MAX_TOKENIZER).get("layers") if path is not None and path.is_file() else None
         for row in found or ():
-            sources = ", ".join(f"{one['model']} {shown_layers(one['layers'])}" for one in row["from"])
-            row["shown"] = f"{shown_layers(row['layers'])}: {sources}"
+            parts = [*row["from"], *([row["base"]] if "base" in row else [])]
+            words = [f"{part['model']} {shown_layers(part['layers'])}" for part in parts]
+            base = f", on {words.pop()}" if "base" in row else ""
+            row["shown"] = f"{shown_layers(row['layers'])}: {', '.join(words)}{base}"
         return found or []
     except (InputError, TypeError, ValueError, KeyError, IndexError, AttributeError):
         return []

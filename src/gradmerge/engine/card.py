@@ -61,13 +61,14 @@ def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, A
 
 def _slices(recipe: Recipe) -> str:
     """Which layer of the result came from where."""
-    based = recipe.base is not None and "base" in recipe.rule.needs(recipe.resolved_options)
+    table = layer_table(recipe)
+    based = "base" in table[0]
     rows = ["| layers of the result | " + ("layers of the base | " if based else "") + "made from | weight |"]
     rows.append("|---|---|---|---|" if based else "|---|---|---|")
-    for row, part in zip(layer_table(recipe), recipe.slices, strict=True):
+    for row, part in zip(table, recipe.slices, strict=True):
         sources = "<br>".join(f"{_code(model.model)} {shown_layers(model.layers)}" for model in part.models)
         weights = "<br>".join(in_words(model.weight) for model in part.models)
-        base = f"{shown_layers(part.base or part.models[0].layers)} | " if based else ""
+        base = f"{shown_layers(row['base']['layers'])} | " if based else ""
         rows.append(f"| {shown_layers(row['layers'])} | {base}{sources} | {weights} |")
     first, last = (", ".join(_code(model.model) for model in recipe.slices[i].models) for i in (0, -1))
     outside = f"What comes before the layers (embeddings) is made from {first}, what comes after (head) from {last}."

@@ -160,7 +160,9 @@ class Plan:
 
     def _bytes_of(self, job: Job) -> int:
         base = [self.inputs.base] if self.inputs.base and "base" in self.needs else []
-        models = sum(c.tensors[self.inputs.stored_name(c, job.name)].nbytes for c in (*base, *self.inputs.tuned))
+        models = sum(
+            c.tensors[self.inputs.stored_name(c, job.name)].nbytes for c in (*base, *self.inputs.tuned_of(job.name))
+        )
         return models + sum(source.nbytes(job.name) for source in self.inputs.curvatures)
 
     @property

@@ -79,11 +79,11 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
         base = checkpoint(recipe.base, None) if recipe.base else None
         tuned = [checkpoint(model, base) for model in recipe.models]
         parts = opened_once(recipe, base, lambda model: checkpoint(model, base)) if recipe.slices else []
-        named = [*zip(recipe.models, tuned, strict=True), *parts]
-        views, files = with_one_vocabulary(recipe, base, [(model.model, found) for model, found in named])
+        names = [model.model for model in recipe.sources]
+        views, files = with_one_vocabulary(recipe, base, list(zip(names, [*tuned, *parts], strict=True)))
         base, tuned = None if base is None else views[base], [views[model] for model in tuned]
         if recipe.slices:
-            base, tuned = stacked_models(recipe, base, [(model, views[found]) for model, found in parts], needs)
+            base, tuned = stacked_models(recipe, base, [views[found] for found in parts], needs)
         inputs = inputs_of(recipe, base, tuned)
         inputs.result_files = files
         if base is not None and recipe.base is not None:
@@ -114,7 +114,7 @@ def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) 
         template=template,
         base=base,
         tuned=tuned,
-        settings=settings_of_slices(recipe, template) if recipe.slices else settings,
+        settings=settings_of_slices(recipe, template, tuned) if recipe.slices else settings,
         damping=USUAL_DAMPING if recipe.damping == "auto" else recipe.damping,
         damping_is_open=recipe.damping == "auto",
         options=options,
@@ -187,7 +187,8 @@ def make_plan(
             jobs.append(Job(name, info, None))
             continue
         chosen = rule if rule.otherwise is None or name in gram_names else rule.otherwise
-        types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
+        read = [c for c in inputs.checkpoints if name not in c.absent]
+        types = {c.tensors[inputs.stored_name(c, name)].dtype for c in read}
         widest = _widest_type(types) if recipe.output.dtype == "widest" else info.dtype
         stored = _STORED.get(recipe.output.dtype, widest)
         wide = "F64" in types or chosen.otherwise is not None or name in layers or name in biases
@@ -343,15 +344,15 @@ def _gram_names(inputs: Inputs, names: Sequence[str]) -> tuple[set[str], list[st
 
 def rehearse(plan: Plan) -> None:
     """Run the rule once on single numbers, so that a setting which cannot work fails before any file is read."""
-    models = len(plan.inputs.tuned)
     one = torch.ones(1, 1)
-    stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one)
-    stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
-    stand_ins |= {"kept": [one > 0] * models, "uniform": [one.double() / 2] * models, "damping": plan.inputs.damping}
+    stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one) | {"damping": plan.inputs.damping}
     every = plan.inputs.settings.every(job.name for job in plan.merged)
     for rule in (plan.rule, plan.rule.otherwise):
         for numbers in every if rule is not None else ():
             assert rule is not None
+            models = len(numbers.weights)
+            stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
+            stand_ins |= {"kept": [one > 0] * models, "uniform": [one.double() / 2] * models}
             try:
                 ranks = rule.ranks(1, models, numbers.options) if rule.ranks is not None else []
                 stand_ins["thresholds"] = [0.0 if len(own) == 1 else [0.0] * len(own) for own in ranks]

@@ -34,7 +34,7 @@ def read_models(
         return block.to(job.compute)
 
     base = read(inputs.base, "base") if inputs.base is not None and "base" in plan.needs else None
-    return base, [read(checkpoint, f"tuned {i}") for i, checkpoint in enumerate(inputs.tuned)]
+    return base, [read(checkpoint, f"tuned {i}") for i, checkpoint in enumerate(inputs.tuned_of(job.name))]
 
 
 def read_block(
@@ -63,7 +63,7 @@ def read_block(
 
 def random_inputs(plan: Plan, kind: str, tensor: str, start: int, stop: int) -> list[Tensor]:
     """Masks (``kept``) or numbers (``uniform``) of a block, for every tuned model."""
-    options, models = plan.inputs.settings.of(tensor).options, range(len(plan.inputs.tuned))
+    options, models = plan.inputs.settings.of(tensor).options, range(len(plan.inputs.tuned_of(tensor)))
     if kind == "uniform":
         return [uniform(options["seed"], i, tensor, start, stop) for i in models]
     shares = enumerate(each(options["density"], models))

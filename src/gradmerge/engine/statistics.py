@@ -58,8 +58,8 @@ class ThresholdSearch:
     def __init__(self, plan: Plan, jobs: list[Job]) -> None:
         assert plan.rule.ranks is not None
         total = sum(job.info.numel for job in jobs)
-        options = plan.inputs.settings.of(jobs[0].name if jobs else "").options
-        self._ranks = plan.rule.ranks(total, len(plan.inputs.tuned), options)
+        one = jobs[0].name if jobs else ""
+        self._ranks = plan.rule.ranks(total, len(plan.inputs.tuned_of(one)), plan.inputs.settings.of(one).options)
         wanted = [(model, k) for model, ranks in enumerate(self._ranks) for k in ranks]
         dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
         guesses: list[Guess | None] = [None] * len(wanted)
@@ -170,7 +170,7 @@ def _guesses(plan: Plan, jobs: list[Job], wanted: Sequence[tuple[int, float]]) -
     total = sum(job.info.numel for job in jobs)
     distance = max(SAMPLE_RUN, total // SAMPLE_RUNS)
     buffers = Buffers()
-    samples: list[list[Tensor]] = [[] for _ in plan.inputs.tuned]
+    samples: list[list[Tensor]] = [[] for _ in plan.inputs.tuned_of(jobs[0].name)]
     position = offset = 0
     for job in jobs:
         while position < offset + job.info.numel:

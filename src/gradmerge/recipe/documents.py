@@ -18,7 +18,7 @@ from .explaining import explain
 from .mergekit import is_mergekit, translate
 from .places import Place
 from .schema import Base, Recipe
-from .slicing import check_slices
+from .sliced import check_slices
 from .values import CurvatureSource, Identity
 
 MAX_BYTES = 1_000_000
@@ -174,10 +174,11 @@ def _check_fit(recipe: Recipe) -> None:
     if "weights" not in needs and any(weight != 1 for weight in recipe.weights):
         instead = "; weighted-average has" if rule.name == "average" else ""
         raise InputError(f"models: {rule.name} has no weights{instead}")
-    several = len(recipe.slices[0].models if recipe.slices else recipe.models)
-    if rule.only_one_model and several != 1:
-        where, taken = "slices[0].models" if recipe.slices else "models", "the base and " if "base" in needs else ""
-        raise InputError(f"{where}: {rule.name} takes {taken}one model, not {several}")
+    several = {f"slices[{place}].models": len(part.models) for place, part in enumerate(recipe.slices)}
+    for where, number in (several or {"models": len(recipe.models)}).items():
+        if rule.only_one_model and number != 1:
+            taken = "the base and " if "base" in needs else ""
+            raise InputError(f"{where}: {rule.name} takes {taken}one model, not {number}")
     if recipe.output.curvature and rule.precision is None:
         have = ", ".join(r.name for r in RULES.values() if r.precision)
         raise InputError(f"output.curvature: a {rule.name} merge has no curvature of its own; methods with one: {have}")

@@ -15,7 +15,7 @@ from ..notes import Note
 from ..rules import RULES
 from ..text import nearest
 from .mergekit_methods import IDLE, METHODS, REQUIRED, Method, Parameter, settled
-from .mergekit_parameters import Stack, resolved
+from .mergekit_parameters import resolved
 from .places import Place
 
 TOP = (
@@ -46,10 +46,6 @@ class InputModel:
     place: Place
     reference: ModelReference
     layers: tuple[int, int] | None
-
-    @property
-    def count(self) -> int | None:
-        return None if self.layers is None else self.layers[1] - self.layers[0]
 
 
 def translate(document: Place, find: Callable[[str], str]) -> tuple[dict[str, Any], list[Note]]:
@@ -123,10 +119,10 @@ class _Translation:
         for place in places:
             self._check_keys(place.mapping(), ("model", "parameters"))
             sources.append(InputModel(place, self._reference(self._model(place)), None))
-        return self._lifted([self._merged(sources, levels, 0)], sliced=False)
+        return self._lifted([self._merged(sources, levels)], sliced=False)
 
     def _slices(self, places: Place, levels: Sequence[Place]) -> dict[str, Any]:
-        made, first = [], 0
+        made = []
         for place in places:
             self._check_keys(place.mapping(), ("sources", "base_model", "parameters", "residual_weight"))
             if place.get("sources") is None:
@@ -135,25 +131,14 @@ class _Translation:
             if own is not None and self._reference(own) != self.base:
                 raise own.fail("base_model of a slice: other than the recipe's is not supported; make it two recipes")
             sources = [self._slice_source(source) for source in place.at("sources").sequence()]
-            lengths = [source.count or 0 for source in sources]
+            lengths = [source.layers[1] - source.layers[0] for source in sources if source.layers is not None]
             if len(set(lengths)) > 1:
                 raise place.fail(f"slices: its sources have different numbers of layers: {lengths}")
             inner = place.get("parameters")
             if inner is not None:
                 self._check_parameters(inner, one_model=False)
-            made.append(self._merged(sources, [*([inner] if inner else []), *levels], first))
-            first += lengths[0]
-        most = max(len(part["models"]) for part in made)
-        for part, place in zip(made, places, strict=True):
-            if len(part["models"]) < most:
-                self._fill(part, most, place)
+            made.append(self._merged(sources, [*([inner] if inner else []), *levels]))
         return self._lifted(made, sliced=True)
-
-    def _fill(self, part: dict[str, Any], most: int, place: Place) -> None:
-        """Give a slice as many models as the others have: with a weight of 0 a model does not count."""
-        if "weight" not in part["models"][0]:
-            raise place.fail(f"slices: another number of sources than others; {self.method_name} needs as many in each")
-        part["models"] += [part["models"][0] | {"weight": 0.0}] * (most - len(part["models"]))
 
     def _slice_source(self, place: Place) -> InputModel:
         self._check_keys(place.mapping(), ("model", "layer_range", "parameters"))
@@ -167,8 +152,8 @@ class _Translation:
             raise span.fail(f"layer_range: [{first}, {stop}] are no layers: give the first and one past the last")
         return InputModel(place, self._reference(self._model(place)), (first, stop))
 
-    def _merged(self, sources: list[InputModel], levels: Sequence[Place], first: int) -> dict[str, Any]:
-        """What is merged into some layers, ``first`` being the number of the first: models, options, the base's layers.
+    def _merged(self, sources: list[InputModel], levels: Sequence[Place]) -> dict[str, Any]:
+        """What is merged into some layers: models, options, and the base's layers.
 
         ``levels`` are the parameters that are not of single models, the nearest first.
         """
@@ -186,7 +171,7 @@ class _Translation:
             if base is not None and source.reference == base:
                 made["base"] = source.layers
             else:
-                made["models"].append(self._model_of(source, levels, first))
+                made["models"].append(self._model_of(source, levels))
         if base is not None and sliced and base not in seen:
             raise sources[0].place.fail(f"the base_model is not among the sources; {self.method_name} needs its layers")
         count = len(made["models"])
@@ -196,12 +181,11 @@ class _Translation:
             raise sources[0].place.fail(f"{self.method_name} takes {wanted} model(s){besides}, not {count}")
         for parameter in method.parameters:
             if parameter.scope == "shared":
-                value = self._value(parameter, levels, None, Stack(first, None, sources[0].count))
-                made["options"][parameter.option] = value
+                made["options"][parameter.option] = self._value(parameter, levels, None)
         made["options"] = settled(made["options"])
         return made
 
-    def _model_of(self, source: InputModel, levels: Sequence[Place], first: int) -> dict[str, Any]:
+    def _model_of(self, source: InputModel, levels: Sequence[Place]) -> dict[str, Any]:
         own = source.place.get("parameters") if isinstance(source.place.value, dict) else None
         if own is not None:
             self._check_parameters(own, one_model=True)
@@ -212,7 +196,7 @@ class _Translation:
         options: dict[str, Any] = {}
         for parameter in self.method.parameters:
             if parameter.scope != "shared":
-                value = self._value(parameter, levels, source, Stack(first, source.layers, source.count))
+                value = self._value(parameter, levels, source)
                 (made if parameter.option == "weight" else options)[parameter.option] = value
         return made | {"options": options}
 
@@ -263,10 +247,10 @@ class _Translation:
 
     # Parameters
 
-    def _value(self, parameter: Parameter, levels: Sequence[Place], source: InputModel | None, stack: Stack) -> Any:
+    def _value(self, parameter: Parameter, levels: Sequence[Place], source: InputModel | None) -> Any:
         options = RULES[self.method.rule].options
         limits = next((option.help for option in options if option.name == parameter.option), None)
-        value = resolved(parameter, levels, stack, limits)
+        value = resolved(parameter, levels, limits)
         if value is None:
             place = self.top.at("merge_method") if source is None else source.place
             of = "" if source is None else f" for {source.reference.model}"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import glob
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..rules.spec import Help
@@ -14,16 +12,7 @@ from .places import Place
 from .varying import is_glob
 
 
-@dataclass(frozen=True)
-class Stack:
-    """Layers of the result, and those of a model that they come from; without numbers where all layers do."""
-
-    first: int = 0
-    layers: tuple[int, int] | None = None
-    count: int | None = None
-
-
-def resolved(parameter: Parameter, levels: Sequence[Place], stack: Stack, limits: Help | None) -> Any:
+def resolved(parameter: Parameter, levels: Sequence[Place], limits: Help | None) -> Any:
     """The value of a parameter, as recipes of ours have it; None where no level gives it to every tensor.
 
     For each tensor the first of the levels that has a value for it counts, and then the default. ``limits`` are those
@@ -34,13 +23,11 @@ def resolved(parameter: Parameter, levels: Sequence[Place], stack: Stack, limits
         setting = level.get(parameter.name)
         for filter_, place in () if setting is None else _conditions(setting):
             value = _converted(parameter, place, limits)
-            if isinstance(value, list) and stack.count == 1:  # mergekit gives a single layer the last value
-                if filter_ is None and value[0] != value[-1]:
-                    cases.append({"filter": f"*.{stack.first}.*", "value": value[-1]})
-                value = value[0] if filter_ is None else value[-1]
             if filter_ is None:
                 return [*cases, {"value": value}] if cases else value
-            cases += [{"filter": text, "value": value} for text in _filters(filter_, place, stack)]
+            # A filter of mergekit's is a part of a name, whatever is in it.
+            text = f"*{glob.escape(filter_)}*" if is_glob(filter_) else filter_
+            cases.append({"filter": text, "value": value})
     if parameter.default is REQUIRED:
         return None
     default = parameter.words.get(parameter.default, parameter.default)
@@ -89,24 +76,3 @@ def _converted(parameter: Parameter, place: Place, limits: Help | None) -> Any:
     if parameter.kind is not float:
         raise place.fail(f"{parameter.name}: a list over the layers is only supported for numbers")
     return values
-
-
-def _filters(text: str, place: Place, stack: Stack) -> list[str]:
-    """A filter of mergekit's, a part of a name, as filters of ours.
-
-    mergekit matches a model's parameters with the names that its tensors have, and we with those of the result: a
-    filter with the number of a layer becomes one for each layer of the slice that it fits.
-    """
-    plain = f"*{glob.escape(text)}*" if is_glob(text) else text
-    span = stack.layers
-    if span is None or span[0] == stack.first:
-        return [plain]
-    if text.isdecimal():
-        raise place.fail(f"filter: {text!r} is not supported where layers change their numbers; write it with a dot")
-    found = re.fullmatch(r"(.*\.)(\d+)(\..*)?", text)
-    if found is None:
-        return [plain]
-    before, number, after = found[1], found[2], found[3] or ""
-    fits = [n for n in range(*span) if (str(n) == number if after else str(n).startswith(number))]
-    ends = glob.escape(after) if after else "."
-    return [f"*{glob.escape(before)}{n - span[0] + stack.first}{ends}*" for n in fits]

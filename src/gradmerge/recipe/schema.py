@@ -11,7 +11,7 @@ from ..display import OneLine
 from ..notes import Note
 from ..rules import RULES, Rule
 from .rule_options import check_options
-from .slicing import options_in_common
+from .sliced import options_in_common
 from .tokenizer_choice import Tokenizer
 from .values import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
 from .varying import Varying, Weight

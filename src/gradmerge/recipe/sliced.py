@@ -11,6 +11,9 @@ from .varying import Case
 if TYPE_CHECKING:
     from .schema import Recipe
 
+#: More layers than any model has.
+MOST_LAYERS = 1000
+
 
 def options_of_slices(recipe: Recipe) -> list[dict[str, Any]]:
     """The options of every slice, with those of the recipe and defaults filled in."""
@@ -18,7 +21,11 @@ def options_of_slices(recipe: Recipe) -> list[dict[str, Any]]:
     for place, part in enumerate(recipe.slices):
         own = [model.options for model in part.models]
         where = f"slices[{place}].models[{{}}].options"
-        found.append(check_options(recipe.rule, {**recipe.options, **part.options}, own, where))
+        try:
+            found.append(check_options(recipe.rule, {**recipe.options, **part.options}, own, where))
+        except InputError as error:
+            here = f"slices[{place}]." if part.options and str(error).startswith("options") else ""
+            raise InputError(f"{here}{error}") from None
     return found
 
 
@@ -52,12 +59,15 @@ def check_slices(recipe: Recipe) -> None:
             if stop - first != (expected := part.models[0].layers[1] - part.models[0].layers[0]):
                 given = f"{stop - first} layers, but slices[{place}].models[0] gives {expected}"
                 raise InputError(f"{where}: gives {given}; all models of a slice give as many")
+    total = sum(part.models[0].layers[1] - part.models[0].layers[0] for part in recipe.slices)
+    if total > MOST_LAYERS:
+        raise InputError(f"slices: make a model of {total} layers; {MOST_LAYERS} is the limit")
     several = [len(part.models) for part in recipe.slices]
-    if len(set(several)) > 1:
+    if len(set(several)) > 1 and options_in_common(recipe).get("scope") == "model":
         place = next(i for i, number in enumerate(several) if number != several[0])
         raise InputError(
-            f"slices: slices[0] merges {several[0]} and slices[{place}] {several[place]} models; all slices merge as "
-            "many. A model that is named twice, with half the weight each, counts once"
+            f"slices: slices[0] merges {several[0]} and slices[{place}] {several[place]} models, but `scope: model` "
+            "finds a threshold for each over all tensors. Set `scope: tensor`, or let all slices merge as many"
         )
     if recipe.output.format == "adapter":
         raise InputError("output.format: layers in slices make another model than the base, which no adapter can")
