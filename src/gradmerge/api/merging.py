@@ -14,6 +14,7 @@ import torch
 from ..arguments import checked
 from ..engine.plan import BLOCK, Plan
 from ..engine.planning import open_plan
+from ..engine.to_adapter import merge_to_adapter
 from ..engine.to_folder import MergeResult, merge_to_folder
 from ..errors import InputError
 from ..progress import Progress, shown
@@ -94,7 +95,8 @@ def merge(
     _allow_many_files()
     with planned(recipe, allow_pickle=allow_pickle, allow_config=allow_config) as plan, shown(progress) as told:
         plan.block = block
-        return merge_to_folder(
+        write = merge_to_adapter if recipe.output.format == "adapter" else merge_to_folder
+        return write(
             recipe,
             plan,
             out,
