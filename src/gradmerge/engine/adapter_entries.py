@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..checkpoints.adapter_config import read_adapter_config
 from ..errors import InputError
 from ..notes import Note
 from .adapter_changes import Changes
-from .adapter_layout import PREFIX, Place, task_of_adapter
+from .adapter_layout import PREFIX, AdapterLayout, Place, task_of_adapter
 from .adapter_parts import Part
 from .card import as_table
 
@@ -20,7 +20,8 @@ class WrittenAdapter:
     """An adapter whose parts are all there."""
 
     config: dict[str, Any]
-    entries: list[tuple[str, Part, str]]
+    entries: dict[str, tuple[Part, str]]
+    """Key in the adapter's file → the part, and its key there."""
     lost: dict[str, float]
     lost_share: float
     whole: list[str]
@@ -57,83 +58,68 @@ class WrittenAdapter:
 
 def lay_out(changes: Changes) -> WrittenAdapter:
     """The parts under their names in the adapter, with whatever else the modules that are saved whole hold."""
-    inputs = changes.plan.inputs
+    layout, parts = changes.layout, changes.parts
     configs = [read_adapter_config(c.folder) for c in changes.adapters if c.folder is not None]
     task = task_of_adapter(changes.base, configs)
-    factors = {name: changes.layout.place(name) for name, part in changes.parts.items() if "A" in part.keys}
-    with_factors = {place.module for place in factors.values()}
-    modules: set[str] = set()
-    biases: dict[str, Place] = {}
-    for name in (name for name, part in changes.parts.items() if part.is_whole):
-        place = changes.layout.place(name)
-        if place.parameter == "bias" and place.module in with_factors:
-            biases[name] = place
-            continue
-        modules |= {place.module, *(other.module for other in changes.layout.tied(name))}
-    modules |= set(changes.layout.heads(task))
-    modules |= {fits for module in modules for fits in changes.layout.fitting(module)}
-    modules = {m for m in modules if not any(m.startswith(f"{other}.") for other in modules)}
-    entries: list[tuple[str, Part, str]] = []
+    factors = {name: layout.place(name) for name, part in parts.items() if "A" in part.keys}
+    others = {name: layout.place(name) for name, part in parts.items() if part.is_whole}
+    narrow = {place.module for place in factors.values()}
+    biases = {name: place for name, place in others.items() if place.parameter == "bias" and place.module in narrow}
+    modules = _modules_to_save(layout, [name for name in others if name not in biases], task)
+    saved = {name: place for module in modules for name, place in layout.below(module).items()}
     jobs = {job.name: job for job in changes.plan.jobs}
-    saved: list[str] = []
-    for module in sorted(modules):
-        for name, place in changes.layout.below(module).items():
-            entries.append((place.key, changes.whole(jobs[name]), "whole"))
-            factors.pop(name, None)
-            biases.pop(name, None)
-            saved.append(name)
-    have = {key for key, *_ in entries}
-    for name in dict.fromkeys(saved):
-        for other in changes.layout.tied(name):
-            if other.key not in have:
-                entries.append((other.key, changes.parts[name], "whole"))
-    for name, place in biases.items():
-        entries.append((f"{PREFIX}{place.module}.base_layer.bias", changes.parts[name], "whole"))
-    for name, place in factors.items():
-        entries += [(place.key_of(letter), changes.parts[name], letter) for letter in "AB"]
+    entries = {place.key: (changes.whole(jobs[name]), "whole") for name, place in saved.items()}
+    tied = {other.key: (parts[name], "whole") for name in saved for other in layout.tied(name)}
+    factors = {name: place for name, place in factors.items() if name not in saved}
+    biases = {name: place for name, place in biases.items() if name not in saved}
     if not factors:
         raise InputError(
-            "output.format: the merge changes no tensor that LoRA can hold, and an adapter without factors is "
-            "none for PEFT. Write a model."
+            "output.format: the merge changes no tensor that LoRA can hold, and an adapter without factors is none "
+            "for PEFT. Write a model."
         )
-    ranks = {name: changes.parts[name].rank for name in factors}
-    places = dict(factors.items())
-    named = [name for name in inputs.template.tensors if name in saved or name in biases]
-    moved = sum(part.norm for part in changes.parts.values())
-    lost = sum(changes.parts[name].lost for name in factors)
+    entries = tied | entries
+    for name, place in biases.items():
+        entries[f"{PREFIX}{place.module}.base_layer.bias"] = (parts[name], "whole")
+    for name, place in factors.items():
+        entries |= {place.key_of(letter): (parts[name], letter) for letter in "AB"}
+    moved = sum(part.norm for part in parts.values())
+    config = _config(changes, task, factors) | {"modules_to_save": modules or None}
+    config |= {"bias": "all" if biases else "none"} | ({"ensure_weight_tying": True} if tied else {})
     return WrittenAdapter(
-        _config(changes, task, places, ranks, sorted(modules), bool(biases)),
-        sorted(entries),
-        {name: changes.parts[name].share for name in factors},
-        lost / moved if moved else 0.0,
-        [name for name in named if changes.parts[name].norm > 0],
-        ranks,
+        config,
+        entries,
+        {name: parts[name].share for name in factors},
+        sum(parts[name].lost for name in factors) / moved if moved else 0.0,
+        [name for name in (*saved, *biases) if parts[name].norm > 0],
+        {name: parts[name].rank for name in factors},
     )
 
 
-def _config(
-    changes: Changes,
-    task: str | None,
-    places: dict[str, Place],
-    ranks: dict[str, int],
-    modules: list[str],
-    biases: bool,
-) -> dict[str, Any]:
+def _modules_to_save(layout: AdapterLayout, names: Sequence[str], task: str | None) -> list[str]:
+    """The modules of some tensors and of those tied to them, with all that PEFT takes to be meant by their names."""
+    found = {place.module for name in names for place in (layout.place(name), *layout.tied(name))}
+    found |= set(layout.heads(task))
+    found |= {path for module in found for path in layout.fitting(module)}
+    return sorted(m for m in found if not any(m.startswith(f"{other}.") for other in found))
+
+
+def _config(changes: Changes, task: str | None, places: Mapping[str, Place]) -> dict[str, Any]:
     """adapter_config.json. alpha is the rank everywhere: the scale is 1 for whoever reads rank_pattern or not."""
-    rank = max(ranks.values(), key=list(ranks.values()).count)
-    pattern = {places[name].module: own for name, own in ranks.items() if own != rank}
-    base = changes.base.hub_id.partition("@")[0] if changes.base.hub_id else None
+    ranks = [changes.parts[name].rank for name in places]
+    rank = max(ranks, key=ranks.count)
+    pattern = {place.module: own for place, own in zip(places.values(), ranks, strict=True) if own != rank}
+    base = changes.base
+    hub_id, _, revision = (base.hub_id or "").partition("@")
     return {
         "peft_type": "LORA",
         "task_type": task,
-        "base_model_name_or_path": base or str((changes.base.folder or changes.base.files()[0]).absolute()),
+        "base_model_name_or_path": hub_id or str((base.folder or base.files()[0]).absolute()),
+        "revision": revision or None,
         "r": rank,
         "lora_alpha": rank,
         "rank_pattern": pattern,
         "alpha_pattern": pattern,
         "target_modules": changes.layout.targets(places),
-        "modules_to_save": modules or None,
-        "bias": "all" if biases else "none",
         "fan_in_fan_out": any(place.kind == "conv1d" for place in places.values()),
         "lora_dropout": 0.0,
         "use_rslora": False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,9 +73,9 @@ def read_part(path: Path) -> Part | None:
     return Part(path, tuple(sorted(file.entries)), facts["norm"], facts["lost"], facts["rank"])
 
 
-def join_parts(folder: Path, parts: Iterable[tuple[str, Part, str]]) -> dict[str, int]:
-    """One file adapter_model.safetensors of (key, part, key in the part); bytes of it."""
-    places = {key: (part.path, own) for key, part, own in parts}
+def join_parts(folder: Path, parts: Mapping[str, tuple[Part, str]]) -> dict[str, int]:
+    """One file adapter_model.safetensors: key → the part, and its key there. Bytes of it."""
+    places = {key: (part.path, own) for key, (part, own) in parts.items()}
     infos: dict[str, tuple[str, tuple[int, ...]]] = {}
     for key, (path, own) in sorted(places.items()):
         file = TensorFile(path)
