@@ -649,7 +649,7 @@ def test_families_with_adapters_are_those_that_are_tested() -> None:
 
 def test_the_key_adapter_puts_an_adapter_on_a_model_whatever_base_it_names(tmp_path: Path) -> None:
     """As mergekit's model+lora: here on a fine-tuned model, and on the base."""
-    base, adapters, (first, *_) = two_adapters(tmp_path)
+    base, adapters, _ = two_adapters(tmp_path)
     tuned = save(moved(load("llama-untied", base), 5), tmp_path / "tuned")
     want = []
     for place, on in enumerate((base, tuned)):

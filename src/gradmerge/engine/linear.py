@@ -19,11 +19,11 @@ def linear_weights(plan: Plan, job: Job) -> list[float] | None:
     rule = job.rule
     if rule is None or job.whole or job.inside or not plan.needs <= INPUTS:
         return None
-    models = len(plan.inputs.tuned)
+    models, numbers = len(plan.inputs.tuned), plan.inputs.settings.of(job.name)
 
     def merge(base: Tensor, tuned: list[Tensor]) -> Tensor:
         assert job.rule is not None
-        return job.rule(**rule_arguments(job.rule, plan, {"base": base, "tuned": tuned}))
+        return job.rule(**rule_arguments(job.rule, plan, {"base": base, "tuned": tuned}, numbers))
 
     return _weights(merge, models)
 
