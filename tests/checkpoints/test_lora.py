@@ -137,6 +137,11 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         {"c_attn", "c_proj"},
     ),
     "dora-on-embeddings": ("gpt2", {"r": 3, "target_modules": ["wpe", "c_fc"], "use_dora": True}, {"wpe", "c_fc"}),
+    "names-that-transformers-changes": (
+        "vit",
+        {"r": 2, "target_modules": ["q_proj", "fc1"]},
+        {"query", "intermediate"},
+    ),
     "dora-on-conv2d": ("vit", {"r": 3, "target_modules": ["projection"], "use_dora": True}, {"projection"}),
     "lora-bias": ("bert", {"r": 2, "lora_alpha": 7, "target_modules": ["query"], "lora_bias": True}, {"query"}),
     "trainable-tokens": (

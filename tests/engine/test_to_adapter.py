@@ -40,9 +40,8 @@ def both(recipe: dict[str, Any], tmp_path: Path, family: str, rank: int | None =
 def by_peft(tmp_path: Path, family: str, out: str = "out") -> dict[str, Tensor]:
     wrapped = PeftModel.from_pretrained(load(family, tmp_path / "base", dtype="auto"), tmp_path / out)
     keys = {name.replace(".default", "").replace(".modules_to_save", "") for name in wrapped.state_dict()}
-    assert (
-        load_file(tmp_path / out / "adapter_model.safetensors").keys() <= keys
-    )  # PEFT leaves out what it does not know
+    written = load_file(tmp_path / out / "adapter_model.safetensors")
+    assert {name.replace(".modules_to_save", "") for name in written} <= keys  # PEFT passes over what it does not know
     return merged_by_peft(wrapped, tmp_path / f"{out}-by-peft")
 
 
@@ -246,7 +245,7 @@ def test_factors_that_add_up_to_more_than_the_rank_are_cut_to_the_nearest(tmp_pa
         assert exact is bool(torch.allclose(got[name], want[name], atol=2e-6)), name
 
 
-def test_gradient_matching_with_kronecker_curvature_goes_into_an_adapter(tmp_path: Path) -> None:
+def test_gradient_matching_of_whole_models_goes_into_an_adapter(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "bert")
     models, recipe = [], {"method": "gradient-matching", "damping": 0.1}
     generator = torch.Generator().manual_seed(0)

@@ -21,6 +21,7 @@ from ..errors import InputError
 from ..storage.tensorfile import PositionalFile
 from ..text import listed
 from .adapter_config import ADVICE
+from .class_names import stored_by_class
 from .model import Buffers, Checkpoint
 from .orientation import stores_inputs_first
 from .patterns import Patterns
@@ -228,7 +229,15 @@ class AdapterCheckpoint(Checkpoint):
             if candidate in tensors:
                 return candidate
         longer = [stored for stored in tensors if stored.endswith(f".{name}")]
-        return longer[0] if len(longer) == 1 else None
+        if len(longer) == 1:
+            return longer[0]
+        renamed = self._by_class.get(name)
+        return renamed if renamed in tensors else None
+
+    @functools.cached_property
+    def _by_class(self) -> dict[str, str]:
+        """Names as the adapter's library may have them, where transformers loads files under other names."""
+        return stored_by_class(self.base.config)
 
     def _check_shapes(self, name: str, factors: Factors) -> None:
         a, b = self.adapter.tensors[factors.a], self.adapter.tensors[factors.b]

@@ -227,10 +227,14 @@ class Changes:
         if part is not None and part.keys:
             self._through_rule(job, whole=True, suffix="-whole")
             return self.parts[job.name]
+        self.parts[job.name] = self.of_base(job)
+        return self.parts[job.name]
+
+    def of_base(self, job: Job) -> Part:
+        """A tensor as it is in the base."""
         info = self.base.tensors[job.name]
         values = self.base.read(job.name, 0, info.numel, Buffers()).reshape(info.shape)
-        self.parts[job.name] = write_part(self._path(job.name, "-whole"), {"whole": values})
-        return self.parts[job.name]
+        return write_part(self._path(job.name, "-base"), {"whole": values})
 
 
 def _differs(values: Tensor, base: Tensor) -> bool:

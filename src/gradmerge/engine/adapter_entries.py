@@ -77,9 +77,7 @@ def lay_out(changes: Changes) -> WrittenAdapter:
             "output.format: the merge changes no tensor that LoRA can hold, and an adapter without factors is none "
             "for PEFT. Write a model."
         )
-    entries = tied | entries
-    for name, place in biases.items():
-        entries[f"{PREFIX}{place.module}.base_layer.bias"] = (parts[name], "whole")
+    entries = tied | entries | (_all_biases(changes, factors, modules) if biases else {})
     for name, place in factors.items():
         entries |= {place.key_of(letter): (parts[name], letter) for letter in "AB"}
     moved = sum(part.norm for part in parts.values())
@@ -93,6 +91,29 @@ def lay_out(changes: Changes) -> WrittenAdapter:
         [name for name in (*saved, *biases) if parts[name].norm > 0],
         {name: parts[name].rank for name in factors},
     )
+
+
+def _all_biases(changes: Changes, factors: Mapping[str, Place], modules: Sequence[str]) -> dict[str, tuple[Part, str]]:
+    """Every bias of the model: PEFT's `bias: all`, which it takes to keep one that changes beside its module's factors.
+
+    Under the names that PEFT gives them: those of modules that are saved whole come twice, as they are and were.
+    """
+    narrow = {place.module for place in factors.values()}
+    jobs = {job.name: job for job in changes.plan.jobs}
+    found = {}
+    for name, place in changes.layout.below("").items():
+        if place.parameter != "bias":
+            continue
+        merged = (changes.whole(jobs[name]), "whole")
+        module = next((m for m in modules if f"{place.module}.".startswith(f"{m}.")), None)
+        if module is not None:
+            rest = place.key.removeprefix(f"{PREFIX}{module}.")
+            found[f"{PREFIX}{module}.modules_to_save.{rest}"] = merged
+            found[f"{PREFIX}{module}.original_module.{rest}"] = (changes.of_base(jobs[name]), "whole")
+        else:
+            inner = "base_layer.bias" if place.module in narrow else "bias"
+            found[f"{PREFIX}{place.module}.{inner}"] = merged
+    return found
 
 
 def _modules_to_save(layout: AdapterLayout, names: Sequence[str], task: str | None) -> list[str]:

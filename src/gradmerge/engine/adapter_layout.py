@@ -118,11 +118,11 @@ class AdapterLayout:
         return [Place(module, parameter) for module, _, parameter in others]
 
     def below(self, module: str) -> dict[str, Place]:
-        """The tensors of the base in a module."""
+        """The tensors of the base in a module, or in the model ("")."""
         return {
             name: Place(*path.rpartition(".")[::2])
             for name, path in self._paths.items()
-            if path.startswith(f"{module}.")
+            if not module or path.startswith(f"{module}.")
         }
 
     def heads(self, task: str | None) -> list[str]:
