@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -43,7 +44,6 @@ class Changes:
     stored: dict[str, TensorInfo]
     """The tensors as a model would store them."""
     folder: Path
-    threads: int
     device: str
     allow_nonfinite: bool
     statistics: Statistics | None = None
@@ -58,6 +58,8 @@ class Changes:
         """The models, if all of them are adapters of the base."""
         self.layout = AdapterLayout(self.base, own)
         self.digests = defaultdict(lambda: [-1] * len(sources), self.digests)
+        self._numbers = {job.name: number for number, job in enumerate(self.plan.jobs)}
+        self._lock = threading.Lock()
         self.units: dict[str, list[Unit]] = defaultdict(list)
         for unit in self.plan.units():
             self.units[unit.job.name].append(unit)
@@ -110,8 +112,6 @@ class Changes:
             yield from (unit.number for unit in self.units[job.name])
 
     def _path(self, name: str, suffix: str = "") -> Path:
-        if not hasattr(self, "_numbers"):
-            self._numbers = {job.name: number for number, job in enumerate(self.plan.jobs)}
         return self.folder / f"{self._numbers[name]:06d}{suffix}.safetensors"
 
     def _moves(self, job: Job) -> bool:
@@ -136,7 +136,6 @@ class Changes:
             self.statistics,
             put,
             units=units,
-            threads=self.threads,
             device=self.device,
             allow_nonfinite=self.allow_nonfinite,
         )
@@ -144,13 +143,17 @@ class Changes:
     def _side_by_side(self, job: Job, weights: dict[AdapterCheckpoint, float]) -> Part:
         """The factors of all adapters, each B with its weight: their product is the weighted sum of their products."""
         pairs = [(weight, *a.read_factors(job.name)) for a, weight in weights.items() if a.changes(job.name) and weight]
-        self.bytes_read += sum(b.numel() + a.numel() for _, b, a in pairs) * 4
+        self._count(sum(b.numel() + a.numel() for _, b, a in pairs) * 4)
         if not pairs:
             return write_part(self._path(job.name), {})
         b, a = torch.cat([w * b for w, b, _ in pairs], 1), torch.cat([a for *_, a in pairs])
         found = narrowed(b, a, self.recipe.output.rank, self._dtype)
         self._check_finite(job, found.b, found.a)
         return write_part(self._path(job.name), self._shaped(job, found.b, found.a), found.norm, found.lost)
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.bytes_read += nbytes
 
     def _shaped(self, job: Job, b: Tensor, a: Tensor) -> dict[str, Tensor]:
         """Factors as PEFT stores them: those of a convolution have its shape."""
@@ -189,7 +192,7 @@ class Changes:
                 self._keep_bias(bias, block.beside[bias.name].double())
 
         self._run(self.units[job.name], put)
-        self.bytes_read += self.plan.bytes_read(job) + self.base.tensors[job.name].nbytes
+        self._count(self.plan.bytes_read(job) + self.base.tensors[job.name].nbytes)
         path = self._path(job.name, suffix)
         if not any(moved) and not suffix:
             self.parts[job.name] = write_part(path, {})

@@ -59,6 +59,8 @@ class WrittenAdapter:
 def lay_out(changes: Changes) -> WrittenAdapter:
     """The parts under their names in the adapter, with whatever else the modules that are saved whole hold."""
     layout, parts = changes.layout, changes.parts
+    for job in changes.plan.merged:  # in the order of the plan, whichever thread was first
+        parts[job.name] = parts.pop(job.name)
     configs = [read_adapter_config(c.folder) for c in changes.adapters if c.folder is not None]
     task = task_of_adapter(changes.base, configs)
     factors = {name: layout.place(name) for name, part in parts.items() if "A" in part.keys}

@@ -56,12 +56,11 @@ def factored(matrix: Tensor, rank: int, dtype: torch.dtype) -> LowRank:
 
 def narrowed(b: Tensor, a: Tensor, rank: int | None, dtype: torch.dtype) -> LowRank:
     """A product of factors that are given in float64; where they are wider than ``rank``, the nearest of that rank."""
-    left, left_core = torch.linalg.qr(b)
-    right, right_core = torch.linalg.qr(a.T)
-    core = left_core @ right_core.T
-    norm, lost = float(core.square().sum()), 0.0
+    norm, lost = float(((b.T @ b) * (a @ a.T)).sum()), 0.0
     if rank is not None and a.shape[0] > rank:
-        u, roots, v = torch.linalg.svd(core)
+        left, left_core = torch.linalg.qr(b)
+        right, right_core = torch.linalg.qr(a.T)
+        u, roots, v = torch.linalg.svd(left_core @ right_core.T)
         lost = float(roots[rank:].square().sum())
         b, a = left @ (u[:, :rank] * roots[:rank].sqrt()), (roots[:rank].sqrt()[:, None] * v[:rank]) @ right.T
     return LowRank(rounded(b.contiguous(), dtype), rounded(a.contiguous(), dtype), norm, lost)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +26,13 @@ from .card import model_card
 from .damping import find_damping
 from .journal import Finished, Journal
 from .penalties import used
-from .plan import Plan
+from .plan import Job, Plan
 from .reads import changed, recipe_paths, state_of
 from .record import merge_record
 from .statistics import find_statistics
 from .to_folder import RECORD, MergeResult, files_read, fingerprint_of, is_complete, timed
 from .trust import judge_removal
+from .workers import run_parallel
 
 
 def merge_to_adapter(
@@ -50,9 +52,9 @@ def merge_to_adapter(
     """Run the plan of a recipe and write what it changes of the base as a PEFT LoRA adapter, in these steps:
 
     1. As for a model: a fingerprint of all inputs, a staged folder with a journal, damping, trust, statistics.
-    2. Tensor by tensor, the change is found and goes to a file of its own. Where the method is a weighted sum and the
-       models are adapters of the base, the factors are put side by side, and no weight is read. Elsewhere the tensor
-       goes through the rule, and its difference from the base is factored to the rank that the recipe gives.
+    2. Tensor by tensor, one on each thread, the change is found and goes to a file of its own. Where the method is a
+       weighted sum and the models are adapters of the base, the factors are put side by side, and no weight is read.
+       Elsewhere the tensor goes through the rule, and its difference from the base is factored to the recipe's rank.
     3. What LoRA cannot hold, such as norms, goes in whole with its module. PEFT saves modules, not tensors: the other
        tensors of such a module, and the other names of a tied one, go in as well.
     4. One file is made of the parts, with the adapter's config, the record and the card, which say what was lost.
@@ -85,7 +87,7 @@ def merge_to_adapter(
             )
         timings = {"statistics": 0.0, "merge": 0.0, "total": 0.0}
         begun = time.perf_counter()
-        finder = Changes(recipe, plan, base, stored, at.folder / FOLDER, threads, device, allow_nonfinite)
+        finder = Changes(recipe, plan, base, stored, at.folder / FOLDER, device, allow_nonfinite)
         plan.note(at.notes)
         find_damping(plan, threads, progress.advance)
         plan.note(judge_removal(plan, threads, progress, refuse=not accept_untrusted))
@@ -107,12 +109,17 @@ def merge_to_adapter(
                 finished.know(statistics)
                 journal.statistics(statistics)
             finder.statistics = finished.statistics
+            lock = threading.Lock()
+
+            def find(job: Job) -> None:
+                for number in finder.find(job):
+                    journal.unit(number, finder.digests[number])
+                with lock:
+                    progress.advance(plan.bytes_read(job))
+
             progress.begin("merging", plan.total_read)
             with timed(timings, "merge"):
-                for job in plan.merged:
-                    for number in finder.find(job):
-                        journal.unit(number, finder.digests[number])
-                    progress.advance(plan.bytes_read(job))
+                run_parallel(plan.merged, lambda: find, threads)
                 adapter = lay_out(finder)
         except InputError:
             at.keep = False
