@@ -11,7 +11,7 @@ from torch import Tensor
 from .rounding import rounded
 
 #: Entries of a matrix that are widened to float64 at once.
-PANEL = 1 << 22
+PANEL = 1 << 20
 #: Singular values below this share of the largest are rounding, and take no rank.
 NEGLIGIBLE = 1e-7
 
