@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .api.converting import convert_recipe as convert_recipe
     from .api.differentiating import estimate_gradient as estimate_gradient
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
+    from .api.extracting import extract_lora as extract_lora
     from .api.previewing import preview as preview, suggest_weights as suggest_weights
     from .api.refining import refine as refine
     from .api.removing import remove as remove
@@ -45,6 +46,7 @@ _NAMES = {
     "api.converting": "convert_recipe",
     "api.differentiating": "estimate_gradient",
     "api.estimating": "Estimate estimate_curvature",
+    "api.extracting": "extract_lora",
     "api.previewing": "preview suggest_weights",
     "api.refining": "refine",
     "api.removing": "remove",

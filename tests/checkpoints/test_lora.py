@@ -137,6 +137,11 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         {"c_attn", "c_proj"},
     ),
     "dora-on-embeddings": ("gpt2", {"r": 3, "target_modules": ["wpe", "c_fc"], "use_dora": True}, {"wpe", "c_fc"}),
+    "names-that-transformers-changes": (
+        "vit",
+        {"r": 2, "target_modules": ["q_proj", "fc1"]},
+        {"query", "intermediate"},
+    ),
     "dora-on-conv2d": ("vit", {"r": 3, "target_modules": ["projection"], "use_dora": True}, {"projection"}),
     "lora-bias": ("bert", {"r": 2, "lora_alpha": 7, "target_modules": ["query"], "lora_bias": True}, {"query"}),
     "trainable-tokens": (
@@ -649,7 +654,7 @@ def test_families_with_adapters_are_those_that_are_tested() -> None:
 
 def test_the_key_adapter_puts_an_adapter_on_a_model_whatever_base_it_names(tmp_path: Path) -> None:
     """As mergekit's model+lora: here on a fine-tuned model, and on the base."""
-    base, adapters, (first, *_) = two_adapters(tmp_path)
+    base, adapters, _ = two_adapters(tmp_path)
     tuned = save(moved(load("llama-untied", base), 5), tmp_path / "tuned")
     want = []
     for place, on in enumerate((base, tuned)):

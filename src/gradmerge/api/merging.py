@@ -15,6 +15,7 @@ import torch
 from ..arguments import checked
 from ..engine.plan import BLOCK, Plan
 from ..engine.planning import open_plan
+from ..engine.to_adapter import merge_to_adapter
 from ..engine.to_folder import MergeResult, merge_to_folder
 from ..errors import InputError
 from ..progress import Progress, shown
@@ -118,7 +119,8 @@ def merge(
         def run(recipe: Recipe, out: Path, force: bool = False) -> MergeResult:
             with planned(recipe, **allowed) as plan:
                 plan.block = block
-                return merge_to_folder(recipe, plan, out, force=force, progress=told, **settings)
+                write = merge_to_adapter if recipe.output.format == "adapter" else merge_to_folder
+                return write(recipe, plan, out, force=force, progress=told, **settings)
 
         with with_named_merges(recipe, out, run, resume=resume) as ready:
             return run(ready, out, force)

@@ -18,42 +18,29 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..storage.links import require_within
-from ..storage.smallfile import read_json
 from ..storage.tensorfile import PositionalFile
 from ..text import listed
+from .adapter_config import ADVICE
+from .class_names import stored_by_class
 from .model import Buffers, Checkpoint
 from .orientation import stores_inputs_first
 from .patterns import Patterns
 from .quantised import refuse_quantised
-from .ties import TIED, has_head, in_layer, is_head, same_values, tied_to, ties_of_class
+from .ties import TIED, equal, has_head, in_layer, is_head, same_values, tied_to, ties_of_class
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16
 
-#: Settings that change what the adapter means, and that are not LoRA as in base + scale · BA.
-UNSUPPORTED = {
-    "layer_replication": "layer replication",
-    "target_parameters": "LoRA on bare parameters",
-    "alora_invocation_tokens": "activated LoRA",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "arrow_config": "arrow routing",
-    "kasa_config": "KaSA",
-    "monteclora_config": "MonteCLoRA",
-    "megatron_config": "Megatron layers",
-}
 #: Tasks whose models have no head that could be tied to an embedding.
 HEADLESS = {"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"}
-#: Initialisations that also change the base's weights, which the adapter file does not show.
-CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
-ADVICE = "Merge it into its base with PEFT (merge_and_unload) first."
 
 
 @dataclass(frozen=True)
 class Factors:
     """Names of the two factors of one target, and what its difference is made of."""
 
+    module: str
+    """The target's module, as PEFT names it."""
     a: str
     b: str
     scale: float
@@ -61,31 +48,6 @@ class Factors:
     """The target stores (in, out), as GPT-2's Conv1D and embeddings do."""
     magnitude: str | None = None
     """DoRA's length of the weights of each output."""
-
-
-def is_adapter(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file()
-
-
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    path = folder / "adapter_config.json"
-    require_within(path, folder)
-    config = read_json(path)
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise InputError(
-            f"{folder}: a PEFT adapter of type {kind}; only LORA adapters can be merged from disk. {ADVICE}"
-        )
-    for key, what in UNSUPPORTED.items():
-        if config.get(key):
-            raise InputError(f"{folder}: the adapter uses {what} ({key}), which is not base + scale·BA. {ADVICE}")
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.partition("_niter")[0].lower() in CHANGES_BASE:
-        raise InputError(
-            f"{folder}: the adapter was initialised with {init}, which changed the base's weights. Convert it to a "
-            "plain LoRA adapter with PEFT first."
-        )
-    return config
 
 
 class AdapterCheckpoint(Checkpoint):
@@ -117,13 +79,13 @@ class AdapterCheckpoint(Checkpoint):
         """Embeddings of which the adapter replaces some rows."""
         self._norms: dict[str, Tensor] = {}
         self._norming = threading.Lock()
-        self._factors, self._replaced = self._resolve(config)
+        self.factors, self.replaced = self._resolve(config)
         self.tensors = dict(base.tensors)
-        for name, stored in self._replaced.items():
+        for name, stored in self.replaced.items():
             self.tensors[name] = self.adapter.tensors[stored]
         if str(config.get("task_type")) not in HEADLESS:
             self._check_ties()
-        for name, factors in self._factors.items():
+        for name, factors in self.factors.items():
             self._check_shapes(name, factors)
 
     def _resolve(self, config: Mapping[str, Any]) -> tuple[dict[str, Factors], dict[str, str]]:
@@ -172,7 +134,8 @@ class AdapterCheckpoint(Checkpoint):
             scale = self._alpha(config, module) / (math.sqrt(a[0]) if config.get("use_rslora") else a[0])
             embedding = "lora_embedding_" in pair["A"]
             turned = stores_inputs_first(self.base.tensors, target, (b[0], a[1]), embedding, config)
-            factors[target] = Factors(pair["A"], pair["B"], scale, turned, pair.get("magnitude_vector"))
+            magnitude = pair.get("magnitude_vector")
+            factors[target] = Factors(module, pair["A"], pair["B"], scale, turned, magnitude)
             if bias is not None:
                 self._add_bias(f"{module}.bias", bias, scale)
         if twice:
@@ -226,7 +189,7 @@ class AdapterCheckpoint(Checkpoint):
         PEFT changes a copy of the module that it is told to and leaves the other as it was; the merged model, with the
         config of the base, would have them both changed, or neither.
         """
-        changed = self._replaced.keys() | self._factors.keys()
+        changed = self.replaced.keys() | self.factors.keys()
         ties = {name: {name, *sources} for name, sources in TIED.items()}
         if any(not in_layer(name) and name not in set().union(*ties.values()) for name in changed):
             for name, tied in ties_of_class(self.base).items():
@@ -237,7 +200,7 @@ class AdapterCheckpoint(Checkpoint):
                 continue
             if name in self.base.tensors and not same_values(self.base, name, source):
                 continue
-            if {name, source} <= self._replaced.keys() - self._factors.keys() and same_values(self, name, source):
+            if {name, source} <= self.replaced.keys() - self.factors.keys() and same_values(self, name, source):
                 continue
             which, rest = (source, name) if source in changed else (name, source)
             raise self._refused(
@@ -266,7 +229,15 @@ class AdapterCheckpoint(Checkpoint):
             if candidate in tensors:
                 return candidate
         longer = [stored for stored in tensors if stored.endswith(f".{name}")]
-        return longer[0] if len(longer) == 1 else None
+        if len(longer) == 1:
+            return longer[0]
+        renamed = self._by_class.get(name)
+        return renamed if renamed in tensors else None
+
+    @functools.cached_property
+    def _by_class(self) -> dict[str, str]:
+        """Names as the adapter's library may have them, where transformers loads files under other names."""
+        return stored_by_class(self.base.config)
 
     def _check_shapes(self, name: str, factors: Factors) -> None:
         a, b = self.adapter.tensors[factors.a], self.adapter.tensors[factors.b]
@@ -289,9 +260,29 @@ class AdapterCheckpoint(Checkpoint):
                 what = f"{name} or its LoRA factors have the type {info.dtype}"
                 raise self._refused(f"{what}; quantised weights cannot be merged")
 
+    def changes(self, name: str) -> bool:
+        """Whether the adapter has anything to say of a tensor."""
+        return any(name in held for held in (self.factors, self.replaced, self._added, self._rows))
+
+    def has_only_factors(self, name: str) -> bool:
+        """Whether a tensor is that of the base and scale · BA, and no more."""
+        if name not in self.factors or self.factors[name].magnitude is not None or name in self._rows:
+            return False
+        own = self.replaced.get(name)  # PEFT saves embeddings with their factors, though they are the base's
+        if own is None:
+            return True
+        same = self.adapter.tensors[own] == self.base.tensors[name]
+        return same and equal((self.adapter, own), (self.base, name), lambda block: block.view(torch.uint8))
+
+    def read_factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """scale · B (out × rank) and A (rank × in) of a tensor, in float64."""
+        factors = self.factors[name]
+        a, b = (self._whole(key).double().flatten(1) for key in (factors.a, factors.b))
+        return b * factors.scale, a
+
     def _form_product(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(left, right) with left @ right = scale · BA in the layout of the target."""
-        factors = self._factors[name]
+        factors = self.factors[name]
         a, b = (self._whole(key).to(dtype).flatten(1) for key in (factors.a, factors.b))
         if factors.transposed:
             return (a.T * factors.scale).contiguous(), b.T.contiguous()
@@ -304,7 +295,7 @@ class AdapterCheckpoint(Checkpoint):
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
         holder, stored = self._stored(name)
         block = holder.read(stored, start, stop, buffers, slot)
-        if name not in self._factors.keys() | self._added.keys() | self._rows.keys() or stop <= start:
+        if name not in self.factors.keys() | self._added.keys() | self._rows.keys() or stop <= start:
             return block
         dtype = torch.float64 if block.dtype == torch.float64 else torch.float32
         result = block.to(dtype, copy=True)
@@ -313,12 +304,12 @@ class AdapterCheckpoint(Checkpoint):
         if name in self._added:
             key, scale = self._added[name]
             result += self.adapter.read(key, start, stop, Buffers()).to(dtype) * scale
-        if name in self._factors:
+        if name in self.factors:
             self._add_product(name, start, stop, result)
-            if self._factors[name].magnitude is not None:
+            if self.factors[name].magnitude is not None:
                 lengths, columns = self._lengths(name), math.prod(self.tensors[name].shape[1:])
                 entries = torch.arange(start, stop)
-                result *= lengths[entries % columns if self._factors[name].transposed else entries // columns].to(dtype)
+                result *= lengths[entries % columns if self.factors[name].transposed else entries // columns].to(dtype)
         return result
 
     def _add_product(self, name: str, start: int, stop: int, result: Tensor) -> None:
@@ -345,7 +336,7 @@ class AdapterCheckpoint(Checkpoint):
         """DoRA's factor of each output: its magnitude over the norm of its row of base + scale · BA, in float64."""
         with self._norming:  # which other threads would only find as well
             if name not in self._norms:
-                factors, info, (holder, stored) = self._factors[name], self.tensors[name], self._stored(name)
+                factors, info, (holder, stored) = self.factors[name], self.tensors[name], self._stored(name)
                 assert factors.magnitude is not None
                 columns, buffers = math.prod(info.shape[1:]), Buffers()
                 squares = torch.zeros(columns if factors.transposed else info.shape[0], dtype=torch.float64)
@@ -368,7 +359,7 @@ class AdapterCheckpoint(Checkpoint):
         holder.will_need(stored)
 
     def _stored(self, name: str) -> tuple[Checkpoint, str]:
-        return (self.adapter, self._replaced[name]) if name in self._replaced else (self.base, name)
+        return (self.adapter, self.replaced[name]) if name in self.replaced else (self.base, name)
 
     def files(self) -> list[Path]:
         return [*self.adapter.files(), *(self.base.files() if self._owns_base else [])]

@@ -15,7 +15,8 @@ from ..storage.links import require_within
 from ..storage.smallfile import MAX_CONFIG, read_bounded, read_json
 from ..storage.tensorfile import PositionalFile, TensorFile, is_plain_name, local_path, open_files, read_index
 from ..text import listed
-from .lora import AdapterCheckpoint, is_adapter, read_adapter_config
+from .adapter_config import is_adapter, read_adapter_config
+from .lora import AdapterCheckpoint
 from .model import Checkpoint
 from .pickles import SUFFIXES, PickleFile
 

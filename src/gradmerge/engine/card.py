@@ -16,17 +16,27 @@ from ..text import one_line, printable
 from .slicing import layer_table, shown_layers
 
 
-def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, Any] | None = None) -> str:
-    """README.md: what was merged, by which method, with what, and the recipe. The same inputs give the same text."""
+def model_card(
+    recipe: Recipe,
+    name: str,
+    library: str | None,
+    used: Mapping[str, Any] | None = None,
+    more: str = "",
+    base: str | None = None,
+) -> str:
+    """README.md: what was merged, by which method, with what, and the recipe. The same inputs give the same text.
+
+    ``library`` opens the result; ``more`` is text of its own on it; an adapter names its ``base`` alone as base model.
+    """
     rule = recipe.rule
     recipes = [*recipe.merges.values(), recipe]
     parts = [m for one in recipes for m in (one.base, *one.sources) if m is not None and m.model not in recipe.merges]
-    every = [text for m in parts for text in (m.model, m.adapter) if text is not None]
+    every = [text for m in parts for text in (m.model, m.adapter) if text is not None] if base is None else [base]
     hub_ids = [text for text in every if HUB_ID.fullmatch(text) and not local_path(text, recipe.folder).exists()]
     on_the_hub = dict.fromkeys(text.partition("@")[0] for text in hub_ids)  # without their revisions
     front: dict[str, Any] = {"base_model": list(on_the_hub)} if on_the_hub else {}
-    front |= {"library_name": "transformers"} if has_config else {}
-    front["tags"] = ["merge", "gradmerge"]
+    front |= {"library_name": library} if library is not None else {}
+    front["tags"] = ["merge", "gradmerge", *(["lora"] if library == "peft" else [])]
     rows = [f"| base | {_row(recipe.base)} |"] if recipe.base else []
     rows += [f"| tuned | {_row(model)} |" for model in recipe.models]
     table = "\n".join(["| | model | weight | curvature |", "|---|---|---|---|", *rows])
@@ -49,7 +59,7 @@ def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, A
 ({rule.reference})
 
 {table}
-{_used(used or {})}
+{_used(used or {})}{more}
 ## Recipe
 
 {fence}yaml

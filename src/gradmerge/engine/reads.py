@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.lora import is_adapter, read_adapter_config
+from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..errors import InputError
 from ..recipe import Recipe
 from ..storage.tensorfile import local_path

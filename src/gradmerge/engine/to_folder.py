@@ -53,6 +53,10 @@ class MergeResult(Displayed):
     seconds: float = 0.0
     notes: list[Note] = field(default_factory=list)
     already_done: bool = False
+    lost: dict[str, float] = field(default_factory=dict)
+    """Of an adapter: the share of each tensor's change, as squared Frobenius norm, that its rank does not hold."""
+    lost_share: float | None = None
+    """Of an adapter: the same over all tensors together."""
 
     def _line(self) -> list[str]:
         done = "complete already" if self.already_done else f"{size(self.bytes_written)} in {self.seconds:.1f} s"
@@ -87,11 +91,11 @@ def merge_to_folder(
     """
     progress = progress or NoProgress()
     template = plan.inputs.template
-    files = _files(plan)
+    files = files_read(plan)
     state = state_of(files)
-    fingerprint = _fingerprint(recipe, plan, state, allow_nonfinite)
+    fingerprint = fingerprint_of(recipe, plan, state, allow_nonfinite)
     result = MergeResult(out, len(plan.merged), len(plan.jobs) - len(plan.merged), notes=plan.notes)
-    if resume and _is_complete(out, fingerprint):
+    if resume and is_complete(out, fingerprint):
         result.already_done = True
         return result
 
@@ -113,7 +117,7 @@ def merge_to_folder(
         plan.note(sidecars(template).note(template.label))
 
         timings = {"statistics": 0.0, "merge": 0.0, "total": 0.0}
-        with _timed(timings, "total"), Target(plan, staging, journal, recipe.output.shard_size) as target:
+        with timed(timings, "total"), Target(plan, staging, journal, recipe.output.shard_size) as target:
             finished = target.open(resume)
             resumed = len(finished.units)
             units = list(plan.units())
@@ -126,7 +130,7 @@ def merge_to_folder(
                 done = plan.total_read * (len(units) - len(left)) // len(units)
                 progress.begin("merging", plan.total_read, done)
                 result.bytes_read += plan.total_read - done
-                with _timed(timings, "merge"):
+                with timed(timings, "merge"):
                     run(
                         plan,
                         statistics,
@@ -142,7 +146,7 @@ def merge_to_folder(
 
             search = None
             if finished.statistics is None and finished.guess is None:
-                with _timed(timings, "statistics"):
+                with timed(timings, "statistics"):
                     search = begin_search(plan)
             if search is not None and search.guess is not None:
                 finished.guess = search.guess
@@ -156,7 +160,7 @@ def merge_to_folder(
                 if plan.statistics_read and (search is None or search.thresholds is None):
                     progress.begin("finding statistics", plan.statistics_read)
                     result.bytes_read += plan.statistics_read
-                with _timed(timings, "statistics"):
+                with timed(timings, "statistics"):
                     statistics = find_statistics(plan, threads, progress.advance, search)
                 finished.know(statistics)
                 resumed = min(resumed, len(finished.units))
@@ -177,8 +181,8 @@ def merge_to_folder(
         result.output, result.bytes_written, result.seconds = staging.out, plan.total_written, timings["total"]
         record = merge_record(recipe, plan, fingerprint, sizes, finished.units, timings, resumed)
         (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
-        has_config = (staging.folder / "config.json").is_file()
-        card = model_card(recipe, staging.out.name, has_config, used(recipe, plan))
+        library = "transformers" if (staging.folder / "config.json").is_file() else None
+        card = model_card(recipe, staging.out.name, library, used(recipe, plan))
         (staging.folder / "README.md").write_text(card, "utf-8")
         journal.remove()
     return result
@@ -194,13 +198,13 @@ def _written_type(recipe: Recipe, plan: Plan) -> str:
 
 
 @contextmanager
-def _timed(timings: dict[str, float], what: str) -> Iterator[None]:
+def timed(timings: dict[str, float], what: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     timings[what] += time.perf_counter() - begun
 
 
-def _files(plan: Plan) -> list[Path]:
+def files_read(plan: Plan) -> list[Path]:
     """Every file that the result depends on: weights, curvature, configs, and what is copied along."""
     files = [*plan.inputs.files(), *sidecars(plan.inputs.template).copied.values()]
     files += plan.inputs.result_files.reads if plan.inputs.result_files else []
@@ -217,7 +221,7 @@ def _with_bases(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
             yield from _with_bases(part)
 
 
-def _fingerprint(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool) -> str:
+def fingerprint_of(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool) -> str:
     """What the bytes of the result depend on: the recipe, and the inputs by path, size, times of change and inode."""
     made = {name: str(folder) for name, folder in recipe.made.items()}
     named = {name: read_json(Path(folder) / RECORD, MAX_TOKENIZER)["fingerprint"] for name, folder in made.items()}
@@ -236,7 +240,7 @@ def _within(path: object, folder: str) -> bool:
     return Path(str(path)).is_relative_to(folder)
 
 
-def _is_complete(out: Path, fingerprint: str) -> bool:
+def is_complete(out: Path, fingerprint: str) -> bool:
     """Whether a folder is what this merge would write: by its record, and the sizes of the files that it names."""
     try:
         record = read_json(out / RECORD, MAX_TOKENIZER)

@@ -29,7 +29,9 @@ class _Source(RecipePart):
     curvature: CurvatureSource | None = Field(
         None, description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`."
     )
-    adapter: Reference | None = Field(None, description="A PEFT LoRA adapter to put on top of the model.")
+    adapter: Reference | None = Field(
+        None, description="A PEFT LoRA adapter to put on top of the model, whatever base its config names."
+    )
     rename: dict[str, str] = Field(
         {},
         description="Beginnings of this model's tensor names, each with what to put there; the first that fits counts.",
@@ -98,7 +100,9 @@ class Output(RecipePart):
     )
     format: Literal["model", "adapter"] = Field("model", description="A whole model, or one LoRA adapter for the base.")
     rank: Annotated[int, Field(ge=1, le=10**6)] | None = Field(
-        None, description="Rank of an adapter that is written. Default: as large as it takes to lose nothing."
+        None,
+        description="Largest rank of an adapter that is written; what it loses is reported. Default: the ranks of the "
+        "adapters together, which loses nothing; other merges than weighted sums of adapters need one.",
     )
 
 
