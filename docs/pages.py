@@ -20,7 +20,8 @@ from pydantic import BaseModel
 
 import gradmerge
 from gradmerge.cli.app import app
-from gradmerge.recipe import Base, Identity, Model, Output, Recipe
+from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice, SliceModel, TokenizerChoice
+from gradmerge.recipe.mergekit_methods import METHODS
 from gradmerge.rules import RULES, Rule
 from gradmerge.tasks import MEANINGS, columns
 
@@ -61,8 +62,12 @@ def recipe_reference() -> str:
         ("The top level", "", Recipe),
         ("`base`", "", Base),
         ("`models[…]`", "", Model),
+        ("`slices[…]`", "", Slice),
+        ("`slices[…].models[…]`", "The keys of a model, and:", SliceModel),
+        ("Values that vary", "", Case),
         ("Curvature", "Wherever a recipe names curvature, this may stand instead of a path.", Identity),
         ("`output`", "", Output),
+        ("`tokenizer`", "", TokenizerChoice),
     ]
     parts = []
     for title, text, model in sections:
@@ -85,8 +90,10 @@ def kind(field: dict[str, Any]) -> str:
     """A JSON schema in words."""
     if "$ref" in field:
         name = field["$ref"].rpartition("/")[2]
-        known = {"Identity": "`{identity: c}`", "MeanTimes": "`{mean_times: N}`"}
+        known = {"Identity": "`{identity: c}`", "MeanTimes": "`{mean_times: N}`", "TokenizerChoice": "text or mapping"}
         return (known | dict.fromkeys(("Base", "Model"), "mapping or path")).get(name, "mapping")
+    if "type" not in field and "anyOf" not in field and "enum" not in field and "const" not in field:
+        return "number or list"
     if "const" in field:
         return f"`{field['const']}`"
     if "enum" in field:
@@ -94,6 +101,8 @@ def kind(field: dict[str, Any]) -> str:
     if "anyOf" in field:
         words = [kind(part) for part in field["anyOf"] if part.get("type") != "null"]
         return " or ".join(dict.fromkeys(words))
+    if "prefixItems" in field:
+        return "two whole numbers"
     if field.get("type") == "array":
         return f"list of {kind(field['items'])}"
     word = {"string": "text", "number": "number", "integer": "size", "boolean": "`true` | `false`", "object": "mapping"}
@@ -125,6 +134,7 @@ def methods_reference() -> str:
 def method(rule: Rule) -> str:
     formula, _, text = rule.explanation.partition("\n")
     weights = "" if "weights" in rule.inputs else " Weights have no meaning here and are refused."
+    memory = f" Memory: {rule.memory_in_words}." if rule.memory_in_words else ""
     own = "`output.curvature: true` writes H̄ beside the result." if rule.precision else ""
     options = ""
     if rule.options:
@@ -133,7 +143,7 @@ def method(rule: Rule) -> str:
                 f"`{o.name}`",
                 o.kind,
                 "required" if o.required else f"`{json.dumps(o.default).strip(chr(34))}`",
-                o.help.text,
+                o.meaning,
             )
             for o in rule.options
         ]
@@ -144,7 +154,7 @@ def method(rule: Rule) -> str:
 
 {text.strip()}
 
-Needs: {rule.needs_in_words}.{weights} {own}
+Needs: {rule.needs_in_words}.{weights}{memory} {own}
 
 Reference: {rule.reference}.{options}"""
 
@@ -204,9 +214,22 @@ def python_names() -> str:
     return table(("name", "what it is"), rows)
 
 
+def mergekit_methods() -> str:
+    """mergekit's methods and parameters beside ours."""
+    words = {"rescale": "rescale: norm", "nuslerp_flatten": "axis: all", "nuslerp_row_wise": "axis: first"}
+    rows = []
+    for name, method in METHODS.items():
+        said = [(p.name, words.get(p.name, p.option)) for p in method.parameters]
+        told = [f"`{theirs}`" if theirs == ours else f"`{theirs}` (`{ours}`)" for theirs, ours in said]
+        says = ", ".join(f"`{key}: {value}`" for key, value in method.options.items())
+        rows.append((f"`{name}`", f"[`{method.rule}`](reference/methods.md#{method.rule})", says, ", ".join(told)))
+    return table(("mergekit", "here", "with the options", "parameters, and what they are called here"), rows)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "cli": cli_reference,
     "columns": usual_columns,
+    "mergekit": mergekit_methods,
     "methods": methods_reference,
     "metrics": metrics_reference,
     "python": python_names,

@@ -8,8 +8,10 @@ from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .api import diagnose as diagnose, evaluate as evaluate, merge as merge, merge_state_dicts as merge_state_dicts
+    from .api.converting import convert_recipe as convert_recipe
     from .api.differentiating import estimate_gradient as estimate_gradient
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
+    from .api.extracting import extract_lora as extract_lora
     from .api.previewing import preview as preview, suggest_weights as suggest_weights
     from .api.refining import refine as refine
     from .api.removing import remove as remove
@@ -41,8 +43,10 @@ if TYPE_CHECKING:
 # Where names come from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
 _NAMES = {
     "api": "diagnose evaluate merge merge_state_dicts",
+    "api.converting": "convert_recipe",
     "api.differentiating": "estimate_gradient",
     "api.estimating": "Estimate estimate_curvature",
+    "api.extracting": "extract_lora",
     "api.previewing": "preview suggest_weights",
     "api.refining": "refine",
     "api.removing": "remove",

@@ -18,6 +18,8 @@ class Kind(StrEnum):
     """Recorded penalties that do not fit: none is there for the ``lacking`` models, or the curvature is a mean."""
     COEFFICIENTS = "coefficients"
     """Gradient matching is close to task arithmetic: the ``share`` of the change on which coefficients exceed 1.5."""
+    TOKENS = "tokens"
+    """Rows are merged that mean different tokens: ``moved`` is how many tokens have another row."""
     UNUSED = "unused"
     """``keys`` of the recipe name curvature that the method does not read."""
 
@@ -36,4 +38,4 @@ class Note(str):
     @property
     def is_warning(self) -> bool:
         """Whether it is shown also to those who asked for quiet: the result is probably not what they want."""
-        return self.kind in (Kind.UNTRUSTED, Kind.STRANGERS, Kind.PENALTIES, Kind.COEFFICIENTS)
+        return self.kind in (Kind.UNTRUSTED, Kind.STRANGERS, Kind.PENALTIES, Kind.COEFFICIENTS, Kind.TOKENS)

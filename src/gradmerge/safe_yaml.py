@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -51,16 +52,36 @@ for _tag in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
 
 
+Lines = dict[tuple[str | int, ...], int]
+"""The keys and places in lists that lead to a value → the line that it stands on."""
+
+
 def parse_yaml(raw: bytes | str, where: str) -> Any:
     """YAML from an untrusted source: no tags that run code, no duplicate keys, no aliases that blow up."""
+    return _parse(raw, where, several=False)[0][0]
+
+
+def parse_documents(raw: bytes | str, where: str) -> list[tuple[Any, Lines]]:
+    """The same of a text of one document or more; each with the lines that its values stand on."""
+    return _parse(raw, where, several=True)
+
+
+def _parse(raw: bytes | str, where: str, several: bool) -> list[tuple[Any, Lines]]:
     try:
         loader = _Loader(raw)
-        node = loader.get_single_node()
-        if node is None:
+        every = list(_nodes(loader)) if several else [loader.get_single_node()]
+        nodes = [node for node in every if node is not None and not (several and _is_empty(node))]
+        if not nodes:
             raise InputError(f"{where}: is empty")
-        if _expanded_size(node, {}, set()) > MAX_NODES:
+        if sum(_expanded_size(node, {}, set()) for node in nodes) > MAX_NODES:
             raise InputError(f"{where}: its aliases stand for more than {MAX_NODES} values; that is no recipe")
-        return loader.construct_document(node)
+        found = []
+        for node in nodes:
+            lines: Lines = {}
+            if several:
+                _find_lines(node, (), lines)
+            found.append((loader.construct_document(node), lines))
+        return found
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -70,6 +91,28 @@ def parse_yaml(raw: bytes | str, where: str) -> Any:
         raise InputError(f"{where}: not valid YAML: a value does not fit its tag") from None
     except RecursionError:
         raise InputError(f"{where}: nested too deeply; that is no recipe") from None
+
+
+def _nodes(loader: _Loader) -> Iterator[yaml.Node | None]:
+    while loader.check_node():
+        yield loader.get_node()
+
+
+def _is_empty(node: yaml.Node) -> bool:
+    """A document without a value, as after a last `---`."""
+    return isinstance(node, yaml.ScalarNode) and node.value == ""
+
+
+def _find_lines(node: yaml.Node, path: tuple[str | int, ...], lines: Lines) -> None:
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                lines[*path, key.value] = key.start_mark.line + 1
+                _find_lines(value, (*path, key.value), lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for place, value in enumerate(node.value):
+            _find_lines(value, (*path, place), lines)
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:

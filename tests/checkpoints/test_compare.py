@@ -218,15 +218,18 @@ def write_tokenizer(folder: Path, vocabulary: dict[str, int], **more: Any) -> No
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, **more}))
 
 
-def test_a_tokenizer_with_other_rows_is_a_note(tmp_path: Path) -> None:
+def test_a_tokenizer_with_other_rows_is_a_warning(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "base", {"a": 0, "b": 1})
     write_tokenizer(tmp_path / "tuned0", {"a": 1, "b": 0})
     write_tokenizer(tmp_path / "tuned1", {"a": 0, "b": 1}, padding={"strategy": "longest"})
     notes = merge(tmp_path, BASE, near(BASE, 1), near(BASE, 2)).notes
-    assert [n.replace(f"{tmp_path}/", "") for n in notes if "tokenizer" in n] == [
-        "tuned0: its tokenizer maps words to other rows than that of base; unless you know why, "
-        "the merged embeddings will be garbage"
+    found = [note for note in notes if "tokenizer" in note]
+    assert [note.replace(f"{tmp_path}/", "") for note in found] == [
+        "WARNING: tuned0: its tokenizer maps words to other rows than that of base; unless you know why, the merged "
+        "embeddings will be garbage: 2 tokens in other rows in base and tuned0: 'a' is row 0 and 1, 'b' is row 1 and 0"
+        ". Set `tokenizer: union` (or base, or a model) in the recipe to match rows by token"
     ]
+    assert found[0].is_warning and found[0].data == {"moved": 2}
     assert json.loads((tmp_path / "out/tokenizer.json").read_text())["model"]["vocab"] == {"a": 0, "b": 1}
 
 

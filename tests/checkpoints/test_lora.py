@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,7 +22,7 @@ from gradmerge.errors import InputError
 from tests.making import assert_close, random_curvature, read_model, weight_bytes, write_model
 
 from . import slow
-from .families import FAMILIES, double, load, make, randomise, save
+from .families import FAMILIES, double, load, make, moved, randomise, save
 
 LLAMA = ["q_proj", "v_proj", "o_proj", "down_proj"]
 
@@ -117,6 +118,47 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "conv2d": ("vit", {"r": 3, "lora_alpha": 4, "target_modules": ["projection"]}, {"projection"}),
     "conv2d-1x1": ("vit", {"r": 2, "target_modules": ["projection"]}, {"projection"}),
     "t5": ("t5", {"r": 2, "target_modules": ["q", "v", "wo"], "task_type": "SEQ_2_SEQ_LM"}, {".q.", ".v.", ".wo."}),
+    "dora": ("llama-untied", {"r": 3, "lora_alpha": 5, "target_modules": LLAMA, "use_dora": True}, {"proj"}),
+    "dora-with-rslora-and-patterns": (
+        "llama-untied",
+        {
+            "r": 3,
+            "target_modules": LLAMA,
+            "use_dora": True,
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 5},
+            "alpha_pattern": {"v_proj": 3},
+        },
+        {"proj"},
+    ),
+    "dora-on-conv1d": (
+        "gpt2",
+        {"r": 3, "target_modules": ["c_attn", "c_proj"], "use_dora": True},
+        {"c_attn", "c_proj"},
+    ),
+    "dora-on-embeddings": ("gpt2", {"r": 3, "target_modules": ["wpe", "c_fc"], "use_dora": True}, {"wpe", "c_fc"}),
+    "names-that-transformers-changes": (
+        "vit",
+        {"r": 2, "target_modules": ["q_proj", "fc1"]},
+        {"query", "intermediate"},
+    ),
+    "dora-on-conv2d": ("vit", {"r": 3, "target_modules": ["projection"], "use_dora": True}, {"projection"}),
+    "lora-bias": ("bert", {"r": 2, "lora_alpha": 7, "target_modules": ["query"], "lora_bias": True}, {"query"}),
+    "trainable-tokens": (
+        "llama-untied",
+        {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": [7, 3, 59]},
+        {"q_proj", "embed_tokens"},
+    ),
+    "trainable-tokens-by-name": (
+        "llama-untied",
+        {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [5], "lm_head": [1, 2]}},
+        {"q_proj", "embed_tokens", "lm_head"},
+    ),
+    "trainable-tokens-of-a-tied-model": (
+        "llama-tied",
+        {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": [7, 3]},
+        {"q_proj", "embed_tokens"},
+    ),
     "some-layers": ("llama-untied", {"r": 2, "target_modules": LLAMA, "layers_to_transform": [1]}, {"layers.1."}),
 }
 
@@ -485,19 +527,31 @@ def test_two_keys_for_one_tensor_are_refused_by_name_unless_they_hold_the_same(c
 # What is not base + scale · BA
 
 
-def test_dora_is_refused(tmp_path: Path) -> None:
+def test_dora_is_what_peft_computes_in_float64_and_whatever_the_blocks(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied", torch.float64)
+    config = LoraConfig(r=3, target_modules=[*LLAMA, "embed_tokens"], use_dora=True)
+    tune(base, "llama-untied", tmp_path / "adapter", config)
+    wide = load("llama-untied", base, dtype=torch.float64)
+    model = PeftModel.from_pretrained(wide, tmp_path / "adapter", autocast_adapter_dtype=False)
+    got = merge_one(base, tmp_path / "adapter", tmp_path / "out")
+    assert_close(got, merged_by_peft(model.double(), tmp_path / "want"), 1e-13)
+    merge_one(base, tmp_path / "adapter", tmp_path / "x/out", block=37, threads=2)
+    assert weight_bytes(tmp_path / "x/out") == weight_bytes(tmp_path / "out")
+
+
+def test_dora_without_its_magnitudes_is_refused(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied")
-    tune(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
-    with pytest.raises(InputError, match=r"adapter: the adapter uses DoRA.*merge_and_unload"):
+    tune(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=2, target_modules=["q_proj"]))
+    edit_config(tmp_path / "adapter", use_dora=True)
+    with pytest.raises(InputError, match=r"(?s)other parts of them than A and B and magnitude_vector:.*q_proj"):
         merge_one(base, tmp_path / "adapter", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_dora_is_refused_even_where_the_config_does_not_say_so(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied")
     tune(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     edit_config(tmp_path / "adapter", use_dora=False)
-    with pytest.raises(InputError, match=r"(?s)not LoRA's A and B.*lora_magnitude_vector"):
+    with pytest.raises(InputError, match=r"(?s)other parts of them than A and B:.*q_proj"):
         merge_one(base, tmp_path / "adapter", tmp_path / "out")
 
 
@@ -528,16 +582,26 @@ def test_initialisations_that_leave_the_base_alone_are_merged(init: str | bool, 
     )
 
 
-def test_trainable_tokens_and_biases_of_lora_are_refused(tmp_path: Path) -> None:
+def test_trainable_tokens_of_a_tied_model_that_stores_its_head_too_change_both(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-tied")
+    config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[7, 3])
+    model = tune(base, "llama-tied", tmp_path / "adapter", config)
+    state = read_model(base)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    twice = write_model(tmp_path / "twice", state, 2, json.loads((base / "config.json").read_text()))
+    want = merged_by_peft(model, tmp_path / "want")
+    want["lm_head.weight"] = want["model.embed_tokens.weight"]
+    assert_close(merge_one(twice, tmp_path / "adapter", tmp_path / "out"), want, 1e-6)
+
+
+@pytest.mark.parametrize("rows", [[1], [1, 60], [-1, 5], {"norm": [1, 5]}, "all"])
+def test_trainable_tokens_that_do_not_fit_are_refused(rows: Any, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied")
-    tokens = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 5])
-    tune(base, "llama-untied", tmp_path / "tokens", tokens)
-    with pytest.raises(InputError, match="trainable tokens"):
-        merge_one(base, tmp_path / "tokens", tmp_path / "out")
-    base = make_base(tmp_path / "bert", "bert")
-    tune(base, "bert", tmp_path / "bias", LoraConfig(r=2, target_modules=["query"], lora_bias=True))
-    with pytest.raises(InputError, match="bias of its own"):
-        merge_one(base, tmp_path / "bias", tmp_path / "out")
+    config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 5])
+    tune(base, "llama-untied", tmp_path / "adapter", config)
+    edit_config(tmp_path / "adapter", trainable_token_indices=rows)
+    with pytest.raises(InputError, match="adapter: trainable_token_indices"):
+        merge_one(base, tmp_path / "adapter", tmp_path / "out")
 
 
 def test_an_adapter_with_half_of_its_factors_is_refused(tmp_path: Path) -> None:
@@ -583,3 +647,37 @@ def test_an_adapter_stored_as_a_pickle_is_read_on_request_only(tmp_path: Path) -
 
 def test_families_with_adapters_are_those_that_are_tested() -> None:
     assert {family for family, _, _ in CASES.values()} == FAMILIES.keys()
+
+
+# An adapter on top of a model of the recipe
+
+
+def test_the_key_adapter_puts_an_adapter_on_a_model_whatever_base_it_names(tmp_path: Path) -> None:
+    """As mergekit's model+lora: here on a fine-tuned model, and on the base."""
+    base, adapters, _ = two_adapters(tmp_path)
+    tuned = save(moved(load("llama-untied", base), 5), tmp_path / "tuned")
+    want = []
+    for place, on in enumerate((base, tuned)):
+        model = PeftModel.from_pretrained(load("llama-untied", on), adapters[place])
+        want.append(double(merged_by_peft(model, tmp_path / f"want{place}")))
+    recipe = {
+        "method": "task-arithmetic",
+        "base": {"model": "./base", "adapter": "./adapter0"},
+        "models": [{"model": "./tuned", "adapter": "./adapter1", "weight": 0.4}],
+    }
+    (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
+    result = gm.merge(tmp_path / "recipe.yml", tmp_path / "out")
+    assert_close(read_model(tmp_path / "out"), slow.task_arithmetic(want[0], [want[1]], [0.4]), 1e-6)
+    assert [n for n in result.notes if "./tuned+./adapter1" in n and "it is applied to ./tuned" in n]
+    assert not [n for n in result.notes if "applied to ./base" in n]
+    assert "`./tuned` with `./adapter1`" in (tmp_path / "out/README.md").read_text()
+    with pytest.raises(InputError, match=r"adapter0: lies in|adapter0: exists|holds"):
+        gm.merge(tmp_path / "recipe.yml", tmp_path / "adapter0", force=True)
+    assert (adapters[0] / "adapter_config.json").is_file()
+
+
+def test_the_key_adapter_takes_adapters_alone(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied")
+    models = [{"model": str(base), "adapter": str(base)}]
+    with pytest.raises(InputError, match="base: no PEFT adapter"):
+        gm.merge({"method": "average", "models": models}, tmp_path / "out")

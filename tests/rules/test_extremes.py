@@ -15,7 +15,7 @@ import gradmerge as gm
 from gradmerge.rules import RULES
 
 from ..making import cli
-from . import slow
+from . import slow, slow_tensors
 
 SIZE = 400
 WEIGHTED = [name for name, rule in RULES.items() if "weights" in rule.inputs]
@@ -58,6 +58,7 @@ def expected(name: str, weights: Sequence[float], options: Mapping[str, Any], da
     """The rule's slow twin, on the same numbers."""
     base, tuned, prior = flat(BASE), [flat(m) for m in TUNED], flat(PRIOR)
     curvature = [flat(c) for c in CURVATURE]
+    arrays = (BASE.double().numpy(), [m.double().numpy() for m in TUNED])
     twins: dict[str, Callable[[], Any]] = {
         "weighted-average": lambda: slow.weighted_average(base, tuned, weights),
         "task-arithmetic": lambda: slow.task_arithmetic(base, tuned, weights),
@@ -77,6 +78,13 @@ def expected(name: str, weights: Sequence[float], options: Mapping[str, Any], da
         ),
         "ties": lambda: slow.ties(base, tuned, weights, DENSITY),
         "sparse-finetuning": lambda: slow.sparse_finetuning(base, tuned, weights, DENSITY, options["normalize"]),
+        "breadcrumbs": lambda: slow_tensors.breadcrumbs(
+            *arrays, weights, [DENSITY] * 3, [0.1] * 3, options["combine"], options["normalize"], "none"
+        ),
+        "multislerp": lambda: slow_tensors.multislerp(*arrays, weights),
+        "karcher": lambda: slow_tensors.karcher(arrays[1], weights),
+        "tsv": lambda: slow_tensors.tsv(*arrays, weights),
+        "iso-c": lambda: slow_tensors.iso_c(*arrays, weights),
         "regmean": lambda: slow.regmean(
             [m.double().numpy() for m in TUNED], [g.double().numpy() for g in GRAMS], weights, damping
         ),
@@ -98,6 +106,7 @@ def test_a_weight_that_no_product_fits_is_refused_by_name_and_limit(name: str, w
         merge(name, [1.0, wrong, 1.0])
 
 
+BREADCRUMBS = {"density": DENSITY, "gamma": 0.1}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "weighted-average": ("weighted-average", {}),
     "fisher-averaging": ("fisher-averaging", {}),
@@ -110,6 +119,12 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse": ("sparse-finetuning", {"density": DENSITY, "scope": "tensor", "normalize": False}),
     "sparse, normalised": ("sparse-finetuning", {"density": DENSITY, "scope": "tensor", "normalize": True}),
     "regmean": ("regmean", {}),
+    "breadcrumbs": ("breadcrumbs", BREADCRUMBS | {"combine": "task-arithmetic", "normalize": False}),
+    "breadcrumbs, sparse": ("breadcrumbs", BREADCRUMBS | {"combine": "ties", "normalize": True}),
+    "multislerp": ("multislerp", {}),
+    "karcher": ("karcher", {}),
+    "tsv": ("tsv", {}),
+    "iso-c": ("iso-c", {}),
 }
 
 
@@ -136,7 +151,9 @@ NEGATIVE = [[1.0, 1.0, -0.5], [0.7, -0.6999, 0.01], [-1.0, -0.5, -2.0]]
 
 
 @pytest.mark.parametrize("weights", NEGATIVE, ids=str)
-@pytest.mark.parametrize("setting", [name for name in SETTINGS if "sparse" not in name and "ties" not in name])
+@pytest.mark.parametrize(
+    "setting", [s for s in SETTINGS if not any(part in s for part in ("sparse", "ties", "karcher"))]
+)
 def test_negative_weights_are_as_right_as_positive_ones(setting: str, weights: Sequence[float]) -> None:
     name, options = SETTINGS[setting]
     assert error(merge(name, weights, options=options), expected(name, weights, options, 1e-10)) < 1e-6

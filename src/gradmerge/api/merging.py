@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from ..arguments import checked
 from ..engine.plan import BLOCK, Plan
 from ..engine.planning import open_plan
+from ..engine.to_adapter import merge_to_adapter
 from ..engine.to_folder import MergeResult, merge_to_folder
 from ..errors import InputError
 from ..progress import Progress, shown
 from ..recipe import Recipe, load_recipe, make_recipe
+from .named_merges import with_named_merges, with_stand_ins
 
 
 def default_threads() -> int:
@@ -32,12 +35,22 @@ def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
     return make_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
 
 
+def recipe_of_models(recipe: str | Path | Recipe | Mapping[str, Any], who: str) -> Recipe:
+    """The same, for those who look at merges of whole models."""
+    found = as_recipe(recipe)
+    if found.slices:
+        advice = "Merge it, and look at the result with `gradmerge evaluate`"
+        raise InputError(f"slices: {who} looks at merges of whole models, not at stacked layers. {advice}.")
+    return found
+
+
 @contextlib.contextmanager
 def planned(
     recipe: str | Path | Recipe | Mapping[str, Any], *, allow_pickle: bool = False, allow_config: Sequence[str] = ()
 ) -> Iterator[Plan]:
-    """The plan of a recipe, with its inputs open."""
-    plan = open_plan(as_recipe(recipe), allow_pickle=allow_pickle, allow_config=allow_config)
+    """The plan of a recipe, with its inputs open. Named recipes whose results are not there are only looked at."""
+    recipe = with_stand_ins(as_recipe(recipe))
+    plan = open_plan(recipe, allow_pickle=allow_pickle, allow_config=allow_config)
     with contextlib.closing(plan.inputs):
         yield plan
 
@@ -65,7 +78,7 @@ def merge(
     weights depend on the inputs and the recipe alone.
 
     Args:
-        recipe: A recipe file, a mapping with its keys, or a :class:`Recipe`.
+        recipe: A recipe file, of ours or of mergekit's, a mapping with its keys, or a :class:`Recipe`.
         out: A new folder. It appears when it is complete; until then the work is in ``OUT.gradmerge-partial``.
         threads: By default one per core, at most 4.
         device: Where the arithmetic is done: cpu, cuda, cuda:1, …
@@ -92,21 +105,37 @@ def merge(
         raise InputError(f"{out}: the result is a folder; give a name without .safetensors")
     check_device(device)
     _allow_many_files()
-    with planned(recipe, allow_pickle=allow_pickle, allow_config=allow_config) as plan, shown(progress) as told:
-        plan.block = block
-        return merge_to_folder(
-            recipe,
-            plan,
-            out,
-            threads=threads or default_threads(),
-            device=device,
-            force=force,
-            resume=resume,
-            allow_nonfinite=allow_nonfinite,
-            accept_untrusted=accept_untrusted,
-            durable=durable,
-            progress=told,
-        )
+    settings: dict[str, Any] = {
+        "threads": threads or default_threads(),
+        "device": device,
+        "resume": resume,
+        "allow_nonfinite": allow_nonfinite,
+        "accept_untrusted": accept_untrusted,
+        "durable": durable,
+    }
+    allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config}
+    with shown(progress) as told:
+
+        def run(recipe: Recipe, out: Path, force: bool = False) -> MergeResult:
+            with planned(recipe, **allowed) as plan:
+                plan.block = block
+                write = merge_to_adapter if recipe.output.format == "adapter" else merge_to_folder
+                return write(recipe, plan, out, force=force, progress=told, **settings)
+
+        with with_named_merges(recipe, out, run, resume=resume) as ready:
+            return run(ready, out, force)
+
+
+def merged_first(
+    recipe: Recipe, out: str | Path | None, threads: int | None, allow_pickle: bool, allow_config: Sequence[str]
+) -> AbstractContextManager[Recipe]:
+    """A recipe whose named recipes have been merged, for those who look at merges and write OUT."""
+    allowed: dict[str, Any] = {"threads": threads, "allow_pickle": allow_pickle, "allow_config": allow_config}
+
+    def make(one: Recipe, folder: Path) -> MergeResult:
+        return merge(one, folder, progress=False, **allowed)
+
+    return with_named_merges(recipe, None if out is None else Path(out), make)
 
 
 def _allow_many_files() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -15,19 +14,18 @@ from ..diagnostics.predict import task_names
 from ..diagnostics.predictor import Predictor
 from ..diagnostics.preview import Looker, Outcome, Preview, compare
 from ..diagnostics.suggest import Suggestion, check_objective, search_ranges, suggest
-from ..engine.card import recipe_as_written, to_yaml
 from ..engine.to_folder import MergeResult
 from ..errors import InputError
 from ..progress import Progress, shown
-from ..recipe import NONE, Base, Identity, Model, Recipe
+from ..recipe import Recipe
 from ..report.page import write_report
 from ..report.preview_page import preview_page, settings_table, verdict
 from ..storage.staging import Staging
-from ..storage.tensorfile import local_path
 from ..tasks import Loading, complete
 from ..text import to_json
+from .converting import recipe_documents
 from .diagnosing import provenance, recipe_text, report_folder
-from .merging import as_recipe, default_threads, merge
+from .merging import default_threads, merge, merged_first, recipe_of_models
 
 
 @checked()
@@ -74,7 +72,7 @@ def preview(
     'gradient-matching 0.75'
     """
     options = complete(loading, preview)
-    recipe = as_recipe(recipe)
+    recipe = recipe_of_models(recipe, "preview")
     tasks = task_names(recipe)
     chosen = check_methods(methods, recipe)
     ranges = parse_weights(weights, tasks, recipe)
@@ -83,7 +81,8 @@ def preview(
     with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
         with (
             shown(progress, "merges") as told,
-            _looker(recipe, chosen, data, options, threads, allow_pickle, allow_config) as looker,
+            merged_first(recipe, out, threads, allow_pickle, allow_config) as ready,
+            _looker(ready, chosen, data, options, threads, allow_pickle, allow_config) as looker,
         ):
             found = compare(recipe, looker, settings, ranges.axis, objective=objective, progress=told)
         _tell(staging, found, None, data or {}, command)
@@ -131,7 +130,7 @@ def suggest_weights(
     {'yelp': 0.62, 'sst2': 0.9}
     """
     options = complete(loading, suggest_weights)
-    recipe = as_recipe(recipe)
+    recipe = recipe_of_models(recipe, "preview")
     tasks = task_names(recipe)
     chosen = check_methods(methods, recipe)
     given = parse_weights(weights, tasks, recipe) if weights is not None else None
@@ -139,7 +138,8 @@ def suggest_weights(
     with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
         with (
             shown(progress, "merges") as told,
-            _looker(recipe, chosen, data, options, threads, allow_pickle, allow_config) as looker,
+            merged_first(recipe, out, threads, allow_pickle, allow_config) as ready,
+            _looker(ready, chosen, data, options, threads, allow_pickle, allow_config) as looker,
         ):
             found = suggest(
                 recipe, looker, chosen, ranges, objective=objective, samples=samples, seed=seed, progress=told
@@ -202,29 +202,8 @@ def _tell(
     best = found.best()
     if best is not None:
         header = f"# The best setting of the preview: {best.setting.name}\n# gradmerge merge recipe.yml -o merged\n"
-        written = to_yaml(_moved(best_recipe(found), staging.out))
+        written = recipe_documents(best_recipe(found), staging.out)
         (folder / "recipe.yml").write_text(header + written, "utf-8")
-
-
-def _moved(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """The recipe as it reads from another folder: paths that are relative start from there."""
-
-    def moved(reference: str) -> str:
-        path = local_path(reference, recipe.folder)
-        if Path(reference).expanduser().is_absolute() or not path.exists():
-            return reference
-        relative = os.path.relpath(path.resolve(), folder.resolve())
-        return relative if relative.startswith(".") else f"./{relative}"
-
-    copy = recipe.model_copy(deep=True)
-    parts: list[Base | Model] = [*([copy.base] if copy.base is not None else []), *copy.models]
-    for part in parts:
-        part.model = moved(part.model)
-        if part.curvature is not None and not isinstance(part.curvature, Identity):
-            part.curvature = moved(part.curvature)
-    if copy.base is not None and isinstance(copy.base.penalty, str) and copy.base.penalty != NONE:
-        copy.base.penalty = moved(copy.base.penalty)
-    return recipe_as_written(copy)
 
 
 def as_json(found: Preview, suggestion: Suggestion | None = None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import InputError
+from ..notes import Kind, Note
 from ..storage.tensorfile import TensorInfo
 from ..text import listed, nearest
 from .beside import notes_on_files
@@ -18,7 +19,10 @@ from .configs import allows, differences, labels, shown
 from .kinship import kinship, kinship_note
 from .model import Checkpoint
 from .quantised import quantisation
-from .ties import equal, other_ties, same_values, tied_to
+from .ties import equal, in_layer, other_ties, same_values, tied_to
+from .token_differences import MATCH, token_difference
+from .token_files import beneath
+from .vocabulary import stored
 
 #: Constants that older versions of transformers saved with the weights and newer ones do not. Those in ``MASKS`` share
 #: their name with a bias, and are told from it by their four dimensions.
@@ -66,10 +70,12 @@ def compare(
     *,
     allow_config: Sequence[str] = (),
     first_is_base: bool = True,
+    settled: Sequence[str] = (),
 ) -> Comparison:
     """Compare every checkpoint with the first: names, shapes, types, vocabulary, tied heads, buffers, configs, origin.
 
-    Differences between configs in the keys ``allow_config`` are noted instead of refused.
+    Differences between configs in the keys ``allow_config`` are noted instead of refused. Those that keys of the recipe
+    have ``settled``, `tokenizer` or `chat_template`, are none.
     """
     allow_config = [allow_config] if isinstance(allow_config, str) else allow_config
     result = Comparison()
@@ -104,7 +110,9 @@ def compare(
             _note_ancestry(first, other, result, aliases, first_is_base)
         result.aliases.append(aliases)
         used |= _compare_configs(first, other, result, chosen, allow_config)
-        result.notes += notes_on_files(first, other)
+        if "tokenizer" not in settled:
+            _note_tokens(first, other, result)
+        result.notes += notes_on_files(first, other, settled)
     idle = [key for key in allow_config if key not in used]
     result.notes += [f"--allow-config {key}: the configs do not differ in it" for key in idle]
     averaged = [name for name in result.merged if name.endswith(("running_mean", "running_var"))]
@@ -127,7 +135,7 @@ def _compare_one(
     shapes: list[str] = []
     vocabulary: list[str] = []
     types: list[str] = []
-    for name in result.merged:
+    for name in (name for name in result.merged if name not in other.absent):
         stored = name if name in other.tensors else tied_to(name, other)
         if stored is None:
             missing.append(name)
@@ -144,7 +152,9 @@ def _compare_one(
     extra = [n for n in other.tensors if n not in first.tensors and chosen(n) and not is_buffer(n, other.tensors[n])]
     extra = [n for n in extra if not _is_copy_of_tied(n, first, other, result)]
     what = f"another vocabulary than {first.label}; rows of the embeddings would not mean the same tokens"
-    result.refuse(vocabulary, f"{other.label}: {what}", "Resize one of them, or exclude these tensors.")
+    advice = f"{MATCH}, resize one of them, or exclude these tensors."
+    differ = token_difference(first, other) if vocabulary else None
+    result.refuse([*vocabulary, *(differ.lines if differ else [])], f"{other.label}: {what}", advice)
     hint = _prefix_hint(first, other) if missing else ""
     result.refuse(missing, f"{other.label}: {_count(missing)} of {first.label} missing{hint}")
     advice = "" if missing else "If they are heads that should stay out of the merge, exclude them."
@@ -160,6 +170,21 @@ def _compare_one(
     if ours != theirs:
         result.notes.append(f"{other.label} is stored as {theirs}, {first.label} as {ours}")
     return aliases
+
+
+def _note_tokens(first: Checkpoint, other: Checkpoint, result: Comparison) -> None:
+    """Tokenizers that differ: a warning if a token has different rows, and rows are merged."""
+    found = token_difference(first, other)
+    if found is None:
+        return
+    shapes = [first.tensors[name].shape for name in result.merged if not in_layer(name)]
+    if found.moved and any(len(shape) > 1 and shape[0] >= min(found.sizes) for shape in shapes):
+        text = f"WARNING: {other.label}: its tokenizer maps words to other rows than that of {first.label}; unless you "
+        text += f"know why, the merged embeddings will be garbage: {'; '.join(found.lines)}. {MATCH}"
+        result.notes.append(Note(text, Kind.TOKENS, moved=len(found.moved)))
+    else:
+        text = f"{other.label}: its tokenizer is not that of {first.label}, which the result has"
+        result.notes.append(f"{text}: {'; '.join(found.lines)}. {MATCH}")
 
 
 def _compare_integers(first: Checkpoint, other: Checkpoint, result: Comparison, names: set[str]) -> None:
@@ -199,7 +224,7 @@ def _compare_configs(
         }
     except RecursionError:
         raise InputError(f"{other.label}: its config.json, or that of {first.label}, is nested too deeply") from None
-    lines |= dict(other_ties(first, other, chosen))
+    lines |= dict(other_ties(stored(first), stored(other), chosen))
     lines |= dict(_other_labels(first, other, result))
     allowing = {key: by for key in lines if (by := allows(allowed, key))}
     refused = [line for key, line in lines.items() if key not in allowing]
@@ -241,10 +266,8 @@ def _other_labels(first: Checkpoint, other: Checkpoint, result: Comparison) -> I
 def _note_ancestry(
     first: Checkpoint, other: Checkpoint, result: Comparison, aliases: Mapping[str, str], first_is_base: bool
 ) -> None:
-    below: Checkpoint | None = other
-    while below := getattr(below, "base", None):
-        if below is first:  # an adapter of the first model stems from it, however far it moves
-            return
+    if stored(first) in list(beneath(stored(other)))[1:]:
+        return  # an adapter of the first model stems from it, however far it moves
     there = {name: other.tensors.get(name) for name in result.merged if name not in aliases}
     shared = [n for n, info in there.items() if info and info.is_float and info.shape == first.tensors[n].shape]
     text = kinship_note(first, other, kinship(first, other, shared), first_is_base)

@@ -1,10 +1,14 @@
-"""PEFT LoRA adapters as checkpoints: base + scale · BA, formed a few rows at a time while the merge reads."""
+"""PEFT LoRA adapters as checkpoints: base + scale · BA, formed a few rows at a time while the merge reads.
+
+DoRA's m ⊙ (base + scale · BA) / ‖base + scale · BA‖, a norm and a magnitude m for each output, takes one more pass.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,74 +18,36 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..storage.links import require_within
-from ..storage.smallfile import read_json
 from ..storage.tensorfile import PositionalFile
 from ..text import listed
+from .adapter_config import ADVICE
+from .class_names import stored_by_class
 from .model import Buffers, Checkpoint
+from .orientation import stores_inputs_first
 from .patterns import Patterns
 from .quantised import refuse_quantised
-from .ties import TIED, has_head, in_layer, is_head, same_values, tied_to, ties_of_class
+from .ties import TIED, equal, has_head, in_layer, is_head, same_values, tied_to, ties_of_class
 
 #: Elements of BA that are formed at once. Fixed, so that rounding does not depend on how the merge cuts its blocks.
 PANEL = 1 << 16
 
-#: Settings that change what the adapter means, and that are not LoRA as in base + scale · BA.
-UNSUPPORTED = {
-    "use_dora": "DoRA",
-    "layer_replication": "layer replication",
-    "target_parameters": "LoRA on bare parameters",
-    "trainable_token_indices": "trainable tokens",
-    "lora_bias": "LoRA with a bias of its own",
-    "alora_invocation_tokens": "activated LoRA",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "arrow_config": "arrow routing",
-    "kasa_config": "KaSA",
-    "monteclora_config": "MonteCLoRA",
-    "megatron_config": "Megatron layers",
-}
 #: Tasks whose models have no head that could be tied to an embedding.
 HEADLESS = {"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"}
-#: Initialisations that also change the base's weights, which the adapter file does not show.
-CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
-ADVICE = "Merge it into its base with PEFT (merge_and_unload) first."
 
 
 @dataclass(frozen=True)
 class Factors:
     """Names of the two factors of one target, and what its difference is made of."""
 
+    module: str
+    """The target's module, as PEFT names it."""
     a: str
     b: str
     scale: float
     transposed: bool
     """The target stores (in, out), as GPT-2's Conv1D and embeddings do."""
-
-
-def is_adapter(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file()
-
-
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    path = folder / "adapter_config.json"
-    require_within(path, folder)
-    config = read_json(path)
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise InputError(
-            f"{folder}: a PEFT adapter of type {kind}; only LORA adapters can be merged from disk. {ADVICE}"
-        )
-    for key, what in UNSUPPORTED.items():
-        if config.get(key):
-            raise InputError(f"{folder}: the adapter uses {what} ({key}), which is not base + scale·BA. {ADVICE}")
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.partition("_niter")[0].lower() in CHANGES_BASE:
-        raise InputError(
-            f"{folder}: the adapter was initialised with {init}, which changed the base's weights. Convert it to a "
-            "plain LoRA adapter with PEFT first."
-        )
-    return config
+    magnitude: str | None = None
+    """DoRA's length of the weights of each output."""
 
 
 class AdapterCheckpoint(Checkpoint):
@@ -107,13 +73,19 @@ class AdapterCheckpoint(Checkpoint):
         # A cache of its own: one around the method would keep every adapter alive.
         self._product_of = functools.lru_cache(maxsize=8)(self._form_product)
         self._patterns = Patterns(f"{folder / 'adapter_config.json'}: alpha_pattern")
-        self._factors, self._replaced = self._resolve(config)
+        self._added: dict[str, tuple[str, float]] = {}
+        """Biases that a bias of LoRA's own is added to, and its scale."""
+        self._rows: dict[str, tuple[str, list[int]]] = {}
+        """Embeddings of which the adapter replaces some rows."""
+        self._norms: dict[str, Tensor] = {}
+        self._norming = threading.Lock()
+        self.factors, self.replaced = self._resolve(config)
         self.tensors = dict(base.tensors)
-        for name, stored in self._replaced.items():
+        for name, stored in self.replaced.items():
             self.tensors[name] = self.adapter.tensors[stored]
         if str(config.get("task_type")) not in HEADLESS:
             self._check_ties()
-        for name, factors in self._factors.items():
+        for name, factors in self.factors.items():
             self._check_shapes(name, factors)
 
     def _resolve(self, config: Mapping[str, Any]) -> tuple[dict[str, Factors], dict[str, str]]:
@@ -130,9 +102,12 @@ class AdapterCheckpoint(Checkpoint):
 
         for key in self.adapter.tensors:
             path = key.removeprefix("base_model.model.")
-            match = re.fullmatch(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", path)
+            match = re.fullmatch(r"(.+)\.lora_(?:embedding_)?([AB]|B\.bias|magnitude_vector)(?:\.weight)?", path)
+            tokens = re.fullmatch(r"(.+)\.token_adapter\.trainable_tokens_delta", path)
             if match:
                 only(parts.setdefault(match[1], {}), match[2], key)
+            elif tokens and config.get("trainable_token_indices"):
+                self._replace_rows(tokens[1], key, config["trainable_token_indices"])
             elif "lora_" in path or "trainable_tokens" in path:
                 unknown.append(key)
             elif ".original_module." not in path:  # which PEFT writes beside a module saved whole if bias is "all"
@@ -140,23 +115,29 @@ class AdapterCheckpoint(Checkpoint):
                 only(replaced, self._find(name) or name, key)
         if unknown:
             raise self._refused(f"the adapter holds tensors that are not LoRA's A and B:\n{listed(unknown)}\n{ADVICE}")
+        expected = {"A", "B", *(["magnitude_vector"] if config.get("use_dora") else [])}
         factors: dict[str, Factors] = {}
         used = {"A": {name: key for name, key in replaced.items() if ".base_layer." not in key}, "B": {}}
         lost: list[str] = []
         for module, pair in parts.items():
             target = self._find(f"{module}.weight")
-            if target is None or pair.keys() != {"A", "B"}:
+            bias = pair.pop("B.bias", None)
+            if target is None or pair.keys() != expected:
                 lost.append(module)
                 continue
-            for letter, key in pair.items():
-                only(used[letter], target, key)
+            for letter in "AB":
+                only(used[letter], target, pair[letter])
             a, b = (self.adapter.tensors[pair[letter]].shape for letter in "AB")
             if min(len(a), len(b)) < 2 or 0 in a + b:
                 found = f"{list(a)} and {list(b)}"
                 raise self._refused(f"LoRA's factors of {module} are no matrices: {found}. Save the adapter again.")
             scale = self._alpha(config, module) / (math.sqrt(a[0]) if config.get("use_rslora") else a[0])
-            transposed = "lora_embedding_" in pair["A"] or bool(config.get("fan_in_fan_out"))
-            factors[target] = Factors(pair["A"], pair["B"], scale, self._orientation(target, pair, transposed))
+            embedding = "lora_embedding_" in pair["A"]
+            turned = stores_inputs_first(self.base.tensors, target, (b[0], a[1]), embedding, config)
+            magnitude = pair.get("magnitude_vector")
+            factors[target] = Factors(module, pair["A"], pair["B"], scale, turned, magnitude)
+            if bias is not None:
+                self._add_bias(f"{module}.bias", bias, scale)
         if twice:
             raise self._refused(
                 f"two tensors of the adapter are for one tensor of {self.base.label}, of which one would be lost:\n"
@@ -170,10 +151,34 @@ class AdapterCheckpoint(Checkpoint):
                 )
         if lost:
             raise self._refused(
-                f"the adapter changes modules that {self.base.label} does not have:\n{listed(lost)}\n"
-                "Was it trained on another base?"
+                f"the adapter changes modules that {self.base.label} does not have, or holds other parts of them than "
+                f"{' and '.join(sorted(expected))}:\n{listed(lost)}\nWas it trained on another base?"
             )
         return factors, replaced
+
+    def _add_bias(self, name: str, key: str, scale: float) -> None:
+        target, size = self._find(name), self.adapter.tensors[key].numel
+        if target is None or self.base.tensors[target].numel != size or not self.base.tensors[target].is_float:
+            raise self._refused(f"{self.base.label} has no {name} of {size} numbers that {key} could be added to")
+        self._added[target] = (key, scale)
+
+    def _replace_rows(self, module: str, key: str, stated: Any) -> None:
+        """Take the rows of an embedding that were trained (`trainable_token_indices`), and of a head that is one with
+        it: PEFT keeps those together."""
+        if isinstance(stated, Mapping):
+            stated = next((rows for end, rows in stated.items() if f".{module}".endswith(f".{end}")), None)
+        name = self._find(f"{module}.weight")
+        shape = self.base.tensors[name].shape if name is not None else ()
+        fits = isinstance(stated, list) and all(type(row) is int for row in stated) and len(shape) == 2
+        if not fits or self.adapter.tensors[key].shape != (len(stated), shape[1]):
+            raise self._refused(f"trainable_token_indices and {key} do not fit an embedding of {self.base.label}")
+        if stated and not 0 <= min(stated) <= max(stated) < shape[0]:
+            raise self._refused(f"trainable_token_indices names rows that {name} of {self.base.label} does not have")
+        assert name is not None
+        heads = [head for head in {**TIED, **ties_of_class(self.base)} if tied_to(head, self.base) == name]
+        for tied in (name, *(head for head in heads if head in self.base.tensors)):
+            if tied == name or same_values(self.base, tied, name):
+                self._rows[tied] = (key, stated)
 
     def _refused(self, why: str) -> InputError:
         return InputError(f"{self.folder}: {why}")
@@ -184,7 +189,7 @@ class AdapterCheckpoint(Checkpoint):
         PEFT changes a copy of the module that it is told to and leaves the other as it was; the merged model, with the
         config of the base, would have them both changed, or neither.
         """
-        changed = self._replaced.keys() | self._factors.keys()
+        changed = self.replaced.keys() | self.factors.keys()
         ties = {name: {name, *sources} for name, sources in TIED.items()}
         if any(not in_layer(name) and name not in set().union(*ties.values()) for name in changed):
             for name, tied in ties_of_class(self.base).items():
@@ -195,7 +200,7 @@ class AdapterCheckpoint(Checkpoint):
                 continue
             if name in self.base.tensors and not same_values(self.base, name, source):
                 continue
-            if {name, source} <= self._replaced.keys() - self._factors.keys() and same_values(self, name, source):
+            if {name, source} <= self.replaced.keys() - self.factors.keys() and same_values(self, name, source):
                 continue
             which, rest = (source, name) if source in changed else (name, source)
             raise self._refused(
@@ -224,36 +229,15 @@ class AdapterCheckpoint(Checkpoint):
             if candidate in tensors:
                 return candidate
         longer = [stored for stored in tensors if stored.endswith(f".{name}")]
-        return longer[0] if len(longer) == 1 else None
+        if len(longer) == 1:
+            return longer[0]
+        renamed = self._by_class.get(name)
+        return renamed if renamed in tensors else None
 
-    def _orientation(self, target: str, pair: Mapping[str, str], stated: bool) -> bool:
-        """Whether the target stores (in, out), by its shape or, where that is square, its neighbours or the config."""
-        a, b = self.adapter.tensors[pair["A"]].shape, self.adapter.tensors[pair["B"]].shape
-        shape = self.base.tensors[target].shape
-        if len(shape) != 2:
-            return stated
-        if a[1] == b[0]:
-            neighbours = None if "lora_embedding_" in pair["A"] else self._neighbours_say(target)
-            return stated if neighbours is None else neighbours
-        return shape == (a[1], b[0])
-
-    def _neighbours_say(self, target: str) -> bool | None:
-        """Whether weights beside the target, in its module or the next larger one, store (in, out), by their biases.
-
-        PEFT corrects fan_in_fan_out module by module and saves what the last of them had.
-        """
-        tensors = self.base.tensors
-        parts = target.split(".")
-        for parent in (parts[:-2], parts[:-3]):
-            prefix = ".".join(parent) + "."
-            for name in tensors if parent else ():
-                bias = tensors.get(name.removesuffix("weight") + "bias")
-                shape = tensors[name].shape
-                if not name.startswith(prefix) or not name.endswith(".weight") or bias is None or len(shape) != 2:
-                    continue
-                if shape[0] != shape[1] and len(bias.shape) == 1 and bias.shape[0] in shape:
-                    return bias.shape[0] == shape[1]
-        return None
+    @functools.cached_property
+    def _by_class(self) -> dict[str, str]:
+        """Names as the adapter's library may have them, where transformers loads files under other names."""
+        return stored_by_class(self.base.config)
 
     def _check_shapes(self, name: str, factors: Factors) -> None:
         a, b = self.adapter.tensors[factors.a], self.adapter.tensors[factors.b]
@@ -266,14 +250,39 @@ class AdapterCheckpoint(Checkpoint):
                 f"LoRA's A {list(a.shape)} and B {list(b.shape)} do not fit {name} {list(shape)} of {self.base.label}. "
                 "Was it trained on another base?"
             )
-        for info in (a, b, self.tensors[name]):
+        infos = [a, b, self.tensors[name]]
+        if factors.magnitude is not None:
+            infos.append(magnitude := self.adapter.tensors[factors.magnitude])
+            if magnitude.numel != outputs:
+                raise self._refused(f"DoRA's magnitudes of {name} are {magnitude.numel}, for {outputs} outputs")
+        for info in infos:
             if not info.is_float:
                 what = f"{name} or its LoRA factors have the type {info.dtype}"
                 raise self._refused(f"{what}; quantised weights cannot be merged")
 
+    def changes(self, name: str) -> bool:
+        """Whether the adapter has anything to say of a tensor."""
+        return any(name in held for held in (self.factors, self.replaced, self._added, self._rows))
+
+    def has_only_factors(self, name: str) -> bool:
+        """Whether a tensor is that of the base and scale · BA, and no more."""
+        if name not in self.factors or self.factors[name].magnitude is not None or name in self._rows:
+            return False
+        own = self.replaced.get(name)  # PEFT saves embeddings with their factors, though they are the base's
+        if own is None:
+            return True
+        same = self.adapter.tensors[own] == self.base.tensors[name]
+        return same and equal((self.adapter, own), (self.base, name), lambda block: block.view(torch.uint8))
+
+    def read_factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """scale · B (out × rank) and A (rank × in) of a tensor, in float64."""
+        factors = self.factors[name]
+        a, b = (self._whole(key).double().flatten(1) for key in (factors.a, factors.b))
+        return b * factors.scale, a
+
     def _form_product(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(left, right) with left @ right = scale · BA in the layout of the target."""
-        factors = self._factors[name]
+        factors = self.factors[name]
         a, b = (self._whole(key).to(dtype).flatten(1) for key in (factors.a, factors.b))
         if factors.transposed:
             return (a.T * factors.scale).contiguous(), b.T.contiguous()
@@ -286,26 +295,71 @@ class AdapterCheckpoint(Checkpoint):
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
         holder, stored = self._stored(name)
         block = holder.read(stored, start, stop, buffers, slot)
-        if name not in self._factors or stop <= start:
+        if name not in self.factors.keys() | self._added.keys() | self._rows.keys() or stop <= start:
             return block
         dtype = torch.float64 if block.dtype == torch.float64 else torch.float32
-        left, right = self._product_of(name, dtype)
+        result = block.to(dtype, copy=True)
+        if name in self._rows:
+            self._put_rows(name, start, stop, result)
+        if name in self._added:
+            key, scale = self._added[name]
+            result += self.adapter.read(key, start, stop, Buffers()).to(dtype) * scale
+        if name in self.factors:
+            self._add_product(name, start, stop, result)
+            if self.factors[name].magnitude is not None:
+                lengths, columns = self._lengths(name), math.prod(self.tensors[name].shape[1:])
+                entries = torch.arange(start, stop)
+                result *= lengths[entries % columns if self.factors[name].transposed else entries // columns].to(dtype)
+        return result
+
+    def _add_product(self, name: str, start: int, stop: int, result: Tensor) -> None:
+        """Add scale · BA to elements ``start`` to ``stop``."""
+        left, right = self._product_of(name, result.dtype)
         columns = right.shape[1]
         rows = max(1, PANEL // columns)
-        result = block.to(dtype, copy=True)
         for first in range(start // columns // rows * rows, -(-stop // columns), rows):
             panel = (left[first : first + rows] @ right).reshape(-1)
             begin = first * columns
             low, high = max(start, begin), min(stop, begin + panel.numel())
             result[low - start : high - start] += panel[low - begin : high - begin]
-        return result
+
+    def _put_rows(self, name: str, start: int, stop: int, result: Tensor) -> None:
+        key, rows = self._rows[name]
+        columns = self.tensors[name].shape[1]
+        for place, row in enumerate(rows):
+            low, high = max(start, row * columns), min(stop, (row + 1) * columns)
+            if low < high:
+                shift = (place - row) * columns
+                result[low - start : high - start] = self.adapter.read(key, low + shift, high + shift, Buffers())
+
+    def _lengths(self, name: str) -> Tensor:
+        """DoRA's factor of each output: its magnitude over the norm of its row of base + scale · BA, in float64."""
+        with self._norming:  # which other threads would only find as well
+            if name not in self._norms:
+                factors, info, (holder, stored) = self.factors[name], self.tensors[name], self._stored(name)
+                assert factors.magnitude is not None
+                columns, buffers = math.prod(info.shape[1:]), Buffers()
+                squares = torch.zeros(columns if factors.transposed else info.shape[0], dtype=torch.float64)
+                step = max(1, PANEL // columns)
+                for row in range(0, info.shape[0], step):
+                    start, stop = row * columns, min((row + step) * columns, info.numel)
+                    block = holder.read(stored, start, stop, buffers)
+                    block = block.to(torch.float64 if block.dtype == torch.float64 else torch.float32, copy=True)
+                    self._add_product(name, start, stop, block)
+                    part = block.double().square_().reshape(-1, columns)
+                    if factors.transposed:
+                        squares += part.sum(0)
+                    else:
+                        squares[row : row + step] = part.sum(1)
+                self._norms[name] = self._whole(factors.magnitude).double().flatten() / squares.sqrt()
+            return self._norms[name]
 
     def will_need(self, name: str) -> None:
         holder, stored = self._stored(name)
         holder.will_need(stored)
 
     def _stored(self, name: str) -> tuple[Checkpoint, str]:
-        return (self.adapter, self._replaced[name]) if name in self._replaced else (self.base, name)
+        return (self.adapter, self.replaced[name]) if name in self.replaced else (self.base, name)
 
     def files(self) -> list[Path]:
         return [*self.adapter.files(), *(self.base.files() if self._owns_base else [])]

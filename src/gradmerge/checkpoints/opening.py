@@ -15,7 +15,8 @@ from ..storage.links import require_within
 from ..storage.smallfile import MAX_CONFIG, read_bounded, read_json
 from ..storage.tensorfile import PositionalFile, TensorFile, is_plain_name, local_path, open_files, read_index
 from ..text import listed
-from .lora import AdapterCheckpoint, is_adapter, read_adapter_config
+from .adapter_config import is_adapter, read_adapter_config
+from .lora import AdapterCheckpoint
 from .model import Checkpoint
 from .pickles import SUFFIXES, PickleFile
 
@@ -61,15 +62,43 @@ def open_checkpoint(
     raise InputError(f"{reference}: no such folder or file ({path.absolute()})")
 
 
-def fetch_from_hub(reference: str, *, allow_pickle: bool) -> Path:
+def put_adapter(
+    reference: str, model: Checkpoint, *, relative_to: Path | None = None, allow_pickle: bool = False
+) -> AdapterCheckpoint:
+    """A PEFT LoRA adapter on top of a model, whatever base its config names. Closing it closes the model as well."""
+    folder = local_path(reference, relative_to)
+    hub_id = None
+    if not folder.exists() and HUB_ID.fullmatch(reference) and not reference.startswith("."):
+        folder, hub_id = fetch_from_hub(reference, allow_pickle=allow_pickle), reference
+    if not folder.is_dir() or not is_adapter(folder):
+        raise InputError(f"{reference}: no PEFT adapter: there is no folder with an adapter_config.json ({folder})")
+    config = read_adapter_config(folder)
+    with ExitStack() as opened:
+        files = _weight_files(folder, "adapter_model", allow_pickle, opened)
+        label = f"{model.label}+{reference}"
+        adapter = AdapterCheckpoint(label, folder, config, files, model, owns_base=True, hub_id=hub_id)
+        opened.pop_all()
+    adapter.notes += [*model.notes, *_note_on_base(adapter, config.get("base_model_name_or_path"))]
+    return adapter
+
+
+def _note_on_base(adapter: AdapterCheckpoint, stated: Any) -> list[str]:
+    """Says so when an adapter goes on another model than its config names."""
+    base = adapter.base
+    if not isinstance(stated, str) or Path(stated).name in _names_of(base):
+        return []
+    return [f"{adapter.label}: the adapter says that it was trained on {stated!r}; it is applied to {base.label}"]
+
+
+def fetch_from_hub(reference: str, *, allow_pickle: bool = False, patterns: Sequence[str] | None = None) -> Path:
     """The local folder of a Hub model, downloaded into the Hugging Face cache if it is not there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     repo, _, revision = reference.partition("@")
-    patterns = HUB_FILES.split() + (["*.bin", "*.bin.index.json"] if allow_pickle else [])
+    usual = HUB_FILES.split() + (["*.bin", "*.bin.index.json"] if allow_pickle else [])
     try:
-        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))
+        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=list(patterns or usual)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise InputError(
@@ -169,10 +198,7 @@ def _open_adapter(
         files = _weight_files(folder, "adapter_model", allow_pickle, opened)
         adapter = AdapterCheckpoint(label, folder, config, files, base, owns_base, hub_id)
         opened.pop_all()
-    if not owns_base and isinstance(stated, str) and Path(stated).name not in _names_of(base):
-        adapter.notes.append(
-            f"{label}: the adapter says that it was trained on {stated!r}; it is applied to {base.label}"
-        )
+    adapter.notes += _note_on_base(adapter, stated) if not owns_base else []
     return adapter
 
 

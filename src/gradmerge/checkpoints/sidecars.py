@@ -11,8 +11,8 @@ from pathlib import Path
 from ..storage.links import lies_within
 from ..storage.smallfile import read_json
 from .compare import matches, some
-from .lora import AdapterCheckpoint
 from .model import Checkpoint
+from .token_files import beneath
 
 MAX_BYTES = 100_000_000
 #: Names that a model needs beside its weights. Its folder may also hold keys, data, logs and code, which stay there.
@@ -54,8 +54,7 @@ class Sidecars:
 
 def sidecars(checkpoint: Checkpoint) -> Sidecars:
     """What is copied from a model's folder (of an adapter: its base's), and what is not."""
-    while isinstance(checkpoint, AdapterCheckpoint):
-        checkpoint = checkpoint.base
+    *_, checkpoint = beneath(checkpoint)
     folder = checkpoint.folder
     if folder is None:
         return Sidecars({}, [])
@@ -88,14 +87,18 @@ def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, P
 
 
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
-    """Copy the side files; if the recipe changed the dtype of the weights, the config says so."""
+    """Copy the side files; what a view says otherwise than its model's config, and the dtype, go into config.json."""
     for module in checkpoint.modules:
         (folder / module).mkdir(exist_ok=True)
     for name, path in sidecars(checkpoint).copied.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
     config_path = folder / "config.json"
-    if dtype != "auto" and config_path.is_file():
-        config = read_json(config_path)
+    if not config_path.is_file():
+        return
+    stated = read_json(config_path)
+    config = dict(stated if checkpoint.config == list(beneath(checkpoint))[-1].config else checkpoint.config)
+    if dtype != "auto":
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    if config != stated:
         config_path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -108,6 +108,8 @@ def other_ties(first: Checkpoint, other: Checkpoint, chosen: Callable[[str], boo
         n for n in first.tensors if n not in other.tensors and not in_layer(n) and len(first.tensors[n].shape) > 1
     ]
     for head in dict.fromkeys([*TIED, *lacking] if first.config and other.config else []):
+        if head in first.absent | other.absent:
+            continue
         stored = [head in checkpoint.tensors for checkpoint in pair]
         alike = stored[0] == stored[1] and untied[0] == untied[1]
         if not is_head(head) or not chosen(head) or stored == [False, True] or alike:

@@ -13,7 +13,21 @@ from typer.core import TyperGroup
 
 from .._version import __version__
 from ..text import printable, to_json
-from . import curvature, demo, diagnose, evaluate, gradient, inspect, merge, methods, preview, refine, remove
+from . import (
+    curvature,
+    demo,
+    diagnose,
+    evaluate,
+    extract_lora,
+    gradient,
+    inspect,
+    merge,
+    methods,
+    preview,
+    recipe,
+    refine,
+    remove,
+)
 from .output import OUT_OF_MEMORY
 from .streams import prepare_streams, say, settle
 
@@ -76,6 +90,7 @@ def _main(
 app.command("merge", epilog=merge.MERGE_EXAMPLE)(merge.merge)
 app.command("remove", epilog=remove.EXAMPLE)(remove.remove)
 app.command("refine", epilog=refine.EXAMPLE)(refine.refine)
+app.command("extract-lora", epilog=extract_lora.EXAMPLE)(extract_lora.extract_lora)
 app.command("inspect", epilog=inspect.EXAMPLE)(inspect.inspect)
 app.command("evaluate", epilog=evaluate.EXAMPLE)(evaluate.evaluate)
 app.command("gradient", epilog=gradient.EXAMPLE)(gradient.gradient)
@@ -84,6 +99,7 @@ app.command("diagnose", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
 app.command("preview", epilog=preview.EXAMPLE)(preview.preview)
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(curvature.app, name="curvature")
+app.add_typer(recipe.app, name="recipe")
 
 
 def main() -> None:

@@ -127,6 +127,7 @@ def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOpti
                 "bytes_written": result.bytes_written,
                 "seconds": round(result.seconds, 3),
                 "already_done": result.already_done,
+                **({} if result.lost_share is None else {"lost_share": result.lost_share, "lost": result.lost}),
                 "notes": result.notes,
             }
         )
@@ -147,11 +148,13 @@ def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOpti
 
 def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, read: int, as_json: bool) -> None:
     from ..engine.penalties import used
+    from ..recipe import in_words, plain
     from ..storage.tensorwriter import split_into_shards
 
     inputs = plan.inputs
     outputs = [plan.tensors, *([plan.precision_tensors] if plan.write_precision else [])]
-    files = sum(len(split_into_shards(tensors, recipe.output.shard_size)) for tensors in outputs)
+    adapter = recipe.output.format == "adapter"
+    files = 1 if adapter else sum(len(split_into_shards(t, recipe.output.shard_size)) for t in outputs)
     sources: list[dict[str, Any]] = [
         {"source": c.label, "kind": c.kind, "bytes": c.nbytes, "parameters": c.parameters} for c in inputs.checkpoints
     ]
@@ -159,13 +162,13 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, read
         sources.append({"source": c.label, "kind": "curvature", "bytes": sum(c.nbytes(j.name) for j in plan.merged)})
     facts: dict[str, Any] = {
         "method": recipe.method,
-        "options": dict(inputs.options),
+        "options": {name: plain(value) for name, value in inputs.options.items()},
         "inputs": sources,
         "merged_tensors": len(plan.merged),
         "copied_tensors": len(plan.jobs) - len(plan.merged),
         **used(recipe, plan),
         "bytes_read": read,
-        "bytes_written": plan.total_written,
+        "bytes_written": None if adapter else plan.total_written,
         "output": str(out) if out else None,
         "output_files": files,
         "threads": threads,
@@ -177,7 +180,7 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, read
         return
     say(f"{recipe.method}: {plan.rule.summary}")
     if inputs.options:
-        say("options: " + ", ".join(f"{k}={v}" for k, v in inputs.options.items()))
+        say("options: " + ", ".join(f"{k}={in_words(v)}" for k, v in inputs.options.items()))
     rows = [
         [s["source"], s["kind"], count(s["parameters"]) if "parameters" in s else "", size(s["bytes"])] for s in sources
     ]
@@ -190,7 +193,8 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, read
     for one in facts.get("penalty", ()):
         say(f"penalty: {one['penalty']} for {one['model']} ({one['from']})")
     say(f"reads:   {size(read)}")
-    say(f"writes:  {size(plan.total_written)} in {files} file{'s' if files > 1 else ''}" + (f" → {out}" if out else ""))
+    written = f"{size(plan.total_written)} in {files} file{'s' if files > 1 else ''}"
+    say(f"writes:  {'one LoRA adapter' if adapter else written}" + (f" → {out}" if out else ""))
     say(f"memory:  about {size(plan.memory(threads))} with {threads} thread{'s' if threads > 1 else ''}")
     for text in plan.notes:
         say(f"note: {continued(text)}")

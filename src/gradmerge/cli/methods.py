@@ -41,10 +41,12 @@ def methods(
     say(f"\nrow:        α_t = {rule.row[0]};  H_0 = {rule.row[1]};  H_t = {rule.row[2]}")
     say(f"reference:  {rule.reference}")
     say(f"needs:      {rule.needs_in_words}")
+    if rule.memory_in_words:
+        say(f"memory:     {rule.memory_in_words}")
     if rule.options:
         say("\noptions:")
         rows = [
-            [f"  {o.name}", o.kind, "required" if o.required else _shown(o.default), o.help.text] for o in rule.options
+            [f"  {o.name}", o.kind, "required" if o.required else _shown(o.default), o.meaning] for o in rule.options
         ]
         print_table(["  name", "value", "default", "meaning"], rows)
 
@@ -62,8 +64,9 @@ def _facts(rule: Any) -> dict[str, Any]:
         "H_t": rule.row[2],
         "reference": rule.reference,
         "inputs": list(rule.inputs),
+        "memory": rule.memory_in_words,
         "options": [
-            {"name": o.name, "value": o.kind, "default": None if o.required else o.default, "help": o.help.text}
+            {"name": o.name, "value": o.kind, "default": None if o.required else o.default, "help": o.meaning}
             for o in rule.options
         ],
     }

@@ -106,10 +106,10 @@ def build_recipe(
         return make_recipe(given, where="command line")
     if not settings and method is None:
         return load_recipe(path)
-    raw = load_recipe(path).model_dump(mode="json", exclude_unset=True)
+    loaded = load_recipe(path)
+    raw = loaded.model_dump(mode="json", exclude_unset=True)
     if method is not None:
         raw["method"] = method
     apply_settings(raw, settings)
     recipe = make_recipe(raw, folder=path.parent, where=f"{path} with changes from the command line")
-    recipe._file = path
-    return recipe
+    return recipe.read_as(loaded)

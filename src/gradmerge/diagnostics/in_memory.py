@@ -113,6 +113,11 @@ class TaskData:
 
 def load_data(name: str, recipe: Recipe, model: str, source: str, loading: Loading) -> TaskData:
     """Data of a task, and a model as the recipe names it."""
+    if recipe.tokenizer is not None:
+        raise InputError(
+            "tokenizer: a merge with a vocabulary of its own is not evaluated in memory, where the data are encoded as "
+            "the models do. Merge it, and use `gradmerge evaluate` on the result"
+        )
     path = local_path(model, recipe.folder)
     return TaskData(name, load_task(str(path) if path.exists() else model, source, **loading))
 

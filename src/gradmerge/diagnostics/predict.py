@@ -27,9 +27,9 @@ from torch import Tensor
 from ..curvature.files import default_curvature
 from ..curvature.summary import group_of
 from ..engine.candidates import Block, Candidate, KnownStatistics, look_at
+from ..engine.measuring import Advance
 from ..engine.plan import Plan
 from ..engine.planning import open_plan
-from ..engine.statistics import Advance
 from ..errors import InputError
 from ..recipe import Recipe
 from ..rules.kronecker_matching import applied, diagonal_of
@@ -121,7 +121,7 @@ def open_to_look(recipe: Recipe, *, allow_pickle: bool = False, allow_config: Se
         raise InputError(
             "the recipe names no base; what fine-tuning changed, and so what a merge costs, is not known without it"
         )
-    inside = default_curvature(local_path(recipe.base.model, recipe.folder))
+    inside = default_curvature(local_path(recipe.base.adapter or recipe.base.model, recipe.folder))
     known = recipe.base.curvature is not None or inside is not None
     reads = {"base", "curvature", "penalty"}
     if known or recipe.base.penalty is not None:
@@ -140,7 +140,7 @@ def open_to_look(recipe: Recipe, *, allow_pickle: bool = False, allow_config: Se
 
 def task_names(recipe: Recipe) -> list[str]:
     """A short name for each tuned model: the last part of its path, or all of it where that is not unique."""
-    paths = [model.model for model in recipe.models]
+    paths = [model.adapter or model.model for model in recipe.models]
     short = [Path(path.partition("@")[0]).name or path for path in paths]
     return [path if short.count(name) > 1 or name == BASE else name for path, name in zip(paths, short, strict=True)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,17 +12,19 @@ from torch import Tensor
 from ..checkpoints.model import Buffers, Checkpoint
 from ..errors import InputError
 from ..notes import Note
-from ..recipe import Recipe, check_options
+from ..recipe import Recipe, Varying, check_options
 from ..rules import RULES
 from ..rules.kronecker_matching import LayerHessian
+from ..rules.sparse import largest
+from ..rules.spec import Grain
 from .coefficients import coefficient_notes
 from .damping import find_damping
 from .layers import joined, parted, pieces_of, read_layer, solve_layer
+from .measuring import Advance
 from .plan import Job, Plan, Unit, rule_arguments
 from .planning import rehearse
-from .randomness import keep_mask
-from .reading import read_block
-from .statistics import Advance, Statistics, find_statistics
+from .reading import random_inputs, read_block, shaped
+from .statistics import Statistics, find_statistics
 from .trust import trust_notes
 from .workers import run_parallel, with_buffers
 
@@ -33,8 +35,10 @@ class Candidate:
 
     name: str
     method: str = ""
-    weights: Sequence[float] | None = None
+    weights: Sequence[Varying] | None = None
     options: Mapping[str, Any] | None = None
+    own: Sequence[Mapping[str, Any]] = ()
+    """Options of single models."""
     model: Checkpoint | None = None
 
 
@@ -73,10 +77,10 @@ class Block:
 
 
 Visit = Callable[[Block], None]
-Masks = dict[tuple[int, float], list[Tensor]]
-"""Random masks of one block, by seed and density: candidates share them."""
-KnownStatistics = dict[tuple[Any, ...], Statistics]
-"""Thresholds and angles, by kind, density and scope: they do not depend on weights, and many candidates share them."""
+Masks = dict[str, list[Tensor]]
+"""Random masks and numbers of one block, by seed and density: candidates share them."""
+KnownStatistics = dict[str, Statistics]
+"""Thresholds and measures, by rule and options: they do not depend on weights, and many candidates share them."""
 
 
 def look_at(
@@ -90,10 +94,13 @@ def look_at(
 ) -> None:
     """Form every block of every candidate and hand it over, from several threads, in any order.
 
-    ``plan`` says what is read. ``measured`` keeps thresholds and angles for further looks at the same plan.
+    ``plan`` says what is read. ``measured`` keeps statistics for further looks at the same plan.
     """
     known: KnownStatistics = {} if measured is None else measured
     runners = [_Runner(plan, candidate, threads, known) for candidate in candidates]
+    # Blocks are cut so that every candidate can work with them.
+    grain = coarsest(runner.grain for runner in runners)
+    cut = [job if job.rule is None or job.layer or job.inside else replace(job, grain=grain) for job in plan.jobs]
 
     def work(buffers: Buffers, unit: Unit) -> None:
         job = unit.job
@@ -111,7 +118,12 @@ def look_at(
         visit(Block(job, unit.start, unit.stop, *read, *more, merged))
         advance(plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel))
 
-    run_parallel(plan.units(), with_buffers(work), threads)
+    run_parallel(replace(plan, jobs=cut).units(), with_buffers(work), threads)
+
+
+def coarsest(grains: Iterable[Grain]) -> Grain:
+    """The cut that suits all of these."""
+    return max(grains, key=["entries", "rows", "tensor"].index, default="entries")
 
 
 def plan_of(plan: Plan, candidate: Candidate) -> Plan:
@@ -122,10 +134,11 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
             f"{rule.name} works on whole matrices and cannot be looked at block by block. Merge it first, and give the "
             "result as --merged."
         )
-    options = check_options(rule, candidate.options or {})
-    weights = plan.inputs.weights if candidate.weights is None else list(candidate.weights)
-    inputs = replace(plan.inputs, weights=weights, options=options)
-    if len(weights) != len(inputs.tuned):
+    options = check_options(rule, candidate.options or {}, candidate.own)
+    settings = plan.inputs.settings.changed(candidate.weights, options)
+    inputs = replace(plan.inputs, settings=settings, options=options)
+    weights = candidate.weights
+    if weights is not None and len(weights) != len(inputs.tuned):
         raise InputError(f"{candidate.name}: {len(weights)} weights for {len(inputs.tuned)} models")
     if rule.only_one_model and len(inputs.tuned) != 1:
         raise InputError(f"{rule.name} takes the base and one model, not {len(inputs.tuned)}")
@@ -134,7 +147,10 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
     if plan.layers and rule.layers is None and rule.needs(options) & {"prior", "curvature"}:
         raise InputError(f"{rule.name} takes diagonals, and the curvature of these models is Kronecker")
     needs = frozenset(rule.needs(options)) - (set() if inputs.penalty else rule.optional & {"penalty"})
-    jobs = [job if job.rule is None else replace(job, rule=rule) for job in plan.jobs]
+    jobs = [
+        job if job.rule is None else replace(job, rule=rule, grain=rule.cut(settings.of(job.name).options))
+        for job in plan.jobs
+    ]
     own = Plan(rule, inputs, jobs, needs | {"base"})
     rehearse(own)
     find_damping(own)
@@ -146,12 +162,14 @@ def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
     """What is said of a merge before it is made: too long a step, or gradient matching that is task arithmetic."""
     if recipe.method not in ("gradient-matching", "removal") or plan.inputs.prior is None:
         return []
-    own = plan_of(plan, Candidate(recipe.method, recipe.method, options=recipe.options))
+    own = plan_of(plan, Candidate(recipe.method, recipe.method, options=recipe.options, own=recipe.own_options))
     return [*trust_notes(own, threads), *coefficient_notes(recipe, own, threads)]
 
 
 class _Runner:
     """One candidate, ready to form blocks."""
+
+    grain: Grain = "entries"
 
     def __init__(self, plan: Plan, candidate: Candidate, threads: int, measured: KnownStatistics) -> None:
         self._candidate = candidate
@@ -164,9 +182,12 @@ class _Runner:
                 )
             return
         self._plan = plan_of(plan, candidate)
-        wanted = self._plan.needs & {"thresholds", "geometry"}
-        options = self._plan.inputs.options
-        key = (*sorted(wanted), options.get("density"), options.get("scope"))
+        rule, options = self._plan.rule, self._plan.inputs.options
+        self._jobs = {job.name: job for job in self._plan.merged}
+        self.grain = coarsest(job.grain for job in self._jobs.values())
+        own = rule.name if self._plan.measures or rule.ranks not in (None, largest) else ""
+        told = options if own else {name: options.get(name) for name in ("density", "scope")}
+        key = repr((own, rule.ranks is not None, sorted(told.items())))
         if key not in measured:
             measured[key] = find_statistics(self._plan, threads)
         self._statistics = measured[key]
@@ -189,14 +210,13 @@ class _Runner:
         if candidate.model is not None:
             block = candidate.model.read(job.name, unit.start, unit.stop, buffers, f"candidate {candidate.name}")
             return block.to(job.compute)
-        plan = self._plan
+        plan, numbers = self._plan, self._plan.inputs.settings.of(job.name)
         own: dict[str, Any] = {**tensors, **self._statistics.of(job.name)}
-        if "kept" in plan.needs:
-            seed, density = plan.inputs.options["seed"], plan.inputs.options["density"]
-            if (seed, density) not in masks:
-                masks[seed, density] = [
-                    keep_mask(seed, i, job.name, unit.start, unit.stop, density) for i in range(len(plan.inputs.tuned))
-                ]
-            own["kept"] = masks[seed, density]
-        merged: Tensor = plan.rule(**rule_arguments(plan.rule, plan, own))
-        return merged if merged.dim() else merged.expand(unit.stop - unit.start)
+        for name in plan.needs & {"kept", "uniform"}:
+            key = f"{name} {numbers.options['seed']} {numbers.options['density'] if name == 'kept' else ''}"
+            if key not in masks:
+                masks[key] = random_inputs(plan, name, job.name, unit.start, unit.stop)
+            own[name] = masks[key]
+        own = shaped(self._jobs[job.name], unit.start, unit.stop, own)
+        merged: Tensor = plan.rule(**rule_arguments(plan.rule, plan, own, numbers))
+        return merged.reshape(-1) if merged.numel() == unit.stop - unit.start else merged.expand(unit.stop - unit.start)

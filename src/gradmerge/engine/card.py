@@ -10,26 +10,43 @@ import yaml
 
 from .._version import __version__
 from ..checkpoints.opening import HUB_ID
-from ..recipe import NONE, Base, Identity, Model, Recipe
+from ..recipe import NONE, Base, Identity, Model, Recipe, in_words
 from ..storage.tensorfile import local_path
 from ..text import one_line, printable
+from .slicing import layer_table, shown_layers
 
 
-def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, Any] | None = None) -> str:
-    """README.md: what was merged, by which method, with what, and the recipe. The same inputs give the same text."""
+def model_card(
+    recipe: Recipe,
+    name: str,
+    library: str | None,
+    used: Mapping[str, Any] | None = None,
+    more: str = "",
+    base: str | None = None,
+) -> str:
+    """README.md: what was merged, by which method, with what, and the recipe. The same inputs give the same text.
+
+    ``library`` opens the result; ``more`` is text of its own on it; an adapter names its ``base`` alone as base model.
+    """
     rule = recipe.rule
-    every = [m.model for m in (recipe.base, *recipe.models) if m is not None]
+    recipes = [*recipe.merges.values(), recipe]
+    parts = [m for one in recipes for m in (one.base, *one.sources) if m is not None and m.model not in recipe.merges]
+    every = [text for m in parts for text in (m.model, m.adapter) if text is not None] if base is None else [base]
     hub_ids = [text for text in every if HUB_ID.fullmatch(text) and not local_path(text, recipe.folder).exists()]
     on_the_hub = dict.fromkeys(text.partition("@")[0] for text in hub_ids)  # without their revisions
     front: dict[str, Any] = {"base_model": list(on_the_hub)} if on_the_hub else {}
-    front |= {"library_name": "transformers"} if has_config else {}
-    front["tags"] = ["merge", "gradmerge"]
+    front |= {"library_name": library} if library is not None else {}
+    front["tags"] = ["merge", "gradmerge", *(["lora"] if library == "peft" else [])]
     rows = [f"| base | {_row(recipe.base)} |"] if recipe.base else []
     rows += [f"| tuned | {_row(model)} |" for model in recipe.models]
     table = "\n".join(["| | model | weight | curvature |", "|---|---|---|---|", *rows])
+    table = _slices(recipe) if recipe.slices else table
     made = "Made from" if rule.name == "removal" else "A merge of"
     models = f"{len(recipe.models)} fine-tuned {'model' if len(recipe.models) == 1 else 'models'}"
-    written = to_yaml(recipe_as_written(recipe))
+    if recipe.slices:
+        number = len(dict.fromkeys(model.model for model in recipe.sources))
+        made, models = "Layers of", f"{number} {'model' if number == 1 else 'models'}, stacked and merged"
+    written = "---\n".join(to_yaml(recipe_as_written(one)) for one in recipes)
     fence = "`" * max(3, _longest_run(written) + 1)
     return f"""---
 {to_yaml(front)}---
@@ -42,7 +59,7 @@ def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, A
 ({rule.reference})
 
 {table}
-{_used(used or {})}
+{_used(used or {})}{more}
 ## Recipe
 
 {fence}yaml
@@ -50,6 +67,23 @@ def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, A
 
 `gradmerge.json` in this repository holds the full recipe with defaults, digests of the inputs and versions.
 """
+
+
+def _slices(recipe: Recipe) -> str:
+    """Which layer of the result came from where."""
+    table = layer_table(recipe)
+    based = "base" in table[0]
+    rows = ["| layers of the result | " + ("layers of the base | " if based else "") + "made from | weight |"]
+    rows.append("|---|---|---|---|" if based else "|---|---|---|")
+    for row, part in zip(table, recipe.slices, strict=True):
+        sources = "<br>".join(f"{_code(model.model)} {shown_layers(model.layers)}" for model in part.models)
+        weights = "<br>".join(in_words(model.weight) for model in part.models)
+        base = f"{shown_layers(row['base']['layers'])} | " if based else ""
+        rows.append(f"| {shown_layers(row['layers'])} | {base}{sources} | {weights} |")
+    first, last = (", ".join(_code(model.model) for model in recipe.slices[i].models) for i in (0, -1))
+    outside = f"What comes before the layers (embeddings) is made from {first}, what comes after (head) from {last}."
+    below = f"Base: {_code(recipe.base.model)}.\n\n" if recipe.base is not None else ""
+    return below + "\n".join(rows) + f"\n\nLayers are counted from 0. {outside}"
 
 
 def _used(facts: Mapping[str, Any]) -> str:
@@ -70,7 +104,10 @@ def _used(facts: Mapping[str, Any]) -> str:
 
 def recipe_as_written(recipe: Recipe) -> dict[str, Any]:
     """The recipe without what is at its default."""
-    return recipe.model_dump(mode="json", exclude_defaults=True)
+    written = recipe.model_dump(mode="json", exclude_defaults=True)
+    if recipe.tokenizer is not None and written["tokenizer"].keys() <= {"source"}:
+        written["tokenizer"] = recipe.tokenizer.source
+    return written
 
 
 def to_yaml(value: Mapping[str, Any]) -> str:
@@ -98,9 +135,10 @@ def _plain(text: str) -> str:
 
 
 def _row(part: Base | Model) -> str:
-    weight, named = "" if part.weight is None else f"{part.weight:g}", part.curvature
+    weight, named = "" if part.weight is None else in_words(part.weight), part.curvature
     curvature = f"{named.identity:g} · I" if isinstance(named, Identity) else _code(named) if named is not None else ""
-    return f"{_code(part.model)} | {weight} | {curvature}"
+    model = _code(part.model) if part.adapter is None else f"{_code(part.model)} with {_code(part.adapter)}"
+    return f"{model} | {weight} | {curvature}"
 
 
 def as_card(front: Mapping[str, Any], name: str, text: str) -> str:

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.model import Buffers, Checkpoint, block_digest, combined_digest
+from ..checkpoints.result_files import ResultFiles
+from ..checkpoints.vocabulary import VocabularyRows, gather
 from ..curvature.files import INPUTS, OUTPUTS, CurvatureFile
 from ..errors import InputError
 from ..recipe import MeanTimes, reduction_factor
 from ..rules import Rule
 from ..rules.kronecker_matching import KroneckerFactors
+from .per_layer import LayerSettings
 
 #: Curvature above this is refused: sums over some models, times their weights, must fit float32.
 LARGEST = 1e35
@@ -45,6 +48,8 @@ class CurvatureInput:
     """Weights whose first axis is the input's."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied heads → the embedding whose curvature is used for them."""
+    rows: VocabularyRows | None = None
+    """Of a model whose rows are put in the order of another vocabulary: its curvature follows them."""
 
     def __post_init__(self) -> None:
         if self.constant is not None and self.constant > LARGEST:
@@ -76,6 +81,13 @@ class CurvatureInput:
     @functools.cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]] | None:
         """Shapes by name; None when the curvature is a constant and fits everything."""
+        shapes = self._own_shapes
+        if shapes is None or self.rows is None or self.kind == "gram":
+            return shapes
+        return {n: self.rows.shape(s) if self.rows.covers(n, s) else s for n, s in shapes.items()}
+
+    @property
+    def _own_shapes(self) -> Mapping[str, tuple[int, ...]] | None:
         if self.file is not None:
             return self.file.shapes
         if self.memory is not None:
@@ -106,7 +118,7 @@ class CurvatureInput:
         """
         if self.constant is not None:
             return torch.tensor(self.constant, dtype=dtype)
-        values = self._stored(name, start, stop, buffers, slot)
+        values = self._aligned(name, start, stop, buffers, slot)
         self._check(values, name)
         if digests is not None:
             digests[self] = block_digest(values)
@@ -134,6 +146,16 @@ class CurvatureInput:
             )
         digests[self] = block_digest(values)
         return values.double() * factor
+
+    def _aligned(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
+        """Stored values; of a row for each token in the order of the result, 0 for tokens that the model lacks."""
+        shapes = self._own_shapes
+        if self.rows is None or shapes is None or not self.rows.covers(name, shapes[name]):
+            return self._stored(name, start, stop, buffers, slot)
+        values = torch.zeros(stop - start)
+        columns = max(1, math.prod(shapes[name]) // max(1, self.rows.before))
+        gather(lambda a, b: self._stored(name, a, b, buffers, slot), columns, self.rows.own, start, stop, values)
+        return values
 
     def _stored(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
         if self.file is not None:
@@ -188,8 +210,8 @@ class Inputs:
     """The base, or the first model where there is none: names, types, copied tensors and small files come from it."""
     base: Checkpoint | None
     tuned: list[Checkpoint]
-    weights: list[float]
-    base_weight: float | None = None
+    settings: LayerSettings
+    """The weights and options, for each tensor."""
     prior: CurvatureInput | None = None
     curvature: list[CurvatureInput] = field(default_factory=list)
     penalty: list[CurvatureInput | None] = field(default_factory=list)
@@ -202,13 +224,11 @@ class Inputs:
     mean_curvature: float | None = None
     """The mean over all entries of Σ F_t, once it is found: δ of a removal where the recipe leaves it open."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """As the recipe gives them, some of which may vary."""
     aliases: dict[Checkpoint, dict[str, str]] = field(default_factory=dict)
     """Per checkpoint: tensor → the one it is tied to there, if only that is stored."""
-
-    @property
-    def all_weights(self) -> list[float]:
-        """The models', and the base's where it has one."""
-        return self.weights if self.base_weight is None else [*self.weights, self.base_weight]
+    result_files: ResultFiles | None = None
+    """What the keys `tokenizer` and `chat_template` change beside the weights."""
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
@@ -236,6 +256,10 @@ class Inputs:
             return self.damping
         assert self.mean_curvature is not None, "find_damping comes first"
         return self.mean_curvature
+
+    def tuned_of(self, name: str) -> list[Checkpoint]:
+        """The models that a tensor is merged from: all, but for layers in slices of which some merge fewer."""
+        return [checkpoint for checkpoint in self.tuned if name not in checkpoint.absent]
 
     def stored_name(self, checkpoint: Checkpoint, name: str) -> str:
         return self.aliases.get(checkpoint, {}).get(name, name)

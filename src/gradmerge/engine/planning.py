@@ -12,20 +12,23 @@ import torch
 
 from ..checkpoints.compare import compare
 from ..checkpoints.model import Checkpoint
-from ..checkpoints.opening import open_checkpoint
+from ..checkpoints.opening import open_checkpoint, put_adapter
 from ..checkpoints.ties import same_values, tied_to
 from ..curvature.files import default_curvature, open_curvature
 from ..errors import InputError
 from ..notes import Kind, Note
-from ..recipe import NONE, CurvatureSource, Identity, Recipe
+from ..recipe import NONE, Base, CurvatureSource, Identity, Model, Recipe
 from ..rules import Rule
-from ..rules.spherical import Geometry
 from ..storage.tensorfile import FLOATS, TensorInfo
 from ..text import listed
 from .inputs import USUAL_DAMPING, CurvatureInput, Inputs
 from .layers import find_layers, held_by_factors
+from .measuring import measured
 from .penalties import incomplete, mismatched, recorded_penalty
+from .per_layer import LayerSettings, Stretch, smallest, varies
 from .plan import Job, Layer, Plan, rule_arguments
+from .slicing import compared_parts, opened_once, settings_of_slices, stacked_models, stacked_notes
+from .vocabularies import follow_rows, with_one_vocabulary
 
 _STORED = {word: code for code, word in FLOATS.items()}
 
@@ -57,17 +60,32 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
     """Open the models of a recipe, and those of its curvature files that ``needs`` asks for."""
     with ExitStack() as opened:
 
-        def checkpoint(reference: str, base: Checkpoint | None) -> Checkpoint:
-            found = open_checkpoint(reference, relative_to=recipe.folder, adapter_base=base, allow_pickle=allow_pickle)
-            return opened.enter_context(found)
+        def checkpoint(part: Base | Model, base: Checkpoint | None) -> Checkpoint:
+            place = recipe.made.get(part.model, part.model)
+            found = open_checkpoint(place, relative_to=recipe.folder, adapter_base=base, allow_pickle=allow_pickle)
+            opened.enter_context(found)
+            found.label = part.model
+            if part.adapter is not None:
+                found = put_adapter(part.adapter, found, relative_to=recipe.folder, allow_pickle=allow_pickle)
+                opened.enter_context(found)
+            return found
 
         def curvature(source: CurvatureSource | None, model: Checkpoint, key: str) -> CurvatureInput:
             found = _open_curvature(source, model, key, recipe, wanted_by)
             opened.callback(found.close)
+            follow_rows(found, model)
             return found
 
-        base = checkpoint(recipe.base.model, None) if recipe.base else None
-        inputs = inputs_of(recipe, base, [checkpoint(model.model, base) for model in recipe.models])
+        base = checkpoint(recipe.base, None) if recipe.base else None
+        tuned = [checkpoint(model, base) for model in recipe.models]
+        parts = opened_once(recipe, base, lambda model: checkpoint(model, base)) if recipe.slices else []
+        names = [model.model for model in recipe.sources]
+        views, files = with_one_vocabulary(recipe, base, list(zip(names, [*tuned, *parts], strict=True)))
+        base, tuned = None if base is None else views[base], [views[model] for model in tuned]
+        if recipe.slices:
+            base, tuned = stacked_models(recipe, base, [views[found] for found in parts], needs)
+        inputs = inputs_of(recipe, base, tuned)
+        inputs.result_files = files
         if base is not None and recipe.base is not None:
             if "prior" in needs:
                 inputs.prior = curvature(recipe.base.curvature, base, "base.curvature")
@@ -76,6 +94,7 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
             elif "penalty" in needs:
                 for model in inputs.tuned:
                     inputs.penalty.append(found := recorded_penalty(model))
+                    follow_rows(found, model)
                     opened.callback(found.close if found is not None else lambda: None)
                 inputs.penalty = inputs.penalty if any(inputs.penalty) else []
         if needs & {"curvature", "grams"}:
@@ -88,15 +107,17 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
 
 def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) -> Inputs:
     """The models of a recipe with its numbers, still without curvature."""
+    options, template = recipe.resolved_options, base or tuned[0]
+    stretch = Stretch(recipe.weights, recipe.base.weight if recipe.base else None, options)
+    settings = LayerSettings.over(template.tensors, stretch)
     return Inputs(
-        template=base or tuned[0],
+        template=template,
         base=base,
         tuned=tuned,
-        weights=recipe.weights,
-        base_weight=recipe.base.weight if recipe.base else None,
+        settings=settings_of_slices(recipe, template, tuned) if recipe.slices else settings,
         damping=USUAL_DAMPING if recipe.damping == "auto" else recipe.damping,
         damping_is_open=recipe.damping == "auto",
-        options=recipe.resolved_options,
+        options=options,
     )
 
 
@@ -133,15 +154,22 @@ def make_plan(
     """
     rule, template, has_base = recipe.rule, inputs.template, inputs.base is not None
     others = [c for c in inputs.tuned if c is not template]
+    notes = compared_parts(inputs.checkpoints, recipe.exclude, allow_config)
     comparison = compare(
-        template, others, recipe.include, recipe.exclude, allow_config=allow_config, first_is_base=has_base
+        template,
+        others,
+        recipe.include,
+        recipe.exclude,
+        allow_config=allow_config,
+        first_is_base=has_base,
+        settled=inputs.result_files.settled if inputs.result_files else (),
     )
     inputs.aliases = dict(zip(others, comparison.aliases, strict=True))
     diagonals = [source for source in inputs.curvatures if source not in inputs.grams]
     _tie(diagonals, template, comparison.merged)
     gram_names, gram_problems = _gram_names(inputs, comparison.merged)
     layers, layer_problems = find_layers(inputs, rule, comparison.merged, looking=reads is not None)
-    problems = [*comparison.problems, *layer_problems]
+    problems = [*comparison.problems, *layer_problems, *_problems_of_scope(inputs)]
     for source in diagonals:
         # What a recorded penalty does not name was not held by it.
         recorded = source in inputs.penalty and recipe.base is not None and recipe.base.penalty is None
@@ -158,30 +186,51 @@ def make_plan(
         if name not in wanted:
             jobs.append(Job(name, info, None))
             continue
-        stored = _STORED.get(recipe.output.dtype, info.dtype)
         chosen = rule if rule.otherwise is None or name in gram_names else rule.otherwise
-        types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
+        read = [c for c in inputs.checkpoints if name not in c.absent]
+        types = {c.tensors[inputs.stored_name(c, name)].dtype for c in read}
+        widest = _widest_type(types) if recipe.output.dtype == "widest" else info.dtype
+        stored = _STORED.get(recipe.output.dtype, widest)
         wide = "F64" in types or chosen.otherwise is not None or name in layers or name in biases
         compute = torch.float64 if wide else torch.float32
-        jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute, inside=name in biases))
+        grain = chosen.cut(inputs.settings.of(name).options)
+        jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute, inside=name in biases, grain=grain))
     own = {job.name: job for job in jobs}
     for place, job in enumerate(jobs):
         if job.name in layers:
             turned, bias = layers[job.name]
             jobs[place] = replace(job, layer=Layer(turned, own[bias] if bias is not None else None))
     plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
-    plan.note(comparison.notes)
-    plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
+    plan.note(recipe.notes)
+    plan.note(comparison.notes if not recipe.slices else stacked_notes(comparison.notes, notes))
+    plan.note(inputs.result_files.notes if inputs.result_files else ())
+    plan.note(dict.fromkeys(note for checkpoint in inputs.checkpoints for note in checkpoint.notes))
     plan.note(incomplete(inputs))
     plan.note(mismatched(recipe, inputs))
+    plan.note(inputs.settings.notes([job.name for job in plan.merged]))
     plan.note(_method_notes(recipe, looking=reads is not None))
     if reads is None:
         rehearse(plan)
     return plan
 
 
+def _problems_of_scope(inputs: Inputs) -> list[str]:
+    """One threshold for the whole model knows no layers."""
+    varying = [name for name in ("density", "gamma") if varies(inputs.options.get(name))]
+    if inputs.options.get("scope") != "model" or not varying:
+        return []
+    why = "differs between tensors, which `scope: tensor` allows; `scope: model` cuts all alike"
+    return [f"options.{varying[0]}: {why}"]
+
+
+def _widest_type(types: set[str]) -> str:
+    """The narrowest type that holds all numbers of some."""
+    found = next(iter(types)) if len(types) == 1 else "F32"
+    return "F64" if "F64" in types else found
+
+
 def _method_notes(recipe: Recipe, looking: bool) -> Iterator[Note]:
-    if recipe.method == "gradient-matching" and min(recipe.weights) < 0:
+    if recipe.method == "gradient-matching" and smallest(recipe.weights) < 0:
         yield Note(
             "a weight is negative: where H̄ = H_0 + Σ α_t H_t is not positive the merged loss has no minimum, and 0 is "
             "written as its curvature. To take a task out of the base, use removal."
@@ -200,12 +249,12 @@ def _method_notes(recipe: Recipe, looking: bool) -> Iterator[Note]:
 def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
     """The inputs that a merge reads: the rule's, without the base if it is optional and has no weight."""
     needs = rule.needs(inputs.options)
-    idle = inputs.base is None or ("base_weight" in needs and inputs.base_weight is None)
+    idle = inputs.base is None or ("base_weight" in needs and inputs.settings.of("").base_weight is None)
     return needs - (rule.optional & {"base"}) if idle else needs
 
 
 def _problems_of_layers(recipe: Recipe) -> list[str]:
-    """Settings that single entries know and layers with Kronecker curvature do not."""
+    """LayerSettings that single entries know and layers with Kronecker curvature do not."""
     problems = []
     if recipe.output.curvature:
         problems.append(
@@ -295,15 +344,20 @@ def _gram_names(inputs: Inputs, names: Sequence[str]) -> tuple[set[str], list[st
 
 def rehearse(plan: Plan) -> None:
     """Run the rule once on single numbers, so that a setting which cannot work fails before any file is read."""
-    models = len(plan.inputs.tuned)
     one = torch.ones(1, 1)
-    stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one)
-    stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
-    stand_ins |= {"thresholds": [0.0] * models, "kept": [one > 0] * models, "geometry": Geometry(1.0, 1.0, 1.0)}
-    stand_ins["damping"] = plan.inputs.damping
+    stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one) | {"damping": plan.inputs.damping}
+    every = plan.inputs.settings.every(job.name for job in plan.merged)
     for rule in (plan.rule, plan.rule.otherwise):
-        if rule is not None:
+        for numbers in every if rule is not None else ():
+            assert rule is not None
+            models = len(numbers.weights)
+            stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
+            stand_ins |= {"kept": [one > 0] * models, "uniform": [one.double() / 2] * models}
             try:
-                rule(**rule_arguments(rule, plan, stand_ins))
+                ranks = rule.ranks(1, models, numbers.options) if rule.ranks is not None else []
+                stand_ins["thresholds"] = [0.0 if len(own) == 1 else [0.0] * len(own) for own in ranks]
+                arguments = rule_arguments(rule, plan, stand_ins, numbers)
+                found = measured(rule.measured(numbers.options), [arguments].__iter__, arguments, 1, one.dtype)
+                rule(**rule_arguments(rule, plan, {**stand_ins, **found}, numbers))
             except ValueError as error:
                 raise InputError(f"{rule.name}: {error}") from error

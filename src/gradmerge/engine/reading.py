@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, block_digest
+from ..checkpoints.token_files import beneath
 from ..errors import InputError
+from ..rules.spec import each
 from ..text import one_line
 from .inputs import CurvatureInput, Digests
-from .plan import Job, Plan
-from .randomness import keep_mask
+from .plan import Job, Plan, converted
+from .randomness import keep_mask, uniform
 
 
 def read_models(
@@ -25,12 +28,13 @@ def read_models(
 
     def read(checkpoint: Checkpoint, slot: str) -> Tensor:
         block = checkpoint.read(inputs.stored_name(checkpoint, job.name), start, stop, buffers, slot)
-        if digests is not None and not isinstance(checkpoint, AdapterCheckpoint):
+        # What is digested is the model as it is stored; of others the record does it.
+        if digests is not None and not any(isinstance(below, AdapterCheckpoint) for below in beneath(checkpoint)):
             digests[checkpoint] = block_digest(block)
         return block.to(job.compute)
 
     base = read(inputs.base, "base") if inputs.base is not None and "base" in plan.needs else None
-    return base, [read(checkpoint, f"tuned {i}") for i, checkpoint in enumerate(inputs.tuned)]
+    return base, [read(checkpoint, f"tuned {i}") for i, checkpoint in enumerate(inputs.tuned_of(job.name))]
 
 
 def read_block(
@@ -52,10 +56,28 @@ def read_block(
         block["penalty"] = [None if source is None else read[source] for source in inputs.penalty]
     if "curvature" in plan.needs:
         block["curvature"] = [curvature(source, f"curvature {i}") for i, source in enumerate(inputs.curvature)]
-    if "kept" in plan.needs:
-        seed, density = inputs.options["seed"], inputs.options["density"]
-        block["kept"] = [keep_mask(seed, i, job.name, start, stop, density) for i in range(len(tuned))]
+    for name in plan.needs & {"kept", "uniform"}:
+        block[name] = random_inputs(plan, name, job.name, start, stop)
     return block
+
+
+def random_inputs(plan: Plan, kind: str, tensor: str, start: int, stop: int) -> list[Tensor]:
+    """Masks (``kept``) or numbers (``uniform``) of a block, for every tuned model."""
+    options, models = plan.inputs.settings.of(tensor).options, range(len(plan.inputs.tuned_of(tensor)))
+    if kind == "uniform":
+        return [uniform(options["seed"], i, tensor, start, stop) for i in models]
+    shares = enumerate(each(options["density"], models))
+    return [keep_mask(options["seed"], i, tensor, start, stop, share) for i, share in shares]
+
+
+def shaped(job: Job, start: int, stop: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """A block as its rule sees it: in the shape of the tensor, or of those of its rows that are there."""
+    shape = job.info.shape
+    if job.grain == "entries":
+        return dict(tensors)
+    if job.grain == "rows" and len(shape) > 1 and job.info.numel:
+        shape = ((stop - start) * shape[0] // job.info.numel, *shape[1:])
+    return converted(tensors, lambda tensor: tensor.reshape(shape) if tensor.dim() else tensor)
 
 
 def read_curvature(

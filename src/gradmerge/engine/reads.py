@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.lora import is_adapter, read_adapter_config
+from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..errors import InputError
 from ..recipe import Recipe
 from ..storage.tensorfile import local_path
@@ -33,9 +33,9 @@ def model_paths(reference: str | None, relative_to: Path | None = None) -> list[
 
 def recipe_paths(recipe: Recipe) -> list[Path]:
     """The recipe's file, and every model and curvature that it names."""
-    named = [text for model in recipe.models for text in (model.model, model.curvature)]
+    named = [text for model in recipe.sources for text in (model.model, model.adapter, model.curvature)]
     if recipe.base is not None:
-        named += [recipe.base.model, recipe.base.curvature, recipe.base.penalty]
+        named += [recipe.base.model, recipe.base.adapter, recipe.base.curvature, recipe.base.penalty]
     found = [recipe.file] if recipe.file is not None else []
     return found + [path for text in named if isinstance(text, str) for path in model_paths(text, recipe.folder)]
 

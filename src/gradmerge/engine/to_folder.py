@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .._version import __version__
-from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Checkpoint
 from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..checkpoints.stacked import StackedCheckpoint
+from ..checkpoints.token_files import beneath
 from ..display import Displayed
 from ..errors import InputError, MachineError
 from ..notes import Note
@@ -21,6 +22,7 @@ from ..progress import NoProgress, Progress
 from ..recipe import Recipe, reduction_factor
 from ..storage.smallfile import MAX_TOKENIZER, read_json
 from ..storage.staging import Staging
+from ..storage.tensorfile import FLOATS
 from ..text import size, to_json
 from .card import model_card
 from .coefficients import coefficient_notes
@@ -51,6 +53,10 @@ class MergeResult(Displayed):
     seconds: float = 0.0
     notes: list[Note] = field(default_factory=list)
     already_done: bool = False
+    lost: dict[str, float] = field(default_factory=dict)
+    """Of an adapter: the share of each tensor's change, as squared Frobenius norm, that its rank does not hold."""
+    lost_share: float | None = None
+    """Of an adapter: the same over all tensors together."""
 
     def _line(self) -> list[str]:
         done = "complete already" if self.already_done else f"{size(self.bytes_written)} in {self.seconds:.1f} s"
@@ -85,11 +91,11 @@ def merge_to_folder(
     """
     progress = progress or NoProgress()
     template = plan.inputs.template
-    files = _files(plan)
+    files = files_read(plan)
     state = state_of(files)
-    fingerprint = _fingerprint(recipe, plan, state, allow_nonfinite)
+    fingerprint = fingerprint_of(recipe, plan, state, allow_nonfinite)
     result = MergeResult(out, len(plan.merged), len(plan.jobs) - len(plan.merged), notes=plan.notes)
-    if resume and _is_complete(out, fingerprint):
+    if resume and is_complete(out, fingerprint):
         result.already_done = True
         return result
 
@@ -111,7 +117,7 @@ def merge_to_folder(
         plan.note(sidecars(template).note(template.label))
 
         timings = {"statistics": 0.0, "merge": 0.0, "total": 0.0}
-        with _timed(timings, "total"), Target(plan, staging, journal, recipe.output.shard_size) as target:
+        with timed(timings, "total"), Target(plan, staging, journal, recipe.output.shard_size) as target:
             finished = target.open(resume)
             resumed = len(finished.units)
             units = list(plan.units())
@@ -124,7 +130,7 @@ def merge_to_folder(
                 done = plan.total_read * (len(units) - len(left)) // len(units)
                 progress.begin("merging", plan.total_read, done)
                 result.bytes_read += plan.total_read - done
-                with _timed(timings, "merge"):
+                with timed(timings, "merge"):
                     run(
                         plan,
                         statistics,
@@ -140,7 +146,7 @@ def merge_to_folder(
 
             search = None
             if finished.statistics is None and finished.guess is None:
-                with _timed(timings, "statistics"):
+                with timed(timings, "statistics"):
                     search = begin_search(plan)
             if search is not None and search.guess is not None:
                 finished.guess = search.guess
@@ -154,7 +160,7 @@ def merge_to_folder(
                 if plan.statistics_read and (search is None or search.thresholds is None):
                     progress.begin("finding statistics", plan.statistics_read)
                     result.bytes_read += plan.statistics_read
-                with _timed(timings, "statistics"):
+                with timed(timings, "statistics"):
                     statistics = find_statistics(plan, threads, progress.advance, search)
                 finished.know(statistics)
                 resumed = min(resumed, len(finished.units))
@@ -169,52 +175,72 @@ def merge_to_folder(
                     "merge again."
                 )
             sizes = target.finish()
-            copy_sidecars(template, staging.folder, recipe.output.dtype)
+            copy_sidecars(template, staging.folder, _written_type(recipe, plan))
+            if plan.inputs.result_files is not None:
+                plan.inputs.result_files.write(staging.folder)
         result.output, result.bytes_written, result.seconds = staging.out, plan.total_written, timings["total"]
         record = merge_record(recipe, plan, fingerprint, sizes, finished.units, timings, resumed)
         (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
-        has_config = (staging.folder / "config.json").is_file()
-        card = model_card(recipe, staging.out.name, has_config, used(recipe, plan))
+        library = "transformers" if (staging.folder / "config.json").is_file() else None
+        card = model_card(recipe, staging.out.name, library, used(recipe, plan))
         (staging.folder / "README.md").write_text(card, "utf-8")
         journal.remove()
     return result
 
 
+def _written_type(recipe: Recipe, plan: Plan) -> str:
+    """The type of the result for its config: `auto` if that of the template is right."""
+    if recipe.output.dtype != "widest":
+        return recipe.output.dtype
+    types = {job.info.dtype for job in plan.merged}
+    same = types == {plan.inputs.template.tensors[job.name].dtype for job in plan.merged}
+    return "auto" if same or len(types) != 1 else FLOATS[types.pop()]
+
+
 @contextmanager
-def _timed(timings: dict[str, float], what: str) -> Iterator[None]:
+def timed(timings: dict[str, float], what: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     timings[what] += time.perf_counter() - begun
 
 
-def _files(plan: Plan) -> list[Path]:
+def files_read(plan: Plan) -> list[Path]:
     """Every file that the result depends on: weights, curvature, configs, and what is copied along."""
     files = [*plan.inputs.files(), *sidecars(plan.inputs.template).copied.values()]
+    files += plan.inputs.result_files.reads if plan.inputs.result_files else []
     folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in _with_bases(checkpoint) if c.folder}
     configs = [folder / name for folder in folders for name in ("config.json", "adapter_config.json", PENALTY)]
     return files + [path for path in configs if path.is_file()]
 
 
 def _with_bases(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """A checkpoint, and what an adapter goes on top of."""
-    yield checkpoint
-    if isinstance(checkpoint, AdapterCheckpoint):
-        yield from _with_bases(checkpoint.base)
+    """A checkpoint, what it is a view of or an adapter on top of, and what layers are taken from."""
+    for below in beneath(checkpoint):
+        yield below
+        for part in below.parts if isinstance(below, StackedCheckpoint) else ():
+            yield from _with_bases(part)
 
 
-def _fingerprint(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool) -> str:
+def fingerprint_of(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool) -> str:
     """What the bytes of the result depend on: the recipe, and the inputs by path, size, times of change and inode."""
+    made = {name: str(folder) for name, folder in recipe.made.items()}
+    named = {name: read_json(Path(folder) / RECORD, MAX_TOKENIZER)["fingerprint"] for name, folder in made.items()}
     content = {
         "version": __version__,
         "recipe": recipe.model_dump(mode="json"),
-        "files": files,
+        "named": named,
+        "files": [entry for entry in files if not any(_within(entry[0], folder) for folder in made.values())],
         "block": plan.block,
         "allow_nonfinite": allow_nonfinite,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _is_complete(out: Path, fingerprint: str) -> bool:
+def _within(path: object, folder: str) -> bool:
+    return Path(str(path)).is_relative_to(folder)
+
+
+def is_complete(out: Path, fingerprint: str) -> bool:
     """Whether a folder is what this merge would write: by its record, and the sizes of the files that it names."""
     try:
         record = read_json(out / RECORD, MAX_TOKENIZER)

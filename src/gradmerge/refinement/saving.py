@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..checkpoints.lora import is_adapter, read_adapter_config
+from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.model import TORCH_TYPES, Checkpoint
 from ..checkpoints.opening import HUB_ID
 from ..checkpoints.quantised import quantisation

@@ -62,6 +62,8 @@ class Staging:
         self.kind, self.force, self.durable = kind, force, durable
         self.keep = False
         """Whether an error leaves what was written, for a later run to go on with."""
+        self.temporary = False
+        """Whether nothing is left of it in the end, and the folder gets no name."""
         self.notes: list[str] = []
         self.folder = self.out.with_name(self.out.name + PARTIAL)
         self._replaced = self.out.with_name(self.out.name + REPLACED)
@@ -98,9 +100,9 @@ class Staging:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None:
+            if kind is None and not self.temporary:
                 self.finish()
-            elif not self.keep:
+            elif kind is None or not self.keep:
                 self.discard()
         finally:
             self._unlock()

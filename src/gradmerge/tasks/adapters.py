@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..checkpoints.lora import is_adapter
+from ..checkpoints.adapter_config import is_adapter
 from ..checkpoints.patterns import Patterns
 from ..errors import InputError
 from ..storage.tensorfile import local_path, open_files

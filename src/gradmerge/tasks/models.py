@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.lora import is_adapter, read_adapter_config
+from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..storage.modelconfig import check_implementation, refuse_hub_code

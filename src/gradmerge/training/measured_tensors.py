@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.lora import CHANGES_BASE, UNSUPPORTED
+from ..checkpoints.adapter_config import CHANGES_BASE, MORE_THAN_FACTORS, UNSUPPORTED
 from ..curvature.stored_names import active_adapter, adapter_names, is_adapted, skeleton, stored_shapes, stored_tensors
 from ..errors import InputError
 from ..text import listed
@@ -147,7 +147,7 @@ def _check_lora(model: Any) -> None:
     if kind != "LORA":
         told = f"adapted=True is for LORA adapters, whose weights are W + s·BA; this one is {kind}"
         raise InputError(f"{told}. {_INSTEAD}")
-    for key, what in UNSUPPORTED.items():
+    for key, what in (UNSUPPORTED | MORE_THAN_FACTORS).items():
         if config.get(key):
             told = f"the adapter uses {what} ({key}), whose weights are not W + s·BA"
             raise InputError(f"adapted=True: {told}. {_INSTEAD}")

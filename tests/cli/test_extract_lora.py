@@ -1,0 +1,121 @@
+"""`gradmerge extract-lora`, and what the other commands make of an adapter that gradmerge wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+
+from ..making import assert_close, read_model
+from ..tasks.making import sentences, tiny_bert_checkpoint, tiny_gpt2_checkpoint, write_jsonl
+
+
+def run(*arguments: str | Path | int, status: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == status, result.output
+    return result
+
+
+def moved(base: Path, out: Path, scale: float = 0.02) -> Path:
+    """A copy of a model with all of its weights moved."""
+    out.mkdir()
+    for path in base.iterdir():
+        (out / path.name).write_bytes(path.read_bytes())
+    torch.manual_seed(1)
+    state = load_file(out / "model.safetensors")
+    save_file(
+        {n: v + scale * torch.randn_like(v) for n, v in state.items()}, out / "model.safetensors", {"format": "pt"}
+    )
+    return out
+
+
+def test_extracting_says_what_is_lost_and_every_command_takes_the_adapter(tmp_path: Path) -> None:
+    tiny_gpt2_checkpoint(tmp_path / "base")
+    moved(tmp_path / "base", tmp_path / "tuned")
+    data = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in sentences(8)])
+    lora = tmp_path / "lora"
+    said = run("extract-lora", "--base", tmp_path / "base", tmp_path / "tuned", "--rank", 4, "-o", lora)
+    assert "of the change lost (squared Frobenius norm)" in said.output and "c_attn" in said.output
+    more = ["--exclude", "*wte*", "--exclude", "*ln_*", "--exclude", "*bias", "--json"]
+    told = json.loads(
+        run(
+            "extract-lora", "--base", tmp_path / "base", tmp_path / "tuned", "--rank", 9, "-o", tmp_path / "b", *more
+        ).stdout
+    )
+    assert 0 < told["lost_share"] < 1 and max(told["lost"].values()) >= told["lost_share"]
+    assert not any("saved whole" in text for text in told["notes"])
+    assert {key.rpartition(".lora_")[1] for key in load_file(tmp_path / "b/adapter_model.safetensors")} == {".lora_"}
+
+    run("inspect", tmp_path / "base", lora)
+    words = ["--data", data, "--device", "cpu", "--tokenizer", tmp_path / "base"]
+    gm.merge({"method": "average", "base": str(tmp_path / "base"), "models": [str(lora)]}, tmp_path / "full")
+    losses = [gm.evaluate(m, data, tokenizer=str(tmp_path / "base"), progress=False) for m in (lora, tmp_path / "full")]
+    assert losses[0]["loss_per_example"] == pytest.approx(losses[1]["loss_per_example"], rel=1e-4)
+    run("curvature", "estimate", lora, *words, "-o", tmp_path / "curvature")
+    assert gm.Curvature.load(tmp_path / "curvature").keys() == read_model(tmp_path / "base").keys()
+    run("gradient", lora, *words, "-o", tmp_path / "gradient")
+    run("refine", lora, "--data", f"a={data}", "--valid", f"a={data}", "--rounds", 1, "--tokenizer", tmp_path / "base",
+        "-o", tmp_path / "refined")  # fmt: skip
+    assert (tmp_path / "refined/adapter_model.safetensors").is_file()
+    recipe = {
+        "method": "task-arithmetic",
+        "base": {"model": "base", "curvature": {"identity": 1.0}},
+        "models": [{"model": "lora", "curvature": "curvature"}],
+    }
+    (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
+    run("diagnose", tmp_path / "recipe.yml", "--merged", lora, "-o", tmp_path / "report")
+
+
+def test_a_classifier_goes_in_with_its_head(tmp_path: Path) -> None:
+    tiny_bert_checkpoint(tmp_path / "base")
+    moved(tmp_path / "base", tmp_path / "tuned")
+    rows = [{"text": text, "label": i % 2} for i, text in enumerate(sentences(8))]
+    data = write_jsonl(tmp_path / "a.jsonl", rows)
+    gm.extract_lora(tmp_path / "tuned", tmp_path / "lora", base=tmp_path / "base", rank=64, progress=False)
+    losses = [
+        gm.evaluate(tmp_path / name, data, tokenizer=str(tmp_path / "base"), progress=False)["loss_per_example"]
+        for name in ("lora", "tuned")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_merge_prints_what_an_adapter_lost_and_what_would_be_written(tmp_path: Path) -> None:
+    tiny_gpt2_checkpoint(tmp_path / "base")
+    moved(tmp_path / "base", tmp_path / "tuned")
+    words = ["merge", "-m", "ties", "--base", tmp_path / "base", "--model", tmp_path / "tuned"]
+    words += ["--set", "output.format=adapter"]
+    refused = run(*words, "-o", tmp_path / "out", status=2)
+    assert "output.rank" in refused.output and not (tmp_path / "out").exists()
+    words += ["--set", "output.rank=3"]
+    assert "one LoRA adapter" in run(*words, "--dry-run").output
+    told = json.loads(run(*words, "--json", "-o", tmp_path / "out").stdout)
+    assert 0 < told["lost_share"] < 1 and told["lost"]
+    assert not (tmp_path / "out/model.safetensors").exists()
+
+
+def test_layers_that_are_solved_whole_go_into_an_adapter_with_their_biases(tmp_path: Path) -> None:
+    tiny_bert_checkpoint(tmp_path / "base")
+    rows = [{"text": text, "label": i % 2} for i, text in enumerate(sentences(8))]
+    data = write_jsonl(tmp_path / "a.jsonl", rows)
+    moved(tmp_path / "base", tmp_path / "tuned")
+    for name in ("base", "tuned"):
+        run("curvature", "estimate", tmp_path / name, "--data", data, "--kind", "kronecker", "--device", "cpu",
+            "-o", tmp_path / name / "curvature")  # fmt: skip
+    words = ["merge", "-m", "gradient-matching", "--base", tmp_path / "base", "--model", tmp_path / "tuned"]
+    run(*words, "-o", tmp_path / "model")
+    run(*words, "--set", "output.format=adapter", "--set", "output.rank=64", "-o", tmp_path / "lora")
+    want = gm.evaluate(tmp_path / "model", data, progress=False)["loss_per_example"]
+    got = gm.evaluate(tmp_path / "lora", data, tokenizer=str(tmp_path / "base"), progress=False)["loss_per_example"]
+    assert got == pytest.approx(want, rel=1e-4)
+    gm.merge(
+        {"method": "average", "base": str(tmp_path / "base"), "models": [str(tmp_path / "lora")]}, tmp_path / "again"
+    )
+    assert_close(read_model(tmp_path / "again"), read_model(tmp_path / "model"), 2e-6)

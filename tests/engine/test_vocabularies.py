@@ -1,0 +1,419 @@
+"""Merges of models whose vocabularies differ, against dictionaries of token → vector in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+from gradmerge.curvature.kronecker import KroneckerCurvature, LayerFactors
+from gradmerge.engine.record import digest_of
+from gradmerge.engine.to_folder import MergeResult
+from gradmerge.errors import InputError
+from gradmerge.recipe import make_recipe
+
+from ..checkpoints.vocabularies import (
+    ENGLISH,
+    MERGING,
+    ROWED,
+    Vectors,
+    by_token,
+    completed,
+    encode,
+    read_config,
+    save_model,
+    save_tokenizer,
+    state,
+    vocabulary,
+)
+from ..making import random_curvature, read_model
+
+WEIGHTS = (0.3, 0.6)
+State = dict[str, Tensor]
+
+
+class Models:
+    """A base and two tuned models with tokenizers of their own."""
+
+    def __init__(self, folder: Path, kind: str = "BPE", **settings: Any) -> None:
+        self.folder = folder
+        texts = {"base": (ENGLISH, ["<x>"]), "one": (MERGING, ["<tool>", "<x>"]), "two": (MERGING, ["<tool>"])}
+        self.ids = {name: save_tokenizer(folder / name, kind, *text) for name, text in texts.items()}
+        self.states: dict[str, State] = {}
+        # The last has rows beyond its tokens, as many models do.
+        for seed, (name, extra) in enumerate({"base": 0, "one": 0, "two": 5}.items()):
+            self.states[name] = state(len(self.ids[name]) + extra, seed, **settings)
+            save_model(folder / name, self.states[name], shards=1 + seed)
+
+    def recipe(self, **keys: Any) -> dict[str, Any]:
+        models = [{"model": str(self.folder / n), "weight": w} for n, w in zip(("one", "two"), WEIGHTS, strict=True)]
+        return {"method": "task-arithmetic", "base": str(self.folder / "base"), "models": models, **keys}
+
+    def merge(self, **keys: Any) -> MergeResult:
+        return gm.merge(make_recipe(self.recipe(**keys), folder=self.folder), self.folder / "out", force=True)
+
+    def expected(self, name: str, tokens: Sequence[str]) -> Vectors:
+        """Task arithmetic, token by token."""
+        every = [by_token(self.states[model], self.ids[model], name) for model in self.states]
+        base, *tuned = completed(every, tokens, base=0)
+        return {t: base[t] + sum(w * (one[t] - base[t]) for w, one in zip(WEIGHTS, tuned, strict=True)) for t in tokens}
+
+    def check(self, names: Sequence[str] = ROWED) -> dict[str, int]:
+        """Every row of every tensor with rows, by the result's own tokenizer."""
+        out, ids = read_model(self.folder / "out"), vocabulary(self.folder / "out")
+        for name in names:
+            assert_rows(out[name], self.expected(name, list(ids)), ids)
+        return ids
+
+
+def assert_rows(got: Tensor, want: Mapping[str, Tensor], ids: Mapping[str, int], tolerance: float = 1e-14) -> None:
+    for token, row in ids.items():
+        assert torch.allclose(got[row].double(), want[token], rtol=0, atol=tolerance), token
+
+
+@pytest.mark.parametrize("kind", ["BPE", "WordPiece", "Unigram"])
+def test_a_union_has_every_token_with_the_rows_that_are_its_own(kind: str, tmp_path: Path) -> None:
+    models = Models(tmp_path, kind, bias=True)
+    result = models.merge(tokenizer="union")
+    ids = models.check()
+    assert ids.keys() == set().union(*models.ids.values())
+    assert {token: ids[token] for token in models.ids["base"]} == models.ids["base"]
+    assert sorted(ids.values()) == list(range(len(ids)))
+    assert read_config(tmp_path / "out")["vocab_size"] == len(ids) == len(read_model(tmp_path / "out")[ROWED[0]])
+    notes = [note.replace(f"{tmp_path}/", "") for note in result.notes]
+    assert any(note.startswith("two: 5 of its") and note.endswith("mean no token and are left out") for note in notes)
+    assert any(
+        note.startswith("one: lacks") and "those of base, or where it has none the mean" in note for note in notes
+    )
+    assert any(note.startswith("base: lacks") and "the mean of those of the models" in note for note in notes)
+
+
+@pytest.mark.parametrize("kind", ["BPE", "WordPiece", "Unigram"])
+def test_the_tokenizer_of_a_union_encodes_as_the_base_and_finds_added_tokens(kind: str, tmp_path: Path) -> None:
+    Models(tmp_path, kind).merge(tokenizer="union")
+    assert encode(tmp_path / "out", ENGLISH) == encode(tmp_path / "base", ENGLISH)
+    assert [token for token in encode(tmp_path / "out", "the <tool> dog <x>") if token.startswith("<")] == [
+        "<tool>",
+        "<x>",
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert "the <tool> dog" in tokenizer.decode(tokenizer.encode("the <tool> dog"))
+
+
+def test_words_of_others_leave_text_that_the_base_knows_as_it_is(tmp_path: Path) -> None:
+    Models(tmp_path).merge(tokenizer="union")
+    text = f"{MERGING} zebra 日本"
+    assert encode(tmp_path / "out", text) == encode(tmp_path / "base", text)
+    assert encode(tmp_path / "out", MERGING) != encode(tmp_path / "one", MERGING)
+
+
+@pytest.mark.parametrize("source", ["base", "one"])
+def test_the_vocabulary_of_one_model_is_taken_with_its_files(source: str, tmp_path: Path) -> None:
+    models = Models(tmp_path, bias=True)
+    result = models.merge(tokenizer=source)
+    assert models.check() == models.ids[source]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / source / name).read_bytes()
+    assert any("that the result does not have" in note for note in result.notes)
+
+
+def test_the_same_tokens_in_another_order_are_matched(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    path = tmp_path / "one/tokenizer.json"
+    tokenizer = json.loads((tmp_path / "base/tokenizer.json").read_text())
+    size = len(tokenizer["model"]["vocab"])
+    tokenizer["model"]["vocab"] = {t: (row + 7) % size for t, row in tokenizer["model"]["vocab"].items()}
+    for entry in tokenizer["added_tokens"]:
+        entry["id"] = tokenizer["model"]["vocab"].get(entry["content"], entry["id"])
+    path.write_text(json.dumps(tokenizer))
+    models.ids["one"] = vocabulary(tmp_path / "one")
+    models.states["one"] = state(len(models.ids["one"]), 5)
+    save_model(tmp_path / "one", models.states["one"])
+    assert models.ids["one"] != models.ids["base"] and models.ids["one"].keys() == models.ids["base"].keys()
+    models.merge(tokenizer="base")
+    assert models.check(ROWED[:2]) == models.ids["base"]
+
+
+def test_without_a_base_a_missing_token_is_the_mean_of_those_that_have_it(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    recipe = models.recipe(method="weighted-average", tokenizer="union")
+    recipe["models"].append({"model": str(tmp_path / "base"), "weight": 0.4})
+    del recipe["base"]
+    gm.merge(make_recipe(recipe), tmp_path / "out")
+    out, ids = read_model(tmp_path / "out"), vocabulary(tmp_path / "out")
+    for name in ROWED[:2]:
+        rows = [by_token(models.states[m], models.ids[m], name) for m in ("one", "two", "base")]
+        full = completed(rows, list(ids), base=None)
+        weights = (*WEIGHTS, 0.4)
+        want = {t: sum(w * f[t] for w, f in zip(weights, full, strict=True)) / sum(weights) for t in ids}
+        assert_rows(out[name], want, ids)
+
+
+def test_tied_heads_stay_tied(tmp_path: Path) -> None:
+    models = Models(tmp_path, tied=True)
+    models.merge(tokenizer="union")
+    models.check(ROWED[:1])
+    assert "lm_head.weight" not in read_model(tmp_path / "out")
+
+
+def test_a_tied_model_takes_missing_rows_of_a_head_from_the_head_of_the_base(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    models.states["one"] = {name: value for name, value in models.states["one"].items() if name != "lm_head.weight"}
+    save_model(tmp_path / "one", models.states["one"])
+    recipe = make_recipe(models.recipe(tokenizer="union"))
+    with pytest.raises(InputError, match="tie_word_embeddings"):
+        gm.merge(recipe, tmp_path / "out")
+    gm.merge(recipe, tmp_path / "out", allow_config=["tie_word_embeddings"])
+    models.check(ROWED[:2])
+
+
+def test_rules_for_tokens_and_rows_without_one(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    one, two = (str(tmp_path / name) for name in ("one", "two"))
+    rules = {
+        "<tool>": one,
+        "<x>": {"source": {"kind": "model_token", "model": two, "token": "</s>"}, "force": True},
+        "<new>": {"source": {"kind": "zero"}},
+        "<newer>": {"model": "base", "token_id": 7},
+    }
+    result = models.merge(tokenizer={"source": "union", "tokens": rules, "pad_to_multiple_of": 50})
+    out, ids = read_model(tmp_path / "out"), vocabulary(tmp_path / "out")
+    for name in ROWED[:2]:
+        rows = {m: by_token(models.states[m], models.ids[m], name) for m in models.states}
+        base, *tuned = completed([*rows.values()], [t for t in ids if not t.startswith("<new")], base=0)
+        for full in (base, *tuned):
+            full["<x>"] = rows["two"]["</s>"]
+            full["<new>"], full["<newer>"] = torch.zeros(8, dtype=torch.float64), models.states["base"][name][7]
+        for full, own in ((base, "base"), (tuned[1], "two")):
+            full["<tool>"] = rows[own].get("<tool>", rows["one"]["<tool>"])
+        every = [
+            {t: base[t] for t in ids},
+            *({t: one_[t] for t in ids} for one_ in tuned),
+        ]
+        mixed = {
+            t: every[0][t] + sum(w * (e[t] - every[0][t]) for w, e in zip(WEIGHTS, every[1:], strict=True)) for t in ids
+        }
+        assert_rows(out[name], mixed, ids)
+        # Rows of no token: the mean over the tokens, for every model.
+        mean = torch.stack([*mixed.values()]).mean(0)
+        assert len(out[name]) % 50 == 0 and len(out[name]) - len(ids) > 2
+        for row in range(len(ids), len(out[name])):
+            assert torch.allclose(out[name][row], mean, rtol=0, atol=1e-12)
+    assert any("rows mean no token; they are the mean of the others" in note for note in result.notes)
+    assert encode(tmp_path / "out", "a<new>b<newer>")[1::2] == ["<new>", "<newer>"]
+
+
+def test_a_row_taken_from_a_wider_base_differs_from_it_by_nothing(tmp_path: Path) -> None:
+    models = Models(tmp_path, dtype=torch.bfloat16)
+    models.states["base"] = state(len(models.ids["base"]), 0, dtype=torch.float32)
+    save_model(tmp_path / "base", models.states["base"])
+    models.merge(tokenizer="base")
+    out = read_model(tmp_path / "out")[ROWED[0]]
+    rows = [row for token, row in models.ids["base"].items() if token not in models.ids["one"]]
+    assert rows and torch.equal(out[rows], models.states["base"][ROWED[0]][rows])
+
+
+def test_curvature_follows_the_rows_and_is_0_for_tokens_that_a_model_lacks(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    curvature = {}
+    for seed, (name, weights) in enumerate(models.states.items()):
+        found = random_curvature(seed + 10, weights)
+        found.save(tmp_path / name / "curvature")
+        curvature[name] = found
+    models.merge(method="gradient-matching", tokenizer="union", damping=0.1)
+    out, ids = read_model(tmp_path / "out"), vocabulary(tmp_path / "out")
+    for name in ROWED[:2]:
+        base, *tuned = completed(
+            [by_token(models.states[m], models.ids[m], name) for m in models.states], list(ids), base=0
+        )
+        prior, *own = [by_token({ROWED[0]: c[name]}, models.ids[m], ROWED[0]) for m, c in curvature.items()]
+        for token, row in ids.items():
+            h0 = prior.get(token, torch.zeros(8)) + 0.1
+            ht = [c.get(token, torch.zeros(8)) for c in own]
+            total = h0 + sum(w * h for w, h in zip(WEIGHTS, ht, strict=True))
+            steps = [w * (h0 + h) * (t[token] - base[token]) for w, h, t in zip(WEIGHTS, ht, tuned, strict=True)]
+            assert torch.allclose(out[name][row], base[token] + sum(steps) / total, rtol=0, atol=1e-5)
+
+
+def test_the_result_loads_as_a_model_and_knows_its_special_tokens(tmp_path: Path) -> None:
+    ids = {
+        "base": save_tokenizer(tmp_path / "base", "BPE", ENGLISH),
+        "chat": save_tokenizer(
+            tmp_path / "chat", "BPE", ENGLISH, ["<|im_end|>"], pad_token="<pad>", eos_token="<|im_end|>"
+        ),
+    }
+    for name, vocabulary_ in ids.items():
+        config = LlamaConfig(
+            vocab_size=len(vocabulary_), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2, bos_token_id=0,
+            eos_token_id=1 if name == "base" else vocabulary_["<|im_end|>"],
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(tmp_path / name)
+    for source, eos in (("union", "</s>"), ("chat", "<|im_end|>")):
+        out = tmp_path / f"merged by {source}"
+        recipe = {"method": "average", "models": [str(tmp_path / "base"), str(tmp_path / "chat")], "tokenizer": source}
+        result = gm.merge(make_recipe(recipe), out)
+        model, tokenizer = (kind.from_pretrained(out) for kind in (AutoModelForCausalLM, AutoTokenizer))
+        assert model.config.vocab_size == len(tokenizer) == model.get_input_embeddings().num_embeddings
+        assert tokenizer.eos_token == eos and tokenizer.pad_token == "<pad>"
+        assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(eos)
+        assert torch.isfinite(model(**tokenizer("the dog", return_tensors="pt")).logits).all()
+        assert any(
+            note.startswith("eos_token: ") and "'</s>'" in note and "'<|im_end|>'" in note for note in result.notes
+        )
+        assert model.config.pad_token_id == (tokenizer.pad_token_id if source == "union" else None)
+
+
+def test_an_adapter_with_an_embedding_of_its_own_brings_its_tokens(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base_ids = save_tokenizer(tmp_path / "base", "BPE", ENGLISH)
+    config = LlamaConfig(
+        vocab_size=len(base_ids), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    start = model.get_input_embeddings().weight.detach().clone()
+    model.resize_token_embeddings(len(base_ids) + 2)
+    tuned = get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    )
+    tuned.save_pretrained(tmp_path / "lora")
+    ids = save_tokenizer(tmp_path / "lora", "BPE", ENGLISH, ["<a>", "<b>"])
+    recipe = {"method": "task-arithmetic", "base": str(tmp_path / "base"), "models": [str(tmp_path / "lora")]}
+    with pytest.raises(InputError, match="tokenizer: union"):
+        gm.merge(make_recipe(recipe), tmp_path / "out")
+    gm.merge(make_recipe(recipe | {"tokenizer": "union"}), tmp_path / "out")
+    out = read_model(tmp_path / "out")[ROWED[0]]
+    merged = tuned.merge_and_unload().get_input_embeddings().weight.detach()
+    assert vocabulary(tmp_path / "out") == ids and out.shape == merged.shape
+    assert torch.allclose(out, merged, rtol=0, atol=1e-6) and torch.allclose(out[: len(start)], start, atol=1e-6)
+
+
+def test_inputs_are_digested_as_they_are_stored(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    models.merge(tokenizer="union")
+    record = json.loads((tmp_path / "out/gradmerge.json").read_text())
+    for entry, name in zip(record["inputs"], models.states, strict=True):
+        with gm.open_checkpoint(tmp_path / name) as checkpoint:
+            assert entry["digest"] == str(digest_of(checkpoint))
+
+
+def test_another_tokenizer_is_another_merge(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    recipe = make_recipe(models.recipe(tokenizer="union"))
+    gm.merge(recipe, tmp_path / "out")
+    assert gm.merge(recipe, tmp_path / "out", resume=True).already_done
+    save_tokenizer(tmp_path / "one", "BPE", MERGING, ["<other>", "<x>"])
+    assert not gm.merge(recipe, tmp_path / "out", resume=True, force=True).already_done
+    assert "<other>" in vocabulary(tmp_path / "out")
+
+
+def test_the_command_line_takes_the_key_and_inspect_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Models(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    merge = ["merge", "--method", "task-arithmetic", "--base", "base", "--model", "one=0.3", "-o", "out"]
+    refused = CliRunner().invoke(app, merge)
+    assert refused.exit_code == 2 and "another vocabulary than base" in refused.stderr
+    assert "tokenizer: union" in refused.stderr and "tokens of 291 only in base: " in refused.stderr
+    done = CliRunner().invoke(app, [*merge, "--set", "tokenizer=union"])
+    assert done.exit_code == 0, done.stderr
+    assert "<tool>" in vocabulary(tmp_path / "out")
+    shown = CliRunner().invoke(app, ["inspect", "base", "one"])
+    assert shown.exit_code == 2 and "tokenizer: union" in shown.stdout and "only in one: " in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        ("bse", "did you mean 'base'"),
+        ({"source": "union", "tokens": {"<new>": {}}}, "no model has a row for 1 token .*'<new>'"),
+        ({"source": "union", "tokens": {"<x>": {"force": True}}}, "force: true needs a source"),
+        ({"tokens": {"<x>": "nobody"}}, "'nobody' is no model of the recipe"),
+        ({"tokens": {"<x>": {"model": "base", "token": "<y>"}}}, "has no token '<y>'; did you mean '<x>'"),
+        ({"tokens": {"<x>": {"model": "base", "token_id": 10**6}}}, "row 1000000 is beyond the 291 rows"),
+    ],
+)
+def test_what_cannot_be_done_is_said(tokenizer: Any, message: str, tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    with pytest.raises(InputError, match=message):
+        models.merge(tokenizer=tokenizer)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_token_beyond_the_rows_needs_a_source(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    models.states["base"] = state(len(models.ids["base"]) - 1, 0)
+    save_model(tmp_path / "base", models.states["base"])
+    result = models.merge(tokenizer="base")  # <x>, which another model has a row for
+    assert any(note.endswith("base: 1 token with ids beyond its 290 rows: '<x>'") for note in result.notes)
+    models.check(ROWED[:2])
+    recipe = models.recipe(tokenizer="base", models=[str(tmp_path / "two")])
+    with pytest.raises(InputError, match=r"no model has a row for 1 token .*'<x>'.*tokens: \{'<x>': zero\}"):
+        gm.merge(make_recipe(recipe), tmp_path / "new")
+
+
+def test_factors_of_a_head_cannot_follow_its_rows(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    for name, weights in models.states.items():
+        rows = len(weights["lm_head.weight"])
+        diagonal = {n: torch.ones(v.shape) for n, v in weights.items() if n != "lm_head.weight"}
+        factors = LayerFactors(torch.eye(8), torch.eye(rows), 5)
+        found = KroneckerCurvature({"lm_head.weight": factors}, diagonal, 10, "empirical", "test")
+        found.save(tmp_path / name / "curvature")
+    with pytest.raises(InputError, match=r"lm_head.weight has Kronecker factors, which cannot follow its rows"):
+        models.merge(method="gradient-matching", tokenizer="union")
+
+
+CHAT, OTHER = "{{ messages[0]['content'] }}", "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("stored", ["file", "config"])
+@pytest.mark.parametrize(
+    ("value", "tokenizer", "expected"),
+    [
+        ("auto", "union", CHAT),
+        ("auto", "one", OTHER),
+        ("base", "one", CHAT),
+        ("one", None, OTHER),
+        ("template.jinja", "union", "{{ 1 }}"),
+        ("{{ 2 }}", None, "{{ 2 }}"),
+    ],
+)
+def test_chat_templates(value: str, tokenizer: str | None, expected: str, stored: str, tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    for name, text in (("base", CHAT), ("one", OTHER)):
+        if stored == "file":
+            (tmp_path / name / "chat_template.jinja").write_text(text)
+        else:
+            config = read_config(tmp_path / name, "tokenizer_config.json") | {"chat_template": text}
+            (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "template.jinja").write_text("{{ 1 }}")
+    keys = {"tokenizer": tokenizer} if tokenizer else {"exclude": ["*embed*", "lm_head*"]}
+    if tokenizer is None:
+        for name in ("one", "two"):
+            models.states[name] = state(len(models.ids["base"]), 3)
+            save_model(tmp_path / name, models.states[name])
+    result = models.merge(chat_template=value, **keys)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == expected
+    others = [note for note in result.notes if "chat template" in note]
+    assert len(others) == sum(text != expected for text in (CHAT, OTHER, ""))
+    assert all("the result has that of" in note for note in others)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [("two", "has none"), ("nowhere", "neither a model"), ("{% if %}", "not a chat template")]
+)
+def test_chat_templates_that_are_none(value: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        Models(tmp_path).merge(tokenizer="union", chat_template=value)

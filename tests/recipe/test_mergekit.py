@@ -1,0 +1,167 @@
+"""Recipes of mergekit's: what is read, what is noted, and what is refused with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradmerge as gm
+from gradmerge.recipe import Recipe, load_recipe, make_recipe
+
+MODELS = """
+models:
+  - model: ./a
+    parameters: {weight: 0.5}
+  - model: ./b
+    parameters: {weight: 0.5}
+"""
+TIES = "merge_method: ties\nbase_model: ./base" + MODELS
+SLICES = """merge_method: linear
+slices:
+  - sources:
+      - {model: ./a, layer_range: [0, 4]}
+      - {model: ./b, layer_range: [0, 4]}
+parameters: {weight: 1}
+"""
+
+
+def read(tmp_path: Path, text: str) -> Recipe:
+    (tmp_path / "config.yml").write_text(text)
+    return load_recipe(tmp_path / "config.yml")
+
+
+def dumped(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_dump(mode="json", exclude_defaults=True)
+
+
+def test_a_parameter_is_the_models_then_its_slices_then_the_recipes_and_filters_fall_through(tmp_path: Path) -> None:
+    recipe = read(
+        tmp_path,
+        """
+merge_method: ties
+base_model: ./base
+modules:
+  text:
+    slices:
+      - sources:
+          - {model: ./base, layer_range: [0, 2]}
+          - model: ./a
+            layer_range: [0, 2]
+            parameters:
+              weight: [{filter: q_proj, value: 1.0}]
+              density: 0.9
+          - {model: ./b, layer_range: [0, 2]}
+        parameters:
+          weight: {filter: mlp, value: [0.1, 0.2]}
+    parameters:
+      weight: {filter: "v_proj", value: 3}
+parameters:
+  weight: 4
+  density: 1e-1
+""",
+    )
+    a, b = recipe.slices[0].models
+    below = [{"filter": "mlp", "value": [0.1, 0.2]}, {"filter": "v_proj", "value": 3.0}, {"value": 4.0}]
+    assert dumped(recipe)["slices"][0]["models"][0]["weight"] == [{"filter": "q_proj", "value": 1.0}, *below]
+    assert dumped(recipe)["slices"][0]["models"][1]["weight"] == below
+    assert (a.options, b.options) == ({"density": 0.9}, {"density": 0.1})
+    assert recipe.slices[0].base == (0, 2)
+
+
+def test_a_filter_is_a_part_of_a_name_and_nothing_in_it_is_a_glob(tmp_path: Path) -> None:
+    text = TIES.replace("{weight: 0.5}", "{weight: [{filter: 'q[0]*', value: 1}, {filter: '', value: 2}]}", 1)
+    weight = read(tmp_path, text).models[0].weight
+    assert isinstance(weight, tuple)
+    assert [case.fits("model.q[0]*.weight") for case in weight] == [True, True]
+    assert [case.fits("model.q0.weight") for case in weight] == [False, True]
+
+
+def test_what_changes_no_result_is_noted_with_its_line(tmp_path: Path) -> None:
+    extra = "parameters: {int8_mask: true, epsilon: 0.1}\ndtype: bfloat16\nregularization: 0.2\n"
+    notes = read(tmp_path, TIES + extra).notes
+    lines = [note.partition(": ")[0].rpartition(" ")[2] for note in notes]
+    assert [(line, note.partition(": ")[2].split()[0]) for line, note in zip(lines, notes, strict=True)] == [
+        ("10", "regularization"),
+        ("8", "int8_mask"),
+        ("8", "epsilon"),
+        ("9", "dtype"),
+    ]
+
+
+def test_paths_start_from_the_file_or_else_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("here/a", "there/a", "there/b"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "there")
+    recipe = read(tmp_path / "here", "merge_method: linear" + MODELS)
+    assert [model.model for model in recipe.models] == ["./a", str(tmp_path / "there" / "b")]
+
+
+def test_a_mapping_is_read_as_well(tmp_path: Path) -> None:
+    value = {"merge_method": "slerp", "base_model": "x/base", "models": [{"model": "x/a"}], "parameters": {"t": "3e-1"}}
+    recipe = make_recipe(value)
+    assert (recipe.method, recipe.options["t"], recipe.base and recipe.base.model) == ("slerp", 0.3, "x/base")
+    with pytest.raises(gm.InputError, match=r"^recipe: merge_method: there is no method 'slurp'; did you mean 'slerp'"):
+        make_recipe({**value, "merge_method": "slurp"})
+
+
+def test_models_with_adapters_and_revisions(tmp_path: Path) -> None:
+    text = """
+merge_method: linear
+models:
+  - model: org/a@v2+org/lora@v1
+  - model: {model: {path: org/b, revision: main}, lora: {path: org/lora}, override_architecture: X}
+parameters: {weight: 1}
+"""
+    recipe = read(tmp_path, text)
+    assert [(model.model, model.adapter) for model in recipe.models] == [
+        ("org/a@v2", "org/lora@v1"),
+        ("org/b@main", "org/lora"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        (TIES.replace("ties", "tyes"), 1, "no method 'tyes'; did you mean 'ties'"),
+        ("merge_method: ties" + MODELS, 1, "ties needs a base: give a `base_model`"),
+        (TIES.replace("weight: 0.5", "wieght: 0.5", 1), 5, "wieght: mergekit would not read it; did you mean 'weight'"),
+        (TIES.replace("models:", "model:"), 3, "model: mergekit would not read it; did you mean 'models'"),
+        (TIES.replace("    parameters: {weight: 0.5}\n", "", 1), 4, "ties needs the parameter `weight` for ./a"),
+        (TIES.replace("{weight: 0.5}", "{weight: {filter: mlp, value: 1}}", 1), 4, "add a last `- value:`"),
+        (TIES.replace("0.5", "half", 1), 5, "weight: should be a number, but it is 'half'"),
+        (TIES.replace("0.5}", "0.5, density: 1.5}", 1), 5, "density: 1.5 is above 1"),
+        (TIES + "parameters:\n  normalize: [true, false]\n", 9, "a list over the layers is only supported for numbers"),
+        (TIES + "dtype: int8\n", 8, "there is no type 'int8'"),
+        (TIES + "chat_template: chatml\n", 8, "chatml comes with mergekit"),
+        (TIES + "tokenizer_source: base\ntokenizer: {source: base}\n", 9, "stands instead of `tokenizer_source`"),
+        (TIES + "tokenizer: {tokens: {x: {source: {kind: null, model: ./a}}}}\n", 8, "kind: should be a text"),
+        (
+            TIES + "tokenizer:\n  tokens:\n    x: {source: {kind: model_token, model: ./a}}\n",
+            10,
+            "either its `token` or",
+        ),
+        (TIES.replace("./b", "./a"), 6, "./a: is there twice"),
+        (TIES.replace("./a", "./a+./l+./m"), 4, "a model takes one adapter"),
+        ("merge_method: slerp\nbase_model: ./base" + MODELS + "parameters: {t: 1}\n", 4, "slerp takes 1 model"),
+        (SLICES.replace("[0, 4]}", "[0, 3]}", 1), 3, "different numbers of layers: [3, 4]"),
+        (SLICES.replace("[0, 4]}", "[4, 0]}", 1), 4, "[4, 0] are no layers"),
+        (SLICES.replace("[0, 4]}", "4}", 1), 4, "layer_range: should be [first, one past the last], but it is 4"),
+        (SLICES.replace(", layer_range: [0, 4]", "", 1), 4, "`layer_range` is missing"),
+        (SLICES.replace("linear", "ties") + "base_model: ./base\n", 4, "the base_model is not among the sources"),
+        (SLICES.replace("  - sources", "  - base_model: ./c\n    sources"), 3, "base_model of a slice: other than"),
+        (SLICES.replace("slices", "modules"), 2, "modules: should be a mapping"),
+        ("merge_method: linear\nmodules:\n  x: {models: []}\n  y: {models: []}\n", 4, "a recipe with one module"),
+        ("merge_method: linear\nmodels: []\n", 2, "models: should be a list"),
+        ("merge_method: linear\n", 1, "one of `models`, `slices` and `modules`"),
+        ("merge_method: multislerp" + MODELS + "parameters: {eps: 0.1}\n", 7, "eps: more than 1e-6"),
+    ],
+)
+def test_what_is_not_supported_is_named_with_its_line(tmp_path: Path, text: str, line: int, message: str) -> None:
+    with pytest.raises(gm.InputError) as error:
+        read(tmp_path, text)
+    assert str(error.value).startswith(f"{tmp_path / 'config.yml'}, line {line}: "), error.value
+    assert message in str(error.value)

@@ -1,0 +1,116 @@
+"""Several recipes in a file: named ones are merged first, used by name, and not kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import gradmerge as gm
+from gradmerge.recipe import load_recipe
+
+OURS = """
+name: mean
+method: average
+models: [./a, ./b]
+---
+method: task-arithmetic
+base: ./base
+models:
+  - {model: ./c, weight: 0.5}
+  - {model: mean, weight: 2.0}
+---
+name: idle
+method: average
+models: [mean, ./c]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    for name in ("base", "a", "b", "c"):
+        (tmp_path / name).mkdir()
+        save_file({"x.weight": torch.randn(6, 5, generator=generator)}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "recipe.yml").write_text(OURS)
+    return tmp_path
+
+
+def weights(folder: Path) -> torch.Tensor:
+    return load_file(folder / "model.safetensors")["x.weight"].double()
+
+
+def left(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"base", "a", "b", "c", "recipe.yml"}
+
+
+def test_a_named_recipe_is_merged_first_and_not_kept(folder: Path) -> None:
+    result = gm.merge(folder / "recipe.yml", folder / "out", progress=False)
+    base, a, b, c = (weights(folder / name) for name in ("base", "a", "b", "c"))
+    expected = base + 0.5 * (c - base) + 2 * ((a + b) / 2 - base)
+    assert torch.allclose(weights(folder / "out"), expected, atol=1e-6)
+    assert left(folder) == {"out"}
+    assert any(note.endswith("not used, and not made: idle") for note in result.notes)
+    record = json.loads((folder / "out" / "gradmerge.json").read_text())
+    assert [source["source"] for source in record["inputs"]] == ["./base", "./c", "mean"]
+    assert record["merges"]["mean"]["models"][0]["model"] == "./a"
+    assert "name: mean" in (folder / "out" / "README.md").read_text()
+
+
+def test_where_all_have_names_the_last_is_the_result(folder: Path) -> None:
+    (folder / "recipe.yml").write_text(OURS.replace("method: task", "name: sum\nmethod: task"))
+    recipe = load_recipe(folder / "recipe.yml")
+    assert (recipe.name, list(recipe.merges)) == ("idle", ["mean"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("./b]", "idle]"), "merges need one another in a circle: mean → idle → mean"),
+        (("model: mean", "model: maen"), "maen: there is no such folder here, and no merge of that name; did you mean"),
+        (("name: idle", "name: mean"), "two recipes have the name 'mean'"),
+        (("name: idle\n", ""), "line 12: a second recipe without a `name`"),
+        (("./a", "mean"), "merges need one another in a circle: mean → mean"),
+    ],
+)
+def test_cycles_and_names_that_are_none_are_errors(folder: Path, change: tuple[str, str], message: str) -> None:
+    (folder / "recipe.yml").write_text(OURS.replace(*change))
+    with pytest.raises(gm.InputError) as error:
+        gm.merge(folder / "recipe.yml", folder / "out")
+    assert message in str(error.value)
+    assert left(folder) == set()
+
+
+def test_after_an_error_nothing_is_left_but_with_resume_what_was_made(folder: Path) -> None:
+    save_file({"x.weight": torch.full((6, 5), torch.nan)}, folder / "c" / "model.safetensors")
+    for resume in (False, True):
+        with pytest.raises(gm.InputError, match=r"x\.weight"):
+            gm.merge(folder / "recipe.yml", folder / "out", resume=resume, progress=False)
+        assert any("named" in name for name in left(folder)) == resume
+    save_file({"x.weight": torch.zeros(6, 5)}, folder / "c" / "model.safetensors")
+    gm.merge(folder / "recipe.yml", folder / "out", resume=True, progress=False)
+    assert left(folder) == {"out"}
+    assert gm.merge(folder / "recipe.yml", folder / "out", resume=True, progress=False).already_done
+    assert left(folder) == {"out"}
+
+
+def test_a_killed_merge_of_several_recipes_goes_on_and_ends_with_the_same_bytes(folder: Path) -> None:
+    gm.merge(folder / "recipe.yml", folder / "whole", progress=False)
+    script = "import os, gradmerge as gm, gradmerge.engine.to_folder as t\n"
+    script += "t.merge_record = lambda *a: os._exit(9) if str(a[0].method).startswith('task') else kept(*a)\n"
+    script = script.replace("t.merge_record =", "kept = t.merge_record\nt.merge_record =")
+    script += "gm.merge('recipe.yml', 'out', progress=False)\n"
+    killed = subprocess.run([sys.executable, "-c", script], cwd=folder, env=os.environ, check=False)
+    assert killed.returncode == 9
+    assert left(folder) == {"whole", "out.gradmerge-partial", "out.named.gradmerge-partial"}
+    gm.merge(folder / "recipe.yml", folder / "out", resume=True, progress=False)
+    assert left(folder) == {"whole", "out"}
+    same = [(folder / name / "model.safetensors").read_bytes() for name in ("whole", "out")]
+    assert same[0] == same[1]
