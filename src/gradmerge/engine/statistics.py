@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.model import Buffers
+from .bracket import Bracket
 from .measuring import CHUNK, Advance, measure
 from .plan import Job, Plan
 from .reading import read_models
@@ -21,6 +22,8 @@ from .workers import one_thread_each, run_parallel, with_buffers
 #: Thresholds over more entries than this are first guessed from a sample of this many runs of this many entries.
 SAMPLE_FROM = 1 << 24
 SAMPLE_RUNS, SAMPLE_RUN = 512, 2048
+#: The same for the thresholds of a single tensor.
+TENSOR_RUNS, TENSOR_RUN = 32, 1024
 #: If this many parts of the sample have the same threshold, it is probably that of the whole.
 SAMPLE_PARTS = 4
 
@@ -56,10 +59,8 @@ class ThresholdSearch:
     """
 
     def __init__(self, plan: Plan, jobs: list[Job]) -> None:
-        assert plan.rule.ranks is not None
         total = sum(job.info.numel for job in jobs)
-        one = jobs[0].name if jobs else ""
-        self._ranks = plan.rule.ranks(total, len(plan.inputs.tuned_of(one)), plan.inputs.settings.of(one).options)
+        self._ranks = _ranks(plan, jobs)
         wanted = [(model, k) for model, ranks in enumerate(self._ranks) for k in ranks]
         dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
         guesses: list[Guess | None] = [None] * len(wanted)
@@ -68,7 +69,7 @@ class ThresholdSearch:
         self._models = [model for model, _ in wanted]
         self._selections = [Selection(k, dtype, guess) for (_, k), guess in zip(wanted, guesses, strict=True)]
         exact = [guess.value for guess in guesses if guess is not None and guess.exact]
-        self.guess = Statistics({"": self._by_model(exact)}) if len(exact) == len(guesses) else None
+        self.guess = Statistics({"": _by_model(self._ranks, exact)}) if len(exact) == len(guesses) else None
         """The thresholds that will probably be found, if the sample gives all of them."""
         self._counts: list[Any] = [0] * len(guesses)
         self._lock = threading.Lock()
@@ -91,12 +92,21 @@ class ThresholdSearch:
     def thresholds(self) -> Thresholds | None:
         """None until the last of them is found."""
         values = [selection.value for selection in self._selections if selection.value is not None]
-        return self._by_model(values) if len(values) == len(self._selections) else None
+        return _by_model(self._ranks, values) if len(values) == len(self._selections) else None
 
-    def _by_model(self, values: Sequence[float]) -> Thresholds:
-        left = iter(values)
-        found = [[next(left) for _ in ranks] for ranks in self._ranks]
-        return [one[0] for one in found] if all(len(one) == 1 for one in found) else found
+
+def _ranks(plan: Plan, jobs: Sequence[Job]) -> Sequence[Sequence[int]]:
+    """For every tuned model, which entries of |Δ| over some tensors are wanted: 1 is the largest."""
+    assert plan.rule.ranks is not None
+    one = jobs[0].name if jobs else ""
+    models, options = len(plan.inputs.tuned_of(one)), plan.inputs.settings.of(one).options
+    return plan.rule.ranks(sum(job.info.numel for job in jobs), models, options)
+
+
+def _by_model(ranks: Sequence[Sequence[int]], values: Sequence[float]) -> Thresholds:
+    left = iter(values)
+    found = [[next(left) for _ in own] for own in ranks]
+    return [one[0] for one in found] if all(len(one) == 1 for one in found) else found
 
 
 def begin_search(plan: Plan) -> ThresholdSearch | None:
@@ -121,7 +131,8 @@ def find_statistics(
         else:
 
             def one(job: Job) -> None:
-                result.thresholds[job.name] = _thresholds(plan, [job], 1, advance)
+                found = _in_one_pass(plan, job, advance)
+                result.thresholds[job.name] = found or _thresholds(plan, [job], 1, advance)
 
             run_parallel(plan.merged, lambda: one, threads)
     if plan.measures:
@@ -161,27 +172,56 @@ def _thresholds(
     return search.thresholds
 
 
+def _in_one_pass(plan: Plan, job: Job, advance: Advance) -> Thresholds | None:
+    """The thresholds of one tensor, if they lie between values of a sample that they are likely to lie between."""
+    ranks, total = _ranks(plan, [job]), job.info.numel
+    if not total:
+        return None
+    samples = [torch.cat(runs).numpy() for runs in _sample(plan, [job], TENSOR_RUNS, TENSOR_RUN)]
+    brackets = [[Bracket(k, total, sample) for k in own] for own, sample in zip(ranks, samples, strict=True)]
+    buffers = Buffers()
+    for start in range(0, total, plan.block):
+        base, tuned = read_models(plan, job, start, min(start + plan.block, total), buffers)
+        assert base is not None
+        for model, own in zip(tuned, brackets, strict=True):
+            magnitudes = (model - base).abs_().reshape(-1).numpy() if own else None
+            for bracket in own:
+                bracket.add(magnitudes)
+    values = [bracket.value for own in brackets for bracket in own]
+    found = [value for value in values if value is not None]
+    if len(found) < len(values):
+        return None
+    advance(plan.bytes_read(job))
+    return _by_model(ranks, found)
+
+
 @one_thread_each()
 def _guesses(plan: Plan, jobs: list[Job], wanted: Sequence[tuple[int, float]]) -> list[Guess]:
     """The thresholds of a sample: short runs at even distances over all tensors. Only the speed depends on it.
 
     ``wanted`` are models, and the shares of their entries that are as large as the threshold.
     """
+    samples = _sample(plan, jobs, SAMPLE_RUNS, SAMPLE_RUN)
+    return [_guess(samples[model], share) for model, share in wanted]
+
+
+def _sample(plan: Plan, jobs: list[Job], number: int, length: int) -> list[list[Tensor]]:
+    """|Δ| of every tuned model in short runs at even distances over some tensors."""
     total = sum(job.info.numel for job in jobs)
-    distance = max(SAMPLE_RUN, total // SAMPLE_RUNS)
+    distance = max(length, total // number)
     buffers = Buffers()
     samples: list[list[Tensor]] = [[] for _ in plan.inputs.tuned_of(jobs[0].name)]
     position = offset = 0
     for job in jobs:
         while position < offset + job.info.numel:
             start = position - offset
-            base, tuned = read_models(plan, job, start, min(start + SAMPLE_RUN, job.info.numel), buffers)
+            base, tuned = read_models(plan, job, start, min(start + length, job.info.numel), buffers)
             assert base is not None
             for sample, model in zip(samples, tuned, strict=True):
-                sample.append((model - base).abs().float())
+                sample.append((model - base).abs_().reshape(-1))
             position += distance
         offset += job.info.numel
-    return [_guess(samples[model], share) for model, share in wanted]
+    return samples
 
 
 def _guess(runs: list[Tensor], density: float) -> Guess:
