@@ -476,7 +476,8 @@ def test_the_record_names_recipe_inputs_digests_versions_and_times(tmp_path: Pat
     }
     gm.merge(recipe, tmp_path / "out")
     record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())
-    assert record["recipe"]["options"] == {"density": 0.5, "scope": "model", "scale": 1.0}
+    options = {"density": 0.5, "scope": "model", "normalize": True, "rescale": "none", "scale": 1.0, "vote": "strict"}
+    assert record["recipe"]["options"] == options
     assert record["versions"]["torch"] == torch.__version__
     assert record["timings"]["total"] > 0
     assert [i["role"] for i in record["inputs"]] == ["base", "tuned", "tuned"]

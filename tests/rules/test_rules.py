@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gradmerge.rules import RULES
 from gradmerge.rules.sparse import trim
-from gradmerge.rules.spherical import Geometry
 
 from . import slow
 
@@ -161,9 +160,9 @@ def test_dare_drops_and_rescales(setting: tuple[Case, float], combine: str) -> N
     check(got, slow.dare(*case.lists("base", "tuned", "positive", "kept"), density=0.5, combine=combine), 4 * tolerance)
 
 
-def geometry(a: Tensor, b: Tensor) -> Geometry:
+def products(a: Tensor, b: Tensor) -> list[float]:
     a, b = a.double(), b.double()
-    return Geometry(float(a @ b), float(a.norm()), float(b.norm()))
+    return [float(a @ a), float(a @ b), float(b @ b)]
 
 
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
@@ -178,7 +177,7 @@ def test_slerp_walks_the_arc_or_the_line(setting: tuple[Case, float], t: float, 
         "zero": torch.zeros_like(case.base),
     }
     model = models[other]
-    got = RULES["slerp"](case.base, [model], geometry(case.base, model), t=t)
+    got = RULES["slerp"](case.base, [model], products(case.base, model), t=t)
     check(got, slow.slerp(case.base.double().tolist(), model.double().tolist(), t), 4 * tolerance)
 
 
@@ -436,6 +435,7 @@ def arguments(name: str, models: int, seed: int) -> dict[str, Any]:
         "curvature": [case.curvature[i] * (n + 1) for n, i in enumerate(order)],
         "penalty": None,
         "damping": 0.01,
+        "norms": None,
     }
     every["thresholds"] = [slow.threshold((t - case.base).tolist(), 0.5) for t in every["tuned"]]
     return {n: every[n] for n in RULES[name].inputs}

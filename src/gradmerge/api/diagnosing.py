@@ -22,7 +22,7 @@ from ..storage.staging import Staging
 from ..tasks import Loading, complete
 from ..tasks.data_sources import data_paths
 from ..text import to_json
-from .merging import as_recipe, default_threads
+from .merging import default_threads, recipe_of_models
 
 
 @checked()
@@ -59,7 +59,7 @@ def diagnose(
     >>> print(*diagnose("recipe.yml", "./report").verdict)  # doctest: +SKIP
     """
     options = complete(loading, diagnose)
-    recipe = as_recipe(recipe)
+    recipe = recipe_of_models(recipe, "diagnose")
     merged, target = (None if model is None else str(model) for model in (merged, target))
     with (
         report_folder(recipe, out, data or {}, force, merged, target, options["tokenizer"]) as staging,

@@ -32,6 +32,15 @@ def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
     return make_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
 
 
+def recipe_of_models(recipe: str | Path | Recipe | Mapping[str, Any], who: str) -> Recipe:
+    """The same, for those who look at merges of whole models."""
+    found = as_recipe(recipe)
+    if found.slices:
+        advice = "Merge it, and look at the result with `gradmerge evaluate`"
+        raise InputError(f"slices: {who} looks at merges of whole models, not at stacked layers. {advice}.")
+    return found
+
+
 @contextlib.contextmanager
 def planned(
     recipe: str | Path | Recipe | Mapping[str, Any], *, allow_pickle: bool = False, allow_config: Sequence[str] = ()

@@ -27,7 +27,7 @@ from ..storage.tensorfile import local_path
 from ..tasks import Loading, complete
 from ..text import to_json
 from .diagnosing import provenance, recipe_text, report_folder
-from .merging import as_recipe, default_threads, merge
+from .merging import default_threads, merge, recipe_of_models
 
 
 @checked()
@@ -74,7 +74,7 @@ def preview(
     'gradient-matching 0.75'
     """
     options = complete(loading, preview)
-    recipe = as_recipe(recipe)
+    recipe = recipe_of_models(recipe, "preview")
     tasks = task_names(recipe)
     chosen = check_methods(methods, recipe)
     ranges = parse_weights(weights, tasks, recipe)
@@ -131,7 +131,7 @@ def suggest_weights(
     {'yelp': 0.62, 'sst2': 0.9}
     """
     options = complete(loading, suggest_weights)
-    recipe = as_recipe(recipe)
+    recipe = recipe_of_models(recipe, "preview")
     tasks = task_names(recipe)
     chosen = check_methods(methods, recipe)
     given = parse_weights(weights, tasks, recipe) if weights is not None else None

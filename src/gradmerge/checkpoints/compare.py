@@ -135,7 +135,7 @@ def _compare_one(
     shapes: list[str] = []
     vocabulary: list[str] = []
     types: list[str] = []
-    for name in result.merged:
+    for name in (name for name in result.merged if name not in other.absent):
         stored = name if name in other.tensors else tied_to(name, other)
         if stored is None:
             missing.append(name)

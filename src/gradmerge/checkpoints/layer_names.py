@@ -67,3 +67,18 @@ def layer_of(name: str, stacks: Iterable[str]) -> int | None:
     """The number of the layer that a tensor belongs to, in its stack; None if it is outside the layers."""
     found = place_of(name, stacks)
     return None if found is None else found[1]
+
+
+#: What a model reads, as opposed to what it gives out: embeddings, and what is done with them before the first layer.
+_BEFORE = re.compile(
+    r"emb(?!ed_out)|\bwte\b|\bwpe\b|^shared\.|relative_pe|patch_conv|\bln_pre|layernorm_pre|\bpre_layr|\bpre_layernorm"
+    r"|\.conv[12]\.|feature_"
+)
+#: What turns images and sound into what language models read.
+TOWER = re.compile("vision|visual|multi_modal|audio|image")
+
+
+def is_before_layers(name: str, stack: str = "") -> bool:
+    """Whether a tensor outside the layers belongs before them, as embeddings do, and not after them, as heads do."""
+    other_tower = TOWER.search(name) is not None and TOWER.search(stack) is None
+    return other_tower or _BEFORE.search(name) is not None

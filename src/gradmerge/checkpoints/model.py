@@ -63,6 +63,8 @@ class Checkpoint(OneLine):
         self.modules = modules
         """Folders of sentence-transformers' further modules; names of their tensors begin with FOLDER/."""
         self.notes: list[str] = []
+        self.absent: frozenset[str] = frozenset()
+        """Tensors of other models that are merged without this one."""
         self._files = list(files or [])
         self._memory: dict[str, Tensor] = dict(memory or {})
         for file in self._files:

@@ -179,6 +179,8 @@ class VocabularyCheckpoint(View):
         self.rows = rows
         self._defaults = defaults
         self._stored = {name: name for name in rows.names} | heads
+        self.moved = frozenset(self._stored)
+        """Tensors whose rows are put in another order."""
         self._means: dict[str, Tensor] = {}
         self._lock = threading.Lock()
         for name, stored in self._stored.items():

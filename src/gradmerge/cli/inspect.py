@@ -97,6 +97,8 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
         "files": [path.name for path in checkpoint.files()],
         "curvature": default_curvature(checkpoint.folder) is not None,
     }
+    if layers := _layers(checkpoint):
+        facts["layers"] = layers
     if isinstance(checkpoint, AdapterCheckpoint):
         facts |= {"base": checkpoint.base.label, "adapter_parameters": checkpoint.adapter.parameters}
     if digest:
@@ -104,6 +106,25 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
     if tensors:
         facts["tensor_list"] = {n: {"dtype": i.dtype, "shape": list(i.shape)} for n, i in checkpoint.tensors.items()}
     return facts
+
+
+def _layers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Which layers came from where, if the model was made of slices and its record says so."""
+    from ..engine.slicing import shown_layers
+    from ..errors import InputError
+    from ..storage.smallfile import MAX_TOKENIZER, read_json
+
+    path = None if checkpoint.folder is None else checkpoint.folder / "gradmerge.json"
+    try:
+        found = read_json(path, MAX_TOKENIZER).get("layers") if path is not None and path.is_file() else None
+        for row in found or ():
+            parts = [*row["from"], *([row["base"]] if "base" in row else [])]
+            words = [f"{part['model']} {shown_layers(part['layers'])}" for part in parts]
+            base = f", on {words.pop()}" if "base" in row else ""
+            row["shown"] = f"{shown_layers(row['layers'])}: {', '.join(words)}{base}"
+        return found or []
+    except (InputError, TypeError, ValueError, KeyError, IndexError, AttributeError):
+        return []
 
 
 def _architecture(checkpoint: Checkpoint) -> str | None:
@@ -118,6 +139,8 @@ def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -
         say(f"  LoRA adapter with {count(facts['adapter_parameters'])} parameters, on top of {one_line(facts['base'])}")
     shares = ", ".join(f"{dtype} {count(numel)}" for dtype, numel in facts["types"].items())
     say(f"  {count(facts['parameters'])} parameters in {facts['tensors']} tensors, {size(facts['bytes'])} ({shares})")
+    for row in facts.get("layers", ()):
+        say(one_line(f"  layers {row['shown']}"))
     if facts["quantised"]:
         from ..checkpoints.quantised import ADVICE
 

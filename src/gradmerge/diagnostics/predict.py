@@ -27,9 +27,9 @@ from torch import Tensor
 from ..curvature.files import default_curvature
 from ..curvature.summary import group_of
 from ..engine.candidates import Block, Candidate, KnownStatistics, look_at
+from ..engine.measuring import Advance
 from ..engine.plan import Plan
 from ..engine.planning import open_plan
-from ..engine.statistics import Advance
 from ..errors import InputError
 from ..recipe import Recipe
 from ..rules.kronecker_matching import applied, diagonal_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,15 +15,16 @@ from ..notes import Note
 from ..recipe import Recipe, Varying, check_options
 from ..rules import RULES
 from ..rules.kronecker_matching import LayerHessian
-from ..rules.spec import each
+from ..rules.sparse import largest
+from ..rules.spec import Grain
 from .coefficients import coefficient_notes
 from .damping import find_damping
 from .layers import joined, parted, pieces_of, read_layer, solve_layer
+from .measuring import Advance
 from .plan import Job, Plan, Unit, rule_arguments
 from .planning import rehearse
-from .randomness import keep_mask
-from .reading import read_block
-from .statistics import Advance, Statistics, find_statistics
+from .reading import random_inputs, read_block, shaped
+from .statistics import Statistics, find_statistics
 from .trust import trust_notes
 from .workers import run_parallel, with_buffers
 
@@ -76,10 +77,10 @@ class Block:
 
 
 Visit = Callable[[Block], None]
-Masks = dict[tuple[int, tuple[float, ...]], list[Tensor]]
-"""Random masks of one block, by seed and density: candidates share them."""
-KnownStatistics = dict[tuple[Any, ...], Statistics]
-"""Thresholds and angles, by kind, density and scope: they do not depend on weights, and many candidates share them."""
+Masks = dict[str, list[Tensor]]
+"""Random masks and numbers of one block, by seed and density: candidates share them."""
+KnownStatistics = dict[str, Statistics]
+"""Thresholds and measures, by rule and options: they do not depend on weights, and many candidates share them."""
 
 
 def look_at(
@@ -93,10 +94,13 @@ def look_at(
 ) -> None:
     """Form every block of every candidate and hand it over, from several threads, in any order.
 
-    ``plan`` says what is read. ``measured`` keeps thresholds and angles for further looks at the same plan.
+    ``plan`` says what is read. ``measured`` keeps statistics for further looks at the same plan.
     """
     known: KnownStatistics = {} if measured is None else measured
     runners = [_Runner(plan, candidate, threads, known) for candidate in candidates]
+    # Blocks are cut so that every candidate can work with them.
+    grain = coarsest(runner.grain for runner in runners)
+    cut = [job if job.rule is None or job.layer or job.inside else replace(job, grain=grain) for job in plan.jobs]
 
     def work(buffers: Buffers, unit: Unit) -> None:
         job = unit.job
@@ -114,7 +118,12 @@ def look_at(
         visit(Block(job, unit.start, unit.stop, *read, *more, merged))
         advance(plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel))
 
-    run_parallel(plan.units(), with_buffers(work), threads)
+    run_parallel(replace(plan, jobs=cut).units(), with_buffers(work), threads)
+
+
+def coarsest(grains: Iterable[Grain]) -> Grain:
+    """The cut that suits all of these."""
+    return max(grains, key=["entries", "rows", "tensor"].index, default="entries")
 
 
 def plan_of(plan: Plan, candidate: Candidate) -> Plan:
@@ -138,7 +147,10 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
     if plan.layers and rule.layers is None and rule.needs(options) & {"prior", "curvature"}:
         raise InputError(f"{rule.name} takes diagonals, and the curvature of these models is Kronecker")
     needs = frozenset(rule.needs(options)) - (set() if inputs.penalty else rule.optional & {"penalty"})
-    jobs = [job if job.rule is None else replace(job, rule=rule) for job in plan.jobs]
+    jobs = [
+        job if job.rule is None else replace(job, rule=rule, grain=rule.cut(settings.of(job.name).options))
+        for job in plan.jobs
+    ]
     own = Plan(rule, inputs, jobs, needs | {"base"})
     rehearse(own)
     find_damping(own)
@@ -157,6 +169,8 @@ def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
 class _Runner:
     """One candidate, ready to form blocks."""
 
+    grain: Grain = "entries"
+
     def __init__(self, plan: Plan, candidate: Candidate, threads: int, measured: KnownStatistics) -> None:
         self._candidate = candidate
         if (model := candidate.model) is not None:
@@ -168,9 +182,12 @@ class _Runner:
                 )
             return
         self._plan = plan_of(plan, candidate)
-        wanted = self._plan.needs & {"thresholds", "geometry"}
-        options = self._plan.inputs.options
-        key = (*sorted(wanted), repr(options.get("density")), options.get("scope"))
+        rule, options = self._plan.rule, self._plan.inputs.options
+        self._jobs = {job.name: job for job in self._plan.merged}
+        self.grain = coarsest(job.grain for job in self._jobs.values())
+        own = rule.name if self._plan.measures or rule.ranks not in (None, largest) else ""
+        told = options if own else {name: options.get(name) for name in ("density", "scope")}
+        key = repr((own, rule.ranks is not None, sorted(told.items())))
         if key not in measured:
             measured[key] = find_statistics(self._plan, threads)
         self._statistics = measured[key]
@@ -195,12 +212,11 @@ class _Runner:
             return block.to(job.compute)
         plan, numbers = self._plan, self._plan.inputs.settings.of(job.name)
         own: dict[str, Any] = {**tensors, **self._statistics.of(job.name)}
-        if "kept" in plan.needs:
-            seed, shares = numbers.options["seed"], tuple(each(numbers.options["density"], plan.inputs.tuned))
-            if (seed, shares) not in masks:
-                masks[seed, shares] = [
-                    keep_mask(seed, i, job.name, unit.start, unit.stop, share) for i, share in enumerate(shares)
-                ]
-            own["kept"] = masks[seed, shares]
+        for name in plan.needs & {"kept", "uniform"}:
+            key = f"{name} {numbers.options['seed']} {numbers.options['density'] if name == 'kept' else ''}"
+            if key not in masks:
+                masks[key] = random_inputs(plan, name, job.name, unit.start, unit.stop)
+            own[name] = masks[key]
+        own = shaped(self._jobs[job.name], unit.start, unit.stop, own)
         merged: Tensor = plan.rule(**rule_arguments(plan.rule, plan, own, numbers))
-        return merged if merged.dim() else merged.expand(unit.stop - unit.start)
+        return merged.reshape(-1) if merged.numel() == unit.stop - unit.start else merged.expand(unit.stop - unit.start)

@@ -13,12 +13,13 @@ from ..checkpoints.opening import HUB_ID
 from ..recipe import NONE, Base, Identity, Model, Recipe, in_words
 from ..storage.tensorfile import local_path
 from ..text import one_line, printable
+from .slicing import layer_table, shown_layers
 
 
 def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, Any] | None = None) -> str:
     """README.md: what was merged, by which method, with what, and the recipe. The same inputs give the same text."""
     rule = recipe.rule
-    every = [m.model for m in (recipe.base, *recipe.models) if m is not None]
+    every = [m.model for m in (recipe.base, *recipe.sources) if m is not None]
     hub_ids = [text for text in every if HUB_ID.fullmatch(text) and not local_path(text, recipe.folder).exists()]
     on_the_hub = dict.fromkeys(text.partition("@")[0] for text in hub_ids)  # without their revisions
     front: dict[str, Any] = {"base_model": list(on_the_hub)} if on_the_hub else {}
@@ -27,8 +28,12 @@ def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, A
     rows = [f"| base | {_row(recipe.base)} |"] if recipe.base else []
     rows += [f"| tuned | {_row(model)} |" for model in recipe.models]
     table = "\n".join(["| | model | weight | curvature |", "|---|---|---|---|", *rows])
+    table = _slices(recipe) if recipe.slices else table
     made = "Made from" if rule.name == "removal" else "A merge of"
     models = f"{len(recipe.models)} fine-tuned {'model' if len(recipe.models) == 1 else 'models'}"
+    if recipe.slices:
+        number = len(dict.fromkeys(model.model for model in recipe.sources))
+        made, models = "Layers of", f"{number} {'model' if number == 1 else 'models'}, stacked and merged"
     written = to_yaml(recipe_as_written(recipe))
     fence = "`" * max(3, _longest_run(written) + 1)
     return f"""---
@@ -50,6 +55,23 @@ def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, A
 
 `gradmerge.json` in this repository holds the full recipe with defaults, digests of the inputs and versions.
 """
+
+
+def _slices(recipe: Recipe) -> str:
+    """Which layer of the result came from where."""
+    table = layer_table(recipe)
+    based = "base" in table[0]
+    rows = ["| layers of the result | " + ("layers of the base | " if based else "") + "made from | weight |"]
+    rows.append("|---|---|---|---|" if based else "|---|---|---|")
+    for row, part in zip(table, recipe.slices, strict=True):
+        sources = "<br>".join(f"{_code(model.model)} {shown_layers(model.layers)}" for model in part.models)
+        weights = "<br>".join(in_words(model.weight) for model in part.models)
+        base = f"{shown_layers(row['base']['layers'])} | " if based else ""
+        rows.append(f"| {shown_layers(row['layers'])} | {base}{sources} | {weights} |")
+    first, last = (", ".join(_code(model.model) for model in recipe.slices[i].models) for i in (0, -1))
+    outside = f"What comes before the layers (embeddings) is made from {first}, what comes after (head) from {last}."
+    below = f"Base: {_code(recipe.base.model)}.\n\n" if recipe.base is not None else ""
+    return below + "\n".join(rows) + f"\n\nLayers are counted from 0. {outside}"
 
 
 def _used(facts: Mapping[str, Any]) -> str:

@@ -18,9 +18,9 @@ from ..notes import Kind, Note
 from ..recipe import Recipe
 from ..text import count
 from .layers import diagonal_block, pieces_of
+from .measuring import exact_sum
 from .plan import Job, Plan, converted, rule_arguments
 from .reading import read_block
-from .statistics import exact_sum
 from .workers import run_parallel, with_buffers
 
 #: Coefficients that add up to more than this count as task arithmetic.

@@ -9,9 +9,10 @@ import torch
 from ..checkpoints.model import Buffers
 from ..rules.kronecker_matching import mean_eigenvalue
 from .layers import pieces_of, read_hessian
+from .measuring import Advance, exact_sum
 from .plan import Job, Plan
 from .reading import read_curvature
-from .statistics import Advance, chunks, exact_sum
+from .statistics import chunks
 from .workers import run_parallel, with_buffers
 
 

@@ -257,6 +257,10 @@ class Inputs:
         assert self.mean_curvature is not None, "find_damping comes first"
         return self.mean_curvature
 
+    def tuned_of(self, name: str) -> list[Checkpoint]:
+        """The models that a tensor is merged from: all, but for layers in slices of which some merge fewer."""
+        return [checkpoint for checkpoint in self.tuned if name not in checkpoint.absent]
+
     def stored_name(self, checkpoint: Checkpoint, name: str) -> str:
         return self.aliases.get(checkpoint, {}).get(name, name)
 

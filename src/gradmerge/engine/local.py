@@ -15,10 +15,11 @@ from ..errors import InputError
 from ..storage.tensorfile import FLOATS
 from .inputs import Digests
 from .layers import parted, read_layer, solve_layer
+from .measuring import Advance
 from .plan import Job, Plan, Unit, converted, rule_arguments, torch_type
-from .reading import all_finite, is_transposed, not_finite, read_block, read_matrices
+from .reading import all_finite, is_transposed, not_finite, read_block, read_matrices, shaped
 from .rounding import rounded
-from .statistics import Advance, Statistics
+from .statistics import Statistics
 from .workers import run_parallel, with_buffers
 
 Watch = Callable[[Tensor, list[Tensor]], None]
@@ -108,19 +109,22 @@ def _merge(
     digests: Digests = {}
     if job.layer is not None:
         return _solve_layer(plan, unit, device, allow_nonfinite)
-    if job.whole:
+    if job.solved:
         tensors = read_matrices(plan, job, buffers, digests)
     else:
-        tensors = read_block(plan, job, unit.start, unit.stop, buffers, digests) | statistics.of(job.name)
+        noted = None if plan.cut_otherwise(job) else digests
+        tensors = read_block(plan, job, unit.start, unit.stop, buffers, noted) | statistics.of(job.name)
+        tensors = shaped(job, unit.start, unit.stop, tensors)
         if watch is not None:
             watch(tensors["base"], tensors["tuned"])
         if device.type != "cpu":
             tensors = converted(tensors, lambda tensor: tensor.to(device))
-    numbers = plan.inputs.settings.of(job.name)
-    arguments = rule_arguments(job.rule, plan, tensors, numbers)
-    merged = job.rule(**arguments)
-    if job.whole:
-        merged = (merged.T if is_transposed(plan, job) else merged).reshape(-1)
+    arguments = rule_arguments(job.rule, plan, tensors, plan.inputs.settings.of(job.name))
+    try:
+        merged = job.rule(**arguments)
+    except ValueError as error:
+        raise InputError(f"{job.name}: {job.rule.name}: {error}") from error
+    merged = (merged.T if job.solved and is_transposed(plan, job) else merged).reshape(-1)
     stored = rounded(merged.cpu(), torch_type(job.info))
     if not allow_nonfinite:
         _check_finite(plan, job, tensors, merged, stored)
@@ -164,7 +168,7 @@ def _check_finite(plan: Plan, job: Job, tensors: dict[str, Any], merged: Tensor,
     fine = all_finite(stored)
     if fine and job.rule.base_shows and min(inputs.settings.of(job.name).weights) > 0:
         return
-    for checkpoint, tensor in ((inputs.base, base), *zip(inputs.tuned, tensors["tuned"], strict=True)):
+    for checkpoint, tensor in ((inputs.base, base), *zip(inputs.tuned_of(job.name), tensors["tuned"], strict=True)):
         if checkpoint is not None and tensor is not None and not all_finite(tensor):
             raise not_finite(checkpoint.label, job.name)
     if fine:

@@ -40,6 +40,10 @@ class Stretch:
         options = [one for value in self.options.values() for one in (value if isinstance(value, list) else [value])]
         return [*self.weights, *([] if self.base_weight is None else [self.base_weight]), *options]
 
+    def names_of(self, name: str) -> list[str]:
+        """What filters are held against for a tensor of the result."""
+        return [name]
+
     def at(self, name: str, position: float) -> Numbers:
         def own(value: Any) -> Any:
             return [own(one) for one in value] if isinstance(value, list) else value_at(value, name, position)
@@ -92,8 +96,11 @@ class LayerSettings:
         notes = []
         values = [value for stretch in self._stretches for value in stretch.values]
         cases = [item for value in values if isinstance(value, tuple) for item in value if isinstance(item, Case)]
+        filtered = (
+            {one for stretch in self._stretches for name in names for one in stretch.names_of(name)} if cases else ()
+        )
         for filter_ in dict.fromkeys(case.filter for case in cases):
-            if not any(Case(filter=filter_, value=0.0).fits(name) for name in names):
+            if not any(Case(filter=filter_, value=0.0).fits(name) for name in filtered):
                 notes.append(f"filter: {filter_!r} fits no tensor that is merged")
         if any(map(spread_over_layers, values)):
             stacks = layer_stacks(names)

@@ -13,6 +13,8 @@ from ..checkpoints.model import TORCH_TYPES
 from ..notes import Note
 from ..rules import Rule
 from ..rules.kronecker_matching import KroneckerFactors
+from ..rules.measures import Measure
+from ..rules.spec import Grain
 from ..storage.tensorfile import TensorInfo
 from ..text import natural
 from .inputs import Inputs
@@ -37,11 +39,27 @@ class Job:
     """For the weight of a layer with Kronecker curvature, which is solved whole."""
     inside: bool = False
     """A bias that is solved and written with its layer's weight."""
+    grain: Grain = "entries"
+    """How the tensor may be cut for the rule."""
+
+    @property
+    def solved(self) -> bool:
+        """Whether the rule solves for the matrix as a whole, from Gram matrices or Kronecker factors."""
+        return self.layer is not None or (self.rule is not None and self.rule.otherwise is not None)
 
     @property
     def whole(self) -> bool:
-        """Whether the rule works on the matrix as a whole."""
-        return self.layer is not None or (self.rule is not None and self.rule.otherwise is not None)
+        """Whether the rule works on the tensor as a whole."""
+        return self.solved or self.grain == "tensor"
+
+
+def step_of(job: Job, block: int) -> int:
+    """How many elements of a tensor go through its rule at once: about a block, or what may not be cut."""
+    shape, numel = job.info.shape, job.info.numel
+    if job.whole or (job.grain == "rows" and (len(shape) < 2 or numel == 0)):
+        return max(numel, 1)
+    row = numel // shape[0] if job.grain == "rows" else 1
+    return max(1, block // row) * row
 
 
 @dataclass(frozen=True)
@@ -99,10 +117,19 @@ class Plan:
         for job in self.jobs:
             if job.inside:
                 continue
-            step = max(job.info.numel, 1) if job.whole else self.block
+            step = step_of(job, self.block)
             for start in range(0, max(job.info.numel, 1), step):
                 yield Unit(number, job, start, min(start + step, job.info.numel))
                 number += 1
+
+    def cut_otherwise(self, job: Job) -> bool:
+        """Whether its blocks are not those of a digest, so that it must be read once more for that."""
+        return job.solved or (step_of(job, self.block) != self.block and job.info.numel > self.block)
+
+    @property
+    def measures(self) -> Mapping[str, Measure]:
+        """What is measured on whole tensors before the merge."""
+        return self.rule.measured(self.inputs.options)
 
     @property
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -133,7 +160,9 @@ class Plan:
 
     def _bytes_of(self, job: Job) -> int:
         base = [self.inputs.base] if self.inputs.base and "base" in self.needs else []
-        models = sum(c.tensors[self.inputs.stored_name(c, job.name)].nbytes for c in (*base, *self.inputs.tuned))
+        models = sum(
+            c.tensors[self.inputs.stored_name(c, job.name)].nbytes for c in (*base, *self.inputs.tuned_of(job.name))
+        )
         return models + sum(source.nbytes(job.name) for source in self.inputs.curvatures)
 
     @property
@@ -142,8 +171,9 @@ class Plan:
 
     @property
     def statistics_read(self) -> int:
-        """Bytes read for thresholds or angles alone: about one pass, or none where a sample tells the thresholds."""
-        return sum(self.bytes_read(job) for job in self.merged) if self.needs & {"thresholds", "geometry"} else 0
+        """Bytes read for statistics alone, a pass for each: none for thresholds where a sample tells those."""
+        passes = len(self.measures) + ("thresholds" in self.needs)
+        return passes * sum(self.bytes_read(job) for job in self.merged) if passes else 0
 
     @property
     def damping_read(self) -> int:
@@ -164,7 +194,8 @@ class Plan:
         wide = any(self.rule.wide(numbers.all_weights, numbers.options) for numbers in every)
         width = 8 if wide or any(job.compute == torch.float64 for job in self.jobs) else 4
         tensors = 1 + len(self.inputs.tuned) + len(self.inputs.curvatures)
-        blocks = threads * self.block * width * (2 * tensors + len(self.inputs.tuned) + 6)
+        largest = max((step_of(job, self.block) for job in self.merged if not job.whole), default=0)
+        blocks = threads * max(self.block, largest) * width * (2 * tensors + len(self.inputs.tuned) + 6)
         whole = max((self._bytes_of_whole(job, tensors) for job in self.jobs if job.whole), default=0)
         return 330_000_000 + blocks + threads * whole
 
@@ -174,7 +205,7 @@ class Plan:
         All copies count: eigenvectors, the vectors of conjugate gradients, and what is freed and not yet given back.
         """
         if job.layer is None:
-            return job.info.numel * 8 * (tensors + 3)
+            return job.info.numel * 8 * (tensors + (job.rule.copies if job.rule is not None else 0))
         factors = [source.nbytes(job.name) for source in self.inputs.curvatures]
         return job.info.numel * 8 * (tensors + 24) + 6 * sum(factors) + 12 * max(factors)
 

@@ -19,14 +19,15 @@ from ..errors import InputError
 from ..notes import Kind, Note
 from ..recipe import NONE, CurvatureSource, Identity, Recipe
 from ..rules import Rule
-from ..rules.spherical import Geometry
 from ..storage.tensorfile import FLOATS, TensorInfo
 from ..text import listed
 from .inputs import USUAL_DAMPING, CurvatureInput, Inputs
 from .layers import find_layers, held_by_factors
+from .measuring import measured
 from .penalties import incomplete, mismatched, recorded_penalty
 from .per_layer import LayerSettings, Stretch, smallest, varies
 from .plan import Job, Layer, Plan, rule_arguments
+from .slicing import compared_parts, opened_once, settings_of_slices, stacked_models, stacked_notes
 from .vocabularies import follow_rows, with_one_vocabulary
 
 _STORED = {word: code for code, word in FLOATS.items()}
@@ -71,10 +72,15 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
 
         base = checkpoint(recipe.base.model, None) if recipe.base else None
         tuned = [checkpoint(model.model, base) for model in recipe.models]
-        names = [model.model for model in recipe.models]
+        if recipe.slices:
+            below = base
+            tuned = opened_once(recipe, base, lambda model: checkpoint(model.model, below))
+        names = [model.model for model in recipe.sources]
         views, files = with_one_vocabulary(recipe, base, list(zip(names, tuned, strict=True)))
-        base = None if base is None else views[base]
-        inputs = inputs_of(recipe, base, [views[model] for model in tuned])
+        base, tuned = None if base is None else views[base], [views[model] for model in tuned]
+        if recipe.slices:
+            base, tuned = stacked_models(recipe, base, tuned, needs)
+        inputs = inputs_of(recipe, base, tuned)
         inputs.result_files = files
         if base is not None and recipe.base is not None:
             if "prior" in needs:
@@ -97,13 +103,14 @@ def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_
 
 def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) -> Inputs:
     """The models of a recipe with its numbers, still without curvature."""
-    options = recipe.resolved_options
+    options, template = recipe.resolved_options, base or tuned[0]
     stretch = Stretch(recipe.weights, recipe.base.weight if recipe.base else None, options)
+    settings = LayerSettings.over(template.tensors, stretch)
     return Inputs(
-        template=base or tuned[0],
+        template=template,
         base=base,
         tuned=tuned,
-        settings=LayerSettings.over((base or tuned[0]).tensors, stretch),
+        settings=settings_of_slices(recipe, template, tuned) if recipe.slices else settings,
         damping=USUAL_DAMPING if recipe.damping == "auto" else recipe.damping,
         damping_is_open=recipe.damping == "auto",
         options=options,
@@ -143,6 +150,8 @@ def make_plan(
     """
     rule, template, has_base = recipe.rule, inputs.template, inputs.base is not None
     others = [c for c in inputs.tuned if c is not template]
+    settled = inputs.result_files.settled if inputs.result_files else ()
+    notes = compared_parts(inputs.checkpoints, recipe.exclude, allow_config, settled)
     comparison = compare(
         template,
         others,
@@ -150,7 +159,7 @@ def make_plan(
         recipe.exclude,
         allow_config=allow_config,
         first_is_base=has_base,
-        settled=inputs.result_files.settled if inputs.result_files else (),
+        settled=settled,
     )
     inputs.aliases = dict(zip(others, comparison.aliases, strict=True))
     diagonals = [source for source in inputs.curvatures if source not in inputs.grams]
@@ -176,19 +185,21 @@ def make_plan(
             continue
         stored = _STORED.get(recipe.output.dtype, info.dtype)
         chosen = rule if rule.otherwise is None or name in gram_names else rule.otherwise
-        types = {c.tensors[inputs.stored_name(c, name)].dtype for c in inputs.checkpoints}
+        read = [c for c in inputs.checkpoints if name not in c.absent]
+        types = {c.tensors[inputs.stored_name(c, name)].dtype for c in read}
         wide = "F64" in types or chosen.otherwise is not None or name in layers or name in biases
         compute = torch.float64 if wide else torch.float32
-        jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute, inside=name in biases))
+        grain = chosen.cut(inputs.settings.of(name).options)
+        jobs.append(Job(name, TensorInfo(stored, info.shape), chosen, compute, inside=name in biases, grain=grain))
     own = {job.name: job for job in jobs}
     for place, job in enumerate(jobs):
         if job.name in layers:
             turned, bias = layers[job.name]
             jobs[place] = replace(job, layer=Layer(turned, own[bias] if bias is not None else None))
     plan = Plan(rule, inputs, jobs, _needs(rule, inputs) if reads is None else reads, recipe.output.curvature)
-    plan.note(comparison.notes)
+    plan.note(comparison.notes if not recipe.slices else stacked_notes(comparison.notes, notes))
     plan.note(inputs.result_files.notes if inputs.result_files else ())
-    plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
+    plan.note(dict.fromkeys(note for checkpoint in inputs.checkpoints for note in checkpoint.notes))
     plan.note(incomplete(inputs))
     plan.note(mismatched(recipe, inputs))
     plan.note(inputs.settings.notes([job.name for job in plan.merged]))
@@ -200,10 +211,11 @@ def make_plan(
 
 def _problems_of_scope(inputs: Inputs) -> list[str]:
     """One threshold for the whole model knows no layers."""
-    density, scope = (inputs.options.get(name) for name in ("density", "scope"))
-    if scope != "model" or not varies(density):
+    varying = [name for name in ("density", "gamma") if varies(inputs.options.get(name))]
+    if inputs.options.get("scope") != "model" or not varying:
         return []
-    return ["options.density: differs between tensors, which `scope: tensor` allows; `scope: model` cuts all alike"]
+    why = "differs between tensors, which `scope: tensor` allows; `scope: model` cuts all alike"
+    return [f"options.{varying[0]}: {why}"]
 
 
 def _method_notes(recipe: Recipe, looking: bool) -> Iterator[Note]:
@@ -321,17 +333,20 @@ def _gram_names(inputs: Inputs, names: Sequence[str]) -> tuple[set[str], list[st
 
 def rehearse(plan: Plan) -> None:
     """Run the rule once on single numbers, so that a setting which cannot work fails before any file is read."""
-    models = len(plan.inputs.tuned)
     one = torch.ones(1, 1)
-    stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one)
-    stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
-    stand_ins |= {"thresholds": [0.0] * models, "kept": [one > 0] * models, "geometry": Geometry(1.0, 1.0, 1.0)}
-    stand_ins["damping"] = plan.inputs.damping
+    stand_ins: dict[str, Any] = dict.fromkeys(("base", "prior", "penalty"), one) | {"damping": plan.inputs.damping}
     every = plan.inputs.settings.every(job.name for job in plan.merged)
     for rule in (plan.rule, plan.rule.otherwise):
         for numbers in every if rule is not None else ():
             assert rule is not None
+            models = len(numbers.weights)
+            stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
+            stand_ins |= {"kept": [one > 0] * models, "uniform": [one.double() / 2] * models}
             try:
-                rule(**rule_arguments(rule, plan, stand_ins, numbers))
+                ranks = rule.ranks(1, models, numbers.options) if rule.ranks is not None else []
+                stand_ins["thresholds"] = [0.0 if len(own) == 1 else [0.0] * len(own) for own in ranks]
+                arguments = rule_arguments(rule, plan, stand_ins, numbers)
+                found = measured(rule.measured(numbers.options), [arguments].__iter__, arguments, 1, one.dtype)
+                rule(**rule_arguments(rule, plan, {**stand_ins, **found}, numbers))
             except ValueError as error:
                 raise InputError(f"{rule.name}: {error}") from error

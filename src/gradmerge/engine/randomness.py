@@ -15,12 +15,21 @@ def keep_mask(seed: int, model: int, tensor: str, start: int, stop: int, density
     Element i compares the i-th 32-bit half of a PCG64DXSM stream with density · 2³². The stream's seed is a hash of
     seed, model and tensor; it can be entered at any place, so that blocks may be cut anywhere.
     """
+    return torch.from_numpy(_words(seed, model, tensor, start, stop) < np.uint64(round(density * 2**32)))
+
+
+def uniform(seed: int, model: int, tensor: str, start: int, stop: int) -> Tensor:
+    """Numbers from 0 up to 1, in float64, for the same elements and from the same stream."""
+    return torch.from_numpy(_words(seed, model, tensor, start, stop) * 2.0**-32)
+
+
+def _words(seed: int, model: int, tensor: str, start: int, stop: int) -> np.ndarray:
+    """The 32-bit words of some elements."""
     stream = _stream(f"{seed}/{model}/{tensor}")
     stream.advance(start // 2)
     words = stream.random_raw(stop // 2 - start // 2 + 1).astype("<u8", copy=False).view("<u4")
     first = start % 2
-    below = words[first : first + stop - start] < np.uint64(round(density * 2**32))
-    return torch.from_numpy(below)
+    return words[first : first + stop - start]
 
 
 def standard_normal(seed: int, sample: int, tensor: str, start: int, stop: int) -> Tensor:

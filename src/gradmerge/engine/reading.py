@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from ..errors import InputError
 from ..rules.spec import each
 from ..text import one_line
 from .inputs import CurvatureInput, Digests
-from .plan import Job, Plan
-from .randomness import keep_mask
+from .plan import Job, Plan, converted
+from .randomness import keep_mask, uniform
 
 
 def read_models(
@@ -33,7 +34,7 @@ def read_models(
         return block.to(job.compute)
 
     base = read(inputs.base, "base") if inputs.base is not None and "base" in plan.needs else None
-    return base, [read(checkpoint, f"tuned {i}") for i, checkpoint in enumerate(inputs.tuned)]
+    return base, [read(checkpoint, f"tuned {i}") for i, checkpoint in enumerate(inputs.tuned_of(job.name))]
 
 
 def read_block(
@@ -55,11 +56,28 @@ def read_block(
         block["penalty"] = [None if source is None else read[source] for source in inputs.penalty]
     if "curvature" in plan.needs:
         block["curvature"] = [curvature(source, f"curvature {i}") for i, source in enumerate(inputs.curvature)]
-    if "kept" in plan.needs:
-        options = inputs.settings.of(job.name).options
-        shares = enumerate(each(options["density"], tuned))
-        block["kept"] = [keep_mask(options["seed"], i, job.name, start, stop, share) for i, share in shares]
+    for name in plan.needs & {"kept", "uniform"}:
+        block[name] = random_inputs(plan, name, job.name, start, stop)
     return block
+
+
+def random_inputs(plan: Plan, kind: str, tensor: str, start: int, stop: int) -> list[Tensor]:
+    """Masks (``kept``) or numbers (``uniform``) of a block, for every tuned model."""
+    options, models = plan.inputs.settings.of(tensor).options, range(len(plan.inputs.tuned_of(tensor)))
+    if kind == "uniform":
+        return [uniform(options["seed"], i, tensor, start, stop) for i in models]
+    shares = enumerate(each(options["density"], models))
+    return [keep_mask(options["seed"], i, tensor, start, stop, share) for i, share in shares]
+
+
+def shaped(job: Job, start: int, stop: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """A block as its rule sees it: in the shape of the tensor, or of those of its rows that are there."""
+    shape = job.info.shape
+    if job.grain == "entries":
+        return dict(tensors)
+    if job.grain == "rows" and len(shape) > 1 and job.info.numel:
+        shape = ((stop - start) * shape[0] // job.info.numel, *shape[1:])
+    return converted(tensors, lambda tensor: tensor.reshape(shape) if tensor.dim() else tensor)
 
 
 def read_curvature(

@@ -33,7 +33,7 @@ def model_paths(reference: str | None, relative_to: Path | None = None) -> list[
 
 def recipe_paths(recipe: Recipe) -> list[Path]:
     """The recipe's file, and every model and curvature that it names."""
-    named = [text for model in recipe.models for text in (model.model, model.curvature)]
+    named = [text for model in recipe.sources for text in (model.model, model.curvature)]
     if recipe.base is not None:
         named += [recipe.base.model, recipe.base.curvature, recipe.base.penalty]
     found = [recipe.file] if recipe.file is not None else []

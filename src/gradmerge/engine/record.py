@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from .._version import __version__
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, Digest, block_digest
-from ..checkpoints.vocabulary import VocabularyCheckpoint
+from ..checkpoints.stacked import StackedCheckpoint
+from ..checkpoints.vocabulary import VocabularyCheckpoint, stored
 from ..recipe import Recipe, plain
 from ..storage.tensorfile import TensorInfo
 from .inputs import Inputs, Source
 from .penalties import used
 from .plan import BLOCK, Plan
+from .slicing import layer_table
 
 
 def merge_record(
@@ -32,14 +34,15 @@ def merge_record(
 ) -> dict[str, Any]:
     """The record of a merge. ``digests`` holds, per unit, one number for each of the plan's sources (-1: not read)."""
     merged = len(plan.merged)
+    options = {name: plain(value) for name, value in plan.inputs.options.items()}
     return {
         "gradmerge": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "fingerprint": fingerprint,
-        "recipe": recipe.model_dump(mode="json")
-        | {"options": {name: plain(value) for name, value in plan.inputs.options.items()}},
+        "recipe": recipe.model_dump(mode="json") | ({} if recipe.slices else {"options": options}),
         **used(recipe, plan),
-        "inputs": [_input_record(plan, place, source, digests) for place, source in enumerate(plan.inputs.sources)],
+        **({"layers": layer_table(recipe)} if recipe.slices else {}),
+        "inputs": [_input_record(plan, source, digests) for source in _recorded(plan.inputs.sources)],
         "output": {
             "files": [name for name in sizes if not name.startswith("curvature/")],
             "sizes": dict(sizes),
@@ -59,12 +62,19 @@ def merge_record(
     }
 
 
-def _input_record(plan: Plan, place: int, source: Source, digests: Mapping[int, list[int]]) -> dict[str, Any]:
+def _recorded(sources: Sequence[Source]) -> Iterator[Source]:
+    """What was read, each once: of stacked layers the models that they are of."""
+    yield from dict.fromkeys(
+        part for source in sources for part in (source.parts if isinstance(source, StackedCheckpoint) else [source])
+    )
+
+
+def _input_record(plan: Plan, source: Source, digests: Mapping[int, list[int]]) -> dict[str, Any]:
     record: dict[str, Any] = {"role": _role(source, plan.inputs), "source": source.label}
     if isinstance(source, Checkpoint) and source.hub_id:
         record["hub_id"] = source.hub_id
     record["files"] = [{"name": path.name, "bytes": path.stat().st_size} for path in source.files()]
-    digest = _digest_of_source(plan, place, source, digests)
+    digest = _digest_of_source(plan, source, digests)
     if len(digest):
         record["digest"] = f"xxh3-128:{digest.hex()}"
         record["digest_tensors"] = len(digest)
@@ -72,12 +82,15 @@ def _input_record(plan: Plan, place: int, source: Source, digests: Mapping[int, 
     return record
 
 
-def _digest_of_source(plan: Plan, place: int, source: Source, digests: Mapping[int, list[int]]) -> Digest:
+def _digest_of_source(plan: Plan, source: Source, digests: Mapping[int, list[int]]) -> Digest:
     """From the blocks' digests, as far as the merge has read the source; whole matrices are digested now."""
-    rows = source.rows if isinstance(source, VocabularyCheckpoint) else None
-    stored = source.inner if isinstance(source, VocabularyCheckpoint) else source
-    if isinstance(stored, AdapterCheckpoint):
-        return digest_of(stored, plan.block)
+    whole = stored(source) if isinstance(source, Checkpoint) else source
+    if isinstance(whole, AdapterCheckpoint):
+        return digest_of(whole, plan.block)
+    if source not in plan.inputs.sources:
+        assert isinstance(source, Checkpoint)
+        return _digest_of_part(plan, source, digests)
+    place = plan.inputs.sources.index(source)
     digest, buffers = Digest(plan.block), Buffers()
     for unit in plan.units():
         name, layer = unit.job.name, unit.job.layer
@@ -87,15 +100,15 @@ def _digest_of_source(plan: Plan, place: int, source: Source, digests: Mapping[i
         else:
             info = TensorInfo("F32", unit.job.info.shape)
         value = digests[unit.number][place]
-        if rows is not None and isinstance(stored, Checkpoint) and name not in stored.tensors:
-            continue  # a tied head, which is its embedding
-        if rows is not None and isinstance(stored, Checkpoint) and name in rows.names:
-            if unit.start == 0 and value >= 0:
-                _add_tensor(digest, stored, name, buffers)
-            continue
-        read = source in plan.inputs.tuned or layer is not None
-        if info is not None and unit.job.whole and isinstance(source, Checkpoint) and read:
-            _add_tensor(digest, source, name, buffers)
+        based = source is plan.inputs.base and "base" in plan.needs and not unit.job.solved
+        read = source in plan.inputs.tuned or layer is not None or based
+        apart = unit.job.rule is not None and plan.cut_otherwise(unit.job)
+        if isinstance(source, Checkpoint) and _has_own_rows(source, name):
+            if unit.start == 0 and (value >= 0 or (apart and read)):
+                _add_as_stored(digest, source, name, buffers)
+        elif info is not None and apart and isinstance(source, Checkpoint) and read:
+            if unit.start == 0:
+                _add_tensor(digest, source, name, buffers)
             if layer is not None and layer.bias is not None:
                 _add_tensor(digest, source, plan.inputs.stored_name(source, layer.bias.name), buffers)
         elif info is not None and value >= 0:
@@ -103,7 +116,38 @@ def _digest_of_source(plan: Plan, place: int, source: Source, digests: Mapping[i
     return digest
 
 
+def _has_own_rows(source: Checkpoint, name: str) -> bool:
+    """Whether a tensor is read in another order of its rows than it is stored in."""
+    return isinstance(source, VocabularyCheckpoint) and name in source.moved
+
+
+def _add_as_stored(digest: Digest, source: Checkpoint, name: str, buffers: Buffers) -> None:
+    """A tied head that is not stored is its embedding, and left out."""
+    if name in stored(source).tensors:
+        _add_tensor(digest, stored(source), name, buffers)
+
+
+def _digest_of_part(plan: Plan, part: Checkpoint, digests: Mapping[int, list[int]]) -> Digest:
+    """The same of a model whose layers were stacked; a layer may have been read several times."""
+    digest, buffers = Digest(plan.block), Buffers()
+    for place, stack in enumerate(plan.inputs.sources):
+        for unit in plan.units() if isinstance(stack, StackedCheckpoint) and part in stack.parts else ():
+            assert isinstance(stack, StackedCheckpoint)
+            holder, name = stack.places.get(plan.inputs.stored_name(stack, unit.job.name), (None, ""))
+            value = digests[unit.number][place]
+            if holder is part and _has_own_rows(part, name):
+                if unit.start == 0 and (value >= 0 or unit.job.whole):
+                    _add_as_stored(digest, part, name, buffers)
+            elif holder is part and unit.job.whole:
+                _add_tensor(digest, part, name, buffers)
+            elif holder is part and value >= 0:
+                digest.add(name, part.tensors[name], unit.start, value)
+    return digest
+
+
 def _role(source: Source, inputs: Inputs) -> str:
+    if isinstance(inputs.base, StackedCheckpoint) and source in inputs.base.parts:
+        return "base"
     roles: dict[Source | None, str] = {inputs.base: "base", inputs.prior: "base curvature"}
     roles |= dict.fromkeys(inputs.penalty, "penalty")
     return roles.get(source, "tuned" if isinstance(source, Checkpoint) else "curvature")

@@ -9,6 +9,7 @@ differences of bfloat16 numbers are, the guess can be the very value; then it is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +44,7 @@ def key_value(key: int, dtype: torch.dtype) -> float:
 
 
 class Selection:
-    """The search for one k-th largest magnitude, k from 1.
+    """The search for one k-th largest magnitude, k from 1; for 0 it is infinity, and for −1 it is 0.
 
     In each pass, the counts of every block of values are added up (in any order), and :meth:`narrow` takes the sum.
     When ``value`` is set the search is over.
@@ -52,7 +53,7 @@ class Selection:
     def __init__(self, k: int, dtype: torch.dtype, guess: Guess | None = None) -> None:
         self.k = k
         self.dtype = dtype
-        self.value: float | None = None
+        self.value: float | None = {0: math.inf, -1: 0.0}.get(k)
         # The k-th largest key is in [low, high), and is the k-th largest of all keys below high.
         self._keys = 1 << (63 if dtype == torch.float64 else 31)
         self._low, self._high = 0, self._keys

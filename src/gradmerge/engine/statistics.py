@@ -1,10 +1,10 @@
-"""What a rule must know of whole tensors or whole models before the first block: thresholds and angles."""
+"""What a rule must know of whole tensors or models before the first block: thresholds, and measures of its own."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,71 +12,72 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.model import Buffers
-from ..rules.spec import each
-from ..rules.spherical import Geometry
+from .measuring import CHUNK, Advance, measure
 from .plan import Job, Plan
 from .reading import read_models
 from .selection import Guess, Selection
 from .workers import one_thread_each, run_parallel, with_buffers
 
-#: Elements that are reduced at once. Fixed, so that sums do not depend on how the merge cuts its blocks.
-CHUNK = 1 << 19
 #: Thresholds over more entries than this are first guessed from a sample of this many runs of this many entries.
 SAMPLE_FROM = 1 << 24
 SAMPLE_RUNS, SAMPLE_RUN = 512, 2048
 #: If this many parts of the sample have the same threshold, it is probably that of the whole.
 SAMPLE_PARTS = 4
 
-Advance = Callable[[int], None]
+
+Thresholds = list[float] | list[list[float]]
+"""One for every tuned model, or several for each."""
 
 
 @dataclass
 class Statistics:
-    """Thresholds of the magnitude of Δ_t by tensor ("" for the whole model), and geometry by tensor."""
+    """Thresholds of the magnitude of Δ_t by tensor ("" for the whole model), and by tensor what the rule measures."""
 
-    thresholds: dict[str, list[float]] = field(default_factory=dict)
-    geometry: dict[str, Geometry] = field(default_factory=dict)
+    thresholds: dict[str, Thresholds] = field(default_factory=dict)
+    measured: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def of(self, name: str) -> dict[str, Any]:
         """The inputs of a rule for one tensor."""
-        thresholds = self.thresholds.get(name, self.thresholds.get(""))
-        return {"thresholds": thresholds, "geometry": self.geometry.get(name)}
+        return {"thresholds": self.thresholds.get(name, self.thresholds.get("")), **self.measured.get(name, {})}
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Statistics:
-        return cls(value["thresholds"], {name: Geometry(*g) for name, g in value["geometry"].items()})
+        return cls(value["thresholds"], {name: {**found} for name, found in value["measured"].items()})
 
 
 class ThresholdSearch:
-    """The search for every tuned model's threshold: the k-th largest entry of |Δ| over some tensors.
+    """The search for every tuned model's thresholds: entries of certain ranks in |Δ|, over some tensors.
 
     It takes passes over all of the tensors. The first may be a merge with ``guess`` for thresholds: if that ends the
     search, with the thresholds that were guessed, the merge is right.
     """
 
     def __init__(self, plan: Plan, jobs: list[Job]) -> None:
+        assert plan.rule.ranks is not None
         total = sum(job.info.numel for job in jobs)
-        shares = each(plan.inputs.settings.of(jobs[0].name).options["density"], plan.inputs.tuned)
+        one = jobs[0].name if jobs else ""
+        self._ranks = plan.rule.ranks(total, len(plan.inputs.tuned_of(one)), plan.inputs.settings.of(one).options)
+        wanted = [(model, k) for model, ranks in enumerate(self._ranks) for k in ranks]
         dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
-        guesses: list[Guess | None] = [None] * len(plan.inputs.tuned)
+        guesses: list[Guess | None] = [None] * len(wanted)
         if total > SAMPLE_FROM and dtype == torch.float32:
-            guesses = [*_guesses(plan, jobs, shares)]
+            guesses = [*_guesses(plan, jobs, [(model, k / total) for model, k in wanted])]
+        self._models = [model for model, _ in wanted]
+        self._selections = [Selection(k, dtype, guess) for (_, k), guess in zip(wanted, guesses, strict=True)]
         exact = [guess.value for guess in guesses if guess is not None and guess.exact]
-        self.guess = Statistics({"": exact}) if len(exact) == len(guesses) else None
-        """The thresholds that will probably be found, if the sample gives one for every model."""
-        kept = [max(1, math.floor(share * total)) for share in shares]
-        self._selections = [Selection(k, dtype, guess) for k, guess in zip(kept, guesses, strict=True)]
+        self.guess = Statistics({"": self._by_model(exact)}) if len(exact) == len(guesses) else None
+        """The thresholds that will probably be found, if the sample gives all of them."""
         self._counts: list[Any] = [0] * len(guesses)
         self._lock = threading.Lock()
 
     def count(self, base: Tensor, tuned: list[Tensor]) -> None:
         """Take a block into account; every block once in a pass, in any order and on any thread."""
-        for index, (selection, model) in enumerate(zip(self._selections, tuned, strict=True)):
+        for index, (model, selection) in enumerate(zip(self._models, self._selections, strict=True)):
             if selection.value is None:
-                counts = selection.count(model - base)
+                counts = selection.count((tuned[model] - base).reshape(-1))
                 with self._lock:
                     self._counts[index] = self._counts[index] + counts
 
@@ -87,15 +88,20 @@ class ThresholdSearch:
         self._counts = [0] * len(self._selections)
 
     @property
-    def thresholds(self) -> list[float] | None:
+    def thresholds(self) -> Thresholds | None:
         """None until the last of them is found."""
         values = [selection.value for selection in self._selections if selection.value is not None]
-        return values if len(values) == len(self._selections) else None
+        return self._by_model(values) if len(values) == len(self._selections) else None
+
+    def _by_model(self, values: Sequence[float]) -> Thresholds:
+        left = iter(values)
+        found = [[next(left) for _ in ranks] for ranks in self._ranks]
+        return [one[0] for one in found] if all(len(one) == 1 for one in found) else found
 
 
 def begin_search(plan: Plan) -> ThresholdSearch | None:
     """The search for thresholds over the whole model, if the plan's rule needs those."""
-    if "thresholds" in plan.needs and plan.inputs.options["scope"] == "model":
+    if "thresholds" in plan.needs and plan.inputs.options["scope"] == "model" and not plan.measures:
         return ThresholdSearch(plan, plan.merged)
     return None
 
@@ -118,13 +124,12 @@ def find_statistics(
                 result.thresholds[job.name] = _thresholds(plan, [job], 1, advance)
 
             run_parallel(plan.merged, lambda: one, threads)
-    if "geometry" in plan.needs:
+    if plan.measures:
 
-        def angle(job: Job) -> None:
-            result.geometry[job.name] = _geometry(plan, job)
-            advance(plan.bytes_read(job))
+        def ask(job: Job) -> None:
+            result.measured[job.name] = measure(plan, job, result.of(job.name), advance)
 
-        run_parallel(plan.merged, lambda: angle, threads)
+        run_parallel(plan.merged, lambda: ask, threads)
     return result
 
 
@@ -136,10 +141,8 @@ def chunks(jobs: list[Job]) -> Iterator[tuple[Job, int, int]]:
 
 def _thresholds(
     plan: Plan, jobs: list[Job], threads: int, advance: Advance, begun: ThresholdSearch | None = None
-) -> list[float]:
-    """For every tuned model, the magnitude of the k-th largest entry of Δ over some tensors."""
-    if not any(job.info.numel for job in jobs):
-        return [0.0] * len(plan.inputs.tuned)
+) -> Thresholds:
+    """For every tuned model, the magnitudes of the entries of Δ that are wanted, over some tensors."""
     search = begun or ThresholdSearch(plan, jobs)
     first = True
 
@@ -159,12 +162,15 @@ def _thresholds(
 
 
 @one_thread_each()
-def _guesses(plan: Plan, jobs: list[Job], shares: Sequence[float]) -> list[Guess]:
-    """The thresholds of a sample: short runs at even distances over all tensors. Only the speed depends on it."""
+def _guesses(plan: Plan, jobs: list[Job], wanted: Sequence[tuple[int, float]]) -> list[Guess]:
+    """The thresholds of a sample: short runs at even distances over all tensors. Only the speed depends on it.
+
+    ``wanted`` are models, and the shares of their entries that are as large as the threshold.
+    """
     total = sum(job.info.numel for job in jobs)
     distance = max(SAMPLE_RUN, total // SAMPLE_RUNS)
     buffers = Buffers()
-    samples: list[list[Tensor]] = [[] for _ in plan.inputs.tuned]
+    samples: list[list[Tensor]] = [[] for _ in plan.inputs.tuned_of(jobs[0].name)]
     position = offset = 0
     for job in jobs:
         while position < offset + job.info.numel:
@@ -175,7 +181,7 @@ def _guesses(plan: Plan, jobs: list[Job], shares: Sequence[float]) -> list[Guess
                 sample.append((model - base).abs().float())
             position += distance
         offset += job.info.numel
-    return [_guess(runs, share) for runs, share in zip(samples, shares, strict=True)]
+    return [_guess(samples[model], share) for model, share in wanted]
 
 
 def _guess(runs: list[Tensor], density: float) -> Guess:
@@ -186,23 +192,3 @@ def _guess(runs: list[Tensor], density: float) -> Guess:
     parts = {threshold(runs[first::SAMPLE_PARTS]) for first in range(SAMPLE_PARTS)}
     value = threshold(runs)
     return Guess(value, exact=parts == {value})
-
-
-def _geometry(plan: Plan, job: Job) -> Geometry:
-    """Inner product and norms of base and tuned model, in float64 and with exactly rounded sums of chunks."""
-    buffers = Buffers()
-    parts: list[list[float]] = []
-    for _, start, stop in chunks([job]):
-        base, tuned = read_models(plan, job, start, stop, buffers)
-        assert base is not None
-        a, b = base.double(), tuned[0].double()
-        parts.append([float((x * y).sum()) for x, y in ((a, b), (a, a), (b, b))])
-    dot, aa, bb = (exact_sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0.0)
-    return Geometry(dot, math.sqrt(aa), math.sqrt(bb))
-
-
-def exact_sum(values: Iterable[float]) -> float:
-    try:
-        return math.fsum(values)
-    except (ValueError, OverflowError):  # infinities of both signs, or a sum that is larger than any number
-        return math.nan

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .._version import __version__
+from ..checkpoints.model import Checkpoint
 from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..checkpoints.stacked import StackedCheckpoint
 from ..checkpoints.token_files import beneath
 from ..display import Displayed
 from ..errors import InputError, MachineError
@@ -192,9 +194,17 @@ def _files(plan: Plan) -> list[Path]:
     """Every file that the result depends on: weights, curvature, configs, and what is copied along."""
     files = [*plan.inputs.files(), *sidecars(plan.inputs.template).copied.values()]
     files += plan.inputs.result_files.reads if plan.inputs.result_files else []
-    folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in beneath(checkpoint) if c.folder}
+    folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in _with_bases(checkpoint) if c.folder}
     configs = [folder / name for folder in folders for name in ("config.json", "adapter_config.json", PENALTY)]
     return files + [path for path in configs if path.is_file()]
+
+
+def _with_bases(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    """A checkpoint, what a view shows, what an adapter goes on top of, and what layers are taken from."""
+    for below in beneath(checkpoint):
+        yield below
+        for part in below.parts if isinstance(below, StackedCheckpoint) else ():
+            yield from _with_bases(part)
 
 
 def _fingerprint(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool) -> str:

@@ -23,9 +23,10 @@ from ..progress import Progress
 from ..rules.kronecker_matching import applied
 from .damping import find_damping
 from .layers import read_layer, solve_layer
+from .measuring import Advance
 from .plan import Job, Plan, converted, rule_arguments
 from .reading import read_block
-from .statistics import Advance, chunks
+from .statistics import chunks
 from .workers import run_parallel, with_buffers
 
 #: A step more than this many times as long as fine-tuning's is not trusted. Plain negation at strength 1 has a factor

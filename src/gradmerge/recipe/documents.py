@@ -15,6 +15,7 @@ from ..safe_yaml import parse_yaml
 from ..text import nearest
 from .explaining import explain
 from .schema import Base, Recipe
+from .sliced import check_slices
 from .values import CurvatureSource, Identity
 
 MAX_BYTES = 1_000_000
@@ -74,6 +75,7 @@ def _check_fit(recipe: Recipe) -> None:
         raise InputError("models: is missing; name at least one")
     if recipe.models and recipe.slices:
         raise InputError("slices: stand instead of `models`; leave one of the two out")
+    check_slices(recipe)
     needs = rule.needs(recipe.resolved_options)
     if recipe.base is None and "base" in needs - rule.optional:
         raise InputError(f"{rule.name} needs a base")
@@ -91,8 +93,11 @@ def _check_fit(recipe: Recipe) -> None:
     if "weights" not in needs and any(weight != 1 for weight in recipe.weights):
         instead = "; weighted-average has" if rule.name == "average" else ""
         raise InputError(f"models: {rule.name} has no weights{instead}")
-    if rule.only_one_model and len(recipe.models) != 1:
-        raise InputError(f"models: {rule.name} takes the base and one model, not {len(recipe.models)}")
+    several = {f"slices[{place}].models": len(part.models) for place, part in enumerate(recipe.slices)}
+    for where, number in (several or {"models": len(recipe.models)}).items():
+        if rule.only_one_model and number != 1:
+            taken = "the base and " if "base" in needs else ""
+            raise InputError(f"{where}: {rule.name} takes {taken}one model, not {number}")
     if recipe.output.curvature and rule.precision is None:
         have = ", ".join(r.name for r in RULES.values() if r.precision)
         raise InputError(f"output.curvature: a {rule.name} merge has no curvature of its own; methods with one: {have}")

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from ..display import OneLine
 from ..rules import RULES, Rule
 from .rule_options import check_options
+from .sliced import options_in_common
 from .tokenizer_choice import Tokenizer
 from .values import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
 from .varying import Varying, Weight
@@ -145,7 +146,7 @@ class Recipe(OneLine, RecipePart):
 
     def _line(self) -> list[str]:
         base = "no base" if self.base is None else f"base {self.base.model}"
-        return [self.method, base, f"{len(self.models)} models"]
+        return [self.method, base, f"{len(self.slices)} slices" if self.slices else f"{len(self.models)} models"]
 
     @property
     def folder(self) -> Path:
@@ -164,6 +165,8 @@ class Recipe(OneLine, RecipePart):
     @property
     def resolved_options(self) -> dict[str, Any]:
         """The method's options, with defaults filled in."""
+        if self.slices:
+            return options_in_common(self)
         return check_options(self.rule, self.options, self.own_options)
 
     @property
@@ -173,4 +176,9 @@ class Recipe(OneLine, RecipePart):
 
     @property
     def weights(self) -> list[Varying]:
-        return [model.weight for model in self.models]
+        return [model.weight for model in self.sources]
+
+    @property
+    def sources(self) -> list[Model]:
+        """The models, or those of every slice, in the order of the recipe."""
+        return [*self.models, *(model for part in self.slices for model in part.models)]

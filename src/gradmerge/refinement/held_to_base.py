@@ -68,6 +68,8 @@ def _recorded(start: Start) -> dict[str, Any]:
         record = read_json(path, MAX_TOKENIZER)
     except InputError:
         return {}
+    if "layers" in record:  # of slices, whose layers are not those of the base with the same numbers
+        return {}
     for keys in (("recipe", "base"), ("refinement", "penalty_of")):
         found: Any = record
         for key in keys:

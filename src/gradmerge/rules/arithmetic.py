@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 from torch import Tensor
 
-from .spec import rule
+from .sparse import Scale, summed
+from .spec import Help, rule
 
 
 @rule(
@@ -14,14 +16,22 @@ from .spec import rule
     row=("w_t", "I", "0"),
     reference="Ilharco et al., Editing models with task arithmetic, ICLR 2023",
 )
-def task_arithmetic(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """θ_0 + Σ w_t Δ_t, what fine-tuning changed, added up.
+def task_arithmetic(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    *,
+    normalize: Annotated[bool, Help("divide by the sum of the weights where that is not 0")] = False,
+    scale: Scale = 1.0,
+) -> Tensor:
+    """θ_0 + scale · Σ w_t Δ_t, what fine-tuning changed, added up.
 
     A negative weight takes a task out (negation).
     """
+    factor = scale / (summed(weights) if normalize else 1.0)
     merged = base
     for model, weight in zip(tuned, weights, strict=True):
-        merged = (model - base).mul_(weight).add_(merged)
+        merged = (model - base).mul_(weight * factor).add_(merged)
     return merged
 
 

@@ -1,21 +1,41 @@
-"""Rules that keep only a part of every difference: the largest entries, or random ones."""
+"""Sparse fine-tuning, and what the rules share that keep only a part of every difference."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Annotated, Literal
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from .spec import Help, each, rule, unusual
+from .spec import Auto, Help, each, rule, unusual
 
-Density = Annotated[float, Help("share of the entries of each Δ_t that is kept", gt=0, le=1, per_model=True)]
+Share = Annotated[float, Help("share of the entries of each Δ_t that is kept", ge=0, le=1, per_model=True)]
+Probability = Annotated[float, Help("probability with which an entry of Δ_t is kept", ge=0, le=1, per_model=True)]
 Scope = Annotated[
     Literal["model", "tensor"],
     Help("one threshold over all merged tensors of a model, or one per tensor"),
 ]
+Combine = Annotated[
+    Literal["task-arithmetic", "ties"],
+    Help("add the kept parts up, or elect a sign and average those that agree"),
+]
+Normalize = Annotated[
+    Auto, Help("divide by the weights that count: all, or after a vote those that agree; auto: then only")
+]
+Rescale = Annotated[Literal["none", "norm"], Help("norm: scale what is kept up to the L1 norm of the tensor's Δ_t")]
+RandomRescale = Annotated[
+    Literal["expectation", "norm", "none"],
+    Help("divide by the probability; or scale to the L1 norm of the tensor's Δ_t"),
+]
+Scale = Annotated[float, Help("factor of the merged difference")]
+Vote = Annotated[
+    Literal["strict", "mergekit"],
+    Help("what agrees with Σ w_t τ_t: τ_t, and nothing where that is 0; or w_t τ_t, and 0 counts as +, as in mergekit"),
+]
+Seed = Annotated[int, Help("seed of the random masks", ge=0)]
 
 
 def trim(delta: Tensor, threshold: float) -> Tensor:
@@ -51,37 +71,106 @@ def _cancelled(count: Tensor, sizes: Tensor) -> Tensor:
     return count.abs() <= sizes.mul_(4 * torch.finfo(count.dtype).eps)
 
 
-def elect_and_average(deltas: Sequence[Tensor], weights: Sequence[float], base: Tensor, scale: float = 1.0) -> Tensor:
+def elect_and_average(
+    deltas: Sequence[Tensor],
+    weights: Sequence[float],
+    base: Tensor,
+    scale: float = 1.0,
+    normalize: bool = True,
+    vote: str = "strict",
+) -> Tensor:
     """θ_0 + scale times the average, with weights, of the entries whose sign is that of Σ w_t τ_t; θ_0 where none is.
 
-    Overwrites the differences, so that few blocks are in use at a time.
+    With ``normalize`` off it is their sum, not their average. Overwrites the differences, so that few blocks are in use
+    at a time.
     """
     if unusual(weights, {}):  # Δ itself stays as it was rounded: thresholds were found so
         base, deltas = base.double(), [delta.double() for delta in deltas]
-    elected = _weighted_sum(deltas, weights).sign_()
+    factors = weights
+    if vote == "mergekit":  # what has a sign is w_t τ_t, and an even vote is for +
+        for delta, weight in zip(deltas, weights, strict=True):
+            if weight != 1:
+                delta.mul_(weight)
+        factors = [1.0] * len(weights)
+    elected = _weighted_sum(deltas, factors)
+    if vote == "mergekit":
+        elected = torch.where(elected.isnan(), elected, (elected >= 0).to(elected.dtype).mul_(2).sub_(1))
+    else:
+        elected.sign_()
     for delta in deltas:
         delta.mul_(elected).relu_()  # |τ| where the signs agree, and 0 elsewhere
-    average = _weighted_sum(deltas, weights)
-    for delta, weight in zip(deltas, weights, strict=True):
-        delta.sign_()
-        if weight != 1:
-            delta.mul_(weight)
-    smallest = min(weights)
-    if smallest > 0:  # then the count is 0 or at least that, and the sum is 0 where it is 0
-        average.div_(functools.reduce(Tensor.add_, deltas).clamp_(min=smallest))
-    else:
-        sizes = functools.reduce(Tensor.add_, [delta.abs() for delta in deltas])
-        count = functools.reduce(Tensor.add_, deltas)
-        average.div_(count).masked_fill_(_cancelled(count, sizes), 0.0)
+    average = _weighted_sum(deltas, factors)
+    if normalize:
+        for delta, weight in zip(deltas, weights, strict=True):
+            delta.sign_()
+            if weight != 1:
+                delta.mul_(weight)
+        smallest = min(weights)
+        if smallest > 0:  # then the count is 0 or at least that, and the sum is 0 where it is 0
+            average.div_(functools.reduce(Tensor.add_, deltas).clamp_(min=smallest))
+        else:
+            sizes = functools.reduce(Tensor.add_, [delta.abs() for delta in deltas])
+            count = functools.reduce(Tensor.add_, deltas)
+            none = _cancelled(count, sizes)
+            if vote == "mergekit":
+                average.div_(count.masked_fill_(none, 1.0))
+            else:
+                average.div_(count).masked_fill_(none, 0.0)
     if scale != 1:
         average *= scale
     return torch.addcmul(base, average, elected, out=average)  # times ±1 or 0: rounded once, fused or not
+
+
+def combined(
+    base: Tensor,
+    deltas: Sequence[Tensor],
+    weights: Sequence[float],
+    combine: str,
+    normalize: bool | str,
+    scale: float,
+    vote: str,
+) -> Tensor:
+    """θ_0 plus what is left of the differences, added up or after a vote. Overwrites the differences."""
+    if combine == "ties":
+        return elect_and_average(deltas, weights, base, scale, normalize is not False, vote)
+    total = torch.zeros_like(base)
+    for delta, weight in zip(deltas, weights, strict=True):
+        total += delta.mul_(weight)
+    factor = scale / (summed(weights) if normalize is True else 1.0)
+    return (total if factor == 1 else total.mul_(factor)).add_(base)
+
+
+def summed(weights: Sequence[float]) -> float:
+    """Σ w_t as a divisor: 1 where it is 0 but for rounding."""
+    whole = math.fsum(weights)
+    return whole if abs(whole) >= 1e-8 else 1.0
+
+
+def largest(entries: int, models: int, options: Mapping[str, Any]) -> list[list[int]]:
+    """The rank of the smallest entry of each Δ_t that is kept: ⌊density · n⌋, at least 1, or none if density is 0."""
+    shares = each(options["density"], range(models))
+    return [[min(entries, max(1, math.floor(share * entries))) if share > 0 else 0] for share in shares]
+
+
+def norms_of(deltas: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+    """The terms of the L1 norms of whole differences, and then of what is kept of them."""
+    return [values.double().abs_() for values in (*deltas, *kept)]
+
+
+def rescale_to(norms: Sequence[float] | None, kept: list[Tensor]) -> list[Tensor]:
+    """What is kept of every difference, with the L1 norm that the whole of it has; norms of 0 are left alone."""
+    if norms is not None:
+        for delta, before, after in zip(kept, norms, norms[len(kept) :], strict=False):
+            if not min(before, after) < 1e-7:
+                delta.mul_(before / after)
+    return kept
 
 
 @rule(
     "sparse-finetuning",
     row=("w_t", "0", "0/1 mask of the most changed entries"),
     reference="Ansell et al., Composable sparse fine-tuning, ACL 2022",
+    ranks=largest,
 )
 def sparse_finetuning(
     base: Tensor,
@@ -89,7 +178,7 @@ def sparse_finetuning(
     weights: Sequence[float],
     thresholds: Sequence[float],
     *,
-    density: Density = 0.1,
+    density: Annotated[float, Help("share of the entries of each Δ_t that is kept", gt=0, le=1, per_model=True)] = 0.1,
     scope: Scope = "model",
     normalize: Annotated[bool, Help("divide by Σ w_t m_t where that is not 0")] = False,
 ) -> Tensor:
@@ -109,62 +198,4 @@ def sparse_finetuning(
         total += trim(delta, threshold).to(wide).mul_(weight)
     if normalize:
         total.div_(count.masked_fill_(_cancelled(count, sizes), 1.0))
-    return total.add_(base)
-
-
-@rule(
-    "ties",
-    row=("w_t", "0", "0/1 mask after trimming and sign election"),
-    reference="Yadav et al., TIES-Merging, NeurIPS 2023",
-)
-def ties(
-    base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    thresholds: Sequence[float],
-    *,
-    density: Density = 0.2,
-    scope: Scope = "model",
-    scale: Annotated[float, Help("factor of the merged difference")] = 1.0,
-) -> Tensor:
-    """θ_0 + scale · (the average of what is left of each Δ_t after trimming and a vote on the sign).
-
-    Each Δ_t is trimmed to its ⌊density · n⌋ largest entries (at least 1, and all that are as large as the last of
-    them); the sign of Σ w_t τ_t is elected; the entries that agree with it are averaged with weights w_t.
-    """
-    trimmed = [trim(model - base, threshold) for model, threshold in zip(tuned, thresholds, strict=True)]
-    return elect_and_average(trimmed, weights, base, scale)
-
-
-@rule(
-    "dare",
-    row=("w_t", "0", "0/1 mask of random entries, over density"),
-    reference="Yu et al., Language models are super Mario, ICML 2024",
-)
-def dare(
-    base: Tensor,
-    tuned: Sequence[Tensor],
-    weights: Sequence[float],
-    kept: Sequence[Tensor],
-    *,
-    density: Annotated[float, Help("probability with which an entry of Δ_t is kept", gt=0, le=1, per_model=True)] = 0.5,
-    combine: Annotated[
-        Literal["task-arithmetic", "ties"],
-        Help("add the kept parts up, or elect a sign and average those that agree"),
-    ] = "task-arithmetic",
-    seed: Annotated[int, Help("seed of the random masks", ge=0)] = 0,
-) -> Tensor:
-    """θ_0 + Σ w_t (m_t ∘ Δ_t) / density, random entries of each difference, scaled up to keep its mean.
-
-    The random numbers depend on the seed, the place of the model in the recipe, the tensor's name and the entry's
-    position alone, so that the result is the same on any machine.
-    """
-    deltas = []
-    for model, mask, share in zip(tuned, kept, each(density, tuned), strict=True):
-        deltas.append((model - base).mul_(mask.to(base.dtype)).div_(share))
-    if combine == "ties":
-        return elect_and_average(deltas, weights, base)
-    total = torch.zeros_like(base)
-    for delta, weight in zip(deltas, weights, strict=True):
-        total += delta.mul_(weight)
     return total.add_(base)

@@ -20,8 +20,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
+from .measures import Measure
+
 OrNone = float | Literal["none"]
 """The type of an option that is a number, or the word ``none``."""
+Auto = bool | Literal["auto"]
+"""The type of a switch that may be left to the rule."""
 
 INPUTS = {
     "base": "θ_0, a block of the base model",
@@ -34,9 +38,14 @@ INPUTS = {
     "damping": "δ",
     "thresholds": "the magnitude from which an entry of Δ_t counts as large, one per tuned model",
     "kept": "boolean masks drawn with probability `density`, one per tuned model",
-    "geometry": "inner product and norms of the whole tensors that the blocks are cut from",
+    "uniform": "random numbers from 0 to 1, one for every entry, of every tuned model",
     "grams": "XᵀX of the inputs of the linear layer, one matrix per tuned model",
 }
+
+
+Grain = Literal["entries", "rows", "tensor"]
+"""How tensors may be cut for a rule: anywhere, so that it sees flat blocks; between indices of the first axis, so that
+it sees some of those (a vector stays whole); or not at all. Rows and tensors come in their shape."""
 
 
 Wide = Callable[[Sequence[float], Mapping[str, Any]], bool]
@@ -99,7 +108,9 @@ class Option:
         """The type in words, with its range: ``number, 0 < x ≤ 1`` or ``model | tensor``."""
         if get_origin(self.type) is Literal:
             return " | ".join(get_args(self.type))
-        word = {float: "number", OrNone: "number", int: "whole number", bool: "true | false"}[self.type]
+        word = {float: "number", OrNone: "number", int: "whole number", bool: "true | false"}.get(
+            self.type, "true | false | auto"
+        )
         low = f"{self.help.gt:g} < " if self.help.gt is not None else ""
         low = f"{self.help.ge:g} ≤ " if self.help.ge is not None else low
         high = f" ≤ {self.help.le:g}" if self.help.le is not None else ""
@@ -118,21 +129,29 @@ class Rule:
     reference: str
     inputs: tuple[str, ...]
     options: tuple[Option, ...]
-    when: Mapping[str, str] = field(default_factory=dict)
-    """Inputs needed only if the named option is true."""
+    when: Mapping[str, str | tuple[str, Any]] = field(default_factory=dict)
+    """Inputs needed only if the named option is true, or has the value that follows its name."""
     optional: frozenset[str] = frozenset()
     """Inputs that the recipe may leave out; the function then gets None."""
     precision: Callable[..., Tensor] | None = None
     """H̄, the merged model's own curvature, as a function of the same inputs and options."""
     only_one_model: bool = False
     base_shows: bool = True
-    """Where the base has NaN or infinity, the result has too."""
+    """Where the base, or a model that has a weight, has NaN or infinity, the result has too."""
     otherwise: Rule | None = None
     """The rule for tensors that have no Gram matrix; a rule with one works on whole matrices."""
     layers: Callable[..., Tensor] | None = None
     """The same rule for a linear layer with Kronecker curvature: a function of the same inputs, as matrices [W b]."""
     wide: Wide = never
     """When the rule is given float64 whatever the files hold."""
+    measures: Mapping[str, Measure] = field(default_factory=dict)
+    """What is found out about whole tensors beforehand, in this order; inputs of the same names take it."""
+    ranks: Callable[..., list[list[int]]] | None = None
+    """Of a rule with ``thresholds``: for every model, the ranks of these among the entries of |Δ_t|."""
+    grain: Grain | Callable[[Mapping[str, Any]], Grain] = "entries"
+    """How tensors may be cut, possibly by the options."""
+    copies: int = 3
+    """Of a rule that sees whole tensors: how many it holds at a time besides its inputs, in float64."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.function(*args, **kwargs)
@@ -162,9 +181,32 @@ class Rule:
             words.append("Gram matrices of every tuned model")
         return ", ".join(words)
 
+    @property
+    def memory_in_words(self) -> str:
+        """What a rule that sees whole tensors needs; nothing for others."""
+        if self.otherwise is None and self.grain != "tensor":
+            return ""
+        return f"about {8 * (self.copies + 1)} bytes, and 8 for each model, per entry of the largest tensor and thread"
+
+    def cut(self, options: Mapping[str, Any]) -> Grain:
+        """How tensors may be cut under these options."""
+        return self.grain(options) if callable(self.grain) else self.grain
+
+    def measured(self, options: Mapping[str, Any]) -> dict[str, Measure]:
+        """The measures that are needed under these options, those included that others need."""
+        idle = frozenset(self.inputs) - self.needs(options)
+        return {name: measure for name, measure in self.measures.items() if name not in idle}
+
     def needs(self, options: Mapping[str, Any]) -> frozenset[str]:
         """The inputs that the function takes under these options."""
-        return frozenset(n for n in self.inputs if n not in self.when or options.get(self.when[n]))
+
+        def holds(condition: str | tuple[str, Any]) -> bool:
+            if isinstance(condition, str):
+                return bool(options.get(condition))
+            value = options.get(condition[0])
+            return isinstance(value, tuple) or bool(value == condition[1])  # a tuple varies between tensors
+
+        return frozenset(n for n in self.inputs if n not in self.when or holds(self.when[n]))
 
 
 def rule(
@@ -172,7 +214,7 @@ def rule(
     *,
     row: tuple[str, str, str],
     reference: str,
-    when: Mapping[str, str] | None = None,
+    when: Mapping[str, str | tuple[str, Any]] | None = None,
     optional: Iterable[str] = (),
     precision: Callable[..., Tensor] | None = None,
     only_one_model: bool = False,
@@ -180,6 +222,10 @@ def rule(
     otherwise: Rule | None = None,
     layers: Callable[..., Tensor] | None = None,
     wide: Wide = never,
+    measures: Mapping[str, Measure] | None = None,
+    ranks: Callable[..., list[list[int]]] | None = None,
+    grain: Grain | Callable[[Mapping[str, Any]], Grain] = "entries",
+    copies: int = 3,
 ) -> Callable[[Callable[..., Tensor]], Rule]:
     """Declare a function as a merge rule; inputs and options are read from its signature."""
 
@@ -189,7 +235,7 @@ def rule(
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 options.append(_option(parameter, hints[parameter.name]))
-            elif parameter.name in INPUTS:
+            elif parameter.name in INPUTS or parameter.name in (measures or {}):
                 inputs.append(parameter.name)
             else:
                 raise TypeError(f"rule {name}: {parameter.name!r} is no input; inputs are {', '.join(INPUTS)}")
@@ -208,6 +254,10 @@ def rule(
             otherwise=otherwise,
             layers=layers,
             wide=wide,
+            measures=measures or {},
+            ranks=ranks,
+            grain=grain,
+            copies=copies,
         )
 
     return declare

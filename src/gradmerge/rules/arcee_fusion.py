@@ -1,0 +1,44 @@
+"""Arcee Fusion: the entries of one model that matter most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .measures import Ranked
+from .spec import rule
+
+
+def importance(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
+    """|Δ| times the divergence of the softmax of its vector along the last axis, in the model from that in the base."""
+    model, small = tuned[0], 1e-8
+    p, q = model.softmax(-1).add_(small), base.softmax(-1).add_(small)
+    divergence = (p * (p / q).log_()).sum(-1, keepdim=True) if model.dim() else torch.zeros_like(model)
+    return (model - base).abs_().mul_(divergence.clamp_(min=0))  # it is below 0 by rounding only
+
+
+def _ranks(entries: int) -> list[int]:
+    """Of the lower quartile, the median and the upper quartile."""
+    return [entries - int(share * (entries - 1)) for share in (0.25, 0.5, 0.75)]
+
+
+@rule(
+    "arcee-fusion",
+    row=("1", "0", "0/1 mask of the most important entries"),
+    reference="Goddard et al., Arcee's MergeKit, EMNLP 2024 (arcee_fusion)",
+    only_one_model=True,
+    measures={"quartiles": Ranked(importance, _ranks)},
+    grain="rows",
+    base_shows=False,
+)
+def arcee_fusion(base: Tensor, tuned: Sequence[Tensor], quartiles: Sequence[float]) -> Tensor:
+    """θ_0 + m Δ, the entries of one model whose importance stands out: above the median by 1.5 interquartile ranges.
+
+    The importance of an entry is |Δ| · KL(softmax θ_1 ‖ softmax θ_0), the divergence of the vector along the last axis
+    that it is in. Quartiles are those of the tensor, of all its entries.
+    """
+    lower, median, upper = torch.tensor(quartiles, dtype=base.dtype)
+    taken = importance(base, tuned) >= median + 1.5 * (upper - lower)
+    return torch.where(taken, tuned[0], base)

@@ -1,0 +1,72 @@
+"""Model Breadcrumbs: neither the smallest nor the very largest entries of every difference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from .measures import Sums
+from .sparse import Combine, Normalize, Rescale, Scale, Scope, Share, Vote, combined, norms_of, rescale_to
+from .spec import Help, each, rule
+
+
+def middle(entries: int, models: int, options: Mapping[str, Any]) -> list[list[int]]:
+    """The ranks of the largest and of the smallest entry of each Δ_t that is kept; 0 where none is."""
+    found = []
+    for density, gamma in zip(*(each(options[name], range(models)) for name in ("density", "gamma")), strict=True):
+        kept = entries if density >= 1 else int(density * entries)
+        above = min(int(gamma * entries), entries - kept)
+        found.append([above + 1, above + kept] if kept else [0, 0])
+    return found
+
+
+def _kept(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[Sequence[float]]) -> list[Tensor]:
+    kept = []
+    for model, (high, low) in zip(tuned, thresholds, strict=True):
+        delta = model - base
+        size = delta.abs()
+        kept.append(torch.where((size >= low) & (size <= high), delta, 0.0))
+    return kept
+
+
+def _norms(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[Sequence[float]]) -> list[Tensor]:
+    return norms_of([model - base for model in tuned], _kept(base, tuned, thresholds))
+
+
+@rule(
+    "breadcrumbs",
+    row=("w_t", "0", "0/1 mask of entries of middling size"),
+    reference="Davari and Belilovsky, Model Breadcrumbs, ECCV 2024",
+    ranks=middle,
+    measures={"norms": Sums(_norms)},
+    when={"norms": ("rescale", "norm")},
+    base_shows=False,
+)
+def breadcrumbs(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    thresholds: Sequence[Sequence[float]],
+    norms: Sequence[float] | None = None,
+    *,
+    density: Share = 0.15,
+    gamma: Annotated[
+        float, Help("share of the largest entries of each Δ_t that is dropped", ge=0, le=1, per_model=True)
+    ] = 0.01,
+    scope: Scope = "tensor",
+    combine: Combine = "task-arithmetic",
+    normalize: Normalize = "auto",
+    rescale: Rescale = "none",
+    scale: Scale = 1.0,
+    vote: Vote = "strict",
+) -> Tensor:
+    """θ_0 + scale · Σ w_t m_t Δ_t, entries that changed much, without the outliers that changed most.
+
+    m_t drops the ⌊gamma · n⌋ largest entries of Δ_t (fewer where density + gamma > 1) and keeps the ⌊density · n⌋ that
+    follow, with all that are as large as the first or the last of these. A density of 1 keeps everything.
+    """
+    kept = rescale_to(norms, _kept(base, tuned, thresholds))
+    return combined(base, kept, weights, combine, normalize, scale, vote)

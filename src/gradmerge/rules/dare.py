@@ -1,0 +1,65 @@
+"""DARE: random entries of every difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .measures import Sums
+from .sparse import (
+    Combine,
+    Normalize,
+    Probability,
+    RandomRescale,
+    Scale,
+    Seed,
+    Vote,
+    combined,
+    norms_of,
+    rescale_to,
+)
+from .spec import each, rule
+
+
+def _dropped(base: Tensor, tuned: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+    return [(model - base).mul_(mask.to(base.dtype)) for model, mask in zip(tuned, kept, strict=True)]
+
+
+def _norms(base: Tensor, tuned: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+    return norms_of([model - base for model in tuned], _dropped(base, tuned, kept))
+
+
+@rule(
+    "dare",
+    row=("w_t", "0", "0/1 mask of random entries, over density"),
+    reference="Yu et al., Language models are super Mario, ICML 2024",
+    measures={"norms": Sums(_norms)},
+    when={"norms": ("rescale", "norm")},
+)
+def dare(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    kept: Sequence[Tensor],
+    norms: Sequence[float] | None = None,
+    *,
+    density: Probability = 0.5,
+    combine: Combine = "task-arithmetic",
+    normalize: Normalize = "auto",
+    rescale: RandomRescale = "expectation",
+    scale: Scale = 1.0,
+    vote: Vote = "strict",
+    seed: Seed = 0,
+) -> Tensor:
+    """θ_0 + scale · Σ w_t (m_t ∘ Δ_t) / density, random entries of each difference, scaled up to keep its mean.
+
+    The random numbers depend on the seed, the place of the model in the recipe, the tensor's name and the entry's
+    position alone, so that the result is the same on any machine.
+    """
+    deltas = rescale_to(norms, _dropped(base, tuned, kept))
+    if rescale == "expectation":
+        for delta, share in zip(deltas, each(density, tuned), strict=True):
+            if share > 0:
+                delta.div_(share)
+    return combined(base, deltas, weights, combine, normalize, scale, vote)

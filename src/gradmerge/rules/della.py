@@ -1,0 +1,99 @@
+"""DELLA: random entries of every difference, large ones more likely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from .measures import Sums
+from .sparse import Combine, Normalize, Probability, RandomRescale, Scale, Seed, Vote, combined, norms_of, rescale_to
+from .spec import Help, each, rule
+
+
+def _probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
+    """The probability of every entry: by its rank in its row from density − ε to density + ε, in float64."""
+    if density >= 1 or density <= 0:
+        return torch.full_like(delta, float(density > 0), dtype=torch.float64)
+    if not 0 < density - epsilon <= density + epsilon < 1:
+        raise ValueError(f"density ± epsilon is {density:g} ± {epsilon:g}, which should be above 0 and below 1")
+    rows = delta.reshape(1, -1) if delta.dim() < 2 else delta
+    ranks = rows.abs().argsort(dim=1, stable=True).argsort(dim=1).double()
+    last = rows.shape[1] - 1
+    where = ranks.div_(last) if last > 0 else torch.full_like(ranks, 0.5)
+    return where.mul_(2 * epsilon).add_(density - epsilon).reshape(delta.shape)
+
+
+def _dropped(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    uniform: Sequence[Tensor],
+    density: float | Sequence[float],
+    epsilon: float | Sequence[float],
+    rescale: str,
+) -> list[Tensor]:
+    kept = []
+    for model, number, share, width in zip(tuned, uniform, each(density, tuned), each(epsilon, tuned), strict=True):
+        delta = model - base
+        chance = _probabilities(delta, share, width)
+        mask = number < chance
+        if rescale == "expectation":
+            delta = delta.div_(torch.where(mask, chance, 1.0).to(delta.dtype))
+        kept.append(delta.mul_(mask.to(delta.dtype)))
+    return kept
+
+
+def _norms(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    uniform: Sequence[Tensor],
+    density: float | Sequence[float],
+    epsilon: float | Sequence[float],
+) -> list[Tensor]:
+    kept = _dropped(base, tuned, uniform, density, epsilon, "norm")
+    return norms_of([model - base for model in tuned], kept)
+
+
+@rule(
+    "della",
+    row=("w_t", "0", "0/1 mask of random entries, over their probability"),
+    reference="Deep et al., DELLA-Merging, arXiv 2406.11617",
+    measures={"norms": Sums(_norms)},
+    when={"norms": ("rescale", "norm")},
+    grain="rows",
+)
+def della(
+    base: Tensor,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    uniform: Sequence[Tensor],
+    norms: Sequence[float] | None = None,
+    *,
+    density: Probability = 0.5,
+    epsilon: Annotated[
+        float,
+        Help(
+            "half the difference in probability between the largest and the smallest entry of a row",
+            ge=0,
+            le=0.5,
+            per_model=True,
+        ),
+    ] = 0.15,
+    combine: Combine = "ties",
+    normalize: Normalize = "auto",
+    rescale: RandomRescale = "expectation",
+    scale: Scale = 1.0,
+    vote: Vote = "strict",
+    seed: Seed = 0,
+) -> Tensor:
+    """θ_0 + scale · Σ w_t (m_t ∘ Δ_t) / p_t, random entries, the large ones of a row with a higher probability p_t.
+
+    p_t goes by the rank of |Δ_t| in its row, evenly from density − epsilon to density + epsilon. A row is the second
+    axis of a tensor, or a vector as a whole. By default a sign is elected from what is kept, as in TIES; the linear
+    form is `combine: task-arithmetic`. The random numbers are a function of the seed, the place of the model in the
+    recipe, the tensor's name and the entry's position.
+    """
+    kept = rescale_to(norms, _dropped(base, tuned, uniform, density, epsilon, rescale))
+    return combined(base, kept, weights, combine, normalize, scale, vote)

@@ -1,0 +1,34 @@
+"""Iso-C: the sum of the differences with all its singular values made equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .measures import spanned
+from .singular_values import plain_mean, svd
+from .sparse import Scale
+from .spec import rule
+
+
+@rule(
+    "iso-c",
+    row=("w_t", "I", "0, all directions alike"),
+    reference="Marczak et al., No task left behind: isotropic model merging, ICML 2025",
+    grain="tensor",
+    copies=8,
+)
+def iso_c(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:
+    """θ_0 + scale · σ̄ U Vᵀ for matrices, U Σ Vᵀ = Σ w_t Δ_t and σ̄ the mean of its singular values.
+
+    So no direction counts more because several tasks share it. Directions in which Σ w_t Δ_t is 0, as those outside
+    the rank of adapters, are left out. Tensors that are no matrices (vectors, convolutions)
+    become θ_0 + (scale/T) Σ w_t Δ_t.
+
+    Every matrix is decomposed whole, on one thread: minutes for billions of weights.
+    """
+    if base.dim() != 2 or min(base.shape) == 0:
+        return plain_mean(base, tuned, weights, scale)
+    u, sigma, vh = svd(spanned(None, [model - base for model in tuned], weights))
+    return (u @ vh).mul_(float(sigma.mean()) * scale).add_(base) if len(sigma) else base.clone()

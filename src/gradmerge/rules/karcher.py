@@ -1,0 +1,75 @@
+"""The Karcher mean: the point of a sphere with the smallest squared distances along the sphere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from .measures import Sums, inner_products, spanned, square
+from .spec import Help, rule
+
+
+def _mean_direction(inner: Tensor, shares: Tensor, steps: int, tolerance: float) -> Tensor:
+    """Factors of unit vectors with these inner products, whose combination is their mean on the sphere."""
+
+    def length(factors: Tensor) -> float:
+        return math.sqrt(max(0.0, float(factors @ inner @ factors)))
+
+    mean, start = shares, length(shares)
+    mean = torch.eye(len(shares), dtype=torch.float64)[0] if start < tolerance else shares / start
+    for _ in range(steps):
+        tangent = torch.zeros_like(mean)
+        for place, (cosine, share) in enumerate(zip((inner @ mean).tolist(), shares.tolist(), strict=True)):
+            angle = math.acos(max(-1.0, min(1.0, cosine)))
+            if tolerance <= angle <= math.pi - 1e-6:  # towards the opposite point there is no direction
+                pull = share * angle / math.sin(angle)
+                tangent -= pull * cosine * mean
+                tangent[place] += pull
+        step = length(tangent)
+        if step < tolerance:
+            break
+        mean = math.cos(step) * mean + math.sin(step) / step * tangent
+        if (end := length(mean)) > tolerance:
+            mean = mean / end
+    return mean
+
+
+@rule(
+    "karcher",
+    row=("w_t, and by length", "on a sphere", "0"),
+    reference="Karcher, Riemannian center of mass, 1977; Buss and Fillmore, Spherical averages, 2001",
+    measures={"products": Sums(lambda tuned: inner_products(tuned))},
+    base_shows=False,
+)
+def karcher(
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    products: Sequence[float],
+    *,
+    steps: Annotated[int, Help("steps towards the mean at most", ge=0)] = 10,
+    tolerance: Annotated[float, Help("a step or angle that counts as 0", gt=0, le=1)] = 1e-5,
+) -> Tensor:
+    """(Σ w_t ‖θ_t‖) · u, u the unit vector with the least Σ w_t · angle(u, θ_t)², weights divided by their sum.
+
+    Lengths and angles are those of whole tensors. u is found step by step from the mean direction on. The base takes
+    part only as one of the models. Tensors as short as the tolerance have no direction.
+    """
+    if len(tuned) == 1:
+        return tuned[0].clone()
+    whole = math.fsum(weights)
+    if abs(whole) <= 1e-12 * math.fsum(map(abs, weights)):
+        raise ValueError("the weights sum to 0, so that there is nothing to divide by")
+    shares = torch.tensor(weights, dtype=torch.float64) / whole
+    inner = square(products)
+    lengths = inner.diagonal().sqrt()
+    seen = (lengths > tolerance) & (shares != 0)
+    factors = torch.zeros_like(lengths)
+    if bool(seen.any()):
+        units = inner[seen][:, seen] / (lengths[seen] * lengths[seen, None])
+        mean = _mean_direction(units, shares[seen] / shares[seen].sum(), steps, tolerance)
+        factors[seen] = mean / lengths[seen] * float(shares @ lengths)
+    return spanned(None, tuned, factors.tolist())

@@ -1,0 +1,63 @@
+"""What a rule may ask about whole tensors before it sees their blocks, as functions of those blocks.
+
+A rule names its measures with ``@rule(…, measures={"name": Sums(…)})`` and takes them as inputs of that name. Their
+functions take inputs and options of the rule by name, and what was measured before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over all entries of a tensor: the rule is given a list of them, in float64."""
+
+    of: Callable[..., Iterable[Tensor]]
+    """The terms of every sum, for a block."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The k-th largest of numbers that are not negative, one per entry: the rule is given a list, one for each k."""
+
+    of: Callable[..., Tensor]
+    ranks: Callable[..., Sequence[int]]
+    """Every k, from the number of ``entries`` and what was measured before: 1 asks for the largest, 0 for infinity, and
+    −1 for 0, which every entry reaches."""
+
+
+Measure = Sums | Ranked
+
+
+def inner_products(vectors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The terms of the inner products of some vectors: the upper triangle of their matrix, row by row."""
+    wide = [vector.double() for vector in vectors]
+    return (a * b for place, a in enumerate(wide) for b in wide[place:])
+
+
+#: The inner products of base and models, the base first if it is there; as :func:`square` takes them.
+PRODUCTS = Sums(lambda base, tuned: inner_products([*([] if base is None else [base]), *tuned]))
+#: The inner products of the Δ_t, or of the models themselves where there is no base.
+DELTA_PRODUCTS = Sums(lambda base, tuned: inner_products([m if base is None else m.double() - base for m in tuned]))
+
+
+def square(products: Sequence[float]) -> Tensor:
+    """The matrix of inner products from its upper triangle, row by row."""
+    size = int((8 * len(products) + 1) ** 0.5) // 2
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    rows, columns = torch.triu_indices(size, size)
+    matrix[rows, columns] = matrix[columns, rows] = torch.tensor(products, dtype=torch.float64)
+    return matrix
+
+
+def spanned(base: Tensor | None, tuned: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+    """θ_0 + Σ c_t Δ_t, or Σ c_t θ_t where there is no base."""
+    total = torch.zeros_like(tuned[0])
+    for model, factor in zip(tuned, factors, strict=True):
+        total += (model if base is None else model - base) * factor
+    return total if base is None else total.add_(base)

@@ -1,0 +1,72 @@
+"""Spherical interpolation between two models, or between what they changed, by weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from .measures import DELTA_PRODUCTS, spanned
+from .spec import Help, rule
+from .spherical import arc_factors
+
+_TINY = 1e-7
+_STRAIGHT = 1e-16  # of the squared sine
+
+
+def _along(first: Tensor, second: Tensor, t: float, axis: int) -> Tensor:
+    """The same for every vector along an axis."""
+    vectors = [x.double() for x in (first, second)]
+    norms = [x.norm(dim=axis, keepdim=True).clamp_(min=_TINY) for x in vectors]
+    cosine = (vectors[0] * vectors[1]).sum(axis, keepdim=True).div_(norms[0] * norms[1]).clamp_(-1, 1)
+    straight = 1 - cosine.square() <= _STRAIGHT
+    angle = torch.where(straight, 0.0, cosine).acos_()
+    factors = [((1 - t) * angle).sin() / angle.sin(), (t * angle).sin() / angle.sin()]
+    a, b = (torch.where(straight, line, factor) for line, factor in zip((1 - t, t), factors, strict=True))
+    return (vectors[0].mul_(a) + vectors[1].mul_(b)).to(first.dtype)
+
+
+@rule(
+    "nuslerp",
+    row=("w_t / Σ w", "on an arc", "0"),
+    reference="Goddard et al., Arcee's MergeKit, EMNLP 2024; Shoemake, SIGGRAPH 1985",
+    optional=["base"],
+    measures={"products": DELTA_PRODUCTS},
+    when={"products": ("axis", "all")},
+    grain=lambda options: {"last": "rows", "first": "tensor"}.get(options["axis"], "entries"),  # type: ignore[arg-type, return-value]
+)
+def nuslerp(
+    base: Tensor | None,
+    tuned: Sequence[Tensor],
+    weights: Sequence[float],
+    products: Sequence[float] | None = None,
+    *,
+    axis: Annotated[
+        Literal["all", "last", "first"],
+        Help("the angle is between whole tensors, or between vectors along their last or first axis"),
+    ] = "all",
+) -> Tensor:
+    """θ_0 + (sin((1−t)φ) Δ_1 + sin(tφ) Δ_2) / sin φ, the arc between two models' changes, t = w_2 / (w_1 + w_2).
+
+    φ is the angle between Δ_1 and Δ_2. Without a base it is the arc between the two models themselves. Vectors that are
+    parallel are interpolated linearly, and one that is 0 counts as being at a right angle. With `axis: first` tensors
+    are taken into memory whole.
+    """
+    if len(tuned) != 2:
+        raise ValueError(f"takes two tuned models, not {len(tuned)}; multislerp and karcher take more")
+    whole = sum(weights)
+    t = 0.5 if abs(whole) < 1e-6 else weights[1] / whole
+    if axis != "all":
+        first, second = (model if base is None else model - base for model in tuned)
+        if first.dim() == 0:
+            first, second = first.reshape(1), second.reshape(1)
+        merged = _along(first, second, t, -1 if axis == "last" else 0).reshape(tuned[0].shape)
+        return merged if base is None else merged.add_(base)
+    assert products is not None
+    norms = [max(math.sqrt(product), _TINY) for product in (products[0], products[2])]
+    cosine = products[1] / (norms[0] * norms[1])
+    straight = 1 - cosine * cosine <= _STRAIGHT or not abs(cosine) < 1  # also where it is NaN
+    return spanned(base, tuned, (1.0 - t, t) if straight else arc_factors(cosine, t))

@@ -1,0 +1,50 @@
+"""TSV-Merge: the leading singular vectors of every difference, made orthogonal to one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .singular_values import plain_mean, svd
+from .sparse import Scale
+from .spec import rule
+
+
+@rule(
+    "tsv",
+    row=("w_t", "I", "0, between orthogonal directions"),
+    reference="Gargiulo et al., Task Singular Vectors, CVPR 2025",
+    grain="tensor",
+    copies=12,
+)
+def tsv(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, scale: Scale = 1.0) -> Tensor:
+    """θ_0 + scale · U_⊥ Σ V_⊥ᵀ for matrices: each Δ_t's leading 1/T of singular vectors, all made orthogonal together.
+
+    U holds the leading ⌊r/T⌋ (at least 1) left singular vectors of every Δ_t side by side, r the shorter side of the
+    matrix, Σ the singular values times w_t, V the right ones; U_⊥ and V_⊥ are the nearest matrices with orthonormal
+    columns. So tasks no longer share directions, which is how they interfere. Tensors that are no matrices (vectors,
+    convolutions) become θ_0 + (scale/T) Σ w_t Δ_t.
+
+    Every matrix is decomposed whole, on one thread: minutes for billions of weights.
+    """
+    if base.dim() != 2 or min(base.shape) == 0:
+        return plain_mean(base, tuned, weights, scale)
+    kept = max(1, min(base.shape) // len(tuned))
+    left, values, right = [], [], []
+    for model, weight in zip(tuned, weights, strict=True):
+        u, sigma, vh = svd(model - base)
+        left.append(u[:, :kept])
+        values.append(sigma[:kept] * weight)
+        right.append(vh[:kept])
+    if not sum(map(len, values)):
+        return base.clone()
+    outputs, inputs = _orthogonal(torch.cat(left, 1)), _orthogonal(torch.cat(right).T)
+    return (outputs * torch.cat(values)).matmul(inputs.T).mul_(scale).add_(base)
+
+
+def _orthogonal(vectors: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal columns (or rows, if it has more columns than rows)."""
+    u, _, vh = svd(vectors)
+    return u @ vh

@@ -1,0 +1,207 @@
+"""Stacks of layers: where each tensor is read, what the config says of them, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradmerge.checkpoints.layer_config import config_of_layers, main_stack
+from gradmerge.checkpoints.layer_names import is_before_layers
+from gradmerge.checkpoints.model import Buffers, Checkpoint
+from gradmerge.checkpoints.stacked import LayerRange, StackedCheckpoint, compare_parts
+from gradmerge.errors import InputError
+
+#: Tensors outside the layers in the architectures that mergekit 0.1.5 knows, as it divides them. Those of vision towers
+#: are left out that come after the tower's own layers: for the language model's they come before.
+BEFORE = """
+model.embed_tokens.weight bert.embeddings.LayerNorm.bias embeddings.position_ids decoder.embed_tokens.weight
+transformer.embedding.word_embeddings.weight transformer.rotary_pos_emb.inv_freq transformer.wte.weight wpe.weight
+transformer.word_embeddings.weight language_model.model.embed_tokens.weight gpt_neox.embed_in.weight wte.weight
+multi_modal_projector.mm_input_projection_weight multi_modal_projector.mm_soft_emb_norm.weight shared.weight
+vision_tower.vision_model.embeddings.patch_embedding.bias transformer.wpe.weight model.tok_embeddings.weight
+transformer.relative_pe.slopes model.embedding_norm.weight multi_modal_projector.linear_1.weight
+vision_model.class_embedding vision_model.layernorm_pre.bias backbone.embeddings.weight vision_tower.patch_conv.weight
+multi_modal_projector.patch_merger.merging_layer.weight vision_tower.ln_pre.weight transformer.embd.wte.weight
+visual.merger.ln_q.weight visual.patch_embed.proj.weight model.language_model.embed_tokens.weight
+model.visual.merger.linear_fc1.bias model.visual.pos_embed.weight roberta.embeddings.token_type_embeddings.weight
+model.decoder.embed_positions.weight model.encoder.conv1.bias model.encoder.conv2.weight
+"""
+AFTER = """
+model.norm.weight lm_head.weight bert.pooler.dense.weight cls.predictions.bias cls.predictions.decoder.weight
+classifier.bias pooler.dense.bias transformer.encoder.final_layernorm.weight transformer.output_layer.weight
+vocab_transform.weight vocab_layer_norm.bias vocab_projector.weight pre_classifier.bias transformer.ln_f.weight
+language_model.model.norm.weight language_model.lm_head.weight gpt_neox.final_layer_norm.bias embed_out.weight
+score.weight ln_f.bias output.weight backbone.norm_f.weight lm_head.linear.bias lm_head.ln.weight lm_head.bias
+model.final_layernorm.weight model.language_model.norm.weight lm_head.dense.weight lm_head.layer_norm.bias
+lm_head.decoder.weight classifier.dense.weight classifier.out_proj.bias model.norm.bias decoder.final_layer_norm.weight
+model.decoder.layer_norm.bias model.encoder.layer_norm.weight
+"""
+
+
+def test_tensors_outside_the_layers_are_parted_as_mergekit_does() -> None:
+    assert [name for name in BEFORE.split() if not is_before_layers(name, "model.layers.")] == []
+    assert [name for name in AFTER.split() if is_before_layers(name, "model.layers.")] == []
+    own = ["vision_model.embeddings.class_embedding", "vision_model.post_layernorm.weight"]
+    assert [is_before_layers(name, "vision_model.encoder.layers.") for name in own] == [True, False]
+
+
+def model(
+    label: str, layers: int, seed: int, config: Mapping[str, Any] | None = None, width: int = 4, **more: Tensor
+) -> Checkpoint:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"model.embed.weight": (9, width), "model.norm.weight": (width,), "lm_head.weight": (9, width)}
+    for number in range(layers):
+        shapes[f"model.layers.{number}.mlp.experts.1.weight"] = (width, width)
+        shapes[f"model.layers.{number}.norm.weight"] = (width,)
+    memory = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} | more
+    return Checkpoint(label, memory=memory, config={"num_hidden_layers": layers, **(config or {})})
+
+
+def whole(checkpoint: Checkpoint, name: str) -> Tensor:
+    info = checkpoint.tensors[name]
+    return checkpoint.read(name, 0, info.numel, Buffers()).reshape(info.shape)
+
+
+def stack(*ranges: tuple[Checkpoint, int, int], front: Checkpoint | None = None) -> StackedCheckpoint:
+    found = [LayerRange(part, first, stop, f"slices[{i}]") for i, (part, first, stop) in enumerate(ranges)]
+    return StackedCheckpoint(found, front or ranges[0][0])
+
+
+def test_every_tensor_of_a_stack_is_read_where_its_layer_comes_from() -> None:
+    a, b = model("A", 3, 1), model("B", 5, 2)
+    stacked = stack((a, 0, 2), (b, 3, 5), (a, 1, 3))
+    expected = [(a, 0), (a, 1), (b, 3), (b, 4), (a, 1), (a, 2)]
+    for number, (source, own) in enumerate(expected):
+        for rest in ("mlp.experts.1.weight", "norm.weight"):
+            got = whole(stacked, f"model.layers.{number}.{rest}")
+            torch.testing.assert_close(got, whole(source, f"model.layers.{own}.{rest}"), rtol=0, atol=0)
+    assert len(stacked.tensors) == 2 * 6 + 3
+    assert stacked.config["num_hidden_layers"] == 6
+    assert (stacked.label, stacked.parts) == ("A, B", [a, b])
+    part = stacked.read("model.layers.2.mlp.experts.1.weight", 3, 7, Buffers())
+    torch.testing.assert_close(part, whole(b, "model.layers.3.mlp.experts.1.weight").reshape(-1)[3:7])
+
+
+def test_embeddings_come_from_the_first_model_and_heads_from_the_last() -> None:
+    a, b = model("A", 2, 1), model("B", 2, 2)
+    stacked = stack((a, 0, 1), (b, 1, 2))
+    sources = {name: stacked.places[name] for name in ("model.embed.weight", "model.norm.weight", "lm_head.weight")}
+    assert sources == {
+        "model.embed.weight": (a, "model.embed.weight"),
+        "model.norm.weight": (b, "model.norm.weight"),
+        "lm_head.weight": (b, "lm_head.weight"),
+    }
+
+
+def tied(label: str, seed: int) -> Checkpoint:
+    table = torch.randn(9, 4, generator=torch.Generator().manual_seed(seed))
+    more = {"model.embed_tokens.weight": table, "lm_head.weight": table.clone()}
+    return model(label, 2, seed, {"tie_word_embeddings": True}, **more)
+
+
+def test_a_tied_head_is_not_taken_from_another_model_than_the_embedding() -> None:
+    a, b = tied("A", 1), tied("B", 2)
+    stacked = stack((a, 0, 2), (b, 0, 2))
+    assert "lm_head.weight" not in stacked.tensors
+    assert stacked.places["model.embed_tokens.weight"][0] is a
+    assert any("lm_head.weight of B is its embedding" in note for note in stacked.notes)
+
+
+@pytest.mark.parametrize(("first", "stop"), [(0, 4), (3, 5), (-1, 2), (2, 2), (2, 1)])
+def test_layers_that_a_model_does_not_have_are_refused_by_name_and_number(first: int, stop: int) -> None:
+    with pytest.raises(InputError, match=rf"slices\[0\]: layers \[{first}, {stop}\] are"):
+        stack((model("A", 3, 1), first, stop))
+    with pytest.raises(InputError, match=r"more than A has: 3, from 0 to 2"):
+        stack((model("A", 3, 1), 0, 4))
+
+
+KINDS: dict[str, tuple[dict[str, Any], Sequence[int], dict[str, Any]]] = {
+    "llama": ({"num_hidden_layers": 4}, [0, 1, 1, 3], {"num_hidden_layers": 4}),
+    "gpt2": ({"n_layer": 4}, [0, 1, 2, 3, 3], {"n_layer": 5}),
+    "gemma2": (  # whose layers alternate by default
+        {"num_hidden_layers": 4},
+        [0, 2, 3],
+        {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    ),
+    "qwen2": (
+        {"num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 2},
+        [0, 2, 1],
+        {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "qwen3_moe": (
+        {"num_hidden_layers": 4, "mlp_only_layers": [1], "eos_token_id": [1, 2, 3, 4]},
+        [1, 1, 2],
+        {"num_hidden_layers": 3, "mlp_only_layers": [0, 1], "eos_token_id": [1, 2, 3, 4]},
+    ),
+    "lfm2": (
+        {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+        [3, 1],
+        {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    ),
+    "of no class": (
+        {"num_layers": 4, "window_sizes": [1, 2, 3, 4], "image_mean": [0, 0, 0, 0]},
+        [3, 0],
+        {"num_layers": 2, "window_sizes": [4, 1], "image_mean": [0, 0, 0, 0]},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_config_says_of_each_layer_follows_the_layers(kind: str) -> None:
+    stated, numbers, expected = KINDS[kind]
+    checkpoint = model("A", 4, 1, {"model_type": kind, **stated})
+    checkpoint.config = {"model_type": kind, **stated}
+    config, _ = config_of_layers(checkpoint, [(checkpoint, number) for number in numbers])
+    assert config == {**checkpoint.config, **expected}
+
+
+def test_the_layers_of_the_language_model_are_those_that_are_cut() -> None:
+    config = {"text_config": {"num_hidden_layers": 2}, "vision_config": {"num_hidden_layers": 2}}
+    names = [f"model.{side}.{n}.fc.weight" for side in ("visual.blocks", "language_model.layers") for n in (0, 1)]
+    checkpoint = Checkpoint("V", memory={name: torch.ones(2) for name in names}, config=config)
+    assert main_stack(checkpoint) == ("model.language_model.layers.", 2)
+    made, _ = config_of_layers(checkpoint, [(checkpoint, 0)] * 3)
+    assert made == {"text_config": {"num_hidden_layers": 3}, "vision_config": {"num_hidden_layers": 2}}
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "why"),
+    [
+        (["a.weight", "b.weight"], {}, "has no numbered layers"),
+        ([f"{s}.block.{n}.fc.weight" for s in ("encoder", "decoder") for n in (0, 1)], {}, "several stacks of layers"),
+        ([f"model.layers.{n}.fc.weight" for n in range(3)], {"num_hidden_layers": 2}, "says num_hidden_layers: 2, but"),
+    ],
+)
+def test_models_whose_layers_cannot_be_told_are_refused(names: list[str], config: dict[str, Any], why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        main_stack(Checkpoint("M", memory={name: torch.ones(2) for name in names}, config=config))
+
+
+def problems(*ranges: tuple[Checkpoint, int, int]) -> str:
+    return "\n".join(compare_parts([stack(*ranges)], (), ()).problems)
+
+
+def test_models_of_other_depth_fit_together_and_models_of_other_width_do_not() -> None:
+    a = model("A", 2, 1)
+    assert problems((a, 0, 2), (model("B", 5, 2), 4, 5)) == ""
+    found = problems((a, 0, 2), (model("B", 2, 2, width=6), 0, 1))
+    assert "B: other shapes than A" in found
+    assert "model.layers.0.norm.weight: [4] in A, [6] in B" in found
+    heads = problems(
+        (model("A", 2, 1, {"num_attention_heads": 2}), 0, 1), (model("B", 2, 2, {"num_attention_heads": 4}), 0, 1)
+    )
+    assert "num_attention_heads: 2 in A, 4 in B" in heads
+
+
+def test_layers_that_differ_by_their_number_stay_where_they_are_unless_the_config_tells_them_apart() -> None:
+    first = {"model.layers.0.relative_bias.weight": torch.ones(3, 2)}
+    a, b = model("A", 3, 1, **first), model("B", 4, 2, **first)
+    assert problems((a, 0, 2), (b, 1, 4)) == ""
+    assert "layer 0 of the result would be layer 1 of A" in problems((a, 1, 3))
+    assert "layer 1 of the result would be layer 0 of B" in problems((a, 0, 1), (b, 0, 4))
+    listed = model("C", 3, 1, {"layer_types": ["biased", "plain", "plain"]}, **first)
+    assert problems((listed, 1, 3), (listed, 0, 1)) == ""

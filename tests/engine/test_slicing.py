@@ -1,0 +1,388 @@
+"""Recipes in slices: against state dicts assembled by hand in float64, and against transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.errors import InputError
+
+from ..checkpoints.families import load, make, moved, save
+from ..making import assert_close, cli, read_model, weight_bytes
+
+STACK = {
+    "llama-untied": "model.layers.",
+    "llama-tied": "model.layers.",
+    "gpt2": "transformer.h.",
+    "bert": "bert.encoder.layer.",
+}
+DEPTH = {"gpt2": "n_layer"}
+BEFORE = ("model.embed_tokens.", "transformer.wte.", "transformer.wpe.", "bert.embeddings.")
+State = Mapping[str, Tensor]
+#: (slice, position in it from 0 to 1, the names of a tensor in every model of the slice)
+Place = tuple[int, float, list[str]]
+
+
+def family(tmp_path: Path, kind: str, depths: Mapping[str, int] | None = None) -> dict[str, State]:
+    """Models of one family, folders A, B, … below, all moved from one another."""
+    for place, (name, layers) in enumerate((depths or {"A": 3, "B": 3, "C": 5}).items()):
+        save(moved(make(kind, 0, **{DEPTH.get(kind, "num_hidden_layers"): layers}), place + 1), tmp_path / name)
+    return {folder.name: read_model(folder) for folder in tmp_path.iterdir() if folder.is_dir()}
+
+
+def places(stack: str, state: State, slices: Sequence[Sequence[tuple[str, int, int]]]) -> dict[str, Place]:
+    """Tensor of the result → where it comes from, spelt out."""
+    found: dict[str, Place] = {}
+    for name in state:
+        if not name.startswith(stack):
+            which = 0 if name.startswith(BEFORE) else len(slices) - 1
+            found[name] = (which, 0.0, [name] * len(slices[which]))
+    rests = [name.removeprefix(f"{stack}0.") for name in state if name.startswith(f"{stack}0.")]
+    number = 0
+    for which, part in enumerate(slices):
+        length = part[0][2] - part[0][1]
+        for layer in range(length):
+            position = layer / (length - 1) if length > 1 else 1.0
+            for rest in rests:
+                names = [f"{stack}{first + layer}.{rest}" for _, first, _ in part]
+                found[f"{stack}{number}.{rest}"] = (which, position, names)
+            number += 1
+    return found
+
+
+def by_hand(
+    states: Mapping[str, State],
+    stack: str,
+    slices: Sequence[Sequence[tuple[str, int, int]]],
+    rule: Callable[[list[Tensor], Place, str], Tensor],
+) -> dict[str, Tensor]:
+    """A result, tensor by tensor in float64; of a base, its layers are the first of each slice."""
+    merged = {}
+    for name, place in places(stack, states[slices[0][0][0]], slices).items():
+        sources = [states[part[0]][stored].double() for part, stored in zip(slices[place[0]], place[2], strict=True)]
+        merged[name] = rule(sources, place, name)
+    return merged
+
+
+def entry(model: str, first: int, stop: int, **more: Any) -> dict[str, Any]:
+    return {"model": f"./{model}", "layers": [first, stop], **more}
+
+
+def merge(tmp_path: Path, recipe: Mapping[str, Any], **arguments: Any) -> Path:
+    (tmp_path / "recipe.yml").write_text(yaml.safe_dump(dict(recipe)))
+    return gm.merge(tmp_path / "recipe.yml", tmp_path / "out", progress=False, **arguments).output
+
+
+@pytest.mark.parametrize("kind", ["llama-untied", "llama-tied", "gpt2", "bert"])
+def test_layers_of_two_models_stack_into_one_that_transformers_loads_and_runs(tmp_path: Path, kind: str) -> None:
+    states = family(tmp_path, kind)
+    slices = [[("A", 0, 2)], [("C", 1, 5)], [("A", 1, 2)], [("B", 0, 1)]]
+    out = merge(tmp_path, {"method": "passthrough", "slices": [{"models": [entry(*part[0])]} for part in slices]})
+    expected = by_hand(states, STACK[kind], slices, lambda sources, *_: sources[0])
+    assert_close(read_model(out), expected, 0.0)
+    config = json.loads((out / "config.json").read_text())
+    assert config == json.loads((tmp_path / "A" / "config.json").read_text()) | {
+        DEPTH.get(kind, "num_hidden_layers"): 8
+    }
+    model = load(kind, out).eval()
+    whole = make(kind, **{DEPTH.get(kind, "num_hidden_layers"): 8}).eval()
+    whole.load_state_dict(read_model(out), strict=kind in ("llama-untied", "bert"))
+    whole.tie_weights()
+    ids = torch.tensor([[3, 5, 7, 2]])
+    torch.testing.assert_close(model(ids).logits, whole(ids).logits)
+    if kind != "bert":
+        assert model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (1, 7)
+
+
+def spread(values: Sequence[float], position: float) -> float:
+    """A list over layers, by straight lines between its values."""
+    at = position * (len(values) - 1)
+    below = min(math.floor(at), len(values) - 2)
+    return values[below] + (at - below) * (values[below + 1] - values[below])
+
+
+def test_weights_and_their_lists_and_filters_hold_within_each_slice(tmp_path: Path) -> None:
+    states = family(tmp_path, "llama-untied")
+    slices = [[("A", 0, 3), ("C", 2, 5)], [("B", 1, 2), ("A", 0, 1)], [("C", 1, 3), ("B", 1, 3)]]
+    first, second = [0.2, 1.0, 0.4, 0.7], [0.3, 0.9]
+    third = [{"filter": "mlp", "value": [2.0, 1.0]}, {"filter": "layers.2", "value": 0.1}, {"value": 0.5}]
+    weights = [[first, 0.5], [0.7, second], [third, 1.5]]
+    parts = [
+        {"models": [entry(*source, weight=weight) for source, weight in zip(part, own, strict=True)]}
+        for part, own in zip(slices, weights, strict=True)
+    ]
+    out = merge(tmp_path, {"method": "weighted-average", "slices": parts})
+
+    def average(sources: list[Tensor], place: Place, name: str) -> Tensor:
+        which, position, stored = place
+        if which == 0:
+            own = [spread(first, position), 0.5]
+        elif which == 1:
+            own = [0.7, spread(second, position)]
+        else:  # the filters of a model are for its own names
+            in_mlp, in_second = "mlp" in stored[0], "layers.2" in stored[0]
+            own = [spread([2.0, 1.0], position) if in_mlp else 0.1 if in_second else 0.5, 1.5]
+        return (own[0] * sources[0] + own[1] * sources[1]) / sum(own)
+
+    assert_close(read_model(out), by_hand(states, STACK["llama-untied"], slices, average))
+    assert "0.1" in (out / "README.md").read_text()
+
+
+def test_slices_have_layers_of_the_base_and_options_of_their_own(tmp_path: Path) -> None:
+    states = family(tmp_path, "gpt2")
+    slices = [[("B", 0, 2), ("A", 0, 2)], [("B", 0, 3), ("A", 0, 3)], [("B", 0, 1), ("C", 4, 5)]]
+    recipe = {
+        "method": "slerp",
+        "base": "./B",
+        "options": {"t": 0.25, "parallel": 1.0},
+        "slices": [
+            {"models": [entry("A", 0, 2)], "options": {"t": [0.1, 0.9]}},
+            {"models": [entry("A", 0, 3)]},
+            {"models": [entry("C", 4, 5)], "base": [0, 1], "options": {"t": [0.0, 0.6]}},
+        ],
+    }
+    out = merge(tmp_path, recipe)
+
+    def slerp(sources: list[Tensor], place: Place, name: str) -> Tensor:
+        t = (spread([0.1, 0.9], place[1]), 0.25, spread([0.0, 0.6], place[1]))[place[0]]
+        base, tuned = sources
+        angle = torch.acos((base * tuned).sum() / base.norm() / tuned.norm())
+        return (torch.sin((1 - t) * angle) * base + torch.sin(t * angle) * tuned) / torch.sin(angle)
+
+    assert_close(read_model(out), by_hand(states, STACK["gpt2"], slices, slerp), 1e-5)
+    record = json.loads((out / "gradmerge.json").read_text())
+    assert record["layers"][2] == {
+        "layers": [5, 6],
+        "from": [{"model": "./C", "layers": [4, 5]}],
+        "base": {"model": "./B", "layers": [0, 1]},
+    }
+
+
+def test_task_arithmetic_of_shifted_layers_and_excluded_tensors_of_the_base(tmp_path: Path) -> None:
+    states = family(tmp_path, "bert")
+    slices = [[("B", 0, 2), ("A", 0, 2), ("C", 1, 3)], [("B", 0, 3), ("A", 0, 3), ("C", 2, 5)]]
+    parts = [
+        {"models": [entry(*source, weight=0.5) for source in part[1:]], "base": list(part[0][1:])} for part in slices
+    ]
+    out = merge(tmp_path, {"method": "task-arithmetic", "base": "./B", "exclude": ["*query*"], "slices": parts})
+
+    def arithmetic(sources: list[Tensor], place: Place, name: str) -> Tensor:
+        base, *tuned = sources
+        return base if "query" in name else base + sum(0.5 * (model - base) for model in tuned)
+
+    assert_close(read_model(out), by_hand(states, STACK["bert"], slices, arithmetic))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+def test_slices_may_merge_different_numbers_of_models(tmp_path: Path, order: Sequence[int]) -> None:
+    states = family(tmp_path, "gpt2")
+    every = [[("A", 0, 2)], [("B", 0, 3), ("C", 1, 4), ("A", 0, 3)], [("C", 2, 4), ("B", 1, 3)]]
+    slices = [every[place] for place in order]
+    parts = [{"models": [entry(*part, weight=1.0 + k) for k, part in enumerate(one)]} for one in slices]
+    out = merge(tmp_path, {"method": "weighted-average", "slices": parts})
+
+    def average(sources: list[Tensor], place: Place, name: str) -> Tensor:
+        weighted = [(1.0 + k) * source for k, source in enumerate(sources)]
+        return sum(weighted[1:], weighted[0]) / sum(1.0 + k for k in range(len(sources)))
+
+    assert_close(read_model(out), by_hand(states, STACK["gpt2"], slices, average))
+    load("gpt2", out)
+
+
+def test_thresholds_of_single_tensors_do_with_different_numbers_of_models(tmp_path: Path) -> None:
+    family(tmp_path, "llama-untied")
+    several = [{"models": [entry("A", 0, 2)]}, {"models": [entry("A", 0, 3), entry("C", 1, 4)]}]
+    recipe = {"method": "ties", "base": "./B", "options": {"scope": "tensor", "density": 0.4}, "slices": several}
+    whole = read_model(merge(tmp_path, recipe))
+    apart = []
+    for number, part in enumerate(several):
+        (tmp_path / "recipe.yml").write_text(yaml.safe_dump({**recipe, "slices": [part]}))
+        apart.append(read_model(gm.merge(tmp_path / "recipe.yml", tmp_path / f"part {number}", progress=False).output))
+    for name, value in whole.items():
+        layer = int(name.split(".")[2]) if name.startswith("model.layers.") else 0 if name.startswith(BEFORE) else 4
+        own = re.sub(r"layers\.\d+", f"layers.{layer - 2}", name) if layer > 1 else name
+        torch.testing.assert_close(value, apart[layer > 1][own], rtol=0, atol=0)
+
+
+def test_scaled_layers_begin_as_identities(tmp_path: Path) -> None:
+    states = family(tmp_path, "llama-untied")
+    scale = [{"filter": "o_proj", "value": 0}, {"filter": "down_proj", "value": 0}, {"value": 1}]
+    parts = [{"models": [entry("A", 0, 3)]}, {"models": [entry("A", 2, 3)], "options": {"scale": scale}}]
+    out = merge(tmp_path, {"method": "passthrough", "slices": parts})
+    ids = torch.tensor([[3, 5, 7, 2]])
+    deeper, before = load("llama-untied", out), load("llama-untied", tmp_path / "A")
+    torch.testing.assert_close(deeper(ids).logits, before(ids).logits)
+    assert len(read_model(out)) > len(states["A"])
+
+
+def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "recipe.md").read_text("utf-8")
+    section = page.partition("## Layers of several models")[2].partition("\n## ")[0]
+    examples = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    assert len(examples) == 2
+    family(tmp_path, "llama-untied", {"A": 4, "B": 4})
+    for number, (text, layers) in enumerate(zip(examples, (6, 4), strict=True)):
+        (tmp_path / "recipe.yml").write_text(text)
+        out = gm.merge(tmp_path / "recipe.yml", tmp_path / f"out {number}", progress=False).output
+        assert load("llama-untied", out).config.num_hidden_layers == layers
+
+
+def test_the_card_the_record_and_inspect_say_which_layer_came_from_where(tmp_path: Path) -> None:
+    family(tmp_path, "gpt2")
+    slices = [[("A", 0, 2)], [("C", 4, 5)], [("A", 0, 3)]]
+    out = merge(tmp_path, {"method": "passthrough", "slices": [{"models": [entry(*part[0])]} for part in slices]})
+    card = (out / "README.md").read_text()
+    assert "| 0–1 | `./A` 0–1 | 1 |" in card
+    assert "| 2 | `./C` 4 | 1 |" in card
+    assert "| 3–5 | `./A` 0–2 | 1 |" in card
+    record = json.loads((out / "gradmerge.json").read_text())
+    assert [row["from"][0] for row in record["layers"]] == [
+        {"model": "./A", "layers": [0, 2]},
+        {"model": "./C", "layers": [4, 5]},
+        {"model": "./A", "layers": [0, 3]},
+    ]
+    assert [(one["source"], one["role"]) for one in record["inputs"]] == [("./A", "tuned"), ("./C", "tuned")]
+    from gradmerge.api import digest_of
+    from gradmerge.checkpoints import open_checkpoint
+
+    with open_checkpoint(tmp_path / "A") as model:  # every layer of it was read
+        assert record["inputs"][0]["digest"] == str(digest_of(model))
+    shown = cli("inspect", out).stdout
+    assert "layers 0–1: ./A 0–1" in shown
+    assert "layers 2: ./C 4" in shown
+
+
+def test_blocks_threads_and_a_merge_that_is_gone_on_with_give_the_same_bytes(tmp_path: Path) -> None:
+    family(tmp_path, "llama-tied")
+    parts = [{"models": [entry("A", 0, 3, weight=[0.2, 0.9]), entry("C", 2, 5)]}] * 2
+    recipe = {"method": "weighted-average", "slices": parts}
+    out = merge(tmp_path, recipe)
+    again = gm.merge(tmp_path / "recipe.yml", tmp_path / "again", progress=False, block=64, threads=3).output
+    first, second = weight_bytes(out), weight_bytes(again)
+    assert {name: data for name, data in first.items() if name != "README.md"} == {
+        name: data for name, data in second.items() if name != "README.md"
+    }
+    assert gm.merge(tmp_path / "recipe.yml", out, progress=False, resume=True).already_done
+
+
+def test_adapters_are_stacked_as_the_models_that_they_make(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = make("llama-untied", num_hidden_layers=3)
+    save(base, tmp_path / "A")
+    tuned = get_peft_model(moved(base, 0, 0.0), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    tuned.save_pretrained(tmp_path / "lora")
+    states = {"A": read_model(tmp_path / "A"), "lora": tuned.merge_and_unload().state_dict()}
+    slices = [[("A", 0, 2)], [("lora", 1, 3)]]
+    parts = [{"models": [entry(*part[0])]} for part in slices]
+    out = merge(tmp_path, {"method": "passthrough", "base": "./A", "slices": parts})
+    assert_close(read_model(out), by_hand(states, STACK["llama-untied"], slices, lambda sources, *_: sources[0]))
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "past the last layer": (
+        {"slices": [{"models": [entry("A", 1, 4)]}]},
+        r"slices\[0\].models\[0\].layers: .* than ./A has: 3",
+    ),
+    "endless layers": (
+        {"slices": [{"models": [entry("A", 0, 3)]}] * 334},
+        "slices: make a model of 1002 layers; 1000 is the limit",
+    ),
+    "no layers": (
+        {"slices": [{"models": [entry("A", 2, 2)]}]},
+        r"slices\[0\].models\[0\].layers: layers \[2, 2\] are none",
+    ),
+    "negative": ({"slices": [{"models": [entry("A", -1, 2)]}]}, r"layers \[-1, 2\] are none"),
+    "unequal lengths": (
+        {"method": "weighted-average", "slices": [{"models": [entry("A", 0, 2), entry("B", 0, 3)]}]},
+        r"slices\[0\].models\[1\].layers: gives 3 layers, but slices\[0\].models\[0\] gives 2",
+    ),
+    "thresholds over unequal numbers of models": (
+        {
+            "method": "ties",
+            "base": "./B",
+            "slices": [{"models": [entry("A", 0, 2)]}, {"models": [entry("A", 0, 1)] * 2}],
+        },
+        r"slices\[0\] merges 1 and slices\[1\] 2 models, but `scope: model`",
+    ),
+    "two models in a passthrough": (
+        {"slices": [{"models": [entry("A", 0, 2), entry("B", 0, 2)]}]},
+        r"slices\[0\].models: passthrough takes one model, not 2",
+    ),
+    "models too": (
+        {"models": ["./A"], "slices": [{"models": [entry("A", 0, 2)]}]},
+        "slices: stand instead of `models`",
+    ),
+    "layers of no base": ({"slices": [{"models": [entry("A", 0, 2)], "base": [0, 2]}]}, "but the recipe has no base"),
+    "an unknown option": (
+        {"slices": [{"models": [entry("A", 0, 2)], "options": {"scales": 2}}]},
+        r"slices\[0\].options: scales: unknown key of passthrough; did you mean 'scale'",
+    ),
+    "weights of a method without": (
+        {"slices": [{"models": [entry("A", 0, 2, weight=0.5)]}]},
+        "passthrough has no weights",
+    ),
+    "one scope for each": (
+        {
+            "method": "ties",
+            "base": "./B",
+            "slices": [{"models": [entry("A", 0, 2)], "options": {"scope": s}} for s in ("model", "tensor")],
+        },
+        "slices: options.scope is not the same in all of them",
+    ),
+    "curvature": (
+        {"method": "fisher-averaging", "slices": [{"models": [entry("A", 0, 2)]}]},
+        "needs curvature, which slices do not cut",
+    ),
+    "an adapter": (
+        {"slices": [{"models": [entry("A", 0, 2)]}], "output": {"format": "adapter"}},
+        "which no adapter can",
+    ),
+    "another width": (
+        {"slices": [{"models": [entry("A", 0, 2)]}, {"models": [entry("W", 0, 2)]}]},
+        "./W: other shapes than ./A",
+    ),
+    "other heads": (
+        {"slices": [{"models": [entry("A", 0, 2)]}, {"models": [entry("H", 0, 2)]}]},
+        "num_attention_heads: 2 in ./A, 4 in ./H",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def llamas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llamas")
+    family(folder, "llama-untied", {"A": 3, "B": 3})
+    save(make("llama-untied", hidden_size=32), folder / "W")
+    save(make("llama-untied", num_attention_heads=4, head_dim=8, num_key_value_heads=1), folder / "H")
+    save(make("t5"), folder / "T")
+    return folder
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_slices_that_cannot_be_cut_are_refused_with_the_place_and_nothing_is_written(llamas: Path, case: str) -> None:
+    recipe, why = WRONG[case]
+    with pytest.raises(InputError, match=why):
+        merge(llamas, {"method": "passthrough", **recipe})
+    assert not (llamas / "out").exists()
+
+
+def test_models_with_several_stacks_and_commands_that_look_at_whole_models_refuse_slices(llamas: Path) -> None:
+    (llamas / "recipe.yml").write_text(
+        yaml.safe_dump({"method": "passthrough", "slices": [{"models": [entry("T", 0, 2)]}]})
+    )
+    found = cli("merge", llamas / "recipe.yml", "-o", llamas / "out")
+    assert found.returncode == 2
+    assert "several stacks of layers: decoder.block.* (2), encoder.block.* (2)" in found.stderr
+    with pytest.raises(InputError, match="slices: diagnose looks at merges of whole models"):
+        gm.diagnose(llamas / "recipe.yml", llamas / "report")

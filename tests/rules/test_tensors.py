@@ -1,0 +1,381 @@
+"""Rules that look at rows or whole tensors, through the engine, against their slow twins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.checkpoints.model import Checkpoint
+from gradmerge.engine import measuring
+from gradmerge.engine.candidates import Candidate, look_at
+from gradmerge.engine.local import run
+from gradmerge.engine.planning import inputs_of, make_plan, open_plan
+from gradmerge.engine.randomness import keep_mask, uniform
+from gradmerge.engine.statistics import find_statistics
+from gradmerge.recipe import make_recipe
+from gradmerge.rules import RULES
+
+from . import slow_tensors as slow
+
+State = dict[str, Tensor]
+SHAPES: dict[str, tuple[int, ...]] = {
+    "matrix": (9, 14),
+    "tall": (31, 3),
+    "row": (1, 6),
+    "vector": (23,),
+    "cube": (3, 5, 4),
+    "scalar": (),
+    "same": (4, 4),
+    "zero": (5, 3),
+}
+W, POSITIVE = [0.7, -0.4, 0.5], [0.7, 0.4, 0.5]
+SEED = 3
+
+
+def states(dtype: torch.dtype = torch.float64, models: int = 3) -> tuple[State, list[State]]:
+    """`same` is what nobody changed, `zero` is 0 in the base, and one model has an entry that no other changed."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(shape: Sequence[int]) -> Tensor:
+        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+
+    base = {name: normal(shape) * (name != "zero") for name, shape in SHAPES.items()}
+    tuned = [{n: b + 0.3 * normal(b.shape) * (n != "same") for n, b in base.items()} for _ in range(models)]
+    for model in tuned[1:]:
+        model["matrix"][2] = base["matrix"][2]
+    every = [{n: v.to(dtype) for n, v in state.items()} for state in (base, *tuned)]
+    return every[0], every[1:]
+
+
+def recipe_of(
+    method: str, count: int, weights: Sequence[float] | None, options: Mapping[str, Any], base: bool = True
+) -> dict[str, Any]:
+    models: list[dict[str, Any]] = [{"model": f"m{i}"} for i in range(count)]
+    for place, model in enumerate(models):
+        if weights is not None:
+            model["weight"] = weights[place]
+        model["options"] = {name: value[place] for name, value in options.items() if isinstance(value, list)}
+    shared = {name: value for name, value in options.items() if not isinstance(value, list)}
+    return {"method": method, "models": models, "options": shared} | ({"base": "base"} if base else {})
+
+
+def merge(
+    base: State | None,
+    tuned: list[State],
+    method: str,
+    weights: Sequence[float] | None,
+    options: Mapping[str, Any],
+    block: int = 1 << 18,
+    threads: int = 1,
+) -> State:
+    """A merge in memory; options that are lists hold one number for every model."""
+    made = make_recipe(recipe_of(method, len(tuned), weights, options, base is not None), where="test")
+    opened = [Checkpoint(f"m{i}", memory=model) for i, model in enumerate(tuned)]
+    inputs = inputs_of(made, Checkpoint("base", memory=base) if base is not None else None, opened)
+    plan = make_plan(made, inputs)
+    plan.block = block
+    result = {name: torch.empty_like(value) for name, value in (base or tuned[0]).items()}
+    run(
+        plan,
+        find_statistics(plan, threads),
+        lambda done: result[done.unit.job.name].view(-1)[done.unit.start : done.unit.stop].copy_(done.values),
+        threads=threads,
+    )
+    return result
+
+
+def draws(name: str, size: int, models: int) -> list[np.ndarray]:
+    return [uniform(SEED, i, name, 0, size).numpy() for i in range(models)]
+
+
+def masks(name: str, shape: tuple[int, ...], density: Sequence[float]) -> list[np.ndarray]:
+    size = int(np.prod(shape))
+    return [keep_mask(SEED, i, name, 0, size, d).numpy().reshape(shape) for i, d in enumerate(density)]
+
+
+Twin = Callable[..., np.ndarray]
+HALF, E2 = [0.5, 0.5], [0.2, 0.2]
+NONE_OF_ONE = [0.5, 0.0, 1.0]
+D, G, E = [0.5, 0.3, 1.0], [0.1, 0.02, 0.3], [0.2, 0.1, 0.3]
+CASES: dict[str, tuple[str, int, Sequence[float] | None, dict[str, Any], Twin]] = {}
+
+
+def case(name: str, models: int, weights: Any, twin: Twin, **options: Any) -> None:
+    label = " ".join([name, *(str(v) for k, v in options.items() if k not in ("seed", "density", "gamma", "epsilon"))])
+    CASES[label if weights is None or min(weights) > 0 else f"{label} negative"] = (
+        name,
+        models,
+        weights,
+        options,
+        twin,
+    )
+
+
+for normalize, rescale, vote, ws in (
+    (True, "none", "mergekit", POSITIVE),
+    (True, "norm", "mergekit", W),
+    (False, "norm", "strict", POSITIVE),
+    (False, "none", "mergekit", W),
+):
+    shared = {"normalize": normalize, "rescale": rescale, "scale": 0.8, "vote": vote}
+    case(
+        *("ties", 3, ws, lambda n, b, t, ws=ws, o=shared: slow.ties(b, t, ws, D, **o)),
+        **{"density": D, "scope": "tensor"} | shared,
+    )
+    for combine in ("task-arithmetic", "ties"):
+        own = shared | {"combine": combine}
+        case(
+            *("breadcrumbs", 3, ws, lambda n, b, t, ws=ws, o=own: slow.breadcrumbs(b, t, ws, [0.5, 0.3, 0.9], G, **o)),
+            **{"density": [0.5, 0.3, 0.9], "gamma": G} | own,
+        )
+for rescale, combine, over in (
+    ("expectation", "ties", "auto"),
+    ("norm", "task-arithmetic", True),
+    ("none", "ties", False),
+    ("norm", "ties", True),
+    ("expectation", "task-arithmetic", "auto"),
+):
+    shared = {"combine": combine, "normalize": over, "rescale": rescale, "scale": 0.9}
+    case(
+        *(
+            "dare",
+            3,
+            W,
+            lambda n, b, t, o=shared: slow.dare(b, t, W, masks(n, b.shape, [0.5, 0.0, 1.0]), [0.5, 0.0, 1.0], **o),
+        ),
+        **{"density": [0.5, 0.0, 1.0], "seed": SEED} | shared,
+    )
+    case(
+        *("della", 3, W, lambda n, b, t, o=shared: slow.della(b, t, W, draws(n, b.size, 3), [0.6, 0.4, 1.0], E, **o)),
+        **{"density": [0.6, 0.4, 1.0], "epsilon": E, "seed": SEED} | shared,
+    )
+case(
+    "task-arithmetic",
+    3,
+    W,
+    lambda n, b, t: slow.combined(b, slow.deltas_of(b, t), W, "task-arithmetic", True, 0.7),
+    normalize=True,
+    scale=0.7,
+)
+case(
+    *(
+        "della",
+        2,
+        HALF,
+        lambda n, b, t: slow.della(b, t, HALF, draws(n, b.size, 2), HALF, E2, "ties", True, "norm"),
+    ),
+    density=0.5,
+    epsilon=0.2,
+    seed=SEED,
+    rescale="norm",
+)
+case(
+    *("breadcrumbs", 2, HALF, lambda n, b, t: slow.breadcrumbs(b, t, HALF, HALF, [0.1] * 2, "ties", True, "none")),
+    density=0.5,
+    gamma=0.1,
+    combine="ties",
+)
+case(
+    "ties",
+    2,
+    HALF,
+    lambda n, b, t: slow.ties(b, t, HALF, HALF, rescale="norm"),
+    rescale="norm",
+    density=0.5,
+    scope="tensor",
+)
+case("model-stock", 3, None, lambda n, b, t: slow.model_stock(b, t))
+case("model-stock", 3, None, lambda n, b, t: slow.model_stock(b, t, True), filter_wise=True)
+for axis in ("all", "last", "first"):
+    case("nuslerp", 2, [0.7, 0.4], lambda n, b, t, a=axis: slow.nuslerp(b, t, [0.7, 0.4], a), axis=axis)
+for normalize in (True, False):
+    case(
+        "multislerp", 3, POSITIVE, lambda n, b, t, o=normalize: slow.multislerp(b, t, POSITIVE, o), normalize=normalize
+    )
+case("karcher", 3, POSITIVE, lambda n, b, t: slow.karcher(t, POSITIVE))
+case("karcher", 3, POSITIVE, lambda n, b, t: slow.karcher(t, POSITIVE, 1), steps=1)
+case("slerp", 1, None, lambda n, b, t: slow.slerp(b, t, 0.3), t=0.3)
+case("slerp", 1, None, lambda n, b, t: slow.slerp(b, t, 0.3, "arc"), t=0.3, zeros="arc")
+case("nearswap", 1, None, lambda n, b, t: slow.nearswap(b, t, 0.1), t=0.1)
+case("arcee-fusion", 1, None, lambda n, b, t: slow.arcee_fusion(b, t))
+for share in (1.0, 0.3, 0.0):
+    case("sce", 3, None, lambda n, b, t, s=share: slow.sce(b, t, s), select_topk=share)
+case("ram", 3, None, lambda n, b, t: slow.ram(b, t, 0.2), epsilon=0.2)
+case("ram", 3, None, lambda n, b, t: slow.ram(b, t, 0.2, 0.5, 3.0), epsilon=0.2, r=0.5, alpha=3.0)
+case("tsv", 3, W, lambda n, b, t: slow.tsv(b, t, W, 0.8), scale=0.8)
+case("iso-c", 3, W, lambda n, b, t: slow.iso_c(b, t, W, 0.8), scale=0.8)
+case("passthrough", 1, None, lambda n, b, t: slow.passthrough(t, 1.5), scale=1.5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-5)], ids=["f64", "f32"])
+@pytest.mark.parametrize("label", CASES)
+def test_a_rule_is_its_slow_twin(label: str, dtype: torch.dtype, tolerance: float) -> None:
+    method, models, weights, options, twin = CASES[label]
+    base, tuned = states(dtype, models)
+    got = merge(base, tuned, method, weights, options)
+    for name, values in base.items():
+        arrays = [state[name].double().numpy() for state in tuned]
+        want = torch.as_tensor(twin(name, values.double().numpy(), arrays))
+        error = float((got[name].double() - want).abs().max())
+        assert error < tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("method", ["nuslerp", "multislerp"])
+def test_without_a_base_the_models_themselves_are_on_the_sphere(method: str) -> None:
+    _, tuned = states(models=2)
+    got = merge(None, tuned, method, [0.7, 0.4], {})
+    for name, values in got.items():
+        want = getattr(slow, method)(None, [state[name].numpy() for state in tuned], [0.7, 0.4])
+        assert torch.allclose(values, torch.as_tensor(want), atol=1e-9), name
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_neither_blocks_nor_threads_nor_chunks_change_a_result(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, models, weights, options, _ = CASES[label]
+    base, tuned = states(torch.float32, models)
+    want = merge(base, tuned, method, weights, options)
+    for block, threads in ((7, 1), (30, 3)):
+        got = merge(base, tuned, method, weights, options, block, threads)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    monkeypatch.setattr(measuring, "CHUNK", 11)  # sums in other pieces: the same but for rounding
+    other = merge(base, tuned, method, weights, options)
+    assert all(torch.allclose(other[name], want[name], atol=1e-6) for name in want)
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_empty_tensors_stay_empty(label: str) -> None:
+    method, models, weights, options, _ = CASES[label]
+    state = {"none": torch.empty(0), "rows": torch.empty(0, 3), "columns": torch.empty(3, 0), "one": torch.ones(2, 2)}
+    got = merge(state, [state] * models, method, weights, options)
+    assert {name: tuple(value.shape) for name, value in got.items()} == {n: tuple(v.shape) for n, v in state.items()}
+
+
+@pytest.mark.parametrize("where", ["base", "model"])
+@pytest.mark.parametrize("method", sorted({CASES[label][0] for label in CASES}))
+def test_nan_is_found_in_whatever_a_rule_reads(method: str, where: str) -> None:
+    label = next(label for label in CASES if CASES[label][0] == method)
+    _, models, weights, options, _ = CASES[label]
+    base, tuned = states(torch.float32, models)
+    (base if where == "base" else tuned[0])["matrix"][4, 4] = torch.nan
+    if where == "base" and "base" not in RULES[method].inputs:
+        merge(base, tuned, method, weights, options)
+        return
+    with pytest.raises(gm.InputError, match=f"{'base' if where == 'base' else 'm0'}: matrix has values that are NaN"):
+        merge(base, tuned, method, weights, options)
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_on_disk_it_is_the_same_with_a_digest_of_every_input(label: str, tmp_path: Path) -> None:
+    method, models, weights, options, _ = CASES[label]
+    base, tuned = states(torch.float32, models)
+    for name, state in [("base", base), *((f"m{i}", model) for i, model in enumerate(tuned))]:
+        (tmp_path / name).mkdir()
+        save_file(state, tmp_path / name / "model.safetensors")
+    recipe = recipe_of(method, models, weights, options)
+    path = tmp_path / "recipe.yml"
+    path.write_text(json.dumps(recipe))
+    gm.merge(path, tmp_path / "out", block=20, threads=2)
+    want = merge(base, tuned, method, weights, options)
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())
+    read = [entry for entry in record["inputs"] if entry["role"] != "base" or "base" in RULES[method].inputs]
+    assert all(entry["digest_tensors"] == len(SHAPES) for entry in read)
+    gm.merge(path, tmp_path / "again", block=20, threads=1)
+    again = json.loads((tmp_path / "again" / "gradmerge.json").read_text())
+    assert [e.get("digest") for e in again["inputs"]] == [e.get("digest") for e in record["inputs"]]
+
+
+def test_candidates_of_every_grain_are_seen_together_as_they_are_merged(tmp_path: Path) -> None:
+    base, tuned = states(torch.float32, 2)
+    for name, state in [("base", base), *((f"m{i}", model) for i, model in enumerate(tuned))]:
+        (tmp_path / name).mkdir()
+        save_file(state, tmp_path / name / "model.safetensors")
+    recipe = {"method": "task-arithmetic", "base": "base", "models": ["m0", "m1"]}
+    path = tmp_path / "recipe.yml"
+    path.write_text(json.dumps(recipe))
+    wanted = {
+        "ties": {"density": 0.4, "rescale": "norm", "scope": "tensor"},
+        "della": {"seed": SEED},
+        "dare": {"seed": SEED},
+        "model-stock": {},
+        "tsv": {},
+        "nuslerp": {"axis": "first"},
+        "sce": {"select_topk": 0.5},
+        "breadcrumbs": {},
+    }
+    plan = open_plan(gm.load_recipe(path), reads=frozenset({"base"}))
+    plan.block = 16
+    got: dict[str, State] = {name: {n: torch.empty(v.shape) for n, v in base.items()} for name in wanted}
+
+    def visit(block: Any) -> None:
+        for name, merged in zip(wanted, block.merged, strict=True):
+            got[name][block.job.name].view(-1)[block.start : block.stop] = merged
+
+    look_at(plan, [Candidate(name, name, options=options) for name, options in wanted.items()], visit, threads=2)
+    plan.inputs.close()
+    for name, options in wanted.items():
+        weights = [1.0, 1.0] if "weights" in RULES[name].inputs else None
+        want = merge(base, tuned, name, weights, options)
+        assert all(torch.equal(got[name][n], want[n]) for n in want), name
+
+
+def test_what_a_rule_cannot_work_with_is_said_before_anything_is_read() -> None:
+    base, tuned = states(torch.float32)
+    for method, weights, options, message in (
+        ("model-stock", None, {}, "two tuned models or more"),
+        ("della", [1.0], {"density": 0.9, "epsilon": 0.2}, "density ± epsilon is 0.9 ± 0.2"),
+        ("nuslerp", [1.0], {}, "two tuned models, not 1"),
+    ):
+        with pytest.raises(gm.InputError, match=message):
+            merge(base, tuned[:1], method, weights, options)
+    for method in ("karcher", "multislerp"):
+        with pytest.raises(gm.InputError, match="sum to 0"):
+            merge(base, tuned, method, [0.1, 0.2, -0.3], {})
+    for method in ("slerp", "nearswap", "arcee-fusion", "passthrough"):
+        with pytest.raises(gm.InputError, match="one model"):
+            merge(base, tuned, method, None, {})
+
+
+def test_special_cases_agree() -> None:
+    """What one rule is in terms of another."""
+    base, tuned = states()
+    plain = merge(base, tuned, "task-arithmetic", W, {})
+    alike = {
+        "dare": {"density": 1.0},
+        "della": {"density": 1.0, "combine": "task-arithmetic"},
+        "breadcrumbs": {"density": 1.0, "gamma": 0.5},
+    }
+    for method, options in alike.items():
+        got = merge(base, tuned, method, W, options)
+        assert all(torch.allclose(got[n], plain[n], atol=1e-12) for n in plain), method
+    same = merge(base, [tuned[0]] * 3, "model-stock", None, {})
+    assert all(torch.allclose(same[n], tuned[0][n], atol=1e-6) for n in same)
+    mean = merge(None, [base, tuned[0]], "nuslerp", [0.7, 0.3], {})
+    flat = merge(base, tuned[:1], "slerp", None, {"t": 0.3, "zeros": "arc", "parallel": 1.0})
+    assert all(torch.allclose(mean[n], flat[n], atol=1e-9) for n in flat if n != "scalar")
+    single = merge(base, tuned[:1], "tsv", [1.0], {})
+    assert all(torch.allclose(single[n], tuned[0][n], atol=1e-9) for n in single)
+
+
+def test_directions_that_no_model_changed_get_nothing_from_singular_values() -> None:
+    """The differences of adapters have a low rank: the rest of their singular vectors are arbitrary."""
+    generator = torch.Generator().manual_seed(0)
+    base = {"w": torch.randn(20, 30, generator=generator)}
+    changes = [torch.randn(20, 2, generator=generator) @ torch.randn(2, 30, generator=generator) for _ in range(2)]
+    tuned = [{"w": base["w"] + change} for change in changes]
+    for method in ("tsv", "iso-c"):
+        step = (merge(base, tuned, method, [1.0, 1.0], {})["w"] - base["w"]).double()
+        assert int((torch.linalg.svdvals(step) > 1e-3).sum()) == 4
+        stacked = torch.cat(changes, 1).double()
+        inside = stacked @ torch.linalg.lstsq(stacked, step).solution
+        assert torch.allclose(inside, step, atol=1e-4)
