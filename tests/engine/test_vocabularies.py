@@ -300,6 +300,25 @@ def test_an_adapter_with_an_embedding_of_its_own_brings_its_tokens(tmp_path: Pat
     assert torch.allclose(out, merged, rtol=0, atol=1e-6) and torch.allclose(out[: len(start)], start, atol=1e-6)
 
 
+def test_stacked_layers_have_one_vocabulary(tmp_path: Path) -> None:
+    """Embeddings come from the model of the first layers, and heads from that of the last."""
+    models = Models(tmp_path)
+    slices = [{"models": [{"model": str(tmp_path / name), "layers": [0, 1]}]} for name in ("base", "one", "two")]
+    recipe = {"method": "passthrough", "slices": slices, "tokenizer": "union"}
+    gm.merge(make_recipe(recipe), tmp_path / "out")
+    out, ids = read_model(tmp_path / "out"), vocabulary(tmp_path / "out")
+    for name, place in ((ROWED[0], 0), (ROWED[1], 2)):
+        rows = [by_token(models.states[m], models.ids[m], name) for m in models.states]
+        assert_rows(out[name], completed(rows, list(ids), base=None)[place], ids)
+    for number, weights in enumerate(models.states.values()):
+        layer = "model.layers.{}.mlp.up_proj.weight"
+        assert torch.equal(out[layer.format(number)], weights[layer.format(0)])
+    config = read_config(tmp_path / "out")
+    assert config["vocab_size"] == len(ids)
+    record = json.loads((tmp_path / "out/gradmerge.json").read_text())
+    assert [entry["digest_tensors"] for entry in record["inputs"]] == [2, 1, 3]
+
+
 def test_inputs_are_digested_as_they_are_stored(tmp_path: Path) -> None:
     models = Models(tmp_path)
     models.merge(tokenizer="union")
