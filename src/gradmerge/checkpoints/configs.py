@@ -50,6 +50,9 @@ ACTIVATIONS = {"swish": "silu", "gelu_python": "gelu", "gelu_pytorch_tanh": "gel
 BY_LENGTH = {"dynamic", "yarn", "longrope", "su"}
 #: Parts of a config that describe no model.
 NO_MODEL = {"quantization_config", "compression_config", "generation_config"}
+#: Marks the config of a language model that is part of a larger one, and keys in which it may differ from one alone.
+TOWER = "_tower"
+OF_TOWERS = {"model_type", "rope_scaling.mrope_section", "rope_scaling.mrope_interleaved"}
 DEPTH = 8
 MOST_LAYERS = 10_000
 MISSING = object()
@@ -66,16 +69,43 @@ def parts(config: Mapping[str, Any], place: str = "", depth: int = 0) -> Iterato
             yield from parts(value, f"{place}{key}.", depth + 1)
 
 
+def comparable(
+    first: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Both configs; of a model for text and images that meets a language model, the part that describes its tower."""
+    towers = [_tower(config) for config in (first, other)]
+    if (towers[0] is None) == (towers[1] is None) or not first or not other:
+        return first, other
+    ours, theirs = (config if tower is None else tower for config, tower in zip((first, other), towers, strict=True))
+    return ours, theirs
+
+
+def _tower(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The config of the language model inside a larger one, or None if this is a language model's own."""
+    if isinstance(config.get("text_config"), dict):
+        return {**config["text_config"], TOWER: True}
+    if any(isinstance(config.get(key), dict) for key in ("vision_config", "audio_config")):  # as older versions wrote
+        full = completed(config) or {}
+        inner = full.get("text_config")
+        plain = {key: value for key, value in config.items() if not isinstance(value, dict) or "rope" in key}
+        return {**(inner if isinstance(inner, dict) else plain), TOWER: True}
+    return None
+
+
 def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
     """Key → both values where the functions differ; and keys that only one config has, without a known default."""
     ours, theirs = effective(first), effective(other)
     if not first or not other or ours == theirs:
         return {}, []
     stated = ours.keys() | theirs.keys()
-    known = [completed(first), completed(other)] if first.get("model_type") == other.get("model_type") else [None]
+    as_tower = first.get(TOWER) or other.get(TOWER)
+    alike = as_tower or first.get("model_type") == other.get("model_type")
+    known = [completed(first), completed(other)] if alike else [None]
     if None not in known:
         ours, theirs = (effective(config or {}) for config in known)
     found = _differing(ours, theirs)
+    if as_tower:  # named after the larger model; its positions in time and space are one and the same for text
+        found = {key: pair for key, pair in found.items() if key not in OF_TOWERS}
     certain = {key: pair for key, pair in found.items() if pair[0] is not MISSING and pair[1] is not MISSING}
     certain = {k: pair for k, pair in certain.items() if k in stated or k.rpartition(".")[2] not in FOLLOWS} or certain
     # A key that the model's own class does not have changes nothing.

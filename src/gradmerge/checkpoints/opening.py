@@ -34,6 +34,7 @@ def open_checkpoint(
     relative_to: Path | None = None,
     adapter_base: Checkpoint | None = None,
     allow_pickle: bool = False,
+    dequantize: bool = False,
 ) -> Checkpoint:
     """Open a model folder, a `.safetensors` file, a Hub id (`org/name@revision`) or a PEFT LoRA adapter folder.
 
@@ -42,6 +43,7 @@ def open_checkpoint(
         relative_to: The folder that relative paths start from.
         adapter_base: What an adapter goes on top of, if not the base that its own config names.
         allow_pickle: Also read .bin and .pt files, of which only the tensors are taken.
+        dequantize: Read codes of fp8 and bitsandbytes as the numbers that they stand for.
 
     Returns:
         A :class:`Checkpoint`: tensors by name, read when they are asked for. Close it, or use it with ``with``.
