@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from .spec import Help, rule, unusual
+from .spec import Help, each, rule, unusual
 
-Density = Annotated[float, Help("share of the entries of each Δ_t that is kept", gt=0, le=1)]
+Density = Annotated[float, Help("share of the entries of each Δ_t that is kept", gt=0, le=1, per_model=True)]
 Scope = Annotated[
     Literal["model", "tensor"],
     Help("one threshold over all merged tensors of a model, or one per tensor"),
@@ -147,7 +147,7 @@ def dare(
     weights: Sequence[float],
     kept: Sequence[Tensor],
     *,
-    density: Annotated[float, Help("probability with which an entry of Δ_t is kept", gt=0, le=1)] = 0.5,
+    density: Annotated[float, Help("probability with which an entry of Δ_t is kept", gt=0, le=1, per_model=True)] = 0.5,
     combine: Annotated[
         Literal["task-arithmetic", "ties"],
         Help("add the kept parts up, or elect a sign and average those that agree"),
@@ -160,8 +160,8 @@ def dare(
     position alone, so that the result is the same on any machine.
     """
     deltas = []
-    for model, mask in zip(tuned, kept, strict=True):
-        deltas.append((model - base).mul_(mask.to(base.dtype)).div_(density))
+    for model, mask, share in zip(tuned, kept, each(density, tuned), strict=True):
+        deltas.append((model - base).mul_(mask.to(base.dtype)).div_(share))
     if combine == "ties":
         return elect_and_average(deltas, weights, base)
     total = torch.zeros_like(base)

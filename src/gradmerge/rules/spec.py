@@ -72,6 +72,13 @@ class Help:
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
+    per_model: bool = False
+    """It may differ between models: the rule is given one number, or a list with one for each tuned model."""
+
+
+def each(value: float | Sequence[float], models: Sequence[Any]) -> Sequence[float]:
+    """An option that may differ between models, as one number for each of them."""
+    return value if isinstance(value, Sequence) else [value] * len(models)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def number_or(word: str, low: float, high: float | None = None) -> PlainValidato
     return PlainValidator(validate, json_schema_input_type=float | Literal[word])
 
 
-Weight = Annotated[float, AfterValidator(_check_weight)]
+WeightNumber = Annotated[float, AfterValidator(_check_weight)]
 Number = Annotated[float, AfterValidator(_check_number)]
 Size = Annotated[int, BeforeValidator(_parse_size)]
 

@@ -1,0 +1,179 @@
+"""The keys of a recipe: the one place where they are declared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from ..display import OneLine
+from ..rules import RULES, Rule
+from .rule_options import check_options
+from .values import CurvatureSource, PenaltySource, RecipePart, Reduction, Reference, Size, as_text, number_or
+from .varying import Varying, Weight
+
+
+def _from_path(value: Any) -> Any:
+    value = as_text(value)
+    return {"model": value} if isinstance(value, str) else value
+
+
+class _Source(RecipePart):
+    model: Reference = Field(
+        description="Folder, `.safetensors` file, Hub id (`org/name@revision`), or PEFT LoRA adapter folder."
+    )
+    curvature: CurvatureSource | None = Field(
+        None, description="Curvature folder or file, or `{identity: c}`. Default: the model folder's own `curvature/`."
+    )
+    adapter: Reference | None = Field(None, description="A PEFT LoRA adapter to put on top of the model.")
+    rename: dict[str, str] = Field(
+        {},
+        description="Beginnings of this model's tensor names, each with what to put there; the first that fits counts.",
+    )
+
+
+class Base(_Source):
+    """The model that every fine-tune started from."""
+
+    weight: Weight | None = Field(None, description="The base's own weight; only for `weighted-average`.")
+    penalty: PenaltySource | None = Field(
+        None,
+        description="P, the matrix of the penalty that the models were tuned under, for `gradient-matching` and "
+        "`removal`: curvature, or `none` if they were tuned without. Default: what is recorded beside each tuned "
+        "model, or else H_0.",
+    )
+    examples: Annotated[int, Field(ge=1, le=10**18)] | None = Field(
+        None,
+        description="How many examples the base's curvature stands for: it is read as that many times its mean. "
+        "Default: those it was estimated on.",
+    )
+
+
+class Model(_Source):
+    """One fine-tuned model."""
+
+    weight: Weight = Field(
+        1.0,
+        description="How much the model counts (α_t, w_t): 0, or a number from 1e-30 to 1e30 in size; a list of them, "
+        "spread over the layers; or cases by filter. For `removal`, the strength.",
+    )
+    options: dict[str, Any] = Field(
+        {}, description="Options of the method that may differ between models, such as `density`, for this one."
+    )
+
+
+Layers = Annotated[tuple[int, int], Field(description="The first layer, and one past the last.")]
+
+
+class SliceModel(Model):
+    """A model whose layers go into a slice."""
+
+    layers: Layers = Field(description="Its layers: the first, and one past the last, counted from 0.")
+
+
+class Slice(RecipePart):
+    """Some layers of the result, and the layers that they are merged from."""
+
+    models: list[SliceModel] = Field(min_length=1, description="The models, each with its `layers`.")
+    base: Layers | None = Field(None, description="The layers of the base. Default: those of the slice's first model.")
+    options: dict[str, Any] = Field({}, description="Options of the method for these layers.")
+
+
+class TokenizerChoice(RecipePart):
+    """The vocabulary of the result."""
+
+    source: str = Field("union", description="`base`, `union`, or a model of the recipe.")
+    tokens: dict[str, Any] = Field({}, description="Tokens, each with where its rows come from.")
+    pad_to_multiple_of: Annotated[int, Field(ge=1, le=10**6)] | None = Field(
+        None, description="Rows are added until their number is a multiple of this."
+    )
+
+
+class Output(RecipePart):
+    """What is written."""
+
+    dtype: Literal["auto", "float64", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="Type of the merged weights; `auto` keeps the base's, tensor by tensor."
+    )
+    shard_size: Size = Field(5_000_000_000, description="Largest size of one file, such as `5GB`, `500MB`, `2GiB`.")
+    curvature: bool = Field(
+        False,
+        description="Also write H̄, the curvature of the result, to `OUT/curvature/`, so that it can be merged again.",
+    )
+    format: Literal["model", "adapter"] = Field("model", description="A whole model, or one LoRA adapter for the base.")
+    rank: Annotated[int, Field(ge=1, le=10**6)] | None = Field(
+        None, description="Rank of an adapter that is written. Default: as large as it takes to lose nothing."
+    )
+
+
+class Recipe(OneLine, RecipePart):
+    """A merge, as written in YAML."""
+
+    method: str = Field(description="The method; `gradmerge methods` lists them.")
+    base: Annotated[Base, BeforeValidator(_from_path)] | None = Field(
+        None,
+        description="The base model: a mapping, or only its path. Methods that do not use one can do without; the "
+        "first model then gives config, tokenizer, types and excluded tensors.",
+    )
+    models: list[Annotated[Model, BeforeValidator(_from_path)]] = Field(
+        default_factory=list, description="The tuned models: mappings, or only their paths."
+    )
+    slices: list[Slice] = Field([], description="Instead of `models`: the layers of the result, from first to last.")
+    reduction: Reduction = Field(
+        "sum",
+        description="How curvature files are read: the sum over examples, the sum divided by their number, or N times "
+        "that.",
+    )
+    damping: Annotated[float | Literal["auto"], number_or("auto", 0)] = Field(
+        "auto",
+        description="δ, added to the prior (in Fisher averaging and RegMean, to the curvature of every model); `auto` "
+        "is the mean over all entries of Σ F_t for `removal`, and 1e-10 elsewhere; in the layers of a merge with "
+        "Kronecker curvature, a fifth of the layer's mean curvature.",
+    )
+    include: list[str] = Field(["*"], min_length=1, description="Glob patterns over tensor names: what is merged.")
+    exclude: list[str] = Field([], description="Glob patterns over tensor names: what comes from the base unchanged.")
+    missing: Literal["error", "zero"] = Field(
+        "error", description="What to do about a parameter that a curvature file lacks: stop, or take it as 0."
+    )
+    options: dict[str, Any] = Field({}, description="The method's own options; `gradmerge methods NAME` explains them.")
+    output: Output = Field(default_factory=Output, description="What is written.")
+    tokenizer: str | TokenizerChoice | None = Field(
+        None,
+        description="The vocabulary of the result: that of the `base`, the `union` of all, or a model's; rows are then "
+        "matched by token. Default: the base's, and models must have the same.",
+    )
+    chat_template: str = Field(
+        "auto",
+        description="`auto` (the base's, with a note if models differ), `base`, a model of the recipe, or a file.",
+    )
+
+    _folder: Path = PrivateAttr(default_factory=Path)
+    _file: Path | None = PrivateAttr(default=None)
+
+    def _line(self) -> list[str]:
+        base = "no base" if self.base is None else f"base {self.base.model}"
+        return [self.method, base, f"{len(self.models)} models"]
+
+    @property
+    def folder(self) -> Path:
+        """The folder that relative paths start from."""
+        return self._folder
+
+    @property
+    def file(self) -> Path | None:
+        """The file that the recipe was read from."""
+        return self._file
+
+    @property
+    def rule(self) -> Rule:
+        return RULES[self.method]
+
+    @property
+    def resolved_options(self) -> dict[str, Any]:
+        """The method's options, with defaults filled in."""
+        return check_options(self.rule, self.options, [model.options for model in self.models])
+
+    @property
+    def weights(self) -> list[Varying]:
+        return [model.weight for model in self.models]
