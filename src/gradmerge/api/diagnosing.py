@@ -36,6 +36,7 @@ def diagnose(
     threads: int | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
+    dequantize: bool = False,
     force: bool = False,
     progress: bool | Progress = True,
     command: str = "",
@@ -49,7 +50,7 @@ def diagnose(
         merged: A model that was merged already, to look at instead of what the recipe would give.
         target: A model that was trained on everything, for the true mismatch; it needs ``data``.
         data: Task (the name of its model's folder, or `base`) → data, on which the merges are then also evaluated.
-        threads, allow_pickle, allow_config, force, progress: As of :func:`gradmerge.merge`.
+        threads, allow_pickle, allow_config, dequantize, force, progress: As of :func:`gradmerge.merge`.
         command: What the report says to repeat it with.
         loading: How models and data are loaded: the keywords of :class:`gradmerge.Loading`.
 
@@ -73,6 +74,7 @@ def diagnose(
             threads=threads or default_threads(),
             allow_pickle=allow_pickle,
             allow_config=allow_config,
+            dequantize=dequantize,
             progress=told,
             **options,
         )

@@ -33,11 +33,9 @@ def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:
 
 
 @contextlib.contextmanager
-def planned(
-    recipe: str | Path | Recipe | Mapping[str, Any], *, allow_pickle: bool = False, allow_config: Sequence[str] = ()
-) -> Iterator[Plan]:
-    """The plan of a recipe, with its inputs open."""
-    plan = open_plan(as_recipe(recipe), allow_pickle=allow_pickle, allow_config=allow_config)
+def planned(recipe: str | Path | Recipe | Mapping[str, Any], **allowed: Any) -> Iterator[Plan]:
+    """The plan of a recipe, with its inputs open; ``allowed`` as of :func:`gradmerge.engine.planning.open_plan`."""
+    plan = open_plan(as_recipe(recipe), **allowed)
     with contextlib.closing(plan.inputs):
         yield plan
 
@@ -53,6 +51,7 @@ def merge(
     resume: bool = False,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
+    dequantize: bool = False,
     allow_nonfinite: bool = False,
     accept_untrusted: bool = False,
     durable: bool = False,
@@ -73,6 +72,7 @@ def merge(
         resume: Go on with a merge that was killed.
         allow_pickle: Also read .bin and .pt checkpoints, of which only the tensors are taken.
         allow_config: Keys in which configs may differ although they make another function of the weights.
+        dequantize: Read quantised models (fp8 with scales, bitsandbytes) as the numbers that their codes stand for.
         allow_nonfinite: Go on when weights are NaN or infinite.
         accept_untrusted: Write a removal although its step is too long to be trusted.
         durable: Have the folder on the disk before it gets its name.
@@ -92,7 +92,8 @@ def merge(
         raise InputError(f"{out}: the result is a folder; give a name without .safetensors")
     check_device(device)
     _allow_many_files()
-    with planned(recipe, allow_pickle=allow_pickle, allow_config=allow_config) as plan, shown(progress) as told:
+    allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
+    with planned(recipe, **allowed) as plan, shown(progress) as told:
         plan.block = block
         return merge_to_folder(
             recipe,

@@ -35,7 +35,9 @@ FUNCTION = re.compile(
     |image_size|patch_size|num_channels|tubelet_size|temporal_patch_size|spatial_merge_size|conv_stride
     |vision_feature_.*
     # pooling
-    |classifier_pooling|pool(er|ing)_?(type|mode)|use_mean_pooling|summary_type
+    |classifier_pooling|pool(er|ing)_?(type|mode.*)|use_mean_pooling|summary_type|global_pool
+    # classes of timm and diffusers
+    |architecture|_class_name
     """,
     re.VERBOSE,
 )
@@ -64,14 +66,12 @@ def parts(config: Mapping[str, Any], place: str = "", depth: int = 0) -> Iterato
     """A config and the configs in it, such as `text_config`, each with the path that leads to it."""
     yield place, config
     for key, value in config.items():
-        inner = key.endswith("_config") or key in ("encoder", "decoder", "question_encoder", "generator")
+        inner = key.endswith("_config") or key in ("encoder", "decoder", "question_encoder", "generator", "model_args")
         if isinstance(value, dict) and inner and key not in NO_MODEL and depth < DEPTH:
             yield from parts(value, f"{place}{key}.", depth + 1)
 
 
-def comparable(
-    first: Mapping[str, Any], other: Mapping[str, Any]
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def comparable(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Both configs; of a model for text and images that meets a language model, the part that describes its tower."""
     towers = [_tower(config) for config in (first, other)]
     if (towers[0] is None) == (towers[1] is None) or not first or not other:

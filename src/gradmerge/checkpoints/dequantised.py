@@ -181,10 +181,13 @@ def _stated_block(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Rows and columns of a block that has one scale, as the config gives them."""
     for _, section in parts(config):
         for stated in (section.get(key) for key in KEYS):
-            groups = stated.get("config_groups") if isinstance(stated, dict) else None
-            weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-            of_groups = [w.get("block_structure") for w in weights if isinstance(w, dict)]
-            for block in ([stated.get("weight_block_size")] if isinstance(stated, dict) else []) + of_groups:
+            if not isinstance(stated, dict):
+                continue
+            groups = stated.get("config_groups")
+            every = groups.values() if isinstance(groups, dict) else ()
+            inner = [group.get("weights") for group in every if isinstance(group, dict)]
+            blocks = [part.get("block_structure") for part in inner if isinstance(part, dict)]
+            for block in (stated.get("weight_block_size"), *blocks):
                 if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
                     return tuple(block)
     return None

@@ -25,6 +25,7 @@ class RenamedCheckpoint(View):
 
     def __init__(self, inner: Checkpoint, rename: Mapping[str, str], where: str = "rename") -> None:
         super().__init__(inner)
+        self._rename = dict(rename)
         for prefix in rename:
             if not any(name.startswith(prefix) for name in inner.tensors):
                 raise InputError(
@@ -38,6 +39,10 @@ class RenamedCheckpoint(View):
             raise InputError(f"{where}: tensors of {inner.label} would have one name:\n{listed(twice)}")
         self.tensors = {name: inner.tensors[stored] for name, stored in self.stored.items()}
 
+    def new_name(self, name: str) -> str:
+        """The name here of a tensor, or of what belongs to it, that has another in the files."""
+        return renamed(name, self._rename)
+
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
         return self.inner.read(self.stored[name], start, stop, buffers, slot)
 
@@ -46,8 +51,16 @@ class RenamedCheckpoint(View):
             self.inner.will_need(self.stored[name])
 
 
+def stored_name(source: object, name: str) -> str:
+    """The name that a tensor has in the files of a model, whatever a recipe calls it."""
+    while isinstance(source, View):
+        name = source.stored[name] if isinstance(source, RenamedCheckpoint) else name
+        source = source.inner
+    return name
+
+
 def rename_hint(first: Checkpoint, other: Checkpoint, missing: Sequence[str]) -> str:
-    """What to write into the recipe where names differ by a leading part alone, such as a bare model's and a tower's."""
+    """What to write into the recipe where names differ by a leading part alone, as of a model and of a tower."""
     by_end: dict[str, list[str]] = defaultdict(list)
     for name in other.tensors:
         if name not in first.tensors:
@@ -55,11 +68,10 @@ def rename_hint(first: Checkpoint, other: Checkpoint, missing: Sequence[str]) ->
                 by_end[end].append(name)
     votes: Counter[tuple[str, str]] = Counter()
     for name in missing:
-        end = next((end for end in _ends(name) if end in by_end), None)
-        if end is not None and len(by_end[end]) == 1 and by_end[end][0] not in first.tensors:
-            theirs = by_end[end][0]
-            if other.tensors[theirs].shape == first.tensors[name].shape:
-                votes[theirs.removesuffix(end), name.removesuffix(end)] += 1
+        end = next((end for end in _ends(name) if end in by_end), "")
+        candidates = [c for c in by_end.get(end, []) if other.tensors[c].shape == first.tensors[name].shape]
+        if len(candidates) == 1:
+            votes[candidates[0].removesuffix(end), name.removesuffix(end)] += 1
     if not votes:
         return ""
     (theirs, ours), count = votes.most_common(1)[0]
@@ -68,7 +80,9 @@ def rename_hint(first: Checkpoint, other: Checkpoint, missing: Sequence[str]) ->
         return ""
     rename = {theirs: ours}
     there = {renamed(name, rename) for name in other.tensors}
-    hint = f"The names differ by a leading part. Write in the recipe, under this model:\n    rename: {json.dumps(rename)}"
+    hint = (
+        f"The names differ by a leading part. Write in the recipe, under this model:\n    rename: {json.dumps(rename)}"
+    )
     if ours and any(name not in there for name in missing):
         hint += f"\n  and, to merge only that part, at the top level:\n    include: {json.dumps([f'{ours}*'])}"
     return hint

@@ -15,15 +15,20 @@ from ..storage.links import require_within
 from ..storage.smallfile import MAX_CONFIG, read_bounded, read_json
 from ..storage.tensorfile import PositionalFile, TensorFile, is_plain_name, local_path, open_files, read_index
 from ..text import listed
+from .dequantised import dequantised
 from .lora import AdapterCheckpoint, is_adapter, read_adapter_config
 from .model import Checkpoint
 from .pickles import SUFFIXES, PickleFile
 
 #: What of a Hub repository is fetched: weights that can be merged, and the small files that go with them.
 HUB_FILES = (
-    "model*.safetensors adapter_model*.safetensors [0-9]*_*/model*.safetensors curvature/curvature* penalty/curvature* "
-    "*.json *.txt *.model *.jinja *.tiktoken LICENSE* NOTICE*"
+    "model*.safetensors adapter_model*.safetensors */model.safetensors */model-0*.safetensors "
+    "*diffusion_pytorch_model.safetensors *diffusion_pytorch_model-0*.safetensors "
+    "curvature/curvature* penalty/curvature* *.json *.txt *.model *.jinja *.tiktoken LICENSE* NOTICE*"
 )
+#: The list of a diffusers pipeline's parts.
+PIPELINE = "model_index.json"
+DIFFUSERS = "diffusion_pytorch_model"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
@@ -54,12 +59,12 @@ def open_checkpoint(
     reference = str(reference)
     path = local_path(reference, relative_to)
     if path.is_dir():
-        return _open_folder(reference, path, adapter_base, allow_pickle)
+        return _open_folder(reference, path, adapter_base, allow_pickle, dequantize)
     if path.is_file():
-        return _open_file(reference, path, allow_pickle)
+        return _plain(_open_file(reference, path, allow_pickle), dequantize)
     if HUB_ID.fullmatch(reference) and not reference.startswith("."):
         folder = fetch_from_hub(reference, allow_pickle=allow_pickle)
-        return _open_folder(reference, folder, adapter_base, allow_pickle, hub_id=reference)
+        return _open_folder(reference, folder, adapter_base, allow_pickle, dequantize, hub_id=reference)
     raise InputError(f"{reference}: no such folder or file ({path.absolute()})")
 
 
@@ -99,19 +104,57 @@ def _require_pickle_allowed(path: Path, allow_pickle: bool) -> None:
 
 
 def _open_folder(
-    label: str, folder: Path, adapter_base: Checkpoint | None, allow_pickle: bool, hub_id: str | None = None
+    label: str,
+    folder: Path,
+    adapter_base: Checkpoint | None,
+    allow_pickle: bool,
+    dequantize: bool,
+    hub_id: str | None = None,
 ) -> Checkpoint:
     if is_adapter(folder):
-        return _open_adapter(label, folder, adapter_base, allow_pickle, hub_id)
-    config_path = folder / "config.json"
-    config = {}
-    if config_path.is_file():
-        require_within(config_path, folder)
-        config = read_json(config_path)
-    modules = _modules(folder)
+        return _open_adapter(label, folder, adapter_base, allow_pickle, dequantize, hub_id)
+    modules = _pipeline(folder) or _modules(folder)
+    config = _config(folder)
+    for module in modules:
+        config |= {f"{module}_config": _config(folder / module)} if module else {}
     files = _weights_of_modules(folder, modules or [""], allow_pickle)
     inner = tuple(module for module in modules if module)
-    return Checkpoint(label, files=files, folder=folder, config=config, hub_id=hub_id, modules=inner)
+    opened = Checkpoint(label, files=files, folder=folder, config=config, hub_id=hub_id, modules=inner)
+    return _plain(opened, dequantize)
+
+
+def _plain(checkpoint: Checkpoint, dequantize: bool) -> Checkpoint:
+    try:
+        return dequantised(checkpoint) if dequantize else checkpoint
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    require_within(path, folder)
+    return read_json(path)
+
+
+def _pipeline(folder: Path) -> list[str]:
+    """The folders of a diffusers pipeline's parts, such as unet, vae and scheduler; empty for any other model."""
+    path = folder / PIPELINE
+    if not path.is_file():
+        return []
+    require_within(path, folder)
+    parts = [
+        name
+        for name, kind in read_json(path).items()
+        if not name.startswith("_") and isinstance(kind, list) and len(kind) == 2 and all(kind)
+    ]
+    for name in parts:
+        if not is_plain_name(name) or not (folder / name).is_dir():
+            raise InputError(f"{path}: names the part {name[:80]!r}, which is no folder in {folder}")
+        require_within(folder / name, folder)
+    return parts
 
 
 def _modules(folder: Path) -> list[str]:
@@ -144,25 +187,25 @@ def _weights_of_modules(folder: Path, modules: Sequence[str], allow_pickle: bool
             kinds = SUFFIXES | {".safetensors"}
             if module and not any(path.suffix in kinds for path in (folder / module).iterdir()):
                 continue
-            for file in _weight_files(folder / module, "model", allow_pickle, opened):
+            for file in _weight_files(folder / module, stem_of(folder / module), allow_pickle, opened):
                 if module:
                     file.entries = {f"{module}/{name}": entry for name, entry in file.entries.items()}
                     file.memory = {f"{module}/{name}": tensor for name, tensor in file.memory.items()}
                 files.append(file)
         opened.pop_all()
     if not files:
-        raise InputError(_no_weights(folder, "model"))
+        raise InputError(_no_weights(folder, stem_of(folder)))
     return files
 
 
 def _open_adapter(
-    label: str, folder: Path, base: Checkpoint | None, allow_pickle: bool, hub_id: str | None
+    label: str, folder: Path, base: Checkpoint | None, allow_pickle: bool, dequantize: bool, hub_id: str | None
 ) -> AdapterCheckpoint:
     config = read_adapter_config(folder)
     stated = config.get("base_model_name_or_path")
     owns_base = base is None
     if base is None:
-        base = _open_stated_base(folder, stated, allow_pickle)
+        base = _open_stated_base(folder, stated, allow_pickle, dequantize)
     elif isinstance(stated, str):
         base = _trained_on(stated, base)
     with ExitStack() as opened:
@@ -195,7 +238,7 @@ def _names_of(checkpoint: Checkpoint) -> set[str]:
     return {Path(name).name for name in names} | {checkpoint.folder.absolute().name if checkpoint.folder else ""}
 
 
-def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool) -> Checkpoint:
+def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool, dequantize: bool) -> Checkpoint:
     if not isinstance(stated, str) or not stated:
         raise InputError(
             f"{folder}: an adapter without a base: its config names none. Give the base model in the recipe."
@@ -205,9 +248,15 @@ def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool) -> Checkpoi
         named = f"{folder}: the adapter names another adapter as its base, {stated}"
         raise InputError(f"{named}. Merge that one into its base first.")
     try:
-        return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle)
+        return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle, dequantize=dequantize)
     except InputError as error:
         raise InputError(f"{folder}: the adapter's base cannot be opened. {error}") from error
+
+
+def stem_of(folder: Path) -> str:
+    """What the files of a folder's weights are called: diffusers has a name of its own."""
+    ends = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+    return DIFFUSERS if any((folder / f"{DIFFUSERS}{end}").is_file() for end in ends) else "model"
 
 
 def _weight_files(folder: Path, stem: str, allow_pickle: bool, opened: ExitStack) -> list[PositionalFile]:

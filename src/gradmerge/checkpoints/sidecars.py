@@ -11,8 +11,10 @@ from pathlib import Path
 from ..storage.links import lies_within
 from ..storage.smallfile import read_json
 from .compare import matches, some
-from .lora import AdapterCheckpoint
+from .dequantised import DequantisedCheckpoint
 from .model import Checkpoint
+from .opening import stem_of
+from .quantised import without_quantisation
 
 MAX_BYTES = 100_000_000
 #: Names that a model needs beside its weights. Its folder may also hold keys, data, logs and code, which stay there.
@@ -22,9 +24,9 @@ NEEDED = (
     "spm.model *tokenizer*.model sentencepiece*.model *preprocessor_config.json processor_config.json "
     "chat_template.json chat_template.jinja additional_chat_templates/*.jinja "
     "LICENSE* LICENCE* COPYING* NOTICE* USE_POLICY* "
-    "modules.json config_sentence_transformers.json sentence_*_config.json"
+    "modules.json config_sentence_transformers.json sentence_*_config.json model_index.json"
 )
-#: Of a module of sentence-transformers in a folder of its own.
+#: Of a module of sentence-transformers, or a part of a diffusers pipeline, in a folder of its own.
 NEEDED_OF_MODULES = f"{NEEDED} *_config.json"
 #: Left out without a word: weights in any format, what is written anew, reports, and what belongs to a training run.
 EXPECTED = (
@@ -54,8 +56,7 @@ class Sidecars:
 
 def sidecars(checkpoint: Checkpoint) -> Sidecars:
     """What is copied from a model's folder (of an adapter: its base's), and what is not."""
-    while isinstance(checkpoint, AdapterCheckpoint):
-        checkpoint = checkpoint.base
+    checkpoint = bottom(checkpoint)
     folder = checkpoint.folder
     if folder is None:
         return Sidecars({}, [])
@@ -87,15 +88,39 @@ def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, P
             yield module, path
 
 
+def layers_of(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    """A checkpoint, and what it goes on top of: of a view what it shows, of an adapter its base."""
+    below: Checkpoint | None = checkpoint
+    while below is not None:
+        yield below
+        below = getattr(below, "inner", None) or getattr(below, "base", None)
+
+
+def bottom(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint at the bottom, whose folder holds the files that a result needs."""
+    return list(layers_of(checkpoint))[-1]
+
+
+def stems(checkpoint: Checkpoint) -> dict[str, str]:
+    """Module → what its files of weights are called, "" being the model's own."""
+    folder = bottom(checkpoint).folder
+    return {module: "model" if folder is None else stem_of(folder / module) for module in ("", *checkpoint.modules)}
+
+
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
-    """Copy the side files; if the recipe changed the dtype of the weights, the config says so."""
+    """Copy the side files; if the dtype of the weights was changed, or they were dequantised, configs say so."""
     for module in checkpoint.modules:
         (folder / module).mkdir(exist_ok=True)
     for name, path in sidecars(checkpoint).copied.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
-    config_path = folder / "config.json"
-    if dtype != "auto" and config_path.is_file():
-        config = read_json(config_path)
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-        config_path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    plain = any(isinstance(layer, DequantisedCheckpoint) for layer in layers_of(checkpoint))
+    for config_path in (folder / module / "config.json" for module in ("", *checkpoint.modules)):
+        if not config_path.is_file():
+            continue
+        stated = config = read_json(config_path)
+        config = without_quantisation(config) if plain else dict(config)
+        if dtype != "auto" and config_path.parent == folder:
+            config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+        if config != stated:
+            config_path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..errors import InputError
-from .output import AllowConfig, AllowPickle, Debug, Json, Quiet, guarded
+from .output import AllowConfig, AllowPickle, Debug, Dequantize, Json, Quiet, guarded
 
 if TYPE_CHECKING:
     from ..tasks import Loading
@@ -104,6 +104,7 @@ class RecipeOptions:
     ] = None
     allow_pickle: AllowPickle = False
     allow_config: AllowConfig = None
+    dequantize: Dequantize = False
 
     def as_keywords(self) -> dict[str, Any]:
         """As keywords of the Python functions."""

@@ -12,19 +12,20 @@ import torch
 
 from ..checkpoints.compare import compare
 from ..checkpoints.model import Checkpoint
+from ..checkpoints.naming import RenamedCheckpoint
 from ..checkpoints.opening import open_checkpoint
 from ..checkpoints.ties import same_values, tied_to
 from ..curvature.files import default_curvature, open_curvature
 from ..errors import InputError
 from ..notes import Kind, Note
-from ..recipe import NONE, CurvatureSource, Identity, Recipe
+from ..recipe import NONE, Base, CurvatureSource, Identity, Model, Recipe
 from ..rules import Rule
 from ..rules.spherical import Geometry
 from ..storage.tensorfile import FLOATS, TensorInfo
 from ..text import listed
 from .inputs import USUAL_DAMPING, CurvatureInput, Inputs
 from .layers import find_layers, held_by_factors
-from .penalties import incomplete, mismatched, recorded_penalty
+from .penalties import follow_rename, incomplete, mismatched, recorded_penalty
 from .plan import Job, Layer, Plan, rule_arguments
 
 _STORED = {word: code for code, word in FLOATS.items()}
@@ -37,15 +38,17 @@ def open_plan(
     wanted_by: str | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
+    dequantize: bool = False,
 ) -> Plan:
     """Open what a recipe names and plan its merge. Close ``plan.inputs`` when done.
 
     ``reads`` are the inputs to read, by their names in :data:`gradmerge.rules.spec.INPUTS`: by default those that the
     recipe's method needs, or others for those who only look at merges; ``wanted_by`` is who that is, in messages.
-    ``allow_config`` are keys in which the configs of the models may differ.
+    ``allow_config`` are keys in which the configs of the models may differ; with ``dequantize``, codes of fp8 and
+    bitsandbytes are read as the numbers that they stand for.
     """
     needs = recipe.rule.needs(recipe.resolved_options) if reads is None else reads
-    inputs = open_inputs(recipe, needs, wanted_by or recipe.method, allow_pickle=allow_pickle)
+    inputs = open_inputs(recipe, needs, wanted_by or recipe.method, allow_pickle=allow_pickle, dequantize=dequantize)
     try:
         return make_plan(recipe, inputs, reads=reads, allow_config=allow_config)
     except BaseException:
@@ -53,21 +56,26 @@ def open_plan(
         raise
 
 
-def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_pickle: bool = False) -> Inputs:
+def open_inputs(
+    recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_pickle: bool = False, dequantize: bool = False
+) -> Inputs:
     """Open the models of a recipe, and those of its curvature files that ``needs`` asks for."""
     with ExitStack() as opened:
+        allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "dequantize": dequantize}
 
-        def checkpoint(reference: str, base: Checkpoint | None) -> Checkpoint:
-            found = open_checkpoint(reference, relative_to=recipe.folder, adapter_base=base, allow_pickle=allow_pickle)
-            return opened.enter_context(found)
+        def checkpoint(source: Base | Model, key: str, base: Checkpoint | None) -> Checkpoint:
+            found = open_checkpoint(source.model, relative_to=recipe.folder, adapter_base=base, **allowed)
+            opened.enter_context(found)
+            return RenamedCheckpoint(found, source.rename, f"{key}.rename") if source.rename else found
 
         def curvature(source: CurvatureSource | None, model: Checkpoint, key: str) -> CurvatureInput:
             found = _open_curvature(source, model, key, recipe, wanted_by)
             opened.callback(found.close)
             return found
 
-        base = checkpoint(recipe.base.model, None) if recipe.base else None
-        inputs = inputs_of(recipe, base, [checkpoint(model.model, base) for model in recipe.models])
+        base = checkpoint(recipe.base, "base", None) if recipe.base else None
+        models = [checkpoint(model, f"models[{i}]", base) for i, model in enumerate(recipe.models)]
+        inputs = inputs_of(recipe, base, models)
         if base is not None and recipe.base is not None:
             if "prior" in needs:
                 inputs.prior = curvature(recipe.base.curvature, base, "base.curvature")
@@ -120,6 +128,7 @@ def _open_curvature(
             )
         file = open_curvature(str(inside), relative_to=Path())
         file.label = f"{model.label}/{inside.name}"
+    follow_rename(file, model)
     scaled = recipe.base.examples if recipe.base is not None and key == "base.curvature" else None
     return CurvatureInput.of_file(file, recipe.reduction, scaled)
 

@@ -13,6 +13,7 @@ import torch
 from .._version import __version__
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, Digest, block_digest
+from ..checkpoints.naming import stored_name
 from ..recipe import Recipe
 from ..storage.tensorfile import TensorInfo
 from .inputs import Inputs, Source
@@ -89,7 +90,7 @@ def _digest_of_source(plan: Plan, place: int, source: Source, digests: Mapping[i
             if layer is not None and layer.bias is not None:
                 _add_tensor(digest, source, plan.inputs.stored_name(source, layer.bias.name), buffers)
         elif info is not None and value >= 0:
-            digest.add(name, info, unit.start, value)
+            digest.add(stored_name(source, name), info, unit.start, value)
     return digest
 
 
@@ -103,7 +104,7 @@ def _add_tensor(digest: Digest, checkpoint: Checkpoint, name: str, buffers: Buff
     info, block = checkpoint.tensors[name], digest.block_size
     for start in range(0, max(info.numel, 1), block):
         values = checkpoint.read(name, start, min(start + block, info.numel), buffers)
-        digest.add(name, info, start, block_digest(values))
+        digest.add(stored_name(checkpoint, name), info, start, block_digest(values))
 
 
 def digest_of(checkpoint: Checkpoint, block: int = BLOCK) -> Digest:

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .._version import __version__
-from ..checkpoints.lora import AdapterCheckpoint
-from ..checkpoints.model import Checkpoint
-from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..checkpoints.sidecars import copy_sidecars, layers_of, sidecars
 from ..display import Displayed
 from ..errors import InputError, MachineError
 from ..notes import Note
@@ -190,16 +188,9 @@ def _timed(timings: dict[str, float], what: str) -> Iterator[None]:
 def _files(plan: Plan) -> list[Path]:
     """Every file that the result depends on: weights, curvature, configs, and what is copied along."""
     files = [*plan.inputs.files(), *sidecars(plan.inputs.template).copied.values()]
-    folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in _with_bases(checkpoint) if c.folder}
+    folders = {c.folder for checkpoint in plan.inputs.checkpoints for c in layers_of(checkpoint) if c.folder}
     configs = [folder / name for folder in folders for name in ("config.json", "adapter_config.json", PENALTY)]
     return files + [path for path in configs if path.is_file()]
-
-
-def _with_bases(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """A checkpoint, and what an adapter goes on top of."""
-    yield checkpoint
-    if isinstance(checkpoint, AdapterCheckpoint):
-        yield from _with_bases(checkpoint.base)
 
 
 def _fingerprint(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool) -> str:
@@ -210,6 +201,7 @@ def _fingerprint(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bool
         "files": files,
         "block": plan.block,
         "allow_nonfinite": allow_nonfinite,
+        "kinds": [[type(layer).__name__ for layer in layers_of(c)] for c in plan.inputs.checkpoints],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
