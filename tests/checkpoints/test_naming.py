@@ -38,6 +38,7 @@ TEXT: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-6,
 }
 
 
@@ -107,7 +108,7 @@ def test_curvature_follows_the_rename_unless_it_has_the_new_names(names: str, pr
     model = write_model(tmp_path / "tuned", prefixed(tuned, "model."))
     prefix = "model." if names == "of the model" else "model.tower."
     for value, place, begin in ((curvature, "of-tuned", prefix), (prior, "of-base", "model.tower.")):
-        named = gm.Curvature(prefixed(dict(value.sums), begin), value.examples, "empirical", "test")
+        named = gm.Curvature({begin + name: value[name] for name in BASE}, value.examples, "empirical", "test")
         named.save(tmp_path / place, precision=precision)
     entry = {"model": str(model), "curvature": str(tmp_path / "of-tuned"), "rename": {"model.": "model.tower."}}
     source = {"model": str(base), "curvature": str(tmp_path / "of-base")}
@@ -232,6 +233,7 @@ def test_a_tower_and_a_language_model_of_another_function_or_vocabulary_are_refu
 
 def test_an_older_config_without_a_part_for_text_is_compared_with_a_language_models() -> None:
     text = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 1e6}
+    text["rms_norm_eps"] = 1e-6
     flat = {"model_type": "qwen2_vl", **text, "vision_config": {"depth": 1}}
     flat["rope_scaling"] = {"type": "mrope", "mrope_section": [1, 1, 2]}
     alone = {"model_type": "qwen2", **text}
