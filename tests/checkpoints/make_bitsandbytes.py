@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import bitsandbytes
-import bitsandbytes.functional as bnb
+import bitsandbytes  # type: ignore[import-not-found]
+import bitsandbytes.functional as bnb  # type: ignore[import-not-found]
 import torch
 from safetensors.torch import save_file
 

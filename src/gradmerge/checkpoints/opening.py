@@ -159,24 +159,34 @@ def _pipeline(folder: Path) -> list[str]:
 
 def _modules(folder: Path) -> list[str]:
     """The folders of a sentence-transformers model's modules, "" being the model's own; empty for any other model."""
+    # Normalisation may have no files, and repositories keep no empty folders.
+    places = [
+        place for place, kind in modules_of(folder) if not kind.endswith(".Normalize") or (folder / place).is_dir()
+    ]
+    broken = f"{folder / 'modules.json'}: not a list of modules as sentence-transformers writes it"
+    for place in places:
+        if place and not (folder / place).is_dir():
+            raise InputError(f"{broken}: it names {place[:80]!r}, which is no folder in {folder}")
+        if place:
+            require_within(folder / place, folder)
+    return list(dict.fromkeys(places))
+
+
+def modules_of(folder: Path) -> list[tuple[str, str]]:
+    """(folder, class) of every module of a sentence-transformers model; empty for any other model."""
     path = folder / "modules.json"
     if not path.is_file():
         return []
     broken = f"{path}: not a list of modules as sentence-transformers writes it"
     try:
-        entries = json.loads(read_bounded(path, MAX_CONFIG))
-        # Normalisation has no files, and repositories keep no empty folders.
-        places = [
-            e["path"] for e in entries if not str(e["type"]).endswith(".Normalize") or (folder / e["path"]).is_dir()
-        ]
+        require_within(path, folder)
+        modules = [(entry["path"], str(entry["type"])) for entry in json.loads(read_bounded(path, MAX_CONFIG))]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{broken}. Save the model again.") from error
-    for place in places:
-        if not isinstance(place, str) or (place and not (is_plain_name(place) and (folder / place).is_dir())):
+    for place, _ in modules:
+        if not isinstance(place, str) or (place and not is_plain_name(place)):
             raise InputError(f"{broken}: it names {str(place)[:80]!r}, which is no folder in {folder}")
-        if place:
-            require_within(folder / place, folder)
-    return list(dict.fromkeys(places))
+    return modules
 
 
 def _weights_of_modules(folder: Path, modules: Sequence[str], allow_pickle: bool) -> list[PositionalFile]:

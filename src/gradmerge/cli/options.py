@@ -57,14 +57,18 @@ class LoadingOptions:
     """The options of `gradmerge.Loading`, with the same defaults."""
 
     task: Annotated[
-        str, typer.Option(metavar="T", help="classify, causal-lm, seq2seq, image, or auto: what the model is made for.")
+        str,
+        typer.Option(
+            metavar="T", help="classify, causal-lm, seq2seq, image, embedding, or auto: what the model is made for."
+        ),
     ] = "auto"
     columns: Annotated[
         str | None,
         typer.Option(
             metavar="KEY=COLUMN,...",
             help="Which column is what, where names are not the usual ones. Keys: text, text2, label, labels, prompt, "
-            "completion, messages, source, target, image. Several columns are joined by +.",
+            "completion, messages, source, target, image, anchor, positive, negative, score. Several columns are "
+            "joined by +.",
         ),
     ] = None
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Read at most N examples.")] = None

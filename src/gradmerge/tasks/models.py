@@ -19,8 +19,9 @@ from ..storage.tensorfile import close_files, open_files
 from ..text import count, first_line, listed, nearest
 from .adapters import base_of, classes_of, with_adapter
 from .folders import check_small_files, check_weights, folder_of, offline
+from .sentence_model import EmbeddingModel, read_setup
 
-TASKS = ("classify", "causal-lm", "seq2seq", "image")
+TASKS = ("classify", "causal-lm", "seq2seq", "image", "embedding")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 _AUTO_CLASSES = {
@@ -29,6 +30,8 @@ _AUTO_CLASSES = {
     "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
     "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
 }
+#: What embeds texts has no head: its class follows from the folder's modules.json.
+_BARE = ("AutoModel", "AutoModelForTextEncoding")
 _ADAPTER_TASKS = {"SEQ_CLS": "classify", "CAUSAL_LM": "causal-lm", "SEQ_2_SEQ_LM": "seq2seq"}
 
 #: A model may have this many parameters for a new head, and this many times what its files hold, where one stored
@@ -76,7 +79,12 @@ def load_model(
     folder = folder_of(reference)
     check_small_files(folder)
     adapter = read_adapter_config(folder) if is_adapter(folder) else None
-    base_folder = folder if adapter is None else base_of(reference, folder, adapter)
+    setup = None
+    if task == "embedding" or (task == "auto" and adapter is None and (folder / "modules.json").is_file()):
+        if adapter is not None:
+            raise InputError(f"{reference}: task embedding takes no adapter; merge it into its base with PEFT first")
+        task, setup = "embedding", read_setup(reference, folder)
+    base_folder = setup.transformer if setup else folder if adapter is None else base_of(reference, folder, adapter)
     check_small_files(base_folder)
     config = _config_of(reference, folder, base_folder, adapter)
     task = task_of(reference, config, task, adapter)
@@ -88,8 +96,12 @@ def load_model(
         model = _loaded(reference, base_folder, config, task, dtype, attn, info)
         if adapter is not None:
             model = with_adapter(reference, model, folder, info, adapter_apart)
+    if setup is not None:  # the pooler of BERT and its kin is not used
+        info.missing_keys = [key for key in info.missing_keys if not key.startswith("pooler.")]
     if whole:
         _refuse_random_weights(reference, model, info)
+    if setup is not None:
+        model = EmbeddingModel(model, setup, next(model.parameters()).dtype)
     if place.type == "cpu" and dtype == "auto" and any(p.dtype == torch.float16 for p in model.parameters()):
         model = model.float()
         info.notes.append("the model is stored as float16 and computes in float32 here, as CPUs are slow in float16")
@@ -139,6 +151,8 @@ def model_with(model: Any, state: Mapping[str, Tensor], name: str | None = None)
 
     transformers renames some weights between files and memory, so it is the one to load them. ``name`` is for errors.
     """
+    if isinstance(model, EmbeddingModel):
+        return model.with_state(lambda inner, part: model_with(inner, part, name), state)
     with quiet_transformers():
         made, info = type(model).from_pretrained(
             None,
@@ -185,7 +199,8 @@ def _loaded(
 ) -> nn.Module:
     import transformers
 
-    kind = getattr(transformers, _AUTO_CLASSES[task][0])
+    name = _AUTO_CLASSES[task][0] if task != "embedding" else _BARE[bool(getattr(config, "is_encoder_decoder", False))]
+    kind = getattr(transformers, name)
     given = {} if attn is None else {"attn_implementation": attn}
     _refuse_inflated(reference, folder, kind, config)
     try:
