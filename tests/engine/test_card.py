@@ -32,7 +32,7 @@ def test_a_name_is_text_wherever_it_stands(nasty: str) -> None:
             "models": [{"model": nasty, "curvature": nasty}],
         }
     )
-    card = model_card(recipe, nasty, has_config=True)
+    card = model_card(recipe, nasty, library="transformers")
     assert printable(card) == card
     _, front, text = card.split("---\n", 2)
     assert yaml.safe_load(front) == {"library_name": "transformers", "tags": ["merge", "gradmerge"]}
@@ -55,5 +55,5 @@ def test_a_card_names_hub_ids_as_base_models_and_no_paths(tmp_path: Path) -> Non
     (tmp_path / "models" / "b").mkdir(parents=True)
     models = ["org/a@main", "org/a", "models/b", "./c", "/d/e"]
     recipe = make_recipe({"method": "average", "models": models}, folder=tmp_path)
-    front = yaml.safe_load(model_card(recipe, "out", has_config=False).split("---\n")[1])
+    front = yaml.safe_load(model_card(recipe, "out", library=None).split("---\n")[1])
     assert front == {"base_model": ["org/a"], "tags": ["merge", "gradmerge"]}

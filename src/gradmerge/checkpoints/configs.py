@@ -35,7 +35,7 @@ FUNCTION = re.compile(
     |image_size|patch_size|num_channels|tubelet_size|temporal_patch_size|spatial_merge_size|conv_stride
     |vision_feature_.*
     # pooling
-    |classifier_pooling|pool(er|ing)_?(type|mode.*)|use_mean_pooling|summary_type|global_pool
+    |classifier_pooling|pool(er|ing)_?(type|mode)|use_mean_pooling|summary_type|global_pool
     # classes of timm and diffusers
     |architecture|_class_name
     """,
@@ -55,6 +55,15 @@ NO_MODEL = {"quantization_config", "compression_config", "generation_config"}
 #: Marks the config of a language model that is part of a larger one, and keys in which it may differ from one alone.
 TOWER = "_tower"
 OF_TOWERS = {"model_type", "rope_scaling.mrope_section", "rope_scaling.mrope_interleaved"}
+#: The keys of sentence-transformers' older versions for how tokens are pooled, in the order in which several count.
+POOLINGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
 DEPTH = 8
 MOST_LAYERS = 10_000
 MISSING = object()
@@ -73,6 +82,8 @@ def parts(config: Mapping[str, Any], place: str = "", depth: int = 0) -> Iterato
 
 def comparable(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Both configs; of a model for text and images that meets a language model, the part that describes its tower."""
+    if first and other and all(key.endswith("_config") for key in other):  # parts in folders of their own
+        return {key: first.get(key, {}) for key in other}, other
     towers = [_tower(config) for config in (first, other)]
     if (towers[0] is None) == (towers[1] is None) or not first or not other:
         return first, other
@@ -135,8 +146,18 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
         stated = {key: section[key] for key in section if FUNCTION.fullmatch(key) and key not in NOT_THESE}
         _forget_unused_windows(stated, section)
         stated |= _rope(section)
+        if modes := poolings(section):
+            stated = {key: value for key, value in stated.items() if key not in POOLINGS} | {
+                "pooling_mode": "+".join(modes)
+            }
         found |= {place + key: _spelt(value) for key, value in stated.items()}
     return found
+
+
+def poolings(section: Mapping[str, Any]) -> tuple[str, ...]:
+    """How a module of sentence-transformers pools tokens, as any of its versions writes it; empty if it does not."""
+    stated = section.get("pooling_mode", [mode for key, mode in POOLINGS.items() if section.get(key) is True])
+    return tuple(map(str, stated)) if isinstance(stated, list | tuple) else (str(stated),)
 
 
 def _spelt(value: Any) -> Any:

@@ -38,6 +38,8 @@ class RenamedCheckpoint(View):
             twice = [name for name, count in counts.items() if count > 1]
             raise InputError(f"{where}: tensors of {inner.label} would have one name:\n{listed(twice)}")
         self.tensors = {name: inner.tensors[stored] for name, stored in self.stored.items()}
+        for part in {new for new in rename.values() if new.endswith("/")}:  # a part of a model that lies in folders
+            self.config = {f"{part.removesuffix('/')}_config": inner.config}
 
     def new_name(self, name: str) -> str:
         """The name here of a tensor, or of what belongs to it, that has another in the files."""

@@ -13,7 +13,7 @@ from ..storage.smallfile import read_json
 from .compare import matches, some
 from .dequantised import DequantisedCheckpoint
 from .model import Checkpoint
-from .opening import stem_of
+from .opening import PIPELINE, stem_of
 from .quantised import without_quantisation
 
 MAX_BYTES = 100_000_000
@@ -105,6 +105,18 @@ def stems(checkpoint: Checkpoint) -> dict[str, str]:
     """Module → what its files of weights are called, "" being the model's own."""
     folder = bottom(checkpoint).folder
     return {module: "model" if folder is None else stem_of(folder / module) for module in ("", *checkpoint.modules)}
+
+
+def library_of(folder: Path) -> str | None:
+    """The library that loads a model's folder, as model cards name it."""
+    if (folder / PIPELINE).is_file() or stem_of(folder) != "model":
+        return "diffusers"
+    if (folder / "modules.json").is_file():
+        return "sentence-transformers"
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else None
+    if config is None:
+        return None
+    return "timm" if "architecture" in config and "model_type" not in config else "transformers"
 
 
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:

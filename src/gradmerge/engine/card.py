@@ -15,14 +15,14 @@ from ..storage.tensorfile import local_path
 from ..text import one_line, printable
 
 
-def model_card(recipe: Recipe, name: str, has_config: bool, used: Mapping[str, Any] | None = None) -> str:
+def model_card(recipe: Recipe, name: str, library: str | None, used: Mapping[str, Any] | None = None) -> str:
     """README.md: what was merged, by which method, with what, and the recipe. The same inputs give the same text."""
     rule = recipe.rule
     every = [m.model for m in (recipe.base, *recipe.models) if m is not None]
     hub_ids = [text for text in every if HUB_ID.fullmatch(text) and not local_path(text, recipe.folder).exists()]
     on_the_hub = dict.fromkeys(text.partition("@")[0] for text in hub_ids)  # without their revisions
     front: dict[str, Any] = {"base_model": list(on_the_hub)} if on_the_hub else {}
-    front |= {"library_name": "transformers"} if has_config else {}
+    front |= {"library_name": library} if library else {}
     front["tags"] = ["merge", "gradmerge"]
     rows = [f"| base | {_row(recipe.base)} |"] if recipe.base else []
     rows += [f"| tuned | {_row(model)} |" for model in recipe.models]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .._version import __version__
-from ..checkpoints.sidecars import copy_sidecars, layers_of, sidecars
+from ..checkpoints.sidecars import copy_sidecars, layers_of, library_of, sidecars
 from ..display import Displayed
 from ..errors import InputError, MachineError
 from ..notes import Note
@@ -171,8 +171,7 @@ def merge_to_folder(
         result.output, result.bytes_written, result.seconds = staging.out, plan.total_written, timings["total"]
         record = merge_record(recipe, plan, fingerprint, sizes, finished.units, timings, resumed)
         (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
-        has_config = (staging.folder / "config.json").is_file()
-        card = model_card(recipe, staging.out.name, has_config, used(recipe, plan))
+        card = model_card(recipe, staging.out.name, library_of(staging.folder), used(recipe, plan))
         (staging.folder / "README.md").write_text(card, "utf-8")
         journal.remove()
     return result

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checkpoints.configs import poolings
 from ..checkpoints.opening import modules_of
 from ..curvature.stored_names import skeleton
 from ..errors import InputError
@@ -20,15 +21,6 @@ from .folders import check_small_files, check_weights
 
 #: cos / temperature is the logit of a candidate, with the temperature of sentence-transformers' ranking losses.
 TEMPERATURE = 0.05
-#: The older keys of a pooling's config, in the order in which several are put together.
-_FLAGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
 POOLINGS = ("mean", "cls", "max", "lasttoken")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 
@@ -63,8 +55,7 @@ def read_setup(reference: str, folder: Path) -> SentenceSetup:
     if kinds[0][0] != "Transformer" or len(kinds) < 2 or kinds[1][0] != "Pooling":
         raise refused(f"needs a Transformer and then Pooling, not {', '.join(kind for kind, _ in kinds[:2])}")
     first, pooling = folder / kinds[0][1], _config(folder / kinds[1][1])
-    stated = pooling.get("pooling_mode", [mode for key, mode in _FLAGS.items() if pooling.get(key)] or "mean")
-    modes = tuple(stated) if isinstance(stated, list) else (stated,)
+    modes = poolings(pooling) or ("mean",)
     if unknown := [str(mode)[:40] for mode in modes if mode not in POOLINGS]:
         raise refused(f"knows the poolings {', '.join(POOLINGS)}, not {unknown[0]}")
     dense: dict[str, Mapping[str, Any]] = {}
