@@ -159,6 +159,25 @@ def warm(folders: Iterable[Path]) -> None:
                     pass
 
 
+def timed(program: str, command: list[str], out: Path) -> tuple[float, int, int, str]:
+    """Run a command that writes a folder anew: seconds, peak of memory in bytes, disk blocks read, what it printed."""
+    shutil.rmtree(out, ignore_errors=True)
+    os.sync()
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        begun = time.perf_counter()
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment)
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - begun
+        process.returncode = os.waitstatus_to_exitcode(status)
+        stdout.seek(0)
+        stderr.seek(0)
+        output, errors = stdout.read().decode(), stderr.read().decode()
+    if process.returncode != 0:
+        raise RunFailed(f"{program} ended with status {process.returncode}: {errors[-2000:].strip()}")
+    return wall, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024), usage.ru_inblock, output
+
+
 class Benchmark:
     """The cases, and what they measured."""
 
@@ -327,27 +346,13 @@ class Benchmark:
     def _measure(self, case: str, program: str, command: list[str], like: Path) -> tuple[Measurement, str]:
         """Run a command that takes the output folder as its last word, and remove what it wrote."""
         out = self.data / "out"
-        shutil.rmtree(out, ignore_errors=True)
-        os.sync()
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
         command = [*command, str(out)]
         try:
-            with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-                begun = time.perf_counter()
-                process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment)
-                _, status, usage = os.wait4(process.pid, 0)
-                wall = time.perf_counter() - begun
-                process.returncode = os.waitstatus_to_exitcode(status)
-                stdout.seek(0)
-                stderr.seek(0)
-                output, errors = stdout.read().decode(), stderr.read().decode()
-            if process.returncode != 0:
-                raise RunFailed(f"{program} ended with status {process.returncode}: {errors[-2000:].strip()}")
+            wall, peak, blocks, output = timed(program, command, out)
             self._check_output(program, out, like)
         finally:
             shutil.rmtree(out, ignore_errors=True)
-        peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        measurement = Measurement(case, program, self._shown(command), wall, peak, usage.ru_inblock * 512)
+        measurement = Measurement(case, program, self._shown(command), wall, peak, blocks * 512)
         self.measurements.append(measurement)
         say(f"{case}: {program}: {wall:.1f} s, {peak / GIB:.2f} GiB")
         return measurement, output

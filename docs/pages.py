@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 import gradmerge
 from gradmerge.cli.app import app
-from gradmerge.recipe import Base, Identity, Model, Output, Recipe
+from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice, SliceModel, TokenizerChoice
 from gradmerge.rules import RULES, Rule
 from gradmerge.tasks import MEANINGS, columns
 
@@ -61,8 +61,12 @@ def recipe_reference() -> str:
         ("The top level", "", Recipe),
         ("`base`", "", Base),
         ("`models[…]`", "", Model),
+        ("`slices[…]`", "", Slice),
+        ("`slices[…].models[…]`", "The keys of a model, and:", SliceModel),
+        ("Values that vary", "", Case),
         ("Curvature", "Wherever a recipe names curvature, this may stand instead of a path.", Identity),
         ("`output`", "", Output),
+        ("`tokenizer`", "", TokenizerChoice),
     ]
     parts = []
     for title, text, model in sections:
@@ -87,6 +91,8 @@ def kind(field: dict[str, Any]) -> str:
         name = field["$ref"].rpartition("/")[2]
         known = {"Identity": "`{identity: c}`", "MeanTimes": "`{mean_times: N}`"}
         return (known | dict.fromkeys(("Base", "Model"), "mapping or path")).get(name, "mapping")
+    if "type" not in field and "anyOf" not in field and "enum" not in field and "const" not in field:
+        return "number or list"
     if "const" in field:
         return f"`{field['const']}`"
     if "enum" in field:
@@ -94,6 +100,8 @@ def kind(field: dict[str, Any]) -> str:
     if "anyOf" in field:
         words = [kind(part) for part in field["anyOf"] if part.get("type") != "null"]
         return " or ".join(dict.fromkeys(words))
+    if "prefixItems" in field:
+        return "two whole numbers"
     if field.get("type") == "array":
         return f"list of {kind(field['items'])}"
     word = {"string": "text", "number": "number", "integer": "size", "boolean": "`true` | `false`", "object": "mapping"}

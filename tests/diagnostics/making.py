@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradmerge.checkpoints.model import Checkpoint
 from gradmerge.engine.inputs import CurvatureInput, Inputs
+from gradmerge.engine.per_layer import LayerSettings, Stretch
 from gradmerge.engine.plan import Plan
 from gradmerge.engine.planning import make_plan
 from gradmerge.recipe import make_recipe
@@ -28,7 +29,7 @@ def memory_plan(
         template=base,
         base=base,
         tuned=tuned,
-        weights=list(weights),
+        settings=LayerSettings.over(base.tensors, Stretch(weights, None, {})),
         prior=CurvatureInput("prior", memory=curvature[0]),
         curvature=[CurvatureInput(f"curvature {i}", memory=c) for i, c in enumerate(curvature[1:])],
         penalty=[None if p is None else CurvatureInput(f"penalty {i}", memory=p) for i, p in enumerate(penalty)],

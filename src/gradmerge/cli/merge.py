@@ -147,6 +147,7 @@ def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOpti
 
 def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, read: int, as_json: bool) -> None:
     from ..engine.penalties import used
+    from ..recipe import in_words, plain
     from ..storage.tensorwriter import split_into_shards
 
     inputs = plan.inputs
@@ -159,7 +160,7 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, read
         sources.append({"source": c.label, "kind": "curvature", "bytes": sum(c.nbytes(j.name) for j in plan.merged)})
     facts: dict[str, Any] = {
         "method": recipe.method,
-        "options": dict(inputs.options),
+        "options": {name: plain(value) for name, value in inputs.options.items()},
         "inputs": sources,
         "merged_tensors": len(plan.merged),
         "copied_tensors": len(plan.jobs) - len(plan.merged),
@@ -177,7 +178,7 @@ def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, read
         return
     say(f"{recipe.method}: {plan.rule.summary}")
     if inputs.options:
-        say("options: " + ", ".join(f"{k}={v}" for k, v in inputs.options.items()))
+        say("options: " + ", ".join(f"{k}={in_words(v)}" for k, v in inputs.options.items()))
     rows = [
         [s["source"], s["kind"], count(s["parameters"]) if "parameters" in s else "", size(s["bytes"])] for s in sources
     ]

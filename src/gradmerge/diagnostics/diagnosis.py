@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from ..engine.layers import open_damping
 from ..engine.plan import Plan
 from ..errors import InputError
 from ..progress import NoProgress, Progress
-from ..recipe import Recipe
+from ..recipe import Recipe, mapped
 from ..rules import RULES
 from ..rules.kronecker_matching import applied, diagonal_of, solve, sound
 from ..tasks import Loading
@@ -160,9 +161,11 @@ def _candidates(recipe: Recipe, plan: Plan, merged: Checkpoint | None) -> tuple[
             f"{recipe.method} works on whole matrices: merge it first, and give the result as --merged DIR"
         )
     else:
-        found.append(Candidate(recipe.method, recipe.method, _weights(recipe, recipe.method), recipe.options))
+        found.append(
+            Candidate(recipe.method, recipe.method, _weights(recipe, recipe.method), recipe.options, recipe.own_options)
+        )
     if recipe.method == "removal":
-        negated = [-weight for weight in recipe.weights]
+        negated = [mapped(weight, operator.neg) for weight in recipe.weights]
         found.append(Candidate("task-arithmetic (negated)", "task-arithmetic", negated))
         return found, notes
     for method in OTHERS:
@@ -232,17 +235,18 @@ def _distance(one: State, other: State) -> float:
 def _solved(plan: Plan, block: Block, residual: Tensor) -> Tensor:
     """H̄⁻¹ r on a block, 0 where H̄ is not positive."""
     inputs, prior = plan.inputs, block.prior
+    weights = inputs.settings.of(block.job.name).weights
     assert prior is not None
     if block.job.layer is not None:
         one, rule = residual.new_ones(()), RULES["gradient-matching"]
-        damping = open_damping(plan, rule, {"curvature": block.curvature, "base": block.base})
+        damping = open_damping(plan, rule, {"curvature": block.curvature, "base": block.base}, block.job.name)
         parts = [(1.0, sound(prior)), (inputs.damping if damping is None else damping, one)]
-        parts += [(weight, sound(h)) for weight, h in zip(inputs.weights, block.curvature, strict=True)]
+        parts += [(weight, sound(h)) for weight, h in zip(weights, block.curvature, strict=True)]
         with contextlib.suppress(ValueError):
             return solve(parts, residual)
         return torch.zeros_like(residual)
     precision = torch.zeros_like(residual).add_(diagonal_of(prior)).add_(inputs.damping)
-    for weight, h in zip(inputs.weights, block.curvature, strict=True):
+    for weight, h in zip(weights, block.curvature, strict=True):
         precision += weight * diagonal_of(h).double()
     return torch.where(precision > 0, residual / precision, torch.zeros_like(residual))
 
@@ -261,7 +265,8 @@ def _residual(
         assert block.prior is not None
         step = block.merged[0].double() - block.base.double()
         pull = torch.zeros_like(step)
-        for task, weight, scale in zip(tasks, inputs.weights, scales, strict=True):
+        weights = inputs.settings.of(block.job.name).weights
+        for task, weight, scale in zip(tasks, weights, scales, strict=True):
             pull += weight * scale * block.part_of(gradients[task])
         residual = applied(block.prior, step) + inputs.damping * step + pull
         away = _solved(plan, block, residual)

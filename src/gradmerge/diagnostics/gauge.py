@@ -104,7 +104,7 @@ def _damping(plan: Plan, block: Block) -> float:
     """δ of H_0; a layer with Kronecker curvature may have one of its own."""
     own = None
     if block.job.layer is not None:
-        own = open_damping(plan, plan.rule, {"curvature": block.curvature, "base": block.base})
+        own = open_damping(plan, plan.rule, {"curvature": block.curvature, "base": block.base}, block.job.name)
     return plan.inputs.damping_of(plan.rule) if own is None else own
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 
 from ..errors import InputError
-from ..recipe import Recipe, make_recipe
+from ..recipe import Recipe, Varying, in_words, make_recipe, plain
 from ..rules import RULES
 from ..text import nearest
 
@@ -96,7 +96,7 @@ class Ranges:
     """Which weights of which tasks are tried; tasks that are not named have the recipe's weight, or share one."""
 
     tasks: tuple[str, ...]
-    recipe_weights: tuple[float, ...]
+    recipe_weights: tuple[Varying, ...]
     shared: Range | None = None
     own: Mapping[str, Range] = field(default_factory=dict)
 
@@ -112,15 +112,15 @@ class Ranges:
             return f"weight of {self.tasks[self._swept[0]]}"
         return "weight, the same for all tasks" if len(self.tasks) > 1 else "weight"
 
-    def position(self, weights: Sequence[float]) -> float | None:
+    def position(self, weights: Sequence[Varying]) -> float | None:
         """Where a setting lies on that axis; None where its weights are a point of more dimensions."""
         swept = self._swept
         free = [i for i, task in enumerate(self.tasks) if task not in self.own]
         if self.shared is None and len(swept) == 1:
-            return weights[swept[0]]
+            return _number(weights[swept[0]])
         places = swept + free if self.shared is not None or not swept else list(range(len(self.tasks)))
         values = {weights[i] for i in places}
-        return values.pop() if len(values) == 1 else None
+        return _number(values.pop()) if len(values) == 1 else None
 
     def dimensions(self) -> list[tuple[list[int], Range]]:
         """What varies on its own: the tasks (by number) that one weight belongs to, and its range."""
@@ -130,7 +130,7 @@ class Ranges:
             found.append((free, self.shared))
         return found
 
-    def weights(self, point: Sequence[float]) -> tuple[float, ...]:
+    def weights(self, point: Sequence[float]) -> tuple[Varying, ...]:
         """One number per dimension as one weight per task."""
         weights = list(self.recipe_weights)
         for (places, _), value in zip(self.dimensions(), point, strict=True):
@@ -138,11 +138,18 @@ class Ranges:
                 weights[place] = value
         return tuple(weights)
 
-    def holds(self, weights: Sequence[float]) -> bool:
+    def holds(self, weights: Sequence[Varying]) -> bool:
         """Whether weights are in the ranges."""
-        point = [weights[places[0]] for places, _ in self.dimensions()]
+        own = [weights[places[0]] for places, _ in self.dimensions()]
+        point = [value for value in own if not isinstance(value, tuple)]
+        if len(point) < len(own):
+            return False
         inside = all(one.nearest(value) == value for value, (_, one) in zip(point, self.dimensions(), strict=True))
         return inside and self.weights(point) == tuple(weights)
+
+
+def _number(weight: Varying) -> float | None:
+    return None if isinstance(weight, tuple) else weight
 
 
 def parse_weights(given: Weights | None, tasks: Sequence[str], recipe: Recipe) -> Ranges:
@@ -174,7 +181,7 @@ class Setting:
     """One merge of a preview."""
 
     method: str
-    weights: tuple[float, ...]
+    weights: tuple[Varying, ...]
     """One per task; empty for a method that takes none."""
     position: float | None = None
     """Where it lies on the axis of the figures."""
@@ -191,8 +198,8 @@ class Setting:
     def weights_in_words(self) -> str:
         """`0.3` where all are the same, or `0.3, 0.5`."""
         if len(set(self.weights)) == 1:
-            return f"{self.weights[0]:g}"
-        return ", ".join(f"{weight:g}" for weight in self.weights)
+            return in_words(self.weights[0])
+        return ", ".join(map(in_words, self.weights))
 
 
 def takes_weights(method: str) -> bool:
@@ -243,14 +250,14 @@ def sample(methods: Sequence[str], ranges: Ranges, count: int, seed: int) -> lis
     return [setting for method in methods for setting in settings_of(method, ranges, points)]
 
 
-def settings_of(method: str, ranges: Ranges, points: Sequence[tuple[float, ...]]) -> list[Setting]:
+def settings_of(method: str, ranges: Ranges, points: Sequence[tuple[Varying, ...]]) -> list[Setting]:
     """Settings of one method at some weights, each once."""
     if not takes_weights(method):
         return [Setting(method, ())]
     return [Setting(method, weights, ranges.position(weights)) for weights in dict.fromkeys(points)]
 
 
-def recipe_with(recipe: Recipe, method: str, weights: Sequence[float]) -> Recipe:
+def recipe_with(recipe: Recipe, method: str, weights: Sequence[Varying]) -> Recipe:
     """The recipe with another method and other weights; keys that only its own method understands are left out."""
     rule = RULES[method]
     raw = recipe.model_dump(mode="json", exclude_unset=True)
@@ -258,9 +265,10 @@ def recipe_with(recipe: Recipe, method: str, weights: Sequence[float]) -> Recipe
     for model, weight in zip(raw["models"], weights or [1.0] * len(raw["models"]), strict=True):
         model.pop("weight", None)
         if takes_weights(method):
-            model["weight"] = weight
+            model["weight"] = plain(weight)
     if method != recipe.method:
-        raw.pop("options", None)
+        for part in (raw, *raw["models"]):
+            part.pop("options", None)
         for key, needed in (("weight", "base_weight"), ("penalty", "penalty"), ("examples", "prior")):
             if raw.get("base") and needed not in rule.inputs:
                 raw["base"].pop(key, None)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ..display import Displayed, View
 from ..engine.plan import Plan
 from ..progress import Progress
-from ..recipe import Recipe
+from ..recipe import Recipe, Varying, leaves
 from .grid import Setting, takes_weights
 from .predict import task_names
 from .scores import Criterion, Ranking, headline, higher_is_better, loss_of, mean_ranks, steady
@@ -95,7 +95,7 @@ class Preview(Displayed):
         """The predicted loss that settings are compared by, as a multiple of the reference's, or of the largest."""
         return _relative(row.score, self.reference.score, (other.score for other in self.rows))
 
-    def weights(self, row: Outcome) -> dict[str, float]:
+    def weights(self, row: Outcome) -> dict[str, Varying]:
         return dict(zip(self.models, row.setting.weights, strict=True)) if row.setting.weights else {}
 
     def best(self, method: str | None = None) -> Outcome | None:
@@ -255,7 +255,7 @@ def _indifferent(found: Preview) -> list[str]:
         losses = [
             [loss_of(metrics) for metrics in row.metrics.values()] if found.measured else list(row.costs.values())
             for row in rows
-            if row.setting.weights[0] > 0
+            if min(leaves(row.setting.weights[0])) > 0
         ]
         pairs = ((a, b) for one in losses for a, b in zip(one, losses[0], strict=True))
         if len(found.models) > 1 and len(losses) > 2 and all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs):

@@ -23,9 +23,10 @@ class Candidates:
         self.left_out: dict[str, str] = {}
 
     def candidate(self, setting: Setting, name: str = "") -> Candidate:
-        own = self.recipe.options if setting.method == self.recipe.method else {}
+        same = setting.method == self.recipe.method
         weights = list(setting.weights) or [1.0] * len(self.recipe.models)
-        return Candidate(name, setting.method, weights, own)
+        options, own = (self.recipe.options, self.recipe.own_options) if same else ({}, [])
+        return Candidate(name, setting.method, weights, options, own)
 
     def possible(self, settings: Sequence[Setting]) -> list[Setting]:
         """Without those that the method refuses, such as an average whose weights sum to 0."""

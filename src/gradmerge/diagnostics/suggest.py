@@ -18,7 +18,7 @@ from torch.quasirandom import SobolEngine
 from ..display import Displayed, View
 from ..errors import InputError
 from ..progress import Progress
-from ..recipe import Recipe
+from ..recipe import Recipe, Varying, in_words
 from .grid import HIGH, LOW, Range, Ranges, Setting, rounded, settings_of, takes_weights
 from .preview import Looker, Outcome, Preview, make_preview, reference_setting, score_by_costs, worst_or_sum
 
@@ -36,7 +36,7 @@ class Suggestion(Displayed):
     """Weights to merge with, and what was looked at to find them."""
 
     method: str
-    weights: dict[str, float]
+    weights: dict[str, Varying]
     """Task → weight; empty for a method that takes none."""
     objective: str
     """What is smallest there: the loss of the `worst` task, or the `sum`."""
@@ -48,7 +48,7 @@ class Suggestion(Displayed):
     """Every setting that was looked at."""
 
     def _line(self) -> list[str]:
-        weights = " ".join(f"{task} {weight:g}" for task, weight in self.weights.items())
+        weights = " ".join(f"{task} {in_words(weight)}" for task, weight in self.weights.items())
         return [self.method, weights or "no weights", "measured" if self.measured else "predicted"]
 
     def _view(self) -> View:
@@ -131,7 +131,7 @@ class _WeightSearch:
         self._lows = torch.tensor([one.low for one in self._dimensions], dtype=torch.float64)
         self._widths = torch.tensor([one.high for one in self._dimensions], dtype=torch.float64) - self._lows
         self._points = SobolEngine(max(1, len(self._free)), scramble=True, seed=seed)
-        self._seen: set[tuple[float, ...]] = set()
+        self._seen: set[tuple[Varying, ...]] = set()
 
     @property
     def expected(self) -> int:
@@ -209,7 +209,7 @@ class _WeightSearch:
                 points.append(weights)
         return settings_of(self.method, self.ranges, points)
 
-    def _weights(self, values: Tensor) -> tuple[float, ...]:
+    def _weights(self, values: Tensor) -> tuple[Varying, ...]:
         pairs = zip(self._dimensions, values.tolist(), strict=True)
         return self.ranges.weights([one.nearest(rounded(value, one.high - one.low)) for one, value in pairs])
 

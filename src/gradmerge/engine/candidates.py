@@ -12,9 +12,10 @@ from torch import Tensor
 from ..checkpoints.model import Buffers, Checkpoint
 from ..errors import InputError
 from ..notes import Note
-from ..recipe import Recipe, check_options
+from ..recipe import Recipe, Varying, check_options
 from ..rules import RULES
 from ..rules.kronecker_matching import LayerHessian
+from ..rules.spec import each
 from .coefficients import coefficient_notes
 from .damping import find_damping
 from .layers import joined, parted, pieces_of, read_layer, solve_layer
@@ -33,8 +34,10 @@ class Candidate:
 
     name: str
     method: str = ""
-    weights: Sequence[float] | None = None
+    weights: Sequence[Varying] | None = None
     options: Mapping[str, Any] | None = None
+    own: Sequence[Mapping[str, Any]] = ()
+    """Options of single models."""
     model: Checkpoint | None = None
 
 
@@ -73,7 +76,7 @@ class Block:
 
 
 Visit = Callable[[Block], None]
-Masks = dict[tuple[int, float], list[Tensor]]
+Masks = dict[tuple[int, tuple[float, ...]], list[Tensor]]
 """Random masks of one block, by seed and density: candidates share them."""
 KnownStatistics = dict[tuple[Any, ...], Statistics]
 """Thresholds and angles, by kind, density and scope: they do not depend on weights, and many candidates share them."""
@@ -122,10 +125,11 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
             f"{rule.name} works on whole matrices and cannot be looked at block by block. Merge it first, and give the "
             "result as --merged."
         )
-    options = check_options(rule, candidate.options or {})
-    weights = plan.inputs.weights if candidate.weights is None else list(candidate.weights)
-    inputs = replace(plan.inputs, weights=weights, options=options)
-    if len(weights) != len(inputs.tuned):
+    options = check_options(rule, candidate.options or {}, candidate.own)
+    settings = plan.inputs.settings.changed(candidate.weights, options)
+    inputs = replace(plan.inputs, settings=settings, options=options)
+    weights = candidate.weights
+    if weights is not None and len(weights) != len(inputs.tuned):
         raise InputError(f"{candidate.name}: {len(weights)} weights for {len(inputs.tuned)} models")
     if rule.only_one_model and len(inputs.tuned) != 1:
         raise InputError(f"{rule.name} takes the base and one model, not {len(inputs.tuned)}")
@@ -146,7 +150,7 @@ def notes_on(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note]:
     """What is said of a merge before it is made: too long a step, or gradient matching that is task arithmetic."""
     if recipe.method not in ("gradient-matching", "removal") or plan.inputs.prior is None:
         return []
-    own = plan_of(plan, Candidate(recipe.method, recipe.method, options=recipe.options))
+    own = plan_of(plan, Candidate(recipe.method, recipe.method, options=recipe.options, own=recipe.own_options))
     return [*trust_notes(own, threads), *coefficient_notes(recipe, own, threads)]
 
 
@@ -166,7 +170,7 @@ class _Runner:
         self._plan = plan_of(plan, candidate)
         wanted = self._plan.needs & {"thresholds", "geometry"}
         options = self._plan.inputs.options
-        key = (*sorted(wanted), options.get("density"), options.get("scope"))
+        key = (*sorted(wanted), repr(options.get("density")), options.get("scope"))
         if key not in measured:
             measured[key] = find_statistics(self._plan, threads)
         self._statistics = measured[key]
@@ -189,14 +193,14 @@ class _Runner:
         if candidate.model is not None:
             block = candidate.model.read(job.name, unit.start, unit.stop, buffers, f"candidate {candidate.name}")
             return block.to(job.compute)
-        plan = self._plan
+        plan, numbers = self._plan, self._plan.inputs.settings.of(job.name)
         own: dict[str, Any] = {**tensors, **self._statistics.of(job.name)}
         if "kept" in plan.needs:
-            seed, density = plan.inputs.options["seed"], plan.inputs.options["density"]
-            if (seed, density) not in masks:
-                masks[seed, density] = [
-                    keep_mask(seed, i, job.name, unit.start, unit.stop, density) for i in range(len(plan.inputs.tuned))
+            seed, shares = numbers.options["seed"], tuple(each(numbers.options["density"], plan.inputs.tuned))
+            if (seed, shares) not in masks:
+                masks[seed, shares] = [
+                    keep_mask(seed, i, job.name, unit.start, unit.stop, share) for i, share in enumerate(shares)
                 ]
-            own["kept"] = masks[seed, density]
-        merged: Tensor = plan.rule(**rule_arguments(plan.rule, plan, own))
+            own["kept"] = masks[seed, shares]
+        merged: Tensor = plan.rule(**rule_arguments(plan.rule, plan, own, numbers))
         return merged if merged.dim() else merged.expand(unit.stop - unit.start)

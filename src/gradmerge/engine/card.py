@@ -10,7 +10,7 @@ import yaml
 
 from .._version import __version__
 from ..checkpoints.opening import HUB_ID
-from ..recipe import NONE, Base, Identity, Model, Recipe
+from ..recipe import NONE, Base, Identity, Model, Recipe, in_words
 from ..storage.tensorfile import local_path
 from ..text import one_line, printable
 
@@ -98,7 +98,7 @@ def _plain(text: str) -> str:
 
 
 def _row(part: Base | Model) -> str:
-    weight, named = "" if part.weight is None else f"{part.weight:g}", part.curvature
+    weight, named = "" if part.weight is None else in_words(part.weight), part.curvature
     curvature = f"{named.identity:g} · I" if isinstance(named, Identity) else _code(named) if named is not None else ""
     return f"{_code(part.model)} | {weight} | {curvature}"
 

@@ -48,8 +48,9 @@ def coefficient_notes(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note
     if plan.rule.name != "gradient-matching":
         return []
     total = sum(job.info.numel for job in plan.merged)
+    every = inputs.settings.every(job.name for job in plan.merged)
     if inputs.penalty:
-        most = FAR * sum(map(abs, inputs.weights))
+        most = FAR * max(sum(map(abs, numbers.weights)) for numbers in every)
         share, looked_at = share_above(plan, threads, most)
         if share >= NOTED_FAR:
             text = (
@@ -67,7 +68,8 @@ def coefficient_notes(recipe: Recipe, plan: Plan, threads: int = 1) -> list[Note
     if not share >= NOTED:
         return []
     part = "all" if looked_at >= total else f"a sample of {count(looked_at)} of {count(total)}"
-    weight = f"weight {inputs.weights[0]:g}" if len(set(inputs.weights)) == 1 else "the same weights"
+    weights = {weight for numbers in every for weight in numbers.weights}
+    weight = f"weight {weights.pop():g}" if len(weights) == 1 else "the same weights"
     taken = "P is what base.penalty says." if given else "P = H_0 takes the models to be tuned under H_0."
     text = (
         f"this is task arithmetic at {weight} on {share:.0%} of what fine-tuning changed: there the coefficients "
@@ -87,12 +89,12 @@ def share_above(plan: Plan, threads: int = 1, above: float = ABOVE) -> tuple[flo
 
     def work(buffers: Buffers, run: tuple[Job, int, int]) -> None:
         job, start, stop = run
-        large, all_ = _changes(plan, converted(read_block(plan, job, start, stop, buffers), Tensor.double), above)
+        large, all_ = _changes(plan, job, converted(read_block(plan, job, start, stop, buffers), Tensor.double), above)
         times = job.info.numel / seen[job.name]
         found[job.name, start] = large * times, all_ * times
 
     def layer(job: Job) -> None:
-        found[job.name, 0] = _changes(plan, diagonal_block(plan, job), above)
+        found[job.name, 0] = _changes(plan, job, diagonal_block(plan, job), above)
 
     every = ((job, *place) for job in plan.entrywise for place in runs.get(job.name, ()))
     run_parallel(every, with_buffers(work), threads)
@@ -103,15 +105,16 @@ def share_above(plan: Plan, threads: int = 1, above: float = ABOVE) -> tuple[flo
     )
 
 
-def _changes(plan: Plan, block: dict[str, Tensor], above: float) -> tuple[float, float]:
+def _changes(plan: Plan, job: Job, block: dict[str, Tensor], above: float) -> tuple[float, float]:
     """Σ |α_t| Δ_t² where the coefficients are above that, and in all."""
-    base, weights = block["base"], plan.inputs.weights
+    base, numbers = block["base"], plan.inputs.settings.of(job.name)
+    weights = numbers.weights
     change = torch.zeros_like(base)
     for model, weight in zip(block["tuned"], weights, strict=True):
         change += (model - base).square_().mul_(abs(weight))
     # A merge of models that all changed by 1 is the sum of the coefficients.
     unit = {"base": torch.zeros_like(base), "tuned": [torch.ones_like(base)] * len(weights)}
-    coefficients = plan.rule(**rule_arguments(plan.rule, plan, block | unit))
+    coefficients = plan.rule(**rule_arguments(plan.rule, plan, block | unit, numbers))
     return float(change[coefficients > above].sum()), float(change.sum())
 
 

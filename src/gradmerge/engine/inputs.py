@@ -18,6 +18,7 @@ from ..errors import InputError
 from ..recipe import MeanTimes, reduction_factor
 from ..rules import Rule
 from ..rules.kronecker_matching import KroneckerFactors
+from .per_layer import LayerSettings
 
 #: Curvature above this is refused: sums over some models, times their weights, must fit float32.
 LARGEST = 1e35
@@ -188,8 +189,8 @@ class Inputs:
     """The base, or the first model where there is none: names, types, copied tensors and small files come from it."""
     base: Checkpoint | None
     tuned: list[Checkpoint]
-    weights: list[float]
-    base_weight: float | None = None
+    settings: LayerSettings
+    """The weights and options, for each tensor."""
     prior: CurvatureInput | None = None
     curvature: list[CurvatureInput] = field(default_factory=list)
     penalty: list[CurvatureInput | None] = field(default_factory=list)
@@ -202,13 +203,9 @@ class Inputs:
     mean_curvature: float | None = None
     """The mean over all entries of Σ F_t, once it is found: δ of a removal where the recipe leaves it open."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """As the recipe gives them, some of which may vary."""
     aliases: dict[Checkpoint, dict[str, str]] = field(default_factory=dict)
     """Per checkpoint: tensor → the one it is tied to there, if only that is stored."""
-
-    @property
-    def all_weights(self) -> list[float]:
-        """The models', and the base's where it has one."""
-        return self.weights if self.base_weight is None else [*self.weights, self.base_weight]
 
     @property
     def checkpoints(self) -> list[Checkpoint]:

@@ -146,27 +146,28 @@ def diagonal_block(plan: Plan, job: Job) -> dict[str, Any]:
 
     tensors = read_layer(plan, job, {})
     block = {name: diagonal(value) for name, value in tensors.items()}
-    if (damping := open_damping(plan, plan.rule, tensors)) is not None:
+    if (damping := open_damping(plan, plan.rule, tensors, job.name)) is not None:
         block["damping"] = damping
     return block
 
 
-def open_damping(plan: Plan, rule: Rule, tensors: Mapping[str, Any]) -> float | None:
+def open_damping(plan: Plan, rule: Rule, tensors: Mapping[str, Any], name: str) -> float | None:
     """δ of a layer where the recipe leaves it open, and the rule goes by the layer; else None.
 
     A base of curvature c · I is damped already: what H_t say is trusted beside it.
     """
     if not plan.inputs.damps_layers or rule.name == "removal":
         return None
-    mean = mean_eigenvalue(plan.inputs.weights, tensors["curvature"], tensors["base"].numel())
+    mean = mean_eigenvalue(plan.inputs.settings.of(name).weights, tensors["curvature"], tensors["base"].numel())
     return OF_MERGES * mean
 
 
 def solve_layer(plan: Plan, rule: Rule, tensors: Mapping[str, Any], name: str) -> Tensor:
     """The rule on the matrices of one layer."""
     assert rule.layers is not None
-    damping = open_damping(plan, rule, tensors)
-    arguments = rule_arguments(rule, plan, tensors if damping is None else {**tensors, "damping": damping})
+    damping = open_damping(plan, rule, tensors, name)
+    numbers = plan.inputs.settings.of(name)
+    arguments = rule_arguments(rule, plan, tensors if damping is None else {**tensors, "damping": damping}, numbers)
     try:
         return rule.layers(**{key: arguments[key] for key in rule.inputs})
     except ValueError as error:

@@ -116,7 +116,8 @@ def _merge(
             watch(tensors["base"], tensors["tuned"])
         if device.type != "cpu":
             tensors = converted(tensors, lambda tensor: tensor.to(device))
-    arguments = rule_arguments(job.rule, plan, tensors)
+    numbers = plan.inputs.settings.of(job.name)
+    arguments = rule_arguments(job.rule, plan, tensors, numbers)
     merged = job.rule(**arguments)
     if job.whole:
         merged = (merged.T if is_transposed(plan, job) else merged).reshape(-1)
@@ -161,7 +162,7 @@ def _check_finite(plan: Plan, job: Job, tensors: dict[str, Any], merged: Tensor,
     assert job.rule is not None
     inputs, base = plan.inputs, tensors.get("base")
     fine = all_finite(stored)
-    if fine and job.rule.base_shows and min(inputs.weights) > 0:
+    if fine and job.rule.base_shows and min(inputs.settings.of(job.name).weights) > 0:
         return
     for checkpoint, tensor in ((inputs.base, base), *zip(inputs.tuned, tensors["tuned"], strict=True)):
         if checkpoint is not None and tensor is not None and not all_finite(tensor):

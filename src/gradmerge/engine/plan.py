@@ -16,6 +16,7 @@ from ..rules.kronecker_matching import KroneckerFactors
 from ..storage.tensorfile import TensorInfo
 from ..text import natural
 from .inputs import Inputs
+from .per_layer import Numbers
 
 #: Elements that go through a rule at once. Smaller blocks stay in a core's own cache, but threads then spend their time
 #: waiting for one another at the interpreter's lock; larger ones take more memory.
@@ -159,7 +160,8 @@ class Plan:
 
     def memory(self, threads: int) -> int:
         """Bytes of memory that the merge needs at most, about: the interpreter, and each thread's blocks."""
-        wide = self.rule.wide(self.inputs.all_weights, self.inputs.options)
+        every = self.inputs.settings.every(job.name for job in self.merged)
+        wide = any(self.rule.wide(numbers.all_weights, numbers.options) for numbers in every)
         width = 8 if wide or any(job.compute == torch.float64 for job in self.jobs) else 4
         tensors = 1 + len(self.inputs.tuned) + len(self.inputs.curvatures)
         blocks = threads * self.block * width * (2 * tensors + len(self.inputs.tuned) + 6)
@@ -177,23 +179,23 @@ class Plan:
         return job.info.numel * 8 * (tensors + 24) + 6 * sum(factors) + 12 * max(factors)
 
 
-def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a rule: tensors from this block, numbers and options from the recipe.
+def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any], numbers: Numbers) -> dict[str, Any]:
+    """The arguments of a rule: tensors from this block, the tensor's numbers and options from the recipe.
 
     Where weights make float32 too narrow for the rule, the tensors are widened.
     """
     inputs = plan.inputs
-    if rule.wide(inputs.all_weights, inputs.options):
+    if rule.wide(numbers.all_weights, numbers.options):
         tensors = converted(tensors, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
-    numbers = {"weights": inputs.weights, "base_weight": inputs.base_weight}
+    given: dict[str, Any] = {"weights": numbers.weights, "base_weight": numbers.base_weight}
     if "damping" in rule.inputs:
-        numbers["damping"] = tensors["damping"] if "damping" in tensors else inputs.damping_of(rule)
+        given["damping"] = tensors["damping"] if "damping" in tensors else inputs.damping_of(rule)
     read = plan.needs if rule is plan.rule else frozenset(rule.inputs)
     arguments = {
-        name: numbers[name] if name in numbers else tensors.get(name) if name in read else None for name in rule.inputs
+        name: given[name] if name in given else tensors.get(name) if name in read else None for name in rule.inputs
     }
     own = {option.name for option in rule.options}
-    return arguments | {name: value for name, value in inputs.options.items() if name in own}
+    return arguments | {name: value for name, value in numbers.options.items() if name in own}
 
 
 def converted(inputs: Mapping[str, Any], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:

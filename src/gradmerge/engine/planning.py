@@ -26,6 +26,7 @@ from ..text import listed
 from .inputs import USUAL_DAMPING, CurvatureInput, Inputs
 from .layers import find_layers, held_by_factors
 from .penalties import follow_rename, incomplete, mismatched, recorded_penalty
+from .per_layer import LayerSettings, Stretch, smallest, varies
 from .plan import Job, Layer, Plan, rule_arguments
 
 _STORED = {word: code for code, word in FLOATS.items()}
@@ -96,15 +97,16 @@ def open_inputs(
 
 def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) -> Inputs:
     """The models of a recipe with its numbers, still without curvature."""
+    options = recipe.resolved_options
+    stretch = Stretch(recipe.weights, recipe.base.weight if recipe.base else None, options)
     return Inputs(
         template=base or tuned[0],
         base=base,
         tuned=tuned,
-        weights=recipe.weights,
-        base_weight=recipe.base.weight if recipe.base else None,
+        settings=LayerSettings.over((base or tuned[0]).tensors, stretch),
         damping=USUAL_DAMPING if recipe.damping == "auto" else recipe.damping,
         damping_is_open=recipe.damping == "auto",
-        options=recipe.resolved_options,
+        options=options,
     )
 
 
@@ -150,7 +152,7 @@ def make_plan(
     _tie(diagonals, template, comparison.merged)
     gram_names, gram_problems = _gram_names(inputs, comparison.merged)
     layers, layer_problems = find_layers(inputs, rule, comparison.merged, looking=reads is not None)
-    problems = [*comparison.problems, *layer_problems]
+    problems = [*comparison.problems, *layer_problems, *_problems_of_scope(inputs)]
     for source in diagonals:
         # What a recorded penalty does not name was not held by it.
         recorded = source in inputs.penalty and recipe.base is not None and recipe.base.penalty is None
@@ -183,14 +185,23 @@ def make_plan(
     plan.note(note for checkpoint in inputs.checkpoints for note in checkpoint.notes)
     plan.note(incomplete(inputs))
     plan.note(mismatched(recipe, inputs))
+    plan.note(inputs.settings.notes([job.name for job in plan.merged]))
     plan.note(_method_notes(recipe, looking=reads is not None))
     if reads is None:
         rehearse(plan)
     return plan
 
 
+def _problems_of_scope(inputs: Inputs) -> list[str]:
+    """One threshold for the whole model knows no layers."""
+    density, scope = (inputs.options.get(name) for name in ("density", "scope"))
+    if scope != "model" or not varies(density):
+        return []
+    return ["options.density: differs between tensors, which `scope: tensor` allows; `scope: model` cuts all alike"]
+
+
 def _method_notes(recipe: Recipe, looking: bool) -> Iterator[Note]:
-    if recipe.method == "gradient-matching" and min(recipe.weights) < 0:
+    if recipe.method == "gradient-matching" and smallest(recipe.weights) < 0:
         yield Note(
             "a weight is negative: where H̄ = H_0 + Σ α_t H_t is not positive the merged loss has no minimum, and 0 is "
             "written as its curvature. To take a task out of the base, use removal."
@@ -209,12 +220,12 @@ def _method_notes(recipe: Recipe, looking: bool) -> Iterator[Note]:
 def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
     """The inputs that a merge reads: the rule's, without the base if it is optional and has no weight."""
     needs = rule.needs(inputs.options)
-    idle = inputs.base is None or ("base_weight" in needs and inputs.base_weight is None)
+    idle = inputs.base is None or ("base_weight" in needs and inputs.settings.of("").base_weight is None)
     return needs - (rule.optional & {"base"}) if idle else needs
 
 
 def _problems_of_layers(recipe: Recipe) -> list[str]:
-    """Settings that single entries know and layers with Kronecker curvature do not."""
+    """LayerSettings that single entries know and layers with Kronecker curvature do not."""
     problems = []
     if recipe.output.curvature:
         problems.append(
@@ -310,9 +321,11 @@ def rehearse(plan: Plan) -> None:
     stand_ins |= dict.fromkeys(("tuned", "curvature", "grams"), [one] * models)
     stand_ins |= {"thresholds": [0.0] * models, "kept": [one > 0] * models, "geometry": Geometry(1.0, 1.0, 1.0)}
     stand_ins["damping"] = plan.inputs.damping
+    every = plan.inputs.settings.every(job.name for job in plan.merged)
     for rule in (plan.rule, plan.rule.otherwise):
-        if rule is not None:
+        for numbers in every if rule is not None else ():
+            assert rule is not None
             try:
-                rule(**rule_arguments(rule, plan, stand_ins))
+                rule(**rule_arguments(rule, plan, stand_ins, numbers))
             except ValueError as error:
                 raise InputError(f"{rule.name}: {error}") from error

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, block_digest
 from ..errors import InputError
+from ..rules.spec import each
 from ..text import one_line
 from .inputs import CurvatureInput, Digests
 from .plan import Job, Plan
@@ -53,8 +54,9 @@ def read_block(
     if "curvature" in plan.needs:
         block["curvature"] = [curvature(source, f"curvature {i}") for i, source in enumerate(inputs.curvature)]
     if "kept" in plan.needs:
-        seed, density = inputs.options["seed"], inputs.options["density"]
-        block["kept"] = [keep_mask(seed, i, job.name, start, stop, density) for i in range(len(tuned))]
+        options = inputs.settings.of(job.name).options
+        shares = enumerate(each(options["density"], tuned))
+        block["kept"] = [keep_mask(options["seed"], i, job.name, start, stop, share) for i, share in shares]
     return block
 
 

@@ -14,7 +14,7 @@ from .._version import __version__
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, Digest, block_digest
 from ..checkpoints.naming import stored_name
-from ..recipe import Recipe
+from ..recipe import Recipe, plain
 from ..storage.tensorfile import TensorInfo
 from .inputs import Inputs, Source
 from .penalties import used
@@ -36,7 +36,8 @@ def merge_record(
         "gradmerge": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "fingerprint": fingerprint,
-        "recipe": recipe.model_dump(mode="json") | {"options": dict(plan.inputs.options)},
+        "recipe": recipe.model_dump(mode="json")
+        | {"options": {name: plain(value) for name, value in plan.inputs.options.items()}},
         **used(recipe, plan),
         "inputs": [_input_record(plan, place, source, digests) for place, source in enumerate(plan.inputs.sources)],
         "output": {

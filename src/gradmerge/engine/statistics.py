@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.model import Buffers
+from ..rules.spec import each
 from ..rules.spherical import Geometry
 from .plan import Job, Plan
 from .reading import read_models
@@ -57,16 +58,17 @@ class ThresholdSearch:
     """
 
     def __init__(self, plan: Plan, jobs: list[Job]) -> None:
-        density, total = plan.inputs.options["density"], sum(job.info.numel for job in jobs)
-        k = max(1, math.floor(density * total))
+        total = sum(job.info.numel for job in jobs)
+        shares = each(plan.inputs.settings.of(jobs[0].name).options["density"], plan.inputs.tuned)
         dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
         guesses: list[Guess | None] = [None] * len(plan.inputs.tuned)
         if total > SAMPLE_FROM and dtype == torch.float32:
-            guesses = [*_guesses(plan, jobs, density)]
+            guesses = [*_guesses(plan, jobs, shares)]
         exact = [guess.value for guess in guesses if guess is not None and guess.exact]
         self.guess = Statistics({"": exact}) if len(exact) == len(guesses) else None
         """The thresholds that will probably be found, if the sample gives one for every model."""
-        self._selections = [Selection(k, dtype, guess) for guess in guesses]
+        kept = [max(1, math.floor(share * total)) for share in shares]
+        self._selections = [Selection(k, dtype, guess) for k, guess in zip(kept, guesses, strict=True)]
         self._counts: list[Any] = [0] * len(guesses)
         self._lock = threading.Lock()
 
@@ -157,7 +159,7 @@ def _thresholds(
 
 
 @one_thread_each()
-def _guesses(plan: Plan, jobs: list[Job], density: float) -> list[Guess]:
+def _guesses(plan: Plan, jobs: list[Job], shares: Sequence[float]) -> list[Guess]:
     """The thresholds of a sample: short runs at even distances over all tensors. Only the speed depends on it."""
     total = sum(job.info.numel for job in jobs)
     distance = max(SAMPLE_RUN, total // SAMPLE_RUNS)
@@ -173,7 +175,7 @@ def _guesses(plan: Plan, jobs: list[Job], density: float) -> list[Guess]:
                 sample.append((model - base).abs().float())
             position += distance
         offset += job.info.numel
-    return [_guess(runs, density) for runs in samples]
+    return [_guess(runs, share) for runs, share in zip(samples, shares, strict=True)]
 
 
 def _guess(runs: list[Tensor], density: float) -> Guess:

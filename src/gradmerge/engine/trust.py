@@ -185,7 +185,7 @@ def _steps(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, dampin
     squares, curvature = moved.square(), sum(wide["curvature"])
     tuning, felt = float(squares.sum()), float((squares * curvature).sum())
     for damping in dampings:
-        arguments = rule_arguments(plan.rule, plan, wide) | {"damping": damping}
+        arguments = rule_arguments(plan.rule, plan, wide, plan.inputs.settings.of(job.name)) | {"damping": damping}
         step = (plan.rule(**arguments) - base).square_()
         yield Step(float(step.sum()), tuning, float((step * curvature).sum()), felt)
 

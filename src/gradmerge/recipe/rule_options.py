@@ -13,7 +13,7 @@ from ..rules import Rule
 from ..rules.spec import Option, OrNone
 from .explaining import explain
 from .values import NONE, Number, RecipePart, number_or
-from .varying import FILTERED, SPREADS
+from .varying import VARYING
 
 
 def check_options(
@@ -55,6 +55,6 @@ def _options_model(name: str, options: tuple[Option, ...]) -> type[BaseModel]:
         kind = Number if option.type is float else option.type
         if option.type == OrNone:
             kind, limits = Annotated[OrNone, number_or(NONE, option.help.ge or 0, option.help.le)], {}
-        varying = SPREADS if option.type is float else FILTERED
+        varying = VARYING if option.type is float else ()
         fields[option.name] = (Annotated[kind, Field(**limits), *varying], Field(default, description=option.help.text))
     return create_model(f"Options of {name}", __base__=RecipePart, **fields)

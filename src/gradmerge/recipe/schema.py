@@ -172,7 +172,12 @@ class Recipe(OneLine, RecipePart):
     @property
     def resolved_options(self) -> dict[str, Any]:
         """The method's options, with defaults filled in."""
-        return check_options(self.rule, self.options, [model.options for model in self.models])
+        return check_options(self.rule, self.options, self.own_options)
+
+    @property
+    def own_options(self) -> list[dict[str, Any]]:
+        """The options that each model has of its own."""
+        return [model.options for model in self.models]
 
     @property
     def weights(self) -> list[Varying]:

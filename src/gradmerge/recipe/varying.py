@@ -37,19 +37,18 @@ Varying = float | tuple[float, ...] | tuple[Case, ...]
 """One number; some, spread over the layers from first to last; or cases, of which the first that fits a name counts."""
 
 
-def varied(value: Any, check: Callable[[Any], Any], spreads: bool = True) -> Any:
-    """A value that may be a list over the layers, if it ``spreads``, or cases; ``check`` takes a single one."""
+def varied(value: Any, check: Callable[[Any], Any]) -> Any:
+    """A value that may be a list over the layers, or cases; ``check`` takes a single one."""
     if not isinstance(value, list | tuple):
         return check(value)
     if value and all(isinstance(item, dict | Case) for item in value):
-        return tuple(_cases(value, check, spreads))
-    if not value or not spreads or any(isinstance(item, dict | Case | list | tuple) for item in value):
-        over = "a list of numbers over the layers, or " if spreads else ""
-        raise ValueError(f"should be one value, {over}cases {CASES}")
+        return tuple(_cases(value, check))
+    if not value or any(isinstance(item, dict | Case | list | tuple) for item in value):
+        raise ValueError(f"should be a number, a list of numbers over the layers, or cases {CASES}")
     return tuple(check(item) for item in value)
 
 
-def _cases(items: Sequence[Any], check: Callable[[Any], Any], spreads: bool) -> Iterator[Case]:
+def _cases(items: Sequence[Any], check: Callable[[Any], Any]) -> Iterator[Case]:
     cases = [item if isinstance(item, Case) else Case.model_validate(item) for item in items]
     if any(case.filter is None for case in cases[:-1]):
         raise ValueError("a case without a filter takes all that is left, so that it is the last")
@@ -58,7 +57,7 @@ def _cases(items: Sequence[Any], check: Callable[[Any], Any], spreads: bool) -> 
     for case in cases:
         if isinstance(case.value, list | tuple) and any(isinstance(item, dict | Case) for item in case.value):
             raise ValueError(f"should be cases {CASES} with plain values, not with cases in them")
-        yield Case(filter=case.filter, value=varied(case.value, check, spreads))
+        yield Case(filter=case.filter, value=varied(case.value, check))
 
 
 def leaves(value: Any) -> list[Any]:
@@ -66,6 +65,14 @@ def leaves(value: Any) -> list[Any]:
     if not isinstance(value, tuple):
         return [value]
     return [leaf for item in value for leaf in leaves(item.value if isinstance(item, Case) else item)]
+
+
+def mapped(value: Any, change: Callable[[float], float]) -> Any:
+    """A value with every single number in it changed."""
+    if not isinstance(value, tuple):
+        return change(value)
+    each = ((item, mapped(item.value if isinstance(item, Case) else item, change)) for item in value)
+    return tuple(Case(filter=item.filter, value=new) if isinstance(item, Case) else new for item, new in each)
 
 
 def value_at(value: Any, name: str, position: float) -> Any:
@@ -89,6 +96,8 @@ def spread_over_layers(value: Any) -> bool:
 
 def in_words(value: Any) -> str:
     """A value as it is shown where there is room for a few words."""
+    if isinstance(value, list):
+        return " | ".join(map(in_words, value))
     if not isinstance(value, tuple):
         return f"{value:g}" if isinstance(value, float) else str(value)
     if isinstance(value[0], Case):
@@ -98,6 +107,8 @@ def in_words(value: Any) -> str:
 
 def plain(value: Any) -> Any:
     """As it is written in a recipe."""
+    if isinstance(value, list):  # one for each model
+        return list(map(plain, value))
     if not isinstance(value, tuple):
         return value
     cases = [item for item in value if isinstance(item, Case)]
@@ -106,19 +117,10 @@ def plain(value: Any) -> Any:
     return [({"filter": c.filter} if c.filter is not None else {}) | {"value": plain(c.value)} for c in cases]
 
 
-def _spread(value: Any, check: Callable[[Any], Any]) -> Any:
-    return varied(value, check)
-
-
-def _filtered(value: Any, check: Callable[[Any], Any]) -> Any:
-    return varied(value, check, spreads=False)
-
-
-#: What makes a type of pydantic one that may vary over layers and by filters, or by filters alone.
-SPREADS = (WrapValidator(_spread), PlainSerializer(plain))
-FILTERED = (WrapValidator(_filtered), PlainSerializer(plain))
+#: What makes a type of pydantic one that may vary over layers and by filters.
+VARYING = (WrapValidator(varied), PlainSerializer(plain))
 
 if TYPE_CHECKING:
     Weight = Varying
 else:
-    Weight = Annotated[WeightNumber, *SPREADS]
+    Weight = Annotated[WeightNumber, *VARYING]

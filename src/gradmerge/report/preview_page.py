@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..diagnostics.predict import BASE
 from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.suggest import Suggestion
+from ..recipe import Varying, in_words
 from .charts import Chart, HeatMap, LineChart, ScatterChart, Series
 from .numbers import finite, number
 from .page import Page, Section, Table, Value
@@ -98,8 +99,8 @@ def _weights(found: Preview, row: Outcome) -> str:
     return _by_task(found.weights(row)) if len(set(row.setting.weights)) != 1 else row.setting.weights_in_words
 
 
-def _by_task(weights: dict[str, float]) -> str:
-    return ", ".join(f"{task} {weight:g}" for task, weight in weights.items())
+def _by_task(weights: Mapping[str, Varying]) -> str:
+    return ", ".join(f"{task} {in_words(weight)}" for task, weight in weights.items())
 
 
 def _reference(found: Preview) -> str:

@@ -1,0 +1,201 @@
+"""The same recipes by mergekit and by gradmerge: equal tensors out, and how long each took.
+
+    python -m benchmarks.same_work --data bench-data --mergekit .venv-mergekit/bin/mergekit-yaml
+
+Every recipe is a file of mergekit's that gradmerge runs unchanged. A case counts only if the results agree: every entry
+within two units of bfloat16, but for those on a threshold, which may fall either way (at most one in 10,000). Random
+methods draw other entries: there the share of entries that moved, and how far, has to agree within one in a hundred.
+mergekit runs at its faster setting (`--out-shard-size 500M`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from .merge import BEST_FLAGS, GIB, RunFailed, apart, make_small, mergekit_versions, say, timed, warm
+
+#: Recipes, each with whether it is random and how many times as fast as mergekit the project wants it to be.
+CASES: dict[str, tuple[dict[str, Any], bool, float | None]] = {
+    "linear": ({"weight": 0.5}, False, 4.0),
+    "task_arithmetic": ({"weight": 0.7}, False, None),
+    "slerp": ({"t": 0.4}, False, 4.0),
+    "nuslerp": ({"weight": 0.5}, False, None),
+    "multislerp": ({"weight": 0.5}, False, None),
+    "karcher": ({}, False, None),
+    "ties": ({"weight": 1.0, "density": 0.5}, False, 20.0),
+    "dare_linear": ({"weight": 0.5, "density": 0.5}, True, None),
+    "dare_ties": ({"weight": 0.5, "density": 0.5}, True, None),
+    "della": ({"weight": 0.5, "density": 0.5, "epsilon": 0.1}, True, None),
+    "della_linear": ({"weight": 0.5, "density": 0.5, "epsilon": 0.1}, True, None),
+    "breadcrumbs": ({"weight": 0.7, "density": 0.9, "gamma": 0.01}, False, 4.0),
+    "breadcrumbs_ties": ({"weight": 0.7, "density": 0.9, "gamma": 0.01}, False, None),
+    "model_stock": ({}, False, 4.0),
+    "nearswap": ({"t": 0.001}, False, None),
+    "arcee_fusion": ({}, False, None),
+    "sce": ({"select_topk": 0.5}, False, None),
+    "passthrough": ({}, False, None),
+}
+WITHOUT_BASE = {"linear", "nuslerp", "multislerp", "karcher"}
+ONE_MODEL = {"slerp", "nearswap", "arcee_fusion"}
+OF_MODELS = {"weight", "density", "gamma", "epsilon"}
+RSS = 0.5
+
+
+def recipe(method: str, folder: Path, layers: int) -> dict[str, Any]:
+    parameters = CASES[method][0]
+    own = {name: value for name, value in parameters.items() if name in OF_MODELS}
+    found: dict[str, Any] = {"merge_method": method, "dtype": "bfloat16"}
+    if method == "passthrough":
+        half = layers // 2
+        ranges = [("tuned-1", [0, half + 1]), ("tuned-2", [half - 1, layers])]
+        return found | {"slices": [{"sources": [{"model": str(folder / m), "layer_range": r}]} for m, r in ranges]}
+    tuned = ["tuned-1"] if method in ONE_MODEL else ["tuned-1", "tuned-2"]
+    found["models"] = [{"model": str(folder / name), **({"parameters": own} if own else {})} for name in tuned]
+    if method not in WITHOUT_BASE:
+        found["base_model"] = str(folder / "base")
+    shared = {name: value for name, value in parameters.items() if name not in OF_MODELS}
+    return found | ({"parameters": shared} if shared else {})
+
+
+def agreement(ours: Path, theirs: Path, base: Path, random: bool) -> float:
+    """The share of entries that agree; for random methods, 1 minus the relative difference of what moved."""
+    agree = total = 0
+    moved = [[0.0, 0.0], [0.0, 0.0]]
+    for name, one, other, start in _tensors(ours, theirs, base):
+        if one.shape != other.shape:
+            raise RunFailed(f"{name}: {list(one.shape)} from gradmerge, {list(other.shape)} from mergekit")
+        total += one.numel()
+        if random:
+            for sums, values in zip(moved, (one, other), strict=True):
+                change = (values.double() - start.double()).abs()
+                sums[0] += float((change > 0).sum())
+                sums[1] += float(change.sum())
+        else:
+            one, other = one.float(), other.float()
+            # bfloat16 has 8 significant bits.
+            unit = one.abs().maximum(other.abs()) * 2.0**-8
+            agree += int(((one - other).abs() <= 2 * unit + 1e-12).sum())
+    if random:
+        return 1 - max(abs(a - b) / max(a, b, 1e-30) for a, b in zip(*moved, strict=True))
+    return agree / total
+
+
+def _tensors(*folders: Path) -> Iterator[tuple[Any, ...]]:
+    from safetensors import safe_open
+
+    places: list[dict[str, Path]] = []
+    for folder in folders:
+        found = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                found |= dict.fromkeys(file.keys(), path)
+        places.append(found)
+    if places[0].keys() != places[1].keys():
+        raise RunFailed(f"other tensors: {sorted(places[0].keys() ^ places[1].keys())[:5]}")
+    for name in places[0]:
+        values = []
+        for place in places:
+            if name in place:
+                with safe_open(place[name], "pt") as file:
+                    values.append(file.get_tensor(name))
+            else:
+                values.append(None)
+        yield name, *values
+
+
+def compared(ours: Path, theirs: Path, base: Path, random: bool, out: Path) -> None:
+    out.write_text(json.dumps(agreement(ours, theirs, base, random)))
+
+
+def measure(method: str, folder: Path, data: Path, mergekit: Path, layers: int, repeats: int) -> dict[str, Any]:
+    """Both programs in turn on one recipe."""
+    _, random, bar = CASES[method]
+    file = data / f"{method}.yml"
+    file.write_text(json.dumps(recipe(method, folder, layers), indent=2))  # JSON is YAML
+    ours, theirs = data / "ours", data / "theirs"
+    warm(folder / name for name in ("base", "tuned-1", "tuned-2"))
+    runs: dict[str, list[tuple[float, int]]] = {"gradmerge": [], "mergekit": []}
+    for _ in range(repeats):
+        command = [sys.executable, "-m", "gradmerge", "merge", str(file), "--quiet", "-o", str(ours)]
+        runs["gradmerge"].append(timed("gradmerge", command, ours)[:2])
+        command = [str(mergekit), *BEST_FLAGS, "--no-copy-tokenizer", "--quiet", str(file), str(theirs)]
+        runs["mergekit"].append(timed("mergekit", command, theirs)[:2])
+    apart(compared, ours, theirs, folder / "base", random, data / "agreement.json")
+    agree = json.loads((data / "agreement.json").read_text())
+    wall = {program: statistics.median(seconds for seconds, _ in each) for program, each in runs.items()}
+    peak = {program: max(peak for _, peak in each) / GIB for program, each in runs.items()}
+    row = {
+        "method": method,
+        "runs": repeats,
+        "seconds": {program: [seconds for seconds, _ in each] for program, each in runs.items()},
+        "wall_s": wall,
+        "peak_rss_gib": peak,
+        "times_as_fast": wall["mergekit"] / wall["gradmerge"],
+        "bar": bar,
+        "random": random,
+        "agreement": agree,
+        "equal": agree >= (0.99 if random else 0.9999),
+    }
+    say(
+        f"{method}: {wall['gradmerge']:.2f} s against {wall['mergekit']:.2f} s, {row['times_as_fast']:.1f} times, "
+        f"{peak['gradmerge']:.2f} GiB against {peak['mergekit']:.2f}, agreement {agree:.6f}"
+    )
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The same recipes by mergekit and by gradmerge.")
+    parser.add_argument("--data", type=Path, required=True, help="folder for models and outputs")
+    parser.add_argument("--mergekit", type=Path, required=True, help="mergekit-yaml of an environment of its own")
+    parser.add_argument("--json", type=Path, help="where to write the measurements (default: DATA/same_work.json)")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model; 4 are 0.31 B parameters, 22 1.1 B")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each program")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"comma-separated, of {', '.join(CASES)}")
+    options = parser.parse_args()
+    cases = options.cases.split(",")
+    if unknown := [case for case in cases if case not in CASES]:
+        parser.error(f"unknown case {unknown[0]!r}")
+    data = options.data.absolute()
+    folder = data / f"llama-{options.layers}-layers"
+    folder.mkdir(parents=True, exist_ok=True)
+    apart(make_small, folder, options.layers)
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for case in cases:
+        try:
+            rows.append(measure(case, folder, data, options.mergekit.absolute(), options.layers, options.repeats))
+        except (RunFailed, OSError) as error:
+            failures.append(f"{case}: {error}")
+            say(f"FAILED: {failures[-1]}")
+    failures += [f"{row['method']}: the results differ" for row in rows if not row["equal"]]
+    report = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cores": os.cpu_count(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            "gradmerge": version("gradmerge"),
+            "mergekit": mergekit_versions(options.mergekit),
+        },
+        "layers": options.layers,
+        "memory_bar_gib": RSS,
+        "rows": rows,
+        "failures": failures,
+    }
+    path = options.json or data / "same_work.json"
+    path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

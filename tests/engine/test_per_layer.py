@@ -1,0 +1,155 @@
+"""Weights and options that differ between layers, by name and between models: against a loop over the tensors."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradmerge as gm
+from gradmerge.recipe import make_recipe
+from tests.making import cli as run, near, read_model, write_model, write_recipe
+from tests.rules import slow
+
+NAMES = [
+    "embed.weight",
+    *(f"model.layers.{i}.{part}.weight" for i in range(4) for part in ("attn", "mlp")),
+    "norm.weight",
+]
+SPREAD = [0.1, 0.5, 0.3]
+
+
+def states(count: int = 2) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    base = {name: torch.randn(5, 3, dtype=torch.float64, generator=generator) for name in NAMES}
+    return [base, *(near(base, seed) for seed in range(1, count + 1))]
+
+
+def spread(values: list[float], name: str) -> float:
+    """The value of a list at a layer, by drawing the line through its points."""
+    layer = int(name.split(".")[2]) if ".layers." in name else 0
+    points = [(3 * place / (len(values) - 1), value) for place, value in enumerate(values)]
+    for (left, low), (right, high) in itertools.pairwise(points):
+        if left <= layer <= right:
+            return low + (high - low) * (layer - left) / (right - left)
+    raise AssertionError
+
+
+def merged(states: list[dict[str, Tensor]], method: str, weights: list[Any], **settings: Any) -> dict[str, Tensor]:
+    return gm.merge_state_dicts(states[0], states[1:], method, weights=weights, **settings)
+
+
+def test_a_list_of_weights_is_spread_over_the_layers_and_the_rest_takes_its_first_value() -> None:
+    base, one, two = models = states()
+    result = merged(models, "task-arithmetic", [SPREAD, 0.7])
+    for name in NAMES:
+        want = base[name] + spread(SPREAD, name) * (one[name] - base[name]) + 0.7 * (two[name] - base[name])
+        torch.testing.assert_close(result[name], want, rtol=1e-14, atol=1e-14)
+
+
+def test_the_first_filter_that_fits_decides_and_its_value_may_be_a_list() -> None:
+    base, one = models = states(1)
+    cases = [{"filter": "attn", "value": [0.0, 1.0]}, {"filter": "*.mlp.*", "value": 0.3}, {"value": 2.0}]
+    result = merged(models, "task-arithmetic", [cases])
+    for name in NAMES:
+        weight = spread([0.0, 1.0], name) if "attn" in name else 0.3 if "mlp" in name else 2.0
+        torch.testing.assert_close(result[name], base[name] + weight * (one[name] - base[name]), rtol=1e-14, atol=1e-14)
+
+
+def test_an_option_may_be_spread_over_the_layers() -> None:
+    base, one = models = states(1)
+    result = merged(models, "slerp", [1.0], options={"t": SPREAD})
+    for name in NAMES:
+        alone = merged([{name: base[name]}, {name: one[name]}], "slerp", [1.0], options={"t": spread(SPREAD, name)})
+        torch.testing.assert_close(result[name], alone[name], rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("scope", ["tensor", "model"])
+def test_models_may_have_densities_of_their_own(tmp_path: Path, scope: str) -> None:
+    models = states()
+    folders = [write_model(tmp_path / str(i), state) for i, state in enumerate(models)]
+    own = [{"model": str(folders[1]), "options": {"density": 0.2}}, str(folders[2])]
+    recipe = {"method": "ties", "base": str(folders[0]), "models": own, "options": {"density": 0.6, "scope": scope}}
+    gm.merge(recipe, tmp_path / "out", progress=False)
+    result = read_model(tmp_path / "out")
+    groups = [NAMES] if scope == "model" else [[name] for name in NAMES]
+    for group in groups:
+        flat = [torch.cat([state[name].reshape(-1) for name in group]).tolist() for state in models]
+        trimmed = []
+        for model, density in zip(flat[1:], (0.2, 0.6), strict=True):
+            delta = [a - b for a, b in zip(model, flat[0], strict=True)]
+            limit = slow.threshold(delta, density)
+            trimmed.append([d if abs(d) >= limit else 0.0 for d in delta])
+        want = [b + d for b, d in zip(flat[0], slow.elect_and_average(trimmed, [1.0, 1.0]), strict=True)]
+        got = torch.cat([result[name].reshape(-1) for name in group])
+        torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_a_density_over_the_layers_takes_thresholds_of_single_tensors(tmp_path: Path) -> None:
+    models = states(1)
+    result = merged(models, "ties", [1.0], options={"density": [0.25, 0.95], "scope": "tensor"})
+    for name in NAMES:
+        own = {"density": spread([0.25, 0.95], name), "scope": "tensor"}
+        alone = merged([{name: state[name]} for state in models], "ties", [1.0], options=own)
+        torch.testing.assert_close(result[name], alone[name], rtol=0, atol=0)
+    with pytest.raises(gm.InputError, match="scope: tensor"):
+        merged(models, "ties", [1.0], options={"density": [0.25, 0.95]})
+
+
+def test_dare_keeps_each_models_share_and_divides_by_it() -> None:
+    zeros = {"w": torch.zeros(20_000, dtype=torch.float64)}
+    ones = {"w": torch.ones(20_000, dtype=torch.float64)}
+    recipe = make_recipe({"method": "dare", "base": "b", "models": [{"model": "a", "options": {"density": 0.25}}]})
+    assert recipe.resolved_options["density"] == [0.25]
+    result = merged([zeros, ones], "dare", [1.0], options={"density": [{"filter": "w", "value": 0.25}, {"value": 1.0}]})
+    assert set(result["w"].tolist()) == {0.0, 4.0}
+    assert abs(float((result["w"] > 0).double().mean()) - 0.25) < 0.02
+
+
+def test_values_that_vary_are_in_the_record_the_card_and_the_notes(tmp_path: Path) -> None:
+    models = [write_model(tmp_path / str(i), state) for i, state in enumerate(states(1))]
+    cases = [{"filter": "nowhere", "value": [0.0, 1.0]}, {"value": 2.0}]
+    recipe = {
+        "method": "task-arithmetic",
+        "base": str(models[0]),
+        "models": [{"model": str(models[1]), "weight": cases}],
+    }
+    done = gm.merge(recipe, tmp_path / "out", progress=False)
+    assert any("'nowhere' fits no tensor" in note for note in done.notes)
+    assert any("outside the layers" in note and "embed.weight" in note for note in done.notes)
+    again = gm.merge(recipe, tmp_path / "out", resume=True, progress=False)
+    assert again.already_done
+    written = (tmp_path / "out" / "README.md").read_text()
+    assert "nowhere: (0, 1) over the layers; else: 2" in written
+    shown = run("merge", write_recipe(tmp_path / "r.yml", recipe), "--dry-run", "--json")
+    assert shown.returncode == 0, shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("weight", "says"),
+    [
+        ([], "a list of numbers over the layers"),
+        ([0.1, [0.2]], "a list of numbers over the layers"),
+        ([0.1, {"value": 1.0}], "a list of numbers over the layers"),
+        ([{"filter": "a", "value": 1.0}], "the last case should have no filter"),
+        ([{"value": 1.0}, {"value": 2.0}], "so that it is the last"),
+        ([{"filter": "a", "value": [{"value": 1.0}]}, {"value": 1.0}], "not with cases in them"),
+        ([{"filtre": "a", "value": 1.0}, {"value": 1.0}], "filtre"),
+        ([0.1, "x"], "valid number"),
+        ([0.1, float("inf")], "a weight is a finite number"),
+    ],
+)
+def test_bad_values_are_named(weight: Any, says: str) -> None:
+    with pytest.raises(gm.InputError, match=says) as found:
+        make_recipe({"method": "task-arithmetic", "base": "b", "models": [{"model": "a", "weight": weight}]})
+    assert "models[0].weight" in str(found.value)
+
+
+def test_options_of_models_that_cannot_differ_are_refused() -> None:
+    for options, says in (({"scope": "tensor"}, "does not differ between models"), ({"densty": 1}, "did you mean")):
+        with pytest.raises(gm.InputError, match=says):
+            make_recipe({"method": "ties", "base": "b", "models": [{"model": "a", "options": options}]})
