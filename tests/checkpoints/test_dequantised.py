@@ -19,6 +19,7 @@ from gradmerge.checkpoints.dequantised import dequantised
 from gradmerge.cli.app import app
 from gradmerge.errors import InputError
 from tests.making import near, random_state, read_model, write_model
+from tests.tasks.making import sentences, tiny_llama_checkpoint, write_jsonl
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 BODY = random_state(0, {"model.embed_tokens.weight": (20, 8), "model.norm.weight": (8,)}, torch.bfloat16)
@@ -114,7 +115,7 @@ def test_quantised_models_merge_to_a_plain_one(tmp_path: Path) -> None:
         "model_type": "test",
         "torch_dtype": "bfloat16",
     }
-    assert any("1 tensors are dequantised (fp8), and count as bfloat16" in note for note in result.notes)
+    assert any("1 tensor is dequantised (fp8), and count as bfloat16" in note for note in result.notes)
     plain = write_model(tmp_path / "plain", near(BODY, 5) | {Q: torch.randn(7, 10).bfloat16()})
     recipe["base"] = str(plain)  # and the other way round, plain numbers as the base
     gm.merge(recipe, tmp_path / "second", dequantize=True)
@@ -221,3 +222,23 @@ def test_plain_models_and_float8_without_scales_are_read_as_they_are() -> None:
     assert dequantised(plain) is plain
     cast = {Q: float8(7, 10)}
     assert whole(dequantised(Checkpoint("m", memory=cast)), Q).equal(cast[Q].float())
+
+
+def test_merges_of_quantised_models_are_evaluated_on_data(tmp_path: Path) -> None:
+    folders = [tiny_llama_checkpoint(tmp_path / name, seed) for seed, name in enumerate(("base", "tuned"))]
+    name = "model.layers.0.mlp.up_proj.weight"
+    for folder in folders:
+        state = load_file(folder / "model.safetensors")
+        codes = (state[name] * 100).to(torch.float8_e4m3fn)
+        stored = state | {name: codes, f"{name}_scale_inv": torch.full((1, 1), 0.01)}
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        stated = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    data = write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in sentences(6)])
+    recipe = {"method": "task-arithmetic", "base": str(folders[0]), "models": [str(folders[1])]}
+    found = gm.preview(recipe, data={"tuned": str(data)}, weights="0:1:1", dequantize=True, progress=False)
+    gm.merge(recipe, tmp_path / "out", dequantize=True)
+    want = gm.evaluate(tmp_path / "out", data, progress=False)["loss_per_token"]
+    row = next(row for row in found.rows if row.setting.weights == (1.0,))
+    assert row.values["tuned"] == pytest.approx(want, rel=1e-6)

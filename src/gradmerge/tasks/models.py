@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.lora import is_adapter, read_adapter_config
+from ..checkpoints.model import TORCH_TYPES, Buffers
+from ..checkpoints.opening import open_checkpoint
+from ..checkpoints.quantised import quantisation
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..storage.modelconfig import check_implementation, refuse_hub_code
@@ -201,11 +204,16 @@ def _loaded(
 
     name = _AUTO_CLASSES[task][0] if task != "embedding" else _BARE[bool(getattr(config, "is_encoder_decoder", False))]
     kind = getattr(transformers, name)
-    given = {} if attn is None else {"attn_implementation": attn}
+    given: dict[str, Any] = {} if attn is None else {"attn_implementation": attn}
     _refuse_inflated(reference, folder, kind, config)
+    place: Path | None = folder
+    if (state := _dequantised_state(folder, config, info)) is not None:
+        with torch.device("meta"):
+            kind = type(kind.from_config(config, trust_remote_code=False))  # which takes weights from memory
+        place, given = None, given | {"state_dict": state}
     try:
         model, loading = kind.from_pretrained(
-            folder,
+            place,
             config=config,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             use_safetensors=True,
@@ -229,6 +237,33 @@ def _loaded(
     }
     assert isinstance(model, nn.Module)
     return model
+
+
+def _dequantised_state(folder: Path, config: Any, info: LoadingInfo) -> dict[str, Tensor] | None:
+    """The weights that the codes of a quantised model stand for, where they can be read; None for any other model.
+
+    What computes with them needs gradients, which codes do not have.
+    """
+    stating: list[Any] = [part for part in (config, getattr(config, "text_config", None)) if _states_quantisation(part)]
+    if not stating:
+        return None
+    with open_checkpoint(folder) as stored:
+        found = quantisation(stored)
+    if found is None or not found.readable:
+        return None
+    with open_checkpoint(folder, dequantize=True) as plain:
+        state = {
+            name: plain.read(name, 0, one.numel, Buffers()).to(TORCH_TYPES[one.dtype]).reshape(one.shape).clone()
+            for name, one in plain.tensors.items()
+        }
+        info.notes += plain.notes
+    for part in stating:
+        del part.quantization_config
+    return state
+
+
+def _states_quantisation(config: Any) -> bool:
+    return getattr(config, "quantization_config", None) is not None
 
 
 def _refuse_inflated(reference: str, folder: Path, kind: Any, config: Any) -> None:
