@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gradmerge as gm
+from gradmerge.checkpoints import open_checkpoint
 from gradmerge.errors import InputError
 from tests.making import assert_close, near, random_state, read_model, write_model
 
@@ -190,3 +191,11 @@ def test_state_dicts_of_training_programs_merge_with_plain_files(wrapper: str, t
     model["rename"] = {"module.": ""}
     gm.merge(recipe, tmp_path / "out", allow_pickle=True)
     assert_close(load_file(tmp_path / "out" / "model.safetensors"), near(base, 1))
+
+
+def test_gguf_is_refused_with_what_to_take_instead(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "q4.gguf").write_bytes(b"GGUF")
+    for place in (tmp_path / "model", tmp_path / "model" / "q4.gguf"):
+        with pytest.raises(InputError, match="Take the safetensors checkpoint that it was made from"):
+            open_checkpoint(place, allow_pickle=True, dequantize=True)

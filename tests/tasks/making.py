@@ -231,7 +231,7 @@ def write_sentence_model(
     folder: Path,
     seed: int = 0,
     *,
-    pooling: str = "mean",
+    pooling: str | list[str] = "mean",
     new: bool = True,
     first: str = "",
     dense: bool = True,

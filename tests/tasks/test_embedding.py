@@ -24,7 +24,7 @@ from tests.tasks.making import sentences, write_jsonl, write_sentence_model
 class Slow:
     """The folder a second time: one text after the other, without padding, in float64. Nothing here is of gradmerge."""
 
-    def __init__(self, folder: Path, pooling: str = "mean", first: str = "") -> None:
+    def __init__(self, folder: Path, pooling: str | list[str] = "mean", first: str = "") -> None:
         self.model = AutoModel.from_pretrained(folder / first, dtype=torch.float64).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder / first)
         self.pooling = pooling
@@ -36,7 +36,7 @@ class Slow:
         ids = self.tokenizer(text, truncation=True, max_length=16)["input_ids"]
         hidden = self.model(torch.tensor([ids])).last_hidden_state[0]
         how = {"mean": hidden.mean(0), "cls": hidden[0], "max": hidden.amax(0), "lasttoken": hidden[-1]}
-        vector = how[self.pooling]
+        vector = torch.cat([how[mode] for mode in ([self.pooling] if isinstance(self.pooling, str) else self.pooling)])
         if self.dense:
             vector = torch.tanh(self.dense["linear.weight"] @ vector + self.dense["linear.bias"])
         return vector / vector.norm()
@@ -80,6 +80,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "older layout": {"new": False, "first": "0_Transformer"},
     "cls": {"pooling": "cls", "dense": False},
     "max": {"pooling": "max"},
+    "two": {"pooling": ["cls", "mean"], "dense": False},
     "decoder": {"pooling": "lasttoken", "kind": "llama", "dense": False},
 }
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from abc import ABC, abstractmethod
@@ -135,24 +136,45 @@ class ScaledCodes(Decoder):
     block: tuple[int, ...]
 
     def read(self, inner: Checkpoint, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
-        values = inner.read(self.codes, start, stop, buffers, slot).float()
-        if self.scales is None:
-            return values
-        if self.scales.numel() == 1:
-            return values.mul_(self.scales.reshape(()))
-        return values.mul_(self.scales.reshape(-1)[self._places(start, stop)])
+        codes = inner.read(self.codes, start, stop, buffers, slot)
+        if self.scales is None or self.scales.numel() == 1:
+            values = _wide(codes)
+            return values if self.scales is None else values.mul_(self.scales.reshape(()))
+        columns = self.shape[-1]
+        first, last = start // columns, -(-stop // columns)
+        rows = torch.zeros((last - first) * columns)
+        inside = slice(start - first * columns, stop - first * columns)
+        rows[inside] = _wide(codes)
+        scales = self.scales.reshape(-1, self.scales.shape[-1])[self._scale_rows(first, last)]
+        step = self.block[-1]
+        if columns % step == 0:
+            rows.view(last - first, -1, step).mul_(scales.unsqueeze(-1))
+        else:
+            rows.view(last - first, columns).mul_(scales.repeat_interleave(step, 1)[:, :columns])
+        return rows[inside]
 
-    def _places(self, start: int, stop: int) -> Tensor:
-        """The scale of each entry, by its place in the flattened scales."""
+    def _scale_rows(self, first: int, last: int) -> Tensor:
+        """Which row of the scales counts for each row of the codes, both without their last axis."""
         assert self.scales is not None
-        rest, places, stride = torch.arange(start, stop), torch.zeros(stop - start, dtype=torch.long), 1
-        for axis in reversed(range(len(self.shape))):
-            if self.block[axis] < self.shape[axis]:
-                along = rest.remainder(self.shape[axis]) if axis else rest
-                places += along.div_(self.block[axis], rounding_mode="floor").mul_(stride)
-            rest = rest.div(self.shape[axis], rounding_mode="floor")
+        rest, places, stride = torch.arange(first, last), torch.zeros(last - first, dtype=torch.long), 1
+        for axis in reversed(range(len(self.shape) - 1)):
+            size = self.shape[axis]
+            places += rest.remainder(size).div_(self.block[axis], rounding_mode="floor").mul_(stride)
+            rest = rest.div(size, rounding_mode="floor")
             stride *= self.scales.shape[axis]
         return places
+
+
+def _wide(codes: Tensor) -> Tensor:
+    """Codes in float32: of float8 by a table, since converting them takes six times as long."""
+    if codes.element_size() != 1 or not codes.is_floating_point():
+        return codes.float()
+    return _table(codes.dtype).index_select(0, codes.view(torch.uint8).int())
+
+
+@functools.cache
+def _table(dtype: torch.dtype) -> Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
 def _float8(inner: Checkpoint, name: str, info: TensorInfo) -> ScaledCodes:
@@ -248,10 +270,10 @@ class TableCodes(Decoder):
         stored = inner.read(self.codes, first // size, -(-last // size), buffers, slot).view(torch.uint8)
         stored = stored[first % size : first % size + last - first]
         pairs = torch.stack((stored >> 4, stored & 15), -1).reshape(-1)  # the first of two is in the upper half
-        values = self.table[pairs[start % 2 : start % 2 + stop - start].int()]
+        values = self.table.index_select(0, pairs[start % 2 : start % 2 + stop - start].int())
         low = start // self.block
         largest = self._largest(inner, low, (stop - 1) // self.block + 1, buffers, slot)
-        return values.mul_(largest[torch.arange(start, stop).div_(self.block, rounding_mode="floor").sub_(low)])
+        return values.mul_(largest.repeat_interleave(self.block)[start - low * self.block :][: stop - start])
 
     def _largest(self, inner: Checkpoint, low: int, high: int, buffers: Buffers, slot: str) -> Tensor:
         stored = inner.read(self.absmax, low, high, buffers, f"{slot} absmax")

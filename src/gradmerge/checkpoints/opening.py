@@ -29,6 +29,10 @@ HUB_FILES = (
 #: The list of a diffusers pipeline's parts.
 PIPELINE = "model_index.json"
 DIFFUSERS = "diffusion_pytorch_model"
+OF_GGUF = (
+    "GGUF holds quantised weights under names of its own, and cannot be merged. Take the safetensors checkpoint that "
+    "it was made from, or load it with transformers (from_pretrained with gguf_file) and save it with save_pretrained."
+)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
@@ -90,6 +94,8 @@ def _open_file(label: str, path: Path, allow_pickle: bool) -> Checkpoint:
     if path.suffix in SUFFIXES:
         _require_pickle_allowed(path, allow_pickle)
         return Checkpoint(label, files=[PickleFile(path)])
+    if path.suffix == ".gguf":
+        raise InputError(f"{path}: {OF_GGUF}")
     raise InputError(
         f"{path}: a checkpoint file ends in .safetensors (or, with --allow-pickle, {', '.join(sorted(SUFFIXES))})"
     )
@@ -294,6 +300,8 @@ def _weight_files(folder: Path, stem: str, allow_pickle: bool, opened: ExitStack
 
 def _no_weights(folder: Path, stem: str) -> str:
     message = f"{folder}: no {stem}.safetensors, and no {stem}.safetensors.index.json, in this folder"
+    if any(folder.glob("*.gguf")):
+        return f"{message}, but a .gguf. {OF_GGUF}"
     others = sorted(p.name for p in folder.glob("*.safetensors"))
     if others:
         message += f". To merge one of these, give its path:\n{listed(others)}"
