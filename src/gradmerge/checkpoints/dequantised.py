@@ -131,22 +131,27 @@ class ScaledCodes(Decoder):
     codes: str
     shape: tuple[int, ...]
     hidden: tuple[str, ...]
-    scales: Tensor | None
-    """None: the codes are the numbers."""
     block: tuple[int, ...]
+    scale: str | None = None
+    """None: the codes are the numbers."""
+    factor: float = 1.0
+    """What the scales are multiplied by."""
 
     def read(self, inner: Checkpoint, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
         codes = inner.read(self.codes, start, stop, buffers, slot)
-        if self.scales is None or self.scales.numel() == 1:
-            values = _wide(codes)
-            return values if self.scales is None else values.mul_(self.scales.reshape(()))
-        columns = self.shape[-1]
+        if self.scale is None:
+            return _wide(codes)
+        columns = self.shape[-1] if self.shape else 1
         first, last = start // columns, -(-stop // columns)
         rows = torch.zeros((last - first) * columns)
         inside = slice(start - first * columns, stop - first * columns)
         rows[inside] = _wide(codes)
-        scales = self.scales.reshape(-1, self.scales.shape[-1])[self._scale_rows(first, last)]
-        step = self.block[-1]
+        step = self.block[-1] if self.shape else 1
+        across = -(-columns // step)
+        places = self._scale_rows(first, last)
+        low, high = int(places.min()), int(places.max()) + 1
+        scales = inner.read(self.scale, low * across, high * across, buffers, f"{slot} scales").float() * self.factor
+        scales = scales.reshape(-1, across)[places - low]
         if columns % step == 0:
             rows.view(last - first, -1, step).mul_(scales.unsqueeze(-1))
         else:
@@ -155,13 +160,11 @@ class ScaledCodes(Decoder):
 
     def _scale_rows(self, first: int, last: int) -> Tensor:
         """Which row of the scales counts for each row of the codes, both without their last axis."""
-        assert self.scales is not None
         rest, places, stride = torch.arange(first, last), torch.zeros(last - first, dtype=torch.long), 1
-        for axis in reversed(range(len(self.shape) - 1)):
-            size = self.shape[axis]
-            places += rest.remainder(size).div_(self.block[axis], rounding_mode="floor").mul_(stride)
+        for size, step in zip(reversed(self.shape[:-1]), reversed(self.block[:-1]), strict=True):
+            places += rest.remainder(size).div_(step, rounding_mode="floor").mul_(stride)
             rest = rest.div(size, rounding_mode="floor")
-            stride *= self.scales.shape[axis]
+            stride *= -(-size // step)
         return places
 
 
@@ -186,7 +189,7 @@ def _float8(inner: Checkpoint, name: str, info: TensorInfo) -> ScaledCodes:
         if near or quantisation(inner) is not None:
             what = f"and the scales beside it, {near[0]}, are of no known form" if near else "without scales"
             raise InputError(f"{inner.label}: {name} holds float8 codes, {what}; it cannot be dequantised")
-        return ScaledCodes(name, info.shape, (), None, info.shape)
+        return ScaledCodes(name, info.shape, (), info.shape)
     shape = inner.tensors[scale].shape
     block = _block(info.shape, shape, _stated_block(inner.config))
     if block is None:
@@ -195,9 +198,7 @@ def _float8(inner: Checkpoint, name: str, info: TensorInfo) -> ScaledCodes:
             "dequantised. If they are for blocks, the config's quantization_config has to say how large these are "
             "(weight_block_size)."
         )
-    values = _whole(inner, scale).float()
-    axes = [math.ceil(size / step) for size, step in zip(info.shape, block, strict=True)]
-    return ScaledCodes(name, info.shape, (scale,), values.reshape(axes), block)
+    return ScaledCodes(name, info.shape, (scale,), block, scale)
 
 
 def _stated_block(config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -245,10 +246,9 @@ def _int8(inner: Checkpoint, name: str, rows: str) -> ScaledCodes:
     hidden = [rows, *([layout] if layout in inner.tensors else [])]
     if layout in inner.tensors and bool(_whole(inner, layout).any()):
         raise InputError(f"{inner.label}: {name} is stored in the order of a GPU's tiles, not by rows. Save it again.")
-    if inner.tensors[rows].numel != shape[0]:
+    if not shape or inner.tensors[rows].numel != shape[0]:
         raise InputError(f"{inner.label}: {rows} does not have a number for each row of {name} {list(shape)}")
-    scales = _whole(inner, rows).float().reshape(shape[0], *[1] * (len(shape) - 1)) / 127
-    return ScaledCodes(name, shape, tuple(hidden), scales, (1, *shape[1:]))
+    return ScaledCodes(name, shape, tuple(hidden), (1, *shape[1:]), rows, 1 / 127)
 
 
 @dataclass(frozen=True)
