@@ -194,6 +194,13 @@ def usual_columns() -> str:
         ("", "`target`", names(columns.TARGET)),
         ("`image`", "`image`", names(columns.IMAGE)),
         ("", "`label`", "`label`, `labels`, `fine_label`; or else as for `classify`"),
+        (
+            "`embedding`",
+            "`anchor`, `positive`",
+            ", ".join(f"`{a}` + `{b}`" for a, b in columns.ANCHORS) + "; or a pair",
+        ),
+        ("", "`negative`", "every column called `negative`, `negative_1`, `negative_2`, …"),
+        ("", "`score`", names(columns.SCORE) + ", if there is no negative"),
     ]
     return table(("task", "key", "names that are recognised, the first that is there"), rows)
 

@@ -116,6 +116,18 @@ def test_models_with_other_modules_are_refused(tmp_path: Path) -> None:
             gm.merge({"method": "average", "base": str(first), "models": [str(second)]}, tmp_path / "out")
 
 
+def test_models_that_pool_in_another_way_are_refused_in_whatever_layout_they_say_so(tmp_path: Path) -> None:
+    models = write_three(tmp_path)
+    flags = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    for model, config in zip(models, (flags, {"pooling_mode": "mean"}, {"pooling_mode": ["mean"]}), strict=True):
+        (model / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    recipe = {"method": "average", "base": str(models[0]), "models": [str(m) for m in models[1:]]}
+    assert not any("pooling" in note for note in gm.merge(recipe, tmp_path / "out").notes)
+    (models[1] / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
+    with pytest.raises(gm.InputError, match=r"1_Pooling_config\.pooling_mode: 'mean' in .*base, 'cls' in .*a"):
+        gm.merge(recipe, tmp_path / "refused")
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -9,15 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
+    AutoModel,
     BertConfig,
     BertForSequenceClassification,
+    BertModel,
     BertTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -209,4 +213,71 @@ def _saved(folder: Path, model: Any, tokenizer: Any) -> Path:
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    return folder
+
+
+#: Where sentence-transformers' classes lie, up to version 4 and since.
+OLD = {"Transformer": "models", "Pooling": "models", "Dense": "models", "Normalize": "models"}
+NEW = {
+    "Transformer": "base.modules.transformer",
+    "Pooling": "sentence_transformer.modules.pooling",
+    "Dense": "base.modules.dense",
+    "Normalize": "base.modules.normalize",
+}
+SHAPE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def write_sentence_model(
+    folder: Path,
+    seed: int = 0,
+    *,
+    pooling: str | list[str] = "mean",
+    new: bool = True,
+    first: str = "",
+    dense: bool = True,
+    kind: str = "bert",
+    like: Path | None = None,
+) -> Path:
+    """As sentence-transformers saves it, in the layout of its versions up to 4 or of later ones."""
+    place = folder / first
+    place.mkdir(parents=True)
+    torch.manual_seed(seed if like is None else 0)
+    model: Any
+    if kind == "bert":
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+        model = BertModel(BertConfig(vocab_size=len(words), max_position_embeddings=40, **SHAPE))
+        (place / "vocab.txt").write_text("".join(f"{word}\n" for word in words))
+        BertTokenizer(str(place / "vocab.txt"), model_max_length=40).save_pretrained(place)
+    else:
+        model = LlamaModel(LlamaConfig(vocab_size=VOCABULARY, **SHAPE))
+        word_tokenizer(bos=True).save_pretrained(place)
+    randomise(model.parameters(), 100, 0.2)
+    if like is not None:
+        model = AutoModel.from_pretrained(like / first)
+        randomise(model.parameters(), seed, 0.05)
+    model.save_pretrained(place)
+    modules = [(first, "Transformer"), ("1_Pooling", "Pooling")] + ([("2_Dense", "Dense")] if dense else [])
+    modules += [(f"{len(modules)}_Normalize", "Normalize")]
+    types = NEW if new else OLD
+    entries = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{types[kind]}.{kind}"}
+        for i, (path, kind) in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(entries))
+    (folder / "1_Pooling").mkdir()
+    flags = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens", "lasttoken": "lasttoken"}
+    stated: dict[str, Any] = {"embedding_dimension": 16, "pooling_mode": pooling}
+    if not new:
+        stated = {f"pooling_mode_{flag}": mode == pooling for mode, flag in flags.items()}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(stated))
+    (folder / "config_sentence_transformers.json").write_text('{"similarity_fn_name": "cosine"}')
+    (place / "sentence_bert_config.json").write_text('{"max_seq_length": 16, "do_lower_case": false}')
+    if dense:
+        (folder / "2_Dense").mkdir()
+        activation = "torch.nn.modules.activation.Tanh"
+        config = {"in_features": 16, "out_features": 6, "bias": True, "activation_function": activation}
+        (folder / "2_Dense" / "config.json").write_text(json.dumps(config))
+        generator = torch.Generator().manual_seed(seed)
+        state = {"linear.weight": torch.randn(6, 16, generator=generator), "linear.bias": torch.randn(6)}
+        save_file(state, folder / "2_Dense" / "model.safetensors")
     return folder

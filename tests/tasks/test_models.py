@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
     GPT2Config,
@@ -37,6 +37,7 @@ from tests.tasks.making import (
     tiny_vit_checkpoint,
     word_tokenizer,
     write_jsonl,
+    write_sentence_model,
 )
 
 MAKERS: dict[str, Callable[..., Path]] = {
@@ -44,6 +45,7 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "causal-lm": tiny_gpt2_checkpoint,
     "seq2seq": tiny_t5_checkpoint,
     "image": tiny_vit_checkpoint,
+    "embedding": write_sentence_model,
 }
 
 
@@ -335,3 +337,20 @@ def test_a_config_that_makes_far_more_weights_than_the_files_hold_is_refused_bef
     (folder / "config.json").write_text(json.dumps(config | {"num_channels": 10**9}))  # a terabyte of them
     with pytest.raises(InputError, match=r"makes a model of 256 B parameters, and its files hold"):
         load_model(str(folder), device="cpu")
+
+
+def test_a_quantised_model_is_run_with_the_numbers_that_its_codes_stand_for(tmp_path: Path) -> None:
+    folder = tiny_llama_checkpoint(tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    codes, scales = (state[name] * 100).to(torch.float8_e4m3fn), torch.full((1, 1), 0.01)
+    save_file(state | {name: codes, f"{name}_scale_inv": scales}, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    stated = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated, "dtype": "float32"}))
+    model, info = load_model(str(folder), device="cpu")
+    got = dict(model.named_parameters())[name]
+    torch.testing.assert_close(got.detach(), codes.float() * 0.01)
+    assert any("1 tensor is dequantised (fp8)" in note for note in info.notes)
+    again = model_with(model, {n: v.float() for n, v in state.items()})
+    torch.testing.assert_close(dict(again.named_parameters())[name].detach(), state[name].float())

@@ -36,6 +36,7 @@ def diagnose(
     threads: int | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
+    dequantize: bool = False,
     force: bool = False,
     progress: bool | Progress = True,
     command: str = "",
@@ -49,7 +50,7 @@ def diagnose(
         merged: A model that was merged already, to look at instead of what the recipe would give.
         target: A model that was trained on everything, for the true mismatch; it needs ``data``.
         data: Task (the name of its model's folder, or `base`) → data, on which the merges are then also evaluated.
-        threads, allow_pickle, allow_config, force, progress: As of :func:`gradmerge.merge`.
+        threads, allow_pickle, allow_config, dequantize, force, progress: As of :func:`gradmerge.merge`.
         command: What the report says to repeat it with.
         loading: How models and data are loaded: the keywords of :class:`gradmerge.Loading`.
 
@@ -60,11 +61,12 @@ def diagnose(
     """
     options = complete(loading, diagnose)
     recipe = recipe_of_models(recipe, "diagnose")
+    allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     merged, target = (None if model is None else str(model) for model in (merged, target))
     with (
         report_folder(recipe, out, data or {}, force, merged, target, options["tokenizer"]) as staging,
         shown(progress) as told,
-        merged_first(recipe, out, threads, allow_pickle, allow_config) as ready,
+        merged_first(recipe, out, threads, allowed) as ready,
     ):
         found = find_costs(
             ready,
@@ -72,9 +74,8 @@ def diagnose(
             target=target,
             data=data,
             threads=threads or default_threads(),
-            allow_pickle=allow_pickle,
-            allow_config=allow_config,
             progress=told,
+            **allowed,
             **options,
         )
         found.verdict = verdict(found)

@@ -45,12 +45,12 @@ def recipe_of_models(recipe: str | Path | Recipe | Mapping[str, Any], who: str) 
 
 
 @contextlib.contextmanager
-def planned(
-    recipe: str | Path | Recipe | Mapping[str, Any], *, allow_pickle: bool = False, allow_config: Sequence[str] = ()
-) -> Iterator[Plan]:
-    """The plan of a recipe, with its inputs open. Named recipes whose results are not there are only looked at."""
-    recipe = with_stand_ins(as_recipe(recipe))
-    plan = open_plan(recipe, allow_pickle=allow_pickle, allow_config=allow_config)
+def planned(recipe: str | Path | Recipe | Mapping[str, Any], **allowed: Any) -> Iterator[Plan]:
+    """The plan of a recipe, with its inputs open. Named recipes whose results are not there are only looked at.
+
+    ``allowed`` is as of :func:`gradmerge.engine.planning.open_plan`.
+    """
+    plan = open_plan(with_stand_ins(as_recipe(recipe)), **allowed)
     with contextlib.closing(plan.inputs):
         yield plan
 
@@ -66,6 +66,7 @@ def merge(
     resume: bool = False,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
+    dequantize: bool = False,
     allow_nonfinite: bool = False,
     accept_untrusted: bool = False,
     durable: bool = False,
@@ -86,6 +87,7 @@ def merge(
         resume: Go on with a merge that was killed.
         allow_pickle: Also read .bin and .pt checkpoints, of which only the tensors are taken.
         allow_config: Keys in which configs may differ although they make another function of the weights.
+        dequantize: Read quantised models (fp8 with scales, bitsandbytes) as the numbers that their codes stand for.
         allow_nonfinite: Go on when weights are NaN or infinite.
         accept_untrusted: Write a removal although its step is too long to be trusted.
         durable: Have the folder on the disk before it gets its name.
@@ -113,7 +115,7 @@ def merge(
         "accept_untrusted": accept_untrusted,
         "durable": durable,
     }
-    allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config}
+    allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     with shown(progress) as told:
 
         def run(recipe: Recipe, out: Path, force: bool = False) -> MergeResult:
@@ -127,13 +129,12 @@ def merge(
 
 
 def merged_first(
-    recipe: Recipe, out: str | Path | None, threads: int | None, allow_pickle: bool, allow_config: Sequence[str]
+    recipe: Recipe, out: str | Path | None, threads: int | None, allowed: Mapping[str, Any]
 ) -> AbstractContextManager[Recipe]:
     """A recipe whose named recipes have been merged, for those who look at merges and write OUT."""
-    allowed: dict[str, Any] = {"threads": threads, "allow_pickle": allow_pickle, "allow_config": allow_config}
 
     def make(one: Recipe, folder: Path) -> MergeResult:
-        return merge(one, folder, progress=False, **allowed)
+        return merge(one, folder, progress=False, threads=threads, **allowed)
 
     return with_named_merges(recipe, None if out is None else Path(out), make)
 

@@ -42,6 +42,7 @@ def preview(
     threads: int | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
+    dequantize: bool = False,
     force: bool = False,
     progress: bool | Progress = True,
     command: str = "",
@@ -60,7 +61,7 @@ def preview(
             evaluated, and the best has the best average metric.
         samples, seed: Take so many random points of the ranges instead of a grid.
         objective: Without data, the best has the smallest loss of its worst task ("worst") or of all ("sum").
-        threads, allow_pickle, allow_config, force: As of :func:`gradmerge.merge`.
+        threads, allow_pickle, allow_config, dequantize, force: As of :func:`gradmerge.merge`.
         progress: A bar on long work; False for none; or what is told how far it is, in merges.
         command: What the report says to repeat it with.
         loading: How models and data are loaded: the keywords of :class:`gradmerge.Loading`.
@@ -72,6 +73,7 @@ def preview(
     'gradient-matching 0.75'
     """
     options = complete(loading, preview)
+    allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     recipe = recipe_of_models(recipe, "preview")
     tasks = task_names(recipe)
     chosen = check_methods(methods, recipe)
@@ -81,8 +83,8 @@ def preview(
     with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
         with (
             shown(progress, "merges") as told,
-            merged_first(recipe, out, threads, allow_pickle, allow_config) as ready,
-            _looker(ready, chosen, data, options, threads, allow_pickle, allow_config) as looker,
+            merged_first(recipe, out, threads, allowed) as ready,
+            _looker(ready, chosen, data, options, threads, allowed) as looker,
         ):
             found = compare(recipe, looker, settings, ranges.axis, objective=objective, progress=told)
         _tell(staging, found, None, data or {}, command)
@@ -104,6 +106,7 @@ def suggest_weights(
     threads: int | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
+    dequantize: bool = False,
     force: bool = False,
     progress: bool | Progress = True,
     command: str = "",
@@ -121,7 +124,8 @@ def suggest_weights(
         shared: One weight for all tasks, instead of one for each.
         samples, seed: Points of the first round of the search; the same seed gives the same weights.
         weights: Ranges to search, by default 0 to 1.5.
-        threads, allow_pickle, allow_config, force, progress, command, loading: As of :func:`gradmerge.preview`.
+        threads, allow_pickle, allow_config, dequantize, force, progress, command, loading: As of
+            :func:`gradmerge.preview`.
 
     Returns:
         The method, a weight for each task, and every setting that was looked at.
@@ -130,6 +134,7 @@ def suggest_weights(
     {'yelp': 0.62, 'sst2': 0.9}
     """
     options = complete(loading, suggest_weights)
+    allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     recipe = recipe_of_models(recipe, "preview")
     tasks = task_names(recipe)
     chosen = check_methods(methods, recipe)
@@ -138,8 +143,8 @@ def suggest_weights(
     with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
         with (
             shown(progress, "merges") as told,
-            merged_first(recipe, out, threads, allow_pickle, allow_config) as ready,
-            _looker(ready, chosen, data, options, threads, allow_pickle, allow_config) as looker,
+            merged_first(recipe, out, threads, allowed) as ready,
+            _looker(ready, chosen, data, options, threads, allowed) as looker,
         ):
             found = suggest(
                 recipe, looker, chosen, ranges, objective=objective, samples=samples, seed=seed, progress=told
@@ -169,10 +174,8 @@ def _looker(
     data: Mapping[str, str] | None,
     loading: Loading,
     threads: int | None,
-    allow_pickle: bool,
-    allow_config: Sequence[str],
+    allowed: dict[str, Any],
 ) -> Iterator[Looker]:
-    allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config}
     threads = threads or default_threads()
     looker: Looker
     if data:

@@ -18,7 +18,7 @@ from .._version import __version__
 from ..arguments import checked
 from ..checkpoints.model import TORCH_TYPES, Buffers, Checkpoint
 from ..checkpoints.opening import open_checkpoint
-from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..checkpoints.sidecars import copy_sidecars, sidecars, stems
 from ..checkpoints.ties import same_values, tied_to
 from ..curvature.files import CurvatureFile, default_curvature, open_curvature
 from ..engine.inputs import CurvatureInput
@@ -260,7 +260,7 @@ def _write(posterior: _Posterior, n: int, out: Path, force: bool, threads: int) 
         small = sidecars(posterior.model).nbytes
         for sample in range(n):
             folder = staging.folder / str(sample)
-            modules = posterior.model.modules
+            modules = stems(posterior.model)
             writer = TensorWriter(folder, "model", posterior.tensors, SHARD_SIZE, {"format": "pt"}, modules)
             if sample == 0:
                 staging.require_space(n * (writer.nbytes + small) + 1_000_000)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,13 +14,14 @@ from ..notes import Kind, Note
 from ..storage.tensorfile import TensorInfo
 from ..text import listed, nearest
 from .beside import notes_on_files
-from .configs import allows, differences, labels, shown
+from .configs import allows, comparable, differences, labels, shown
 from .kinship import kinship, kinship_note
 from .model import Checkpoint
+from .naming import rename_hint
 from .quantised import quantisation
 from .ties import equal, in_layer, other_ties, same_values, tied_to
 from .token_differences import MATCH, token_difference
-from .token_files import beneath
+from .views import beneath
 from .vocabulary import stored
 
 #: Constants that older versions of transformers saved with the weights and newer ones do not. Those in ``MASKS`` share
@@ -155,8 +155,8 @@ def _compare_one(
     advice = f"{MATCH}, resize one of them, or exclude these tensors."
     differ = token_difference(first, other) if vocabulary else None
     result.refuse([*vocabulary, *(differ.lines if differ else [])], f"{other.label}: {what}", advice)
-    hint = _prefix_hint(first, other) if missing else ""
-    result.refuse(missing, f"{other.label}: {_count(missing)} of {first.label} missing{hint}")
+    hint = rename_hint(first, other, missing) if missing else ""
+    result.refuse(missing, f"{other.label}: {_count(missing)} of {first.label} missing", hint)
     advice = "" if missing else "If they are heads that should stay out of the merge, exclude them."
     result.refuse(extra, f"{other.label}: {_count(extra)} that {first.label} does not have", advice)
     result.refuse(shapes, f"{other.label}: other shapes than {first.label}")
@@ -217,7 +217,7 @@ def _compare_configs(
 ) -> set[str]:
     """Refuse configs that make another function of the same weights; returns the ``allowed`` keys that were needed."""
     try:
-        found, unknown = differences(first.config, other.config)
+        found, unknown = differences(*comparable(first.config, other.config))
         lines = {
             key: f"{key}: {shown(here)} in {first.label}, {shown(there)} in {other.label}"
             for key, (here, there) in found.items()
@@ -291,17 +291,3 @@ def _is_copy_of_tied(name: str, first: Checkpoint, other: Checkpoint, result: Co
         return False
     result.notes.append(f"{other.label}: {name} is a copy of {source}, which {first.label} stores once; left out")
     return True
-
-
-def _prefix_hint(first: Checkpoint, other: Checkpoint) -> str:
-    """Says so when the names differ by a leading part alone, as between a bare model and one with a head."""
-    for longer, shorter in ((first, other), (other, first)):
-        shared: Counter[str] = Counter()
-        for name in longer.tensors:
-            prefix, dot, rest = name.partition(".")
-            if dot and rest in shorter.tensors:
-                shared[prefix + dot] += 1
-        for prefix, count in shared.most_common(1):
-            if count > len(shorter.tensors) // 2:
-                return f" (the names of {longer.label} begin with {prefix!r}; save both from the same model class)"
-    return ""

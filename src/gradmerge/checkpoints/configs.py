@@ -35,7 +35,9 @@ FUNCTION = re.compile(
     |image_size|patch_size|num_channels|tubelet_size|temporal_patch_size|spatial_merge_size|conv_stride
     |vision_feature_.*
     # pooling
-    |classifier_pooling|pool(er|ing)_?(type|mode)|use_mean_pooling|summary_type
+    |classifier_pooling|pool(er|ing)_?(type|mode)|use_mean_pooling|summary_type|global_pool
+    # classes of timm and diffusers
+    |architecture|_class_name
     """,
     re.VERBOSE,
 )
@@ -50,6 +52,18 @@ ACTIVATIONS = {"swish": "silu", "gelu_python": "gelu", "gelu_pytorch_tanh": "gel
 BY_LENGTH = {"dynamic", "yarn", "longrope", "su"}
 #: Parts of a config that describe no model.
 NO_MODEL = {"quantization_config", "compression_config", "generation_config"}
+#: Marks the config of a language model that is part of a larger one, and keys in which it may differ from one alone.
+TOWER = "_tower"
+OF_TOWERS = {"model_type", "rope_scaling.mrope_section", "rope_scaling.mrope_interleaved"}
+#: The keys of sentence-transformers' older versions for how tokens are pooled, in the order in which several count.
+POOLINGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
 DEPTH = 8
 MOST_LAYERS = 10_000
 MISSING = object()
@@ -61,9 +75,32 @@ def parts(config: Mapping[str, Any], place: str = "", depth: int = 0) -> Iterato
     """A config and the configs in it, such as `text_config`, each with the path that leads to it."""
     yield place, config
     for key, value in config.items():
-        inner = key.endswith("_config") or key in ("encoder", "decoder", "question_encoder", "generator")
+        inner = key.endswith("_config") or key in ("encoder", "decoder", "question_encoder", "generator", "model_args")
         if isinstance(value, dict) and inner and key not in NO_MODEL and depth < DEPTH:
             yield from parts(value, f"{place}{key}.", depth + 1)
+
+
+def comparable(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Both configs; of a model for text and images that meets a language model, the part that describes its tower."""
+    if first and other and all(key.endswith("_config") for key in other):  # parts in folders of their own
+        return {key: first.get(key, {}) for key in other}, other
+    towers = [_tower(config) for config in (first, other)]
+    if (towers[0] is None) == (towers[1] is None) or not first or not other:
+        return first, other
+    ours, theirs = (config if tower is None else tower for config, tower in zip((first, other), towers, strict=True))
+    return ours, theirs
+
+
+def _tower(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The config of the language model inside a larger one, or None if this is a language model's own."""
+    if isinstance(config.get("text_config"), dict):
+        return {**config["text_config"], TOWER: True}
+    if any(isinstance(config.get(key), dict) for key in ("vision_config", "audio_config")):  # as older versions wrote
+        full = completed(config) or {}
+        inner = full.get("text_config")
+        plain = {key: value for key, value in config.items() if not isinstance(value, dict) or "rope" in key}
+        return {**(inner if isinstance(inner, dict) else plain), TOWER: True}
+    return None
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
@@ -72,10 +109,14 @@ def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dic
     if not first or not other or ours == theirs:
         return {}, []
     stated = ours.keys() | theirs.keys()
-    known = [completed(first), completed(other)] if first.get("model_type") == other.get("model_type") else [None]
+    as_tower = first.get(TOWER) or other.get(TOWER)
+    alike = as_tower or first.get("model_type") == other.get("model_type")
+    known = [completed(first), completed(other)] if alike else [None]
     if None not in known:
         ours, theirs = (effective(config or {}) for config in known)
     found = _differing(ours, theirs)
+    if as_tower:  # named after the larger model; its positions in time and space are one and the same for text
+        found = {key: pair for key, pair in found.items() if key not in OF_TOWERS}
     certain = {key: pair for key, pair in found.items() if pair[0] is not MISSING and pair[1] is not MISSING}
     certain = {k: pair for k, pair in certain.items() if k in stated or k.rpartition(".")[2] not in FOLLOWS} or certain
     # A key that the model's own class does not have changes nothing.
@@ -105,8 +146,18 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
         stated = {key: section[key] for key in section if FUNCTION.fullmatch(key) and key not in NOT_THESE}
         _forget_unused_windows(stated, section)
         stated |= _rope(section)
+        if modes := poolings(section):
+            stated = {key: value for key, value in stated.items() if key not in POOLINGS} | {
+                "pooling_mode": "+".join(modes)
+            }
         found |= {place + key: _spelt(value) for key, value in stated.items()}
     return found
+
+
+def poolings(section: Mapping[str, Any]) -> tuple[str, ...]:
+    """How a module of sentence-transformers pools tokens, as any of its versions writes it; empty if it does not."""
+    stated = section.get("pooling_mode", [mode for key, mode in POOLINGS.items() if section.get(key) is True])
+    return tuple(map(str, stated)) if isinstance(stated, list | tuple) else (str(stated),)
 
 
 def _spelt(value: Any) -> Any:

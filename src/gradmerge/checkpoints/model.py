@@ -61,7 +61,7 @@ class Checkpoint(OneLine):
         self.config = config or {}
         self.hub_id = hub_id
         self.modules = modules
-        """Folders of sentence-transformers' further modules; names of their tensors begin with FOLDER/."""
+        """Folders of sentence-transformers' further modules, or of diffusers' parts; names there begin with FOLDER/."""
         self.notes: list[str] = []
         self.absent: frozenset[str] = frozenset()
         """Tensors of other models that are merged without this one."""

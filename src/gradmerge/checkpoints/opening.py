@@ -16,14 +16,23 @@ from ..storage.smallfile import MAX_CONFIG, read_bounded, read_json
 from ..storage.tensorfile import PositionalFile, TensorFile, is_plain_name, local_path, open_files, read_index
 from ..text import listed
 from .adapter_config import is_adapter, read_adapter_config
+from .dequantised import dequantised
 from .lora import AdapterCheckpoint
 from .model import Checkpoint
 from .pickles import SUFFIXES, PickleFile
 
 #: What of a Hub repository is fetched: weights that can be merged, and the small files that go with them.
 HUB_FILES = (
-    "model*.safetensors adapter_model*.safetensors [0-9]*_*/model*.safetensors curvature/curvature* penalty/curvature* "
-    "*.json *.txt *.model *.jinja *.tiktoken LICENSE* NOTICE*"
+    "model*.safetensors adapter_model*.safetensors */model.safetensors */model-0*.safetensors "
+    "*diffusion_pytorch_model.safetensors *diffusion_pytorch_model-0*.safetensors "
+    "curvature/curvature* penalty/curvature* *.json *.txt *.model *.jinja *.tiktoken LICENSE* NOTICE*"
+)
+#: The list of a diffusers pipeline's parts.
+PIPELINE = "model_index.json"
+DIFFUSERS = "diffusion_pytorch_model"
+OF_GGUF = (
+    "GGUF holds quantised weights under names of its own, and cannot be merged. Take the safetensors checkpoint that "
+    "it was made from, or load it with transformers (from_pretrained with gguf_file) and save it with save_pretrained."
 )
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
@@ -35,6 +44,7 @@ def open_checkpoint(
     relative_to: Path | None = None,
     adapter_base: Checkpoint | None = None,
     allow_pickle: bool = False,
+    dequantize: bool = False,
 ) -> Checkpoint:
     """Open a model folder, a `.safetensors` file, a Hub id (`org/name@revision`) or a PEFT LoRA adapter folder.
 
@@ -43,6 +53,7 @@ def open_checkpoint(
         relative_to: The folder that relative paths start from.
         adapter_base: What an adapter goes on top of, if not the base that its own config names.
         allow_pickle: Also read .bin and .pt files, of which only the tensors are taken.
+        dequantize: Read codes of fp8 and bitsandbytes as the numbers that they stand for.
 
     Returns:
         A :class:`Checkpoint`: tensors by name, read when they are asked for. Close it, or use it with ``with``.
@@ -53,12 +64,12 @@ def open_checkpoint(
     reference = str(reference)
     path = local_path(reference, relative_to)
     if path.is_dir():
-        return _open_folder(reference, path, adapter_base, allow_pickle)
+        return _open_folder(reference, path, adapter_base, allow_pickle, dequantize)
     if path.is_file():
-        return _open_file(reference, path, allow_pickle)
+        return _plain(_open_file(reference, path, allow_pickle), dequantize)
     if HUB_ID.fullmatch(reference) and not reference.startswith("."):
         folder = fetch_from_hub(reference, allow_pickle=allow_pickle)
-        return _open_folder(reference, folder, adapter_base, allow_pickle, hub_id=reference)
+        return _open_folder(reference, folder, adapter_base, allow_pickle, dequantize, hub_id=reference)
     raise InputError(f"{reference}: no such folder or file ({path.absolute()})")
 
 
@@ -112,6 +123,8 @@ def _open_file(label: str, path: Path, allow_pickle: bool) -> Checkpoint:
     if path.suffix in SUFFIXES:
         _require_pickle_allowed(path, allow_pickle)
         return Checkpoint(label, files=[PickleFile(path)])
+    if path.suffix == ".gguf":
+        raise InputError(f"{path}: {OF_GGUF}")
     raise InputError(
         f"{path}: a checkpoint file ends in .safetensors (or, with --allow-pickle, {', '.join(sorted(SUFFIXES))})"
     )
@@ -126,41 +139,89 @@ def _require_pickle_allowed(path: Path, allow_pickle: bool) -> None:
 
 
 def _open_folder(
-    label: str, folder: Path, adapter_base: Checkpoint | None, allow_pickle: bool, hub_id: str | None = None
+    label: str,
+    folder: Path,
+    adapter_base: Checkpoint | None,
+    allow_pickle: bool,
+    dequantize: bool,
+    hub_id: str | None = None,
 ) -> Checkpoint:
     if is_adapter(folder):
-        return _open_adapter(label, folder, adapter_base, allow_pickle, hub_id)
-    config_path = folder / "config.json"
-    config = {}
-    if config_path.is_file():
-        require_within(config_path, folder)
-        config = read_json(config_path)
-    modules = _modules(folder)
+        return _open_adapter(label, folder, adapter_base, allow_pickle, dequantize, hub_id)
+    modules = _pipeline(folder) or _modules(folder)
+    config = _config(folder)
+    for module in modules:
+        config |= {f"{module}_config": _config(folder / module)} if module else {}
     files = _weights_of_modules(folder, modules or [""], allow_pickle)
     inner = tuple(module for module in modules if module)
-    return Checkpoint(label, files=files, folder=folder, config=config, hub_id=hub_id, modules=inner)
+    opened = Checkpoint(label, files=files, folder=folder, config=config, hub_id=hub_id, modules=inner)
+    return _plain(opened, dequantize)
+
+
+def _plain(checkpoint: Checkpoint, dequantize: bool) -> Checkpoint:
+    try:
+        return dequantised(checkpoint) if dequantize else checkpoint
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    require_within(path, folder)
+    return read_json(path)
+
+
+def _pipeline(folder: Path) -> list[str]:
+    """The folders of a diffusers pipeline's parts, such as unet, vae and scheduler; empty for any other model."""
+    path = folder / PIPELINE
+    if not path.is_file():
+        return []
+    require_within(path, folder)
+    parts = [
+        name
+        for name, kind in read_json(path).items()
+        if not name.startswith("_") and isinstance(kind, list) and len(kind) == 2 and all(kind)
+    ]
+    for name in parts:
+        if not is_plain_name(name) or not (folder / name).is_dir():
+            raise InputError(f"{path}: names the part {name[:80]!r}, which is no folder in {folder}")
+        require_within(folder / name, folder)
+    return parts
 
 
 def _modules(folder: Path) -> list[str]:
     """The folders of a sentence-transformers model's modules, "" being the model's own; empty for any other model."""
+    # Normalisation may have no files, and repositories keep no empty folders.
+    places = [
+        place for place, kind in modules_of(folder) if not kind.endswith(".Normalize") or (folder / place).is_dir()
+    ]
+    broken = f"{folder / 'modules.json'}: not a list of modules as sentence-transformers writes it"
+    for place in places:
+        if place and not (folder / place).is_dir():
+            raise InputError(f"{broken}: it names {place[:80]!r}, which is no folder in {folder}")
+        if place:
+            require_within(folder / place, folder)
+    return list(dict.fromkeys(places))
+
+
+def modules_of(folder: Path) -> list[tuple[str, str]]:
+    """(folder, class) of every module of a sentence-transformers model; empty for any other model."""
     path = folder / "modules.json"
     if not path.is_file():
         return []
     broken = f"{path}: not a list of modules as sentence-transformers writes it"
     try:
-        entries = json.loads(read_bounded(path, MAX_CONFIG))
-        # Normalisation has no files, and repositories keep no empty folders.
-        places = [
-            e["path"] for e in entries if not str(e["type"]).endswith(".Normalize") or (folder / e["path"]).is_dir()
-        ]
+        require_within(path, folder)
+        modules = [(entry["path"], str(entry["type"])) for entry in json.loads(read_bounded(path, MAX_CONFIG))]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{broken}. Save the model again.") from error
-    for place in places:
-        if not isinstance(place, str) or (place and not (is_plain_name(place) and (folder / place).is_dir())):
+    for place, _ in modules:
+        if not isinstance(place, str) or (place and not is_plain_name(place)):
             raise InputError(f"{broken}: it names {str(place)[:80]!r}, which is no folder in {folder}")
-        if place:
-            require_within(folder / place, folder)
-    return list(dict.fromkeys(places))
+    return modules
 
 
 def _weights_of_modules(folder: Path, modules: Sequence[str], allow_pickle: bool) -> list[PositionalFile]:
@@ -171,25 +232,25 @@ def _weights_of_modules(folder: Path, modules: Sequence[str], allow_pickle: bool
             kinds = SUFFIXES | {".safetensors"}
             if module and not any(path.suffix in kinds for path in (folder / module).iterdir()):
                 continue
-            for file in _weight_files(folder / module, "model", allow_pickle, opened):
+            for file in _weight_files(folder / module, stem_of(folder / module), allow_pickle, opened):
                 if module:
                     file.entries = {f"{module}/{name}": entry for name, entry in file.entries.items()}
                     file.memory = {f"{module}/{name}": tensor for name, tensor in file.memory.items()}
                 files.append(file)
         opened.pop_all()
     if not files:
-        raise InputError(_no_weights(folder, "model"))
+        raise InputError(_no_weights(folder, stem_of(folder)))
     return files
 
 
 def _open_adapter(
-    label: str, folder: Path, base: Checkpoint | None, allow_pickle: bool, hub_id: str | None
+    label: str, folder: Path, base: Checkpoint | None, allow_pickle: bool, dequantize: bool, hub_id: str | None
 ) -> AdapterCheckpoint:
     config = read_adapter_config(folder)
     stated = config.get("base_model_name_or_path")
     owns_base = base is None
     if base is None:
-        base = _open_stated_base(folder, stated, allow_pickle)
+        base = _open_stated_base(folder, stated, allow_pickle, dequantize)
     elif isinstance(stated, str):
         base = _trained_on(stated, base)
     with ExitStack() as opened:
@@ -219,7 +280,7 @@ def _names_of(checkpoint: Checkpoint) -> set[str]:
     return {Path(name).name for name in names} | {checkpoint.folder.absolute().name if checkpoint.folder else ""}
 
 
-def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool) -> Checkpoint:
+def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool, dequantize: bool) -> Checkpoint:
     if not isinstance(stated, str) or not stated:
         raise InputError(
             f"{folder}: an adapter without a base: its config names none. Give the base model in the recipe."
@@ -229,9 +290,15 @@ def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool) -> Checkpoi
         named = f"{folder}: the adapter names another adapter as its base, {stated}"
         raise InputError(f"{named}. Merge that one into its base first.")
     try:
-        return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle)
+        return open_checkpoint(stated, relative_to=start, allow_pickle=allow_pickle, dequantize=dequantize)
     except InputError as error:
         raise InputError(f"{folder}: the adapter's base cannot be opened. {error}") from error
+
+
+def stem_of(folder: Path) -> str:
+    """What the files of a folder's weights are called: diffusers has a name of its own."""
+    ends = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+    return DIFFUSERS if any((folder / f"{DIFFUSERS}{end}").is_file() for end in ends) else "model"
 
 
 def _weight_files(folder: Path, stem: str, allow_pickle: bool, opened: ExitStack) -> list[PositionalFile]:
@@ -259,6 +326,8 @@ def _weight_files(folder: Path, stem: str, allow_pickle: bool, opened: ExitStack
 
 def _no_weights(folder: Path, stem: str) -> str:
     message = f"{folder}: no {stem}.safetensors, and no {stem}.safetensors.index.json, in this folder"
+    if any(folder.glob("*.gguf")):
+        return f"{message}, but a .gguf. {OF_GGUF}"
     others = sorted(p.name for p in folder.glob("*.safetensors"))
     if others:
         message += f". To merge one of these, give its path:\n{listed(others)}"

@@ -18,6 +18,8 @@ from ..storage.tensorfile import Entry, PositionalFile, is_text
 from .model import STORED_TYPES
 
 SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
+#: Keys under which training programs store a state dict beside the state of an optimizer and the like.
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "params")
 #: Bytes read from all maps before one is made anew: until then pages that were read count as memory of this process.
 REMAPPED_AFTER = 1 << 27
 #: A read of fewer bytes than this counts as a huge page, which the operating system may map for it.
@@ -138,7 +140,7 @@ def _unreadable(path: Path, error: Exception) -> InputError:
 
 
 def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
-    inner = [loaded.get(key) for key in ("state_dict", "model")] if isinstance(loaded, dict) else []
+    inner = [loaded.get(key) for key in WRAPPERS] if isinstance(loaded, dict) else []
     for candidate in (loaded, *inner):
         if isinstance(candidate, dict) and candidate and all(isinstance(v, Tensor) for v in candidate.values()):
             names = {str(key): value for key, value in candidate.items() if isinstance(key, str | int)}

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import InputError
 from ..storage.smallfile import read_json
 from ..storage.tensorfile import TensorInfo
-from .configs import parts
+from .configs import DEPTH, parts
 from .model import Checkpoint
 
 #: Keys of a config, also of one of its parts, that say how the weights were quantised.
@@ -38,6 +38,12 @@ ADVICE = (
     "Codes and scales cannot be merged. Take the original, unquantised checkpoint, or dequantise it first: load it "
     "with transformers, call model.dequantize(), and save it with save_pretrained."
 )
+#: Methods whose codes can be read as the numbers that they stand for, and what to do about them.
+READABLE = {"fp8", "bitsandbytes"}
+ADVICE_READABLE = (
+    "Codes and scales cannot be merged. Take the original, unquantised checkpoint, or pass --dequantize "
+    "(dequantize=True) to read the numbers that they stand for."
+)
 
 
 @dataclass
@@ -49,6 +55,12 @@ class Quantisation:
     """The file and key that say so, or nothing."""
     tensors: list[str] = field(default_factory=list)
     """Codes, and what lies beside them."""
+    readable: bool = False
+    """Whether `--dequantize` can read them."""
+
+    @property
+    def advice(self) -> str:
+        return ADVICE_READABLE if self.readable else ADVICE
 
     def __str__(self) -> str:
         signs = [self.where] if self.where else []
@@ -58,7 +70,7 @@ class Quantisation:
 
     def problem(self, label: str) -> str:
         hint = "" if self.tensors else f" If its weights are plain numbers after all, remove {self.where}."
-        return f"{label}: {self}. {ADVICE}{hint}"
+        return f"{label}: {self}. {self.advice}{hint}"
 
 
 def quantisation(checkpoint: Checkpoint, chosen: Callable[[str], bool] = lambda name: True) -> Quantisation | None:
@@ -71,7 +83,8 @@ def quantisation(checkpoint: Checkpoint, chosen: Callable[[str], bool] = lambda 
     if methods and not tensors:
         return None
     stated = next(_stated(checkpoint), (methods[tensors[0]], "") if tensors else None)
-    return Quantisation(*stated, tensors) if stated else None
+    readable = bool(tensors) and {methods[name] for name in tensors} <= READABLE
+    return Quantisation(*stated, tensors, readable) if stated else None
 
 
 def refuse_quantised(base: Checkpoint, adapter: str) -> None:
@@ -82,6 +95,15 @@ def refuse_quantised(base: Checkpoint, adapter: str) -> None:
             f"{adapter}: its base {found.problem(base.label)} Then give that one as the base; an adapter that was "
             "trained on a quantised model fits the model that this was made from."
         )
+
+
+def without_quantisation(config: Mapping[str, Any], depth: int = DEPTH) -> dict[str, Any]:
+    """The config of the plain model that a quantised one stands for."""
+    return {
+        key: without_quantisation(value, depth - 1) if isinstance(value, dict) and depth else value
+        for key, value in config.items()
+        if key not in KEYS
+    }
 
 
 def _stated(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
@@ -128,5 +150,8 @@ def _codes(tensors: dict[str, TensorInfo]) -> Iterator[tuple[str, str]]:
         elif last == "weight":
             beside = next((scale for scale in SCALES if f"{module}{dot}{scale}" in tensors), None)
             if beside is not None:
-                yield name, SCALES[beside]
-                yield f"{module}{dot}{beside}", SCALES[beside]
+                method = "fp8" if info.dtype.startswith("F8") else SCALES[beside]
+                yield name, method
+                yield f"{module}{dot}{beside}", method
+        elif info.dtype.startswith("F8") and (f"{name}_scale_inv" in tensors or f"{name}_scale" in tensors):
+            yield name, "fp8"

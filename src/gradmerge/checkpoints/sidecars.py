@@ -11,8 +11,11 @@ from pathlib import Path
 from ..storage.links import lies_within
 from ..storage.smallfile import read_json
 from .compare import matches, some
+from .dequantised import DequantisedCheckpoint
 from .model import Checkpoint
-from .token_files import beneath
+from .opening import PIPELINE, stem_of
+from .quantised import without_quantisation
+from .views import beneath
 
 MAX_BYTES = 100_000_000
 #: Names that a model needs beside its weights. Its folder may also hold keys, data, logs and code, which stay there.
@@ -22,9 +25,9 @@ NEEDED = (
     "spm.model *tokenizer*.model sentencepiece*.model *preprocessor_config.json processor_config.json "
     "chat_template.json chat_template.jinja additional_chat_templates/*.jinja "
     "LICENSE* LICENCE* COPYING* NOTICE* USE_POLICY* "
-    "modules.json config_sentence_transformers.json sentence_*_config.json"
+    "modules.json config_sentence_transformers.json sentence_*_config.json model_index.json"
 )
-#: Of a module of sentence-transformers in a folder of its own.
+#: Of a module of sentence-transformers, or a part of a diffusers pipeline, in a folder of its own.
 NEEDED_OF_MODULES = f"{NEEDED} *_config.json"
 #: Left out without a word: weights in any format, what is written anew, reports, and what belongs to a training run.
 EXPECTED = (
@@ -54,7 +57,7 @@ class Sidecars:
 
 def sidecars(checkpoint: Checkpoint) -> Sidecars:
     """What is copied from a model's folder (of an adapter: its base's), and what is not."""
-    *_, checkpoint = beneath(checkpoint)
+    checkpoint = bottom(checkpoint)
     folder = checkpoint.folder
     if folder is None:
         return Sidecars({}, [])
@@ -86,6 +89,29 @@ def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, P
             yield module, path
 
 
+def bottom(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint at the bottom, whose folder holds the files that a result needs."""
+    return list(beneath(checkpoint))[-1]
+
+
+def stems(checkpoint: Checkpoint) -> dict[str, str]:
+    """Module → what its files of weights are called, "" being the model's own."""
+    folder = bottom(checkpoint).folder
+    return {module: "model" if folder is None else stem_of(folder / module) for module in ("", *checkpoint.modules)}
+
+
+def library_of(folder: Path) -> str | None:
+    """The library that loads a model's folder, as model cards name it."""
+    if (folder / PIPELINE).is_file() or stem_of(folder) != "model":
+        return "diffusers"
+    if (folder / "modules.json").is_file():
+        return "sentence-transformers"
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else None
+    if config is None:
+        return None
+    return "timm" if "architecture" in config and "model_type" not in config else "transformers"
+
+
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
     """Copy the side files; what a view says otherwise than its model's config, and the dtype, go into config.json."""
     for module in checkpoint.modules:
@@ -93,12 +119,14 @@ def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
     for name, path in sidecars(checkpoint).copied.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
-    config_path = folder / "config.json"
-    if not config_path.is_file():
-        return
-    stated = read_json(config_path)
-    config = dict(stated if checkpoint.config == list(beneath(checkpoint))[-1].config else checkpoint.config)
-    if dtype != "auto":
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    if config != stated:
-        config_path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    plain = any(isinstance(below, DequantisedCheckpoint) for below in beneath(checkpoint))
+    for config_path in (folder / module / "config.json" for module in ("", *checkpoint.modules)):
+        if not config_path.is_file():
+            continue
+        stated, own = read_json(config_path), config_path.parent == folder
+        config = dict(checkpoint.config if own and checkpoint.config != bottom(checkpoint).config else stated)
+        config = without_quantisation(config) if plain else config
+        if dtype != "auto" and own:
+            config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+        if config != stated:
+            config_path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")

@@ -8,7 +8,8 @@ from pathlib import Path
 from ..errors import InputError
 from ..storage.smallfile import MAX_TOKENIZER, read_bounded
 from .model import Checkpoint
-from .token_files import Vocabulary, beneath, read_vocabulary
+from .token_files import Vocabulary, read_vocabulary
+from .views import beneath
 
 MATCH = "Set `tokenizer: union` (or base, or a model) in the recipe to match rows by token"
 

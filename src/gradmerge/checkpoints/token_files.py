@@ -15,6 +15,7 @@ from ..storage.links import lies_within
 from ..storage.smallfile import MAX_CONFIG, MAX_TOKENIZER, parse_json_object, read_bounded, read_json
 from ..text import first_line
 from .model import Checkpoint
+from .views import beneath
 
 #: Files that make a tokenizer, in any of the formats that transformers reads.
 TOKENIZER_FILES = (
@@ -59,14 +60,6 @@ class Vocabulary:
     def size(self) -> int:
         """Rows that these tokens need: one more than the largest id."""
         return 1 + max(self.ids.values(), default=-1)
-
-
-def beneath(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """A checkpoint, and those that it is a view of, or an adapter on top of."""
-    below: Checkpoint | None = checkpoint
-    while below is not None:
-        yield below
-        below = getattr(below, "inner", None) or getattr(below, "base", None)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

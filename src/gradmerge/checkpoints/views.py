@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -32,3 +33,11 @@ class View(Checkpoint):
 
     def close(self) -> None:
         self.inner.close()
+
+
+def beneath(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    """A checkpoint, and those that it is a view of, or an adapter on top of."""
+    below: Checkpoint | None = checkpoint
+    while below is not None:
+        yield below
+        below = getattr(below, "inner", None) or getattr(below, "base", None)

@@ -11,7 +11,7 @@ import typer
 
 from ..text import count, one_line, size
 from .options import Printing, command
-from .output import AllowConfig, AllowPickle, continued, print_json, print_table
+from .output import AllowConfig, AllowPickle, Dequantize, continued, print_json, print_table
 from .streams import say
 
 if TYPE_CHECKING:
@@ -33,16 +33,17 @@ def inspect(
     ] = False,
     allow_pickle: AllowPickle = False,
     allow_config: AllowConfig = None,
+    dequantize: Dequantize = False,
     printing: Printing,
 ) -> None:
     """Show what is inside a model; with several, whether they can be merged (exit status 2 if not)."""
     from ..checkpoints import compare, open_checkpoint
 
     with contextlib.ExitStack() as opened:
-        first = opened.enter_context(open_checkpoint(model[0], allow_pickle=allow_pickle))
+        allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "dequantize": dequantize}
+        first = opened.enter_context(open_checkpoint(model[0], **allowed))
         others = [
-            opened.enter_context(open_checkpoint(reference, adapter_base=first, allow_pickle=allow_pickle))
-            for reference in model[1:]
+            opened.enter_context(open_checkpoint(reference, adapter_base=first, **allowed)) for reference in model[1:]
         ]
         facts = [_facts(checkpoint, tensors, digest) for checkpoint in (first, *others)]
         comparison = None
@@ -92,7 +93,7 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
         "types": dict(types),
         "vocabulary": checkpoint.config.get("vocab_size"),
         "tied_embeddings": checkpoint.config.get("tie_word_embeddings"),
-        "quantised": str(quantised) if (quantised := quantisation(checkpoint)) else None,
+        "quantised": f"{quantised}. {quantised.advice}" if (quantised := quantisation(checkpoint)) else None,
         "buffers": [name for name, info in checkpoint.tensors.items() if is_buffer(name, info)],
         "files": [path.name for path in checkpoint.files()],
         "curvature": default_curvature(checkpoint.folder) is not None,
@@ -142,9 +143,7 @@ def _print_model(checkpoint: Checkpoint, facts: dict[str, Any], tensors: bool) -
     for row in facts.get("layers", ()):
         say(one_line(f"  layers {row['shown']}"))
     if facts["quantised"]:
-        from ..checkpoints.quantised import ADVICE
-
-        say(f"  {one_line(facts['quantised'])}. {ADVICE}")
+        say(f"  {one_line(facts['quantised'])}")
     details = []
     if facts["vocabulary"]:
         details.append(f"vocabulary {facts['vocabulary']}")

@@ -104,7 +104,7 @@ def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOpti
 
     settings = options.as_keywords()
     if settings.pop("dry_run"):
-        allowed = {key: settings[key] for key in ("allow_pickle", "allow_config")}
+        allowed = {key: settings[key] for key in ("allow_pickle", "allow_config", "dequantize")}
         threads = options.threads or api.default_threads()
         with api.planned(recipe, **allowed) as plan:
             read = plan.total_read + plan.statistics_read + plan.damping_read

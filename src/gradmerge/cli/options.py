@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..errors import InputError
-from .output import AllowConfig, AllowPickle, Debug, Json, Quiet, guarded
+from .output import AllowConfig, AllowPickle, Debug, Dequantize, Json, Quiet, guarded
 
 if TYPE_CHECKING:
     from ..tasks import Loading
@@ -57,14 +57,18 @@ class LoadingOptions:
     """The options of `gradmerge.Loading`, with the same defaults."""
 
     task: Annotated[
-        str, typer.Option(metavar="T", help="classify, causal-lm, seq2seq, image, or auto: what the model is made for.")
+        str,
+        typer.Option(
+            metavar="T", help="classify, causal-lm, seq2seq, image, embedding, or auto: what the model is made for."
+        ),
     ] = "auto"
     columns: Annotated[
         str | None,
         typer.Option(
             metavar="KEY=COLUMN,...",
             help="Which column is what, where names are not the usual ones. Keys: text, text2, label, labels, prompt, "
-            "completion, messages, source, target, image. Several columns are joined by +.",
+            "completion, messages, source, target, image, anchor, positive, negative, score. Several columns are "
+            "joined by +.",
         ),
     ] = None
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Read at most N examples.")] = None
@@ -104,6 +108,7 @@ class RecipeOptions:
     ] = None
     allow_pickle: AllowPickle = False
     allow_config: AllowConfig = None
+    dequantize: Dequantize = False
 
     def as_keywords(self) -> dict[str, Any]:
         """As keywords of the Python functions."""

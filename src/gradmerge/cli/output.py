@@ -27,6 +27,9 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Also read .bin/.pt checkpoints (only their tensors: weights_only).")
 ]
+Dequantize = Annotated[
+    bool, typer.Option("--dequantize", help="Read quantised models (fp8, bitsandbytes) as what their codes stand for.")
+]
 AllowConfig = Annotated[
     list[str] | None,
     typer.Option(

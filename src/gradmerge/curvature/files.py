@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class CurvatureFile:
     def __init__(self, label: str, files: list[TensorFile]) -> None:
         self.label = label
         self._files = files
+        self._new: Callable[[str], str] = str
         self.metadata = {key: text for file in files for key, text in file.metadata.items()}
         self.kind = self.metadata.get("kind", "diagonal")
         self._check_format()
@@ -82,7 +83,22 @@ class CurvatureFile:
             names = json.loads(self.metadata.get("fan_in_fan_out", "[]"))
         except (ValueError, RecursionError):
             names = []
-        return frozenset(n for n in names if isinstance(n, str)) if isinstance(names, list) else frozenset()
+        return frozenset(self._new(n) for n in names if isinstance(n, str)) if isinstance(names, list) else frozenset()
+
+    @property
+    def parameters(self) -> set[str]:
+        """The parameters whose curvature it holds."""
+        return (self.shapes.keys() - {name + part for name in self.tokens for part in (INPUTS, OUTPUTS)}) | set(
+            self.tokens
+        )
+
+    def rename(self, new: Callable[[str], str]) -> None:
+        """Call the parameters by other names; ``new`` changes beginnings of names alone."""
+        before = self._new
+        self._new = lambda name: new(before(name))
+        self._places = {new(name): place for name, place in self._places.items()}
+        self.shapes = {new(name): shape for name, shape in self.shapes.items()}
+        self.tokens = {new(name): count for name, count in self.tokens.items()}
 
     @property
     def holds(self) -> str:

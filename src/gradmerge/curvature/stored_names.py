@@ -55,11 +55,12 @@ def stored_shapes(model: nn.Module) -> dict[str, torch.Size]:
 def _untied(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Every parameter once, under the name that a checkpoint keeps."""
     tied: list[str] = []
-    if _is_pretrained(model):
-        from transformers.modeling_utils import _get_tied_weight_keys
+    for child in (model, *(model.get_submodule(name) for name in _parts(model))):
+        if _is_pretrained(child):
+            from transformers.modeling_utils import _get_tied_weight_keys
 
-        # Regular expressions for the names that transformers leaves out when a parameter has several.
-        tied = list(_get_tied_weight_keys(model) or [])
+            # Regular expressions for the names that transformers leaves out when a parameter has several.
+            tied += _get_tied_weight_keys(child) or []
     kept: dict[str, Tensor] = {}
     for names in names_of_parameters(model).values():
         given = [name for name in names if name in tensors]
@@ -80,6 +81,11 @@ def names_of_parameters(model: nn.Module) -> dict[Tensor, list[str]]:
     return result
 
 
+def _parts(model: Any) -> Mapping[str, str]:
+    """Of a model that is stored in parts: child → what precedes its names in the files."""
+    return getattr(model, "stored_parts", {})
+
+
 def _is_pretrained(model: nn.Module) -> bool:
     # By name, so that transformers need not be imported for any other model.
     return any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__)
@@ -87,6 +93,15 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 def _reverted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What ``save_pretrained`` does to a state dict."""
+    if parts := _parts(model):
+        return {
+            prefix + name: value
+            for child, prefix in parts.items()
+            for name, value in _reverted(
+                model.get_submodule(child),
+                {n.removeprefix(f"{child}."): v for n, v in tensors.items() if n.startswith(f"{child}.")},
+            ).items()
+        }
     if not _is_pretrained(model) or not tensors:
         return tensors
     from transformers.core_model_loading import revert_weight_conversion
@@ -133,6 +148,9 @@ def for_files(model: Any) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     if is_adapted(model) and len(model.active_adapters) == 1:
         names = adapter_names(model)
         return lambda tensors: {names.get(name, name): value for name, value in tensors.items()}
+    if _parts(model):
+        empty = model.skeleton()
+        return lambda tensors: stored_tensors(empty, tensors)
     if not _is_pretrained(model):
         return None
     kind, config = type(model), model.config

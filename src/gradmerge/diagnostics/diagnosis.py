@@ -112,6 +112,7 @@ def find_costs(
     threads: int = 1,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
+    dequantize: bool = False,
     progress: Progress | None = None,
     **loading: Unpack[Loading],
 ) -> Diagnosis:
@@ -126,11 +127,13 @@ def find_costs(
     if target is not None and not given:
         raise InputError("--target: the true mismatch is measured on data; give some with --data NAME=SRC")
     with contextlib.ExitStack() as opened:
-        plan = open_to_look(recipe, allow_pickle=allow_pickle, allow_config=allow_config)
+        plan = open_to_look(recipe, allow_pickle=allow_pickle, allow_config=allow_config, dequantize=dequantize)
         opened.callback(plan.inputs.close)
 
         def checkpoint(reference: str) -> Checkpoint:
-            model = open_checkpoint(reference, adapter_base=plan.inputs.base, allow_pickle=allow_pickle)
+            model = open_checkpoint(
+                reference, adapter_base=plan.inputs.base, allow_pickle=allow_pickle, dequantize=dequantize
+            )
             return opened.enter_context(model)
 
         progress.begin("looking", plan.total_read)

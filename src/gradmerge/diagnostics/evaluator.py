@@ -37,13 +37,12 @@ class Evaluator:
         loading: Loading,
         *,
         threads: int = 1,
-        allow_pickle: bool = False,
-        allow_config: Sequence[str] = (),
+        **allowed: Any,
     ) -> None:
         names = task_names(recipe)
         given = match_data(data, [*names, *([BASE] if recipe.base is not None else [])])
         self.tasks = [name for name in (*names, BASE) if name in given]
-        self.plan = open_for(recipe, methods, allow_pickle, allow_config)
+        self.plan = open_for(recipe, methods, **allowed)
         try:
             check_prior(recipe, methods, self.plan)
             if recipe.method in methods:

@@ -115,8 +115,11 @@ class Prediction:
         return sum((v for (a, b, _), v in self.interference.items() if (a, b) in pairs), Interference())
 
 
-def open_to_look(recipe: Recipe, *, allow_pickle: bool = False, allow_config: Sequence[str] = ()) -> Plan:
-    """A plan that reads the curvature of every tuned model, and the base's where there is one, for any method."""
+def open_to_look(recipe: Recipe, **allowed: Any) -> Plan:
+    """A plan that reads the curvature of every tuned model, and the base's where there is one, for any method.
+
+    ``allowed`` is what may be read, as of :func:`open_plan`.
+    """
     if recipe.base is None:
         raise InputError(
             "the recipe names no base; what fine-tuning changed, and so what a merge costs, is not known without it"
@@ -130,8 +133,7 @@ def open_to_look(recipe: Recipe, *, allow_pickle: bool = False, allow_config: Se
         recipe,
         reads=frozenset(reads),
         wanted_by="looking at a merge",
-        allow_pickle=allow_pickle,
-        allow_config=allow_config,
+        **allowed,
     )
     if not known:
         plan.note(["the base has no curvature: what the merge costs on the base's own data is not known"])

@@ -33,15 +33,14 @@ class Predictor:
         methods: Sequence[str],
         *,
         threads: int = 1,
-        allow_pickle: bool = False,
-        allow_config: Sequence[str] = (),
+        **allowed: Any,
     ) -> None:
         if "fa1" in methods:
             raise InputError(
                 "fa1: its curvature is estimated at the differences to the base, and says nothing about the loss of a "
                 "merge. Give data of the tasks: --data NAME=SRC"
             )
-        self.plan = open_to_look(recipe, allow_pickle=allow_pickle, allow_config=allow_config)
+        self.plan = open_to_look(recipe, **allowed)
         try:
             check_prior(recipe, methods, self.plan)
             if recipe.method in methods:

@@ -13,16 +13,17 @@ if TYPE_CHECKING:
 
 #: The metric of a task that is shown first: the first of these that its metrics have. A perplexity averages badly over
 #: tasks, its logarithm does not.
-HEADLINES = ("accuracy", "micro_f1", "r2", "loss_per_token", "mse", "loss_per_example")
+HEADLINES = ("accuracy", "micro_f1", "spearman_r", "r2", "loss_per_token", "mse", "loss_per_example")
 _LOWER = ("loss_per_token", "mse", "loss_per_example", "perplexity")
 #: Settings as close to the best as this are as good.
 CLOSE = 0.01
 
 
 def headline(metrics: Mapping[str, Any]) -> str:
-    """Accuracy (classes, images), micro F1 (several labels), loss per token in nats, or of a regression R², and the
-    squared error where all labels are the same."""
-    return next(name for name in HEADLINES if name in metrics and (name != "r2" or metrics[name] is not None))
+    """Accuracy (classes, images, candidates), micro F1 (several labels), loss per token in nats; of a regression R², of
+    scored pairs the correlation of ranks, and of both the squared error where all labels are the same."""
+    optional = ("r2", "spearman_r")
+    return next(name for name in HEADLINES if name in metrics and (name not in optional or metrics[name] is not None))
 
 
 def higher_is_better(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..engine.candidates import Candidate, KnownStatistics, plan_of
 from ..engine.plan import Plan
@@ -44,12 +45,12 @@ class Candidates:
         return [f"{name} is left out: {why}" for name, why in list(self.left_out.items())[:5]]
 
 
-def open_for(recipe: Recipe, methods: Sequence[str], allow_pickle: bool, allow_config: Sequence[str]) -> Plan:
+def open_for(recipe: Recipe, methods: Sequence[str], **allowed: Any) -> Plan:
     """A plan that reads what some methods need, and no more."""
     needs = frozenset[str]().union(*(_needs(recipe, method) for method in methods))
     reads = needs & {"prior", "curvature", "penalty"} | {"base"}
     who = ", ".join(methods)
-    return open_plan(recipe, reads=reads, wanted_by=who, allow_pickle=allow_pickle, allow_config=allow_config)
+    return open_plan(recipe, reads=reads, wanted_by=who, **allowed)
 
 
 def _needs(recipe: Recipe, method: str) -> frozenset[str]:

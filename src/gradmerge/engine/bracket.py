@@ -36,10 +36,10 @@ class Bracket:
         self._left -= len(magnitudes)
         up_to = magnitudes <= self._upper
         # What is not at most the upper end is above it: so is NaN.
-        self._above += len(magnitudes) - np.count_nonzero(up_to)
+        self._above += len(magnitudes) - int(np.count_nonzero(up_to))
         up_to &= magnitudes >= self._lower
         if self._lower == self._upper:
-            self._at += np.count_nonzero(up_to)
+            self._at += int(np.count_nonzero(up_to))
         elif self._at <= MOST:
             kept = np.compress(up_to, magnitudes)  # twice as fast as an index
             self._at += len(kept)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.model import Checkpoint
-from ..curvature.files import open_curvature
+from ..checkpoints.naming import RenamedCheckpoint
+from ..checkpoints.views import beneath
+from ..curvature.files import CurvatureFile, open_curvature
 from ..errors import InputError
 from ..notes import Kind, Note
 from ..recipe import NONE, Identity, Recipe, check_penalty
@@ -46,7 +48,15 @@ def recorded_penalty(model: Checkpoint) -> CurvatureInput | None:
     require_within(inside, model.folder)
     file = open_curvature(str(inside), relative_to=Path())
     file.label = f"{model.label}/{source}"
+    follow_rename(file, model)
     return CurvatureInput(file.label, file=file)
+
+
+def follow_rename(file: CurvatureFile, model: Checkpoint) -> None:
+    """Give the curvature of a model that a recipe renames the same names, unless it was measured under those."""
+    for layer in reversed([*beneath(model)]):
+        if isinstance(layer, RenamedCheckpoint) and file.parameters & layer.inner.tensors.keys():
+            file.rename(layer.new_name)
 
 
 def incomplete(inputs: Inputs) -> Iterator[Note]:

@@ -12,6 +12,7 @@ import torch
 
 from ..checkpoints.compare import compare
 from ..checkpoints.model import Checkpoint
+from ..checkpoints.naming import RenamedCheckpoint
 from ..checkpoints.opening import open_checkpoint, put_adapter
 from ..checkpoints.ties import same_values, tied_to
 from ..curvature.files import default_curvature, open_curvature
@@ -24,7 +25,7 @@ from ..text import listed
 from .inputs import USUAL_DAMPING, CurvatureInput, Inputs
 from .layers import find_layers, held_by_factors
 from .measuring import measured
-from .penalties import incomplete, mismatched, recorded_penalty
+from .penalties import follow_rename, incomplete, mismatched, recorded_penalty
 from .per_layer import LayerSettings, Stretch, smallest, varies
 from .plan import Job, Layer, Plan, rule_arguments
 from .slicing import compared_parts, opened_once, settings_of_slices, stacked_models, stacked_notes
@@ -40,15 +41,17 @@ def open_plan(
     wanted_by: str | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
+    dequantize: bool = False,
 ) -> Plan:
     """Open what a recipe names and plan its merge. Close ``plan.inputs`` when done.
 
     ``reads`` are the inputs to read, by their names in :data:`gradmerge.rules.spec.INPUTS`: by default those that the
     recipe's method needs, or others for those who only look at merges; ``wanted_by`` is who that is, in messages.
-    ``allow_config`` are keys in which the configs of the models may differ.
+    ``allow_config`` are keys in which the configs of the models may differ; with ``dequantize``, codes of fp8 and
+    bitsandbytes are read as the numbers that they stand for.
     """
     needs = recipe.rule.needs(recipe.resolved_options) if reads is None else reads
-    inputs = open_inputs(recipe, needs, wanted_by or recipe.method, allow_pickle=allow_pickle)
+    inputs = open_inputs(recipe, needs, wanted_by or recipe.method, allow_pickle=allow_pickle, dequantize=dequantize)
     try:
         return make_plan(recipe, inputs, reads=reads, allow_config=allow_config)
     except BaseException:
@@ -56,19 +59,22 @@ def open_plan(
         raise
 
 
-def open_inputs(recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_pickle: bool = False) -> Inputs:
+def open_inputs(
+    recipe: Recipe, needs: frozenset[str], wanted_by: str, *, allow_pickle: bool = False, dequantize: bool = False
+) -> Inputs:
     """Open the models of a recipe, and those of its curvature files that ``needs`` asks for."""
     with ExitStack() as opened:
+        allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "dequantize": dequantize}
 
         def checkpoint(part: Base | Model, base: Checkpoint | None) -> Checkpoint:
             place = recipe.made.get(part.model, part.model)
-            found = open_checkpoint(place, relative_to=recipe.folder, adapter_base=base, allow_pickle=allow_pickle)
+            found = open_checkpoint(place, relative_to=recipe.folder, adapter_base=base, **allowed)
             opened.enter_context(found)
             found.label = part.model
             if part.adapter is not None:
                 found = put_adapter(part.adapter, found, relative_to=recipe.folder, allow_pickle=allow_pickle)
                 opened.enter_context(found)
-            return found
+            return RenamedCheckpoint(found, part.rename, f"rename of {part.model}") if part.rename else found
 
         def curvature(source: CurvatureSource | None, model: Checkpoint, key: str) -> CurvatureInput:
             found = _open_curvature(source, model, key, recipe, wanted_by)
@@ -141,6 +147,7 @@ def _open_curvature(
             )
         file = open_curvature(str(inside), relative_to=Path())
         file.label = f"{model.label}/{inside.name}"
+    follow_rename(file, model)
     scaled = recipe.base.examples if recipe.base is not None and key == "base.curvature" else None
     return CurvatureInput.of_file(file, recipe.reduction, scaled)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, block_digest
-from ..checkpoints.token_files import beneath
+from ..checkpoints.views import beneath
 from ..errors import InputError
 from ..rules.spec import each
 from ..text import one_line

@@ -13,6 +13,7 @@ import torch
 from .._version import __version__
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, Digest, block_digest
+from ..checkpoints.naming import stored_name
 from ..checkpoints.stacked import StackedCheckpoint
 from ..checkpoints.vocabulary import VocabularyCheckpoint, stored
 from ..recipe import Recipe, plain
@@ -89,8 +90,8 @@ def _digest_of_source(plan: Plan, source: Source, digests: Mapping[int, list[int
     if isinstance(whole, AdapterCheckpoint):
         return digest_of(whole, plan.block)
     if source not in plan.inputs.sources:
-        assert isinstance(stored, Checkpoint)
-        return digest_of(stored, plan.block) if rows is not None else _digest_of_part(plan, stored, digests)
+        assert isinstance(source, Checkpoint)
+        return _digest_of_part(plan, source, digests)
     place = plan.inputs.sources.index(source)
     digest, buffers = Digest(plan.block), Buffers()
     for unit in plan.units():
@@ -113,7 +114,7 @@ def _digest_of_source(plan: Plan, source: Source, digests: Mapping[int, list[int
             if layer is not None and layer.bias is not None:
                 _add_tensor(digest, source, plan.inputs.stored_name(source, layer.bias.name), buffers)
         elif info is not None and value >= 0:
-            digest.add(name, info, unit.start, value)
+            digest.add(stored_name(source, name), info, unit.start, value)
     return digest
 
 
@@ -158,7 +159,7 @@ def _add_tensor(digest: Digest, checkpoint: Checkpoint, name: str, buffers: Buff
     info, block = checkpoint.tensors[name], digest.block_size
     for start in range(0, max(info.numel, 1), block):
         values = checkpoint.read(name, start, min(start + block, info.numel), buffers)
-        digest.add(name, info, start, block_digest(values))
+        digest.add(stored_name(checkpoint, name), info, start, block_digest(values))
 
 
 def digest_of(checkpoint: Checkpoint, block: int = BLOCK) -> Digest:

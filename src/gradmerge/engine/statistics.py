@@ -184,7 +184,7 @@ def _in_one_pass(plan: Plan, job: Job, advance: Advance) -> Thresholds | None:
         base, tuned = read_models(plan, job, start, min(start + plan.block, total), buffers)
         assert base is not None
         for model, own in zip(tuned, brackets, strict=True):
-            magnitudes = (model - base).abs_().reshape(-1).numpy() if own else None
+            magnitudes = (model - base).abs_().reshape(-1).numpy()
             for bracket in own:
                 bracket.add(magnitudes)
     values = [bracket.value for own in brackets for bracket in own]

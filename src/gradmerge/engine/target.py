@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..checkpoints.sidecars import sidecars
+from ..checkpoints.sidecars import sidecars, stems
 from ..curvature.files import STEM, metadata
 from ..errors import InputError, MachineError
 from ..storage.bytesof import bytes_of
@@ -20,8 +20,8 @@ class Target:
         self._plan, self._staging, self._journal = plan, staging, journal
         self._sources = plan.inputs.sources
         self._finished = Finished()
-        modules = plan.inputs.template.modules
-        self._model = TensorWriter(staging.folder, "model", plan.tensors, shard_size, {"format": "pt"}, modules)
+        folders = stems(plan.inputs.template)
+        self._model = TensorWriter(staging.folder, "model", plan.tensors, shard_size, {"format": "pt"}, folders)
         self._writers = [self._model]
         if plan.write_precision:
             likelihood = next((c.likelihood for c in plan.inputs.curvatures if c.likelihood), "empirical")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from .._version import __version__
 from ..checkpoints.model import Checkpoint
-from ..checkpoints.sidecars import copy_sidecars, sidecars
+from ..checkpoints.sidecars import copy_sidecars, library_of, sidecars
 from ..checkpoints.stacked import StackedCheckpoint
-from ..checkpoints.token_files import beneath
+from ..checkpoints.views import beneath
 from ..display import Displayed
 from ..errors import InputError, MachineError
 from ..notes import Note
@@ -181,8 +181,7 @@ def merge_to_folder(
         result.output, result.bytes_written, result.seconds = staging.out, plan.total_written, timings["total"]
         record = merge_record(recipe, plan, fingerprint, sizes, finished.units, timings, resumed)
         (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
-        library = "transformers" if (staging.folder / "config.json").is_file() else None
-        card = model_card(recipe, staging.out.name, library, used(recipe, plan))
+        card = model_card(recipe, staging.out.name, library_of(staging.folder), used(recipe, plan))
         (staging.folder / "README.md").write_text(card, "utf-8")
         journal.remove()
     return result
@@ -232,6 +231,7 @@ def fingerprint_of(recipe: Recipe, plan: Plan, files: State, allow_nonfinite: bo
         "files": [entry for entry in files if not any(_within(entry[0], folder) for folder in made.values())],
         "block": plan.block,
         "allow_nonfinite": allow_nonfinite,
+        "kinds": [[type(layer).__name__ for layer in beneath(c)] for c in plan.inputs.checkpoints],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -15,7 +15,8 @@ from ..checkpoints.opening import HUB_ID, fetch_from_hub
 from ..checkpoints.result_files import CONFIG, GENERATION, ResultFiles
 from ..checkpoints.result_tokenizer import ResultTokenizer, result_tokenizer
 from ..checkpoints.ties import tied_to
-from ..checkpoints.token_files import TOKENIZER_FILES, Vocabulary, beneath, vocabulary_of
+from ..checkpoints.token_files import TOKENIZER_FILES, Vocabulary, vocabulary_of
+from ..checkpoints.views import beneath
 from ..checkpoints.vocabulary import (
     ELSEWHERE,
     PADDING,

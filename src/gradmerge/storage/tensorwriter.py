@@ -39,7 +39,8 @@ class TensorWriter:
     """Files ``STEM.safetensors``, or shards with an index in the Hugging Face layout, in a folder that exists.
 
     The header decides where every block goes, so that blocks may come in any order and from several threads, and the
-    files end with the same bytes. A tensor FOLDER/NAME with one of ``folders`` goes to files in it, as NAME.
+    files end with the same bytes. A tensor FOLDER/NAME with one of ``folders`` goes to files in it, as NAME; they are
+    called as ``folders`` says, which may also be said of "", this folder itself.
     """
 
     def __init__(
@@ -49,15 +50,17 @@ class TensorWriter:
         tensors: Tensors,
         shard_size: int,
         metadata: Mapping[str, str],
-        folders: Iterable[str] = (),
+        folders: Mapping[str, str] | None = None,
     ) -> None:
-        self.folder, self.stem = folder, stem
+        self.folder = folder
+        self._stems = {f"{name}/": own for name, own in (folders or {}).items() if name}
+        self._stems[""] = (folders or {}).get("", stem)
         self._headers: dict[str, bytes] = {}
         self._places: dict[str, tuple[str, Entry]] = {}
         self._indexes: dict[str, list[str]] = {}
         self.sizes: dict[str, int] = {}
         """Bytes of each file."""
-        for prefix, group in _by_folder(tensors, folders).items():
+        for prefix, group in _by_folder(tensors, self._stems).items():
             self._lay_out(prefix, group, shard_size, metadata)
         self._files = _OpenFiles()
 
@@ -66,7 +69,7 @@ class TensorWriter:
         count = len(shards)
         for number, shard in enumerate(shards, 1):
             suffix = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
-            filename = f"{prefix}{self.stem}{suffix}.safetensors"
+            filename = f"{prefix}{self._stems[prefix]}{suffix}.safetensors"
             self._headers[filename], entries = header_bytes(shard, metadata)
             self.sizes[filename] = len(self._headers[filename]) + sum(entry.nbytes for entry in entries.values())
             self._places |= {prefix + name: (filename, entry) for name, entry in entries.items()}
@@ -113,7 +116,7 @@ class TensorWriter:
             files = {name: self._places[name][0] for name in sorted(names)}
             weight_map = {name.removeprefix(prefix): file.removeprefix(prefix) for name, file in files.items()}
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-            (self.folder / f"{prefix}{self.stem}.safetensors.index.json").write_text(text, "utf-8")
+            (self.folder / f"{prefix}{self._stems[prefix]}.safetensors.index.json").write_text(text, "utf-8")
         self.close()
         for filename in self._headers:
             TensorFile(self.folder / filename).close()
@@ -158,9 +161,9 @@ class _OpenFiles:
             self._close_idle(0)
 
 
-def _by_folder(tensors: Tensors, folders: Iterable[str]) -> dict[str, dict[str, Described]]:
+def _by_folder(tensors: Tensors, prefixes: Iterable[str]) -> dict[str, dict[str, Described]]:
     """The tensors of each folder, "" being the writer's own, by the names that they have in its files."""
-    prefixes = [f"{name}/" for name in folders]
+    prefixes = sorted(prefixes, key=len, reverse=True)
     groups: dict[str, dict[str, Described]] = {}
     for name, described in tensors.items():
         prefix = next((p for p in prefixes if name.startswith(p)), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import InputError
@@ -14,6 +15,7 @@ READS: Mapping[str, tuple[str, ...]] = {
     "causal-lm": ("text", "prompt", "completion", "messages"),
     "seq2seq": ("source", "target"),
     "image": ("image", "label", "labels"),
+    "embedding": ("anchor", "positive", "negative", "score"),
 }
 KEYS = tuple(dict.fromkeys(key for keys in READS.values() for key in keys))
 
@@ -51,6 +53,15 @@ TARGET = (
 )
 IMAGE = ("image", "img", "picture", "pixels", "image_path", "file", "path", "filename", "file_name")
 
+#: Anchor and positive; the pairs above serve as well.
+ANCHORS = (
+    ("anchor", "positive"),
+    ("query", "positive"),
+    ("query", "document"),
+    ("query", "answer"),
+    ("question", "answer"),
+)
+SCORE = ("score", "similarity", "similarity_score", "label", "labels")
 Fields = dict[str, tuple[str, ...]]
 """Role → the columns it is read from, in order."""
 
@@ -172,9 +183,28 @@ def _image(choice: _Choice) -> Fields:
     return {"image": image, key: choice.needed(label, "labels", f"image={image[0]},label=COLUMN")}
 
 
+def _embedding(choice: _Choice) -> Fields:
+    fields = dict(choice.given)
+    pair = next((p for p in (*ANCHORS, *PAIRS) if all(name in choice.by_name for name in p)), None)
+    for key, place in (("anchor", 0), ("positive", 1)):
+        found = (choice.by_name[pair[place]],) if pair is not None else None
+        fields[key] = choice.needed(fields.get(key) or found, "two texts", "anchor=COLUMN,positive=COLUMN,score=COLUMN")
+    taken = [column for key in fields for column in fields[key]]
+    if not {"score", "negative"} & fields.keys():
+        negatives = [
+            c for c in choice.rows.columns if re.fullmatch(r"negatives?(_?\d+)?", c.lower()) and c not in taken
+        ]
+        score = choice.usual(SCORE, taken)
+        fields |= {"negative": tuple(negatives)} if negatives else {"score": score} if score else {}
+    if {"score", "negative"} <= fields.keys():
+        raise InputError("--columns: give either score (a number for the pair) or negative (texts to tell apart)")
+    return fields
+
+
 _CHOOSERS: Mapping[str, Callable[[_Choice], Fields]] = {
     "classify": _classify,
     "causal-lm": _causal_lm,
     "seq2seq": _seq2seq,
     "image": _image,
+    "embedding": _embedding,
 }

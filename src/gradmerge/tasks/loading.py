@@ -20,6 +20,7 @@ from .causal_lm import LanguageExamples, without_empty
 from .classify import TextExamples
 from .columns import Fields, choose_columns
 from .data_sources import read_rows
+from .embedding import EmbeddingExamples
 from .image import ImageExamples
 from .models import LoadingInfo, device_of, load_model
 from .processors import load_image_processor, load_tokenizer
@@ -31,7 +32,7 @@ class Loading(TypedDict, total=False):
     """How a model and its data are loaded: keywords of every function that does so, options of every such command."""
 
     task: str
-    """`classify`, `causal-lm`, `seq2seq`, `image`, or `auto`: what the model is made for."""
+    """`classify`, `causal-lm`, `seq2seq`, `image`, `embedding`, or `auto`: what the model is made for."""
     columns: Mapping[str, str] | None
     """Which column of the data is what, `{"text": "review"}`, where names are not the usual ones."""
     limit: int | None
@@ -171,7 +172,8 @@ def _joined(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, opt
     if info.task == "image":
         examples = ImageExamples(rows, fields, model, load_image_processor(reference, info))
     else:
-        kinds: dict[str, Any] = {"classify": TextExamples, "causal-lm": LanguageExamples, "seq2seq": PairExamples}
+        kinds: dict[str, Any] = {"classify": TextExamples, "causal-lm": LanguageExamples}
+        kinds |= {"seq2seq": PairExamples, "embedding": EmbeddingExamples}
         tokenizer = load_tokenizer(reference, info, options["tokenizer"])
         examples = kinds[info.task](rows, fields, model, tokenizer, options["max_length"])
     return LoadedTask(

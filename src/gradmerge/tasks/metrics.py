@@ -17,7 +17,9 @@ Number = int | float | None
 
 #: What each number is.
 MEANINGS: Mapping[str, str] = {
-    "accuracy": "share of examples whose most likely class is right",
+    "accuracy": "share of examples whose most likely class is right; of embeddings, whose positive is the nearest",
+    "spearman_r": "correlation of the ranks of cosines and scores",
+    "mean_reciprocal_rank": "1 / place of the positive among its candidates, mean over examples",
     "macro_f1": "mean of F1 over the classes that occur in data or predictions",
     "f1": "F1 of class 1",
     "loss_per_example": "loss of an example (the sum over its labels or tokens), mean over examples, nats",
@@ -117,6 +119,36 @@ class SquaredMetrics(Metrics):
         }
 
 
+class CosineMetrics(SquaredMetrics):
+    def numbers(self) -> dict[str, Number]:
+        numbers = super().numbers()
+        told, true = (_ranks(torch.cat(values)[:, 0]) for values in (self.told, self.true))
+        told, true = told - told.mean(), true - true.mean()
+        norms = (told.square().sum() * true.square().sum()).sqrt().item()
+        spearman = (told * true).sum().item() / norms if norms else None
+        return {"spearman_r": spearman, **{name: numbers[name] for name in ("pearson_r", "mse", "examples")}}
+
+
+class RankingMetrics(Metrics):
+    first = reciprocal = 0.0
+
+    def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+        super().add(logits, labels, losses)
+        positive = logits.gather(1, labels[:, None])
+        # Candidates that are as near as the positive count as nearer: a model that embeds all alike finds nothing.
+        places = (logits >= positive).sum(1).double()
+        self.first += (places == 1).sum().item()
+        self.reciprocal += (1 / places).sum().item()
+
+    def numbers(self) -> dict[str, Number]:
+        return {
+            "accuracy": self.first / self.examples,
+            "mean_reciprocal_rank": self.reciprocal / self.examples,
+            "loss_per_example": self.loss / self.examples,
+            "examples": self.examples,
+        }
+
+
 class TokenMetrics(Metrics):
     tokens = right = 0
 
@@ -152,7 +184,17 @@ METRICS: Mapping[str, type[Metrics]] = {
     "squared": SquaredMetrics,
     "tokens": TokenMetrics,
     "next-token": NextTokenMetrics,
+    "cosine": CosineMetrics,
+    "ranking": RankingMetrics,
 }
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Place of each value from the smallest on; equal values share the mean of theirs."""
+    _, own, counts = values.unique(return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0).double()
+    places: Tensor = ends - (counts.double() - 1) / 2
+    return places[own]
 
 
 def _f1(hits: Tensor, false_alarms: Tensor, misses: Tensor) -> list[float | None]:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.adapter_config import is_adapter, read_adapter_config
+from ..checkpoints.model import TORCH_TYPES, Buffers
+from ..checkpoints.opening import open_checkpoint
+from ..checkpoints.quantised import quantisation
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..storage.modelconfig import check_implementation, refuse_hub_code
@@ -19,8 +22,9 @@ from ..storage.tensorfile import close_files, open_files
 from ..text import count, first_line, listed, nearest
 from .adapters import base_of, classes_of, with_adapter
 from .folders import check_small_files, check_weights, folder_of, offline
+from .sentence_model import EmbeddingModel, read_setup
 
-TASKS = ("classify", "causal-lm", "seq2seq", "image")
+TASKS = ("classify", "causal-lm", "seq2seq", "image", "embedding")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 _AUTO_CLASSES = {
@@ -29,6 +33,8 @@ _AUTO_CLASSES = {
     "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
     "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
 }
+#: What embeds texts has no head: its class follows from the folder's modules.json.
+_BARE = ("AutoModel", "AutoModelForTextEncoding")
 _ADAPTER_TASKS = {"SEQ_CLS": "classify", "CAUSAL_LM": "causal-lm", "SEQ_2_SEQ_LM": "seq2seq"}
 
 #: A model may have this many parameters for a new head, and this many times what its files hold, where one stored
@@ -76,7 +82,12 @@ def load_model(
     folder = folder_of(reference)
     check_small_files(folder)
     adapter = read_adapter_config(folder) if is_adapter(folder) else None
-    base_folder = folder if adapter is None else base_of(reference, folder, adapter)
+    setup = None
+    if task == "embedding" or (task == "auto" and adapter is None and (folder / "modules.json").is_file()):
+        if adapter is not None:
+            raise InputError(f"{reference}: task embedding takes no adapter; merge it into its base with PEFT first")
+        task, setup = "embedding", read_setup(reference, folder)
+    base_folder = setup.transformer if setup else folder if adapter is None else base_of(reference, folder, adapter)
     check_small_files(base_folder)
     config = _config_of(reference, folder, base_folder, adapter)
     task = task_of(reference, config, task, adapter)
@@ -88,8 +99,12 @@ def load_model(
         model = _loaded(reference, base_folder, config, task, dtype, attn, info)
         if adapter is not None:
             model = with_adapter(reference, model, folder, info, adapter_apart)
+    if setup is not None:  # the pooler of BERT and its kin is not used
+        info.missing_keys = [key for key in info.missing_keys if not key.startswith("pooler.")]
     if whole:
         _refuse_random_weights(reference, model, info)
+    if setup is not None:
+        model = EmbeddingModel(model, setup, next(model.parameters()).dtype)
     if place.type == "cpu" and dtype == "auto" and any(p.dtype == torch.float16 for p in model.parameters()):
         model = model.float()
         info.notes.append("the model is stored as float16 and computes in float32 here, as CPUs are slow in float16")
@@ -139,6 +154,8 @@ def model_with(model: Any, state: Mapping[str, Tensor], name: str | None = None)
 
     transformers renames some weights between files and memory, so it is the one to load them. ``name`` is for errors.
     """
+    if isinstance(model, EmbeddingModel):
+        return model.with_state(lambda inner, part: model_with(inner, part, name), state)
     with quiet_transformers():
         made, info = type(model).from_pretrained(
             None,
@@ -185,12 +202,18 @@ def _loaded(
 ) -> nn.Module:
     import transformers
 
-    kind = getattr(transformers, _AUTO_CLASSES[task][0])
-    given = {} if attn is None else {"attn_implementation": attn}
+    name = _AUTO_CLASSES[task][0] if task != "embedding" else _BARE[bool(getattr(config, "is_encoder_decoder", False))]
+    kind = getattr(transformers, name)
+    given: dict[str, Any] = {} if attn is None else {"attn_implementation": attn}
     _refuse_inflated(reference, folder, kind, config)
+    place: Path | None = folder
+    if (state := _dequantised_state(folder, config, info)) is not None:
+        with torch.device("meta"):
+            kind = type(kind.from_config(config, trust_remote_code=False))  # which takes weights from memory
+        place, given = None, given | {"state_dict": state}
     try:
         model, loading = kind.from_pretrained(
-            folder,
+            place,
             config=config,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             use_safetensors=True,
@@ -214,6 +237,33 @@ def _loaded(
     }
     assert isinstance(model, nn.Module)
     return model
+
+
+def _dequantised_state(folder: Path, config: Any, info: LoadingInfo) -> dict[str, Tensor] | None:
+    """The weights that the codes of a quantised model stand for, where they can be read; None for any other model.
+
+    What computes with them needs gradients, which codes do not have.
+    """
+    stating: list[Any] = [part for part in (config, getattr(config, "text_config", None)) if _states_quantisation(part)]
+    if not stating:
+        return None
+    with open_checkpoint(folder) as stored:
+        found = quantisation(stored)
+    if found is None or not found.readable:
+        return None
+    with open_checkpoint(folder, dequantize=True) as plain:
+        state = {
+            name: plain.read(name, 0, one.numel, Buffers()).to(TORCH_TYPES[one.dtype]).reshape(one.shape).clone()
+            for name, one in plain.tensors.items()
+        }
+        info.notes += plain.notes
+    for part in stating:
+        del part.quantization_config
+    return state
+
+
+def _states_quantisation(config: Any) -> bool:
+    return getattr(config, "quantization_config", None) is not None
 
 
 def _refuse_inflated(reference: str, folder: Path, kind: Any, config: Any) -> None:

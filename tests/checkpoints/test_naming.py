@@ -1,0 +1,241 @@
+"""Models whose names differ by a prefix: `rename:`, and language towers of larger models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
+
+import gradmerge as gm
+from gradmerge.checkpoints import Checkpoint, open_checkpoint
+from gradmerge.checkpoints.configs import comparable, differences
+from gradmerge.checkpoints.naming import RenamedCheckpoint
+from gradmerge.errors import InputError
+from tests.checkpoints.families import moved, randomise
+from tests.making import assert_close, near, random_curvature, random_state, read_model, write_model
+
+BASE = random_state(0)
+TEXT: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def prefixed(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {prefix + name: value for name, value in state.items()}
+
+
+def recipe_of(base: Path, *models: Any, **more: Any) -> dict[str, Any]:
+    return {"method": "task-arithmetic", "base": str(base), "models": list(models), **more}
+
+
+@pytest.mark.parametrize("longer", ["base", "tuned"])
+def test_a_renamed_model_merges_as_if_it_had_the_names_of_the_base(longer: str, tmp_path: Path) -> None:
+    tuned = near(BASE, 1)
+    ours, theirs = ("model.", "") if longer == "base" else ("", "model.")
+    base = write_model(tmp_path / "base", prefixed(BASE, ours))
+    model = write_model(tmp_path / "tuned", prefixed(tuned, theirs), 2)
+    entry = {"model": str(model), "weight": 0.5, "rename": {theirs: ours}}
+    gm.merge(recipe_of(base, entry), tmp_path / "out")
+    want = {ours + n: (BASE[n].double() + 0.5 * (tuned[n].double() - BASE[n].double())).float() for n in BASE}
+    assert_close(read_model(tmp_path / "out"), want)
+    inputs = json.loads((tmp_path / "out" / "gradmerge.json").read_text())["inputs"]
+    with open_checkpoint(model) as opened:
+        assert inputs[1]["digest"] == str(gm.api.digest_of(opened))  # that of the files, by their own names
+
+
+def test_the_refusal_says_the_line_to_write_and_the_line_works(tmp_path: Path) -> None:
+    tower = {f"model.language_model.{name}": value for name, value in BASE.items()}
+    picture = random_state(5, {"model.visual.blocks.0.weight": (4, 4), "model.visual.blocks.1.weight": (4, 4)})
+    base = write_model(tmp_path / "base", tower | picture)
+    model = write_model(tmp_path / "tuned", prefixed(near(BASE, 1), "model."))
+    with pytest.raises(InputError) as error:
+        gm.merge(recipe_of(base, str(model)), tmp_path / "out")
+    lines = [line.strip() for line in str(error.value).splitlines()]
+    [rename] = [line for line in lines if line.startswith("rename:")]
+    [include] = [line for line in lines if line.startswith("include:")]
+    assert yaml.safe_load(rename) == {"rename": {"model.": "model.language_model."}}
+    entry = {"model": str(model)} | yaml.safe_load(rename)
+    gm.merge(recipe_of(base, entry, **yaml.safe_load(include)), tmp_path / "out")
+    got = read_model(tmp_path / "out")
+    assert_close({n: got[f"model.language_model.{n}"] for n in BASE}, near(BASE, 1))
+    assert all(got[name].equal(value) for name, value in picture.items())
+
+
+def test_the_first_prefix_that_fits_counts_and_other_names_stay() -> None:
+    inner = Checkpoint("m", memory={n: torch.ones(2) for n in ("model.layers.x", "model.norm", "head")})
+    view = RenamedCheckpoint(inner, {"model.layers.": "blocks.", "model.": "body."})
+    assert list(view.tensors) == ["blocks.x", "body.norm", "head"]
+
+
+def test_a_prefix_that_fits_nothing_or_makes_one_name_of_two_is_refused(tmp_path: Path) -> None:
+    base, model = write_model(tmp_path / "base", BASE), write_model(tmp_path / "tuned", near(BASE, 1))
+    for rename, message in (
+        ({"modell.": "x."}, r"models\[0\]\.rename: no tensor of .*tuned begins with 'modell\.'"),
+        ({"layers.0.linear.": "layers.1.linear."}, r"models\[0\]\.rename: tensors of .*would have one name"),
+    ):
+        with pytest.raises(InputError, match=message):
+            gm.merge(recipe_of(base, {"model": str(model), "rename": rename}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("names", ["of the model", "of the base"])
+@pytest.mark.parametrize("precision", ["float32", "log8"])
+def test_curvature_follows_the_rename_unless_it_has_the_new_names(names: str, precision: str, tmp_path: Path) -> None:
+    tuned, curvature, prior = near(BASE, 1), random_curvature(2, BASE), random_curvature(3, BASE)
+    base = write_model(tmp_path / "base", prefixed(BASE, "model.tower."))
+    model = write_model(tmp_path / "tuned", prefixed(tuned, "model."))
+    prefix = "model." if names == "of the model" else "model.tower."
+    for value, place, begin in ((curvature, "of-tuned", prefix), (prior, "of-base", "model.tower.")):
+        named = gm.Curvature({begin + name: value[name] for name in BASE}, value.examples, "empirical", "test")
+        named.save(tmp_path / place, precision=precision)
+    entry = {"model": str(model), "curvature": str(tmp_path / "of-tuned"), "rename": {"model.": "model.tower."}}
+    source = {"model": str(base), "curvature": str(tmp_path / "of-base")}
+    gm.merge({"method": "gradient-matching", "base": source, "models": [entry]}, tmp_path / "out")
+
+    plain_base, plain = write_model(tmp_path / "plain-base", BASE), write_model(tmp_path / "plain", tuned)
+    curvature.save(tmp_path / "c", precision=precision)
+    prior.save(tmp_path / "p", precision=precision)
+    recipe = {
+        "method": "gradient-matching",
+        "base": {"model": str(plain_base), "curvature": str(tmp_path / "p")},
+        "models": [{"model": str(plain), "curvature": str(tmp_path / "c")}],
+    }
+    gm.merge(recipe, tmp_path / "want")
+    got = read_model(tmp_path / "out")
+    assert {name.removeprefix("model.tower."): value.tolist() for name, value in got.items()} == {
+        name: value.tolist() for name, value in read_model(tmp_path / "want").items()
+    }
+
+
+# Language towers
+
+
+def llava(**changes: Any) -> Any:
+    vision = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+        projection_dim=16,
+    )
+    text = LlamaConfig(**TEXT | changes)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=59, tie_word_embeddings=False)
+    return LlavaForConditionalGeneration(config)
+
+
+def qwen2_vl(**changes: Any) -> Any:
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 1, "patch_size": 4}
+    rope = {"rope_type": "default", "type": "mrope", "mrope_section": [1, 1, 2], "rope_theta": 1000000.0}
+    text = TEXT | changes | {"rope_parameters": rope, "tie_word_embeddings": False}
+    config = Qwen2VLConfig(vision_config=vision, text_config=text, tie_word_embeddings=False)
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def qwen2(**changes: Any) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1000000.0}
+    return Qwen2ForCausalLM(Qwen2Config(**TEXT | {"rope_parameters": rope, "tie_word_embeddings": False} | changes))
+
+
+PAIRS = {
+    "llava": (llava, lambda **changes: LlamaForCausalLM(LlamaConfig(**TEXT | changes))),
+    "qwen2-vl": (qwen2_vl, qwen2),
+}
+
+
+def write_pair(family: str, folder: Path, **changes: Any) -> tuple[Path, list[Path], list[Any]]:
+    """A model for text and images, and two language models near its tower, saved; and all as models."""
+    torch.manual_seed(0)
+    whole, alone = PAIRS[family]
+    model = whole()
+    randomise(model.parameters(), 7, 0.1)
+    language = alone(**changes)
+    if not changes:
+        language.model.load_state_dict(model.model.language_model.state_dict())
+        language.lm_head.load_state_dict(model.lm_head.state_dict())
+    models = [moved(language, seed) for seed in (1, 2)]
+    model.save_pretrained(folder / "vlm")
+    places = []
+    for number, one in enumerate(models):
+        one.save_pretrained(folder / f"llm{number}")
+        places.append(folder / f"llm{number}")
+    return folder / "vlm", places, [model, *models]
+
+
+def tower_prefix(vlm: Path) -> str:
+    """What precedes `layers.` in the files, which differs between versions of transformers."""
+    return next(n.partition("layers.0.self_attn.q")[0] for n in read_model(vlm) if "layers.0.self_attn.q_proj.w" in n
+                and "vis" not in n)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PAIRS)
+def test_the_language_tower_of_a_vision_language_model_is_merged_with_language_models(
+    family: str, tmp_path: Path
+) -> None:
+    vlm, llms, (model, *others) = write_pair(family, tmp_path)
+    prefix = tower_prefix(vlm)
+    entries = [{"model": str(llm), "weight": 0.4, "rename": {"model.": prefix}} for llm in llms]
+    gm.merge(recipe_of(vlm, *entries, include=[f"{prefix}*"]), tmp_path / "out")
+    got, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    states = [other.model.state_dict() for other in others]
+    for name, value in model.model.language_model.state_dict().items():
+        base = value.double()
+        want = base + sum(0.4 * (state[name].double() - base) for state in states)
+        torch.testing.assert_close(got.model.language_model.state_dict()[name].double(), want, atol=1e-6, rtol=0)
+    for name, value in model.state_dict().items():
+        if "language_model" not in name:
+            assert got.state_dict()[name].equal(value), name
+    assert (tmp_path / "out" / "config.json").read_bytes() == (vlm / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("family", PAIRS)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 66}, "another vocabulary than .*vlm"),
+        ({"num_attention_heads": 4, "head_dim": 4, "num_key_value_heads": 2}, "num_attention_heads: 2 in .*vlm, 4 in "),
+        ({"rms_norm_eps": 0.01}, "rms_norm_eps: 1e-06 in .*vlm, 0.01 in "),
+    ],
+)
+def test_a_tower_and_a_language_model_of_another_function_or_vocabulary_are_refused(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    vlm, llms, _ = write_pair(family, tmp_path, **changes)
+    prefix = tower_prefix(vlm)
+    entries = [{"model": str(llm), "rename": {"model.": prefix}} for llm in llms]
+    with pytest.raises(InputError, match=message):
+        gm.merge(recipe_of(vlm, *entries, include=[f"{prefix}*"]), tmp_path / "out")
+
+
+def test_an_older_config_without_a_part_for_text_is_compared_with_a_language_models() -> None:
+    text = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 1e6}
+    text["rms_norm_eps"] = 1e-6
+    flat = {"model_type": "qwen2_vl", **text, "vision_config": {"depth": 1}}
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    alone = {"model_type": "qwen2", **text}
+    assert differences(*comparable(flat, alone))[0] == {}
+    assert "rope_theta" in differences(*comparable(flat, alone | {"rope_theta": 1e4}))[0]

@@ -1,0 +1,245 @@
+"""Task embedding: sentence-transformers folders on pairs with scores, and on positives with negatives."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+from gradmerge.errors import InputError
+from gradmerge.tasks import load_task
+from tests.tasks.making import sentences, write_jsonl, write_sentence_model
+
+
+class Slow:
+    """The folder a second time: one text after the other, without padding, in float64. Nothing here is of gradmerge."""
+
+    def __init__(self, folder: Path, pooling: str | list[str] = "mean", first: str = "") -> None:
+        self.model = AutoModel.from_pretrained(folder / first, dtype=torch.float64).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder / first)
+        self.pooling = pooling
+        place = folder / "2_Dense" / "model.safetensors"
+        self.dense = {n: v.double().requires_grad_() for n, v in load_file(place).items()} if place.is_file() else {}
+        self.first = f"{first}/" if first else ""
+
+    def embed(self, text: str) -> Tensor:
+        ids = self.tokenizer(text, truncation=True, max_length=16)["input_ids"]
+        hidden = self.model(torch.tensor([ids])).last_hidden_state[0]
+        how = {"mean": hidden.mean(0), "cls": hidden[0], "max": hidden.amax(0), "lasttoken": hidden[-1]}
+        vector = torch.cat([how[mode] for mode in ([self.pooling] if isinstance(self.pooling, str) else self.pooling)])
+        if self.dense:
+            vector = torch.tanh(self.dense["linear.weight"] @ vector + self.dense["linear.bias"])
+        return vector / vector.norm()
+
+    def cosines(self, row: dict[str, Any]) -> Tensor:
+        texts = [row[name] for name in ("anchor", "positive", "negative", "negative_2") if name in row]
+        first, *others = [self.embed(text) for text in texts]
+        return torch.stack([first @ other for other in others])
+
+    def loss(self, row: dict[str, Any]) -> Tensor:
+        cosines = self.cosines(row)
+        if "negative" in row:
+            return -(cosines * 20).log_softmax(0)[0]
+        return (cosines[0] - row["score"]).square()
+
+    def gradients(self, row: dict[str, Any]) -> dict[str, Tensor]:
+        named = {self.first + name: p for name, p in self.model.named_parameters()}
+        named |= {f"2_Dense/{name}": p for name, p in self.dense.items()}
+        found = torch.autograd.grad(self.loss(row), list(named.values()), allow_unused=True)
+        return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
+
+
+def pairs(count: int = 9, seed: int = 0) -> list[dict[str, Any]]:
+    one, two = sentences(count, seed), sentences(count, seed + 100, longest=20)
+    return [
+        {"anchor": a, "positive": b, "score": round((i * 7 % count) / count, 3)}
+        for i, (a, b) in enumerate(zip(one, two, strict=True))
+    ]
+
+
+def triplets(count: int = 7, negatives: int = 2) -> list[dict[str, Any]]:
+    names = ["anchor", "positive", "negative", "negative_2"][: 2 + negatives]
+    texts = [sentences(count, seed) for seed in range(len(names))]
+    return [dict(zip(names, row, strict=True)) for row in zip(*texts, strict=True)]
+
+
+NAMED = {"anchor": "a", "positive": "b", "score": "c"}
+DATA = {"scores": pairs(), "negative": triplets(negatives=1), "negatives": triplets()}
+FOLDERS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "older layout": {"new": False, "first": "0_Transformer"},
+    "cls": {"pooling": "cls", "dense": False},
+    "max": {"pooling": "max"},
+    "two": {"pooling": ["cls", "mean"], "dense": False},
+    "decoder": {"pooling": "lasttoken", "kind": "llama", "dense": False},
+}
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_curvature_is_the_sum_over_examples_of_squared_gradients(kind: str, data: str, tmp_path: Path) -> None:
+    settings = FOLDERS[kind]
+    folder = write_sentence_model(tmp_path / "model", **settings)
+    source = write_jsonl(tmp_path / "data.jsonl", DATA[data])
+    result = gm.estimate_curvature(
+        folder, source, out=tmp_path / "curvature", dtype="float64", batch_size=4, device="cpu", progress=False
+    )
+    assert isinstance(result, gm.Estimate) and result.task == "embedding" and result.examples == len(DATA[data])
+    found = gm.Curvature.load(tmp_path / "curvature")
+    slow = Slow(folder, settings.get("pooling", "mean"), settings.get("first", ""))
+    every = [slow.gradients(row) for row in DATA[data]]
+    want = {name: sum((g[name].square() for g in every), torch.zeros(())) for name in every[0]}
+    assert set(found) == set(want)
+    largest = max(float(value.max()) for value in want.values())
+    for name, value in want.items():
+        torch.testing.assert_close(found[name].double(), value, rtol=2e-6, atol=1e-9 * largest, msg=name)
+    with gm.open_checkpoint(folder) as opened:
+        assert set(found) <= set(opened.tensors)
+
+
+def test_no_layer_of_an_encoder_is_estimated_one_example_at_a_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_sentence_model(tmp_path / "model")
+    source = write_jsonl(tmp_path / "data.jsonl", DATA["scores"])
+    gm.estimate_curvature(folder, source, out=tmp_path / "curvature", progress=False)
+    assert "one example at a time" not in caplog.text
+
+
+def test_exact_curvature_takes_the_expectation_over_candidates(tmp_path: Path) -> None:
+    folder = write_sentence_model(tmp_path / "model")
+    rows = DATA["negatives"][:3]
+    source = write_jsonl(tmp_path / "data.jsonl", rows)
+    gm.estimate_curvature(
+        folder, source, out=tmp_path / "c", likelihood="exact", dtype="float64", device="cpu", progress=False
+    )
+    found = gm.Curvature.load(tmp_path / "c")
+    slow = Slow(folder)
+    name = "2_Dense/linear.weight"
+    want = torch.zeros(6, 16, dtype=torch.float64)
+    for row in rows:
+        for place in range(3):
+            logits = slow.cosines(row) * 20
+            [gradient] = torch.autograd.grad(-logits.log_softmax(0)[place], [slow.dense["linear.weight"]])
+            want += logits.softmax(0)[place].detach() * gradient.square()
+    torch.testing.assert_close(found[name].double(), want, rtol=1e-5, atol=1e-9)
+
+
+def ranks(values: list[float]) -> list[float]:
+    return [sum(o < v for o in values) + (sum(o == v for o in values) + 1) / 2 for v in values]
+
+
+def test_scored_pairs_are_evaluated_by_the_correlation_of_ranks(tmp_path: Path) -> None:
+    folder = write_sentence_model(tmp_path / "model")
+    rows = [row | {"score": round(row["score"], 1)} for row in pairs(12)]  # with ties
+    found = gm.evaluate(folder, write_jsonl(tmp_path / "d.jsonl", rows), dtype="float64", device="cpu", progress=False)
+    told = [Slow(folder).cosines(row)[0].item() for row in rows]
+    true = [row["score"] for row in rows]
+    a, b = (torch.tensor(ranks(values), dtype=torch.float64) for values in (told, true))
+    a, b = a - a.mean(), b - b.mean()
+    assert found["spearman_r"] == pytest.approx(float((a * b).sum() / (a.norm() * b.norm())), abs=1e-9)
+    assert found["mse"] == pytest.approx(sum((t - y) ** 2 for t, y in zip(told, true, strict=True)) / 12, abs=1e-6)
+    assert found["task"] == "embedding" and found["examples"] == 12
+
+
+def test_candidates_are_evaluated_by_the_place_of_the_positive(tmp_path: Path) -> None:
+    folder = write_sentence_model(tmp_path / "model")
+    rows = triplets(12)
+    found = gm.evaluate(folder, write_jsonl(tmp_path / "d.jsonl", rows), dtype="float64", device="cpu", progress=False)
+    every = [Slow(folder).cosines(row).tolist() for row in rows]
+    places = [sum(other >= one[0] for other in one) for one in every]
+    assert found["accuracy"] == pytest.approx(places.count(1) / 12)
+    assert found["mean_reciprocal_rank"] == pytest.approx(sum(1 / place for place in places) / 12)
+    losses = [math.log(sum(math.exp(20 * (other - one[0])) for other in one)) for one in every]
+    assert found["loss_per_example"] == pytest.approx(sum(losses) / 12, rel=1e-6)
+
+
+def test_gradient_merge_preview_and_diagnosis_go_end_to_end(tmp_path: Path) -> None:
+    base = write_sentence_model(tmp_path / "base")
+    tuned = [write_sentence_model(tmp_path / name, seed, like=base) for seed, name in enumerate("ab", 1)]
+    data = {name: write_jsonl(tmp_path / f"{name}.jsonl", pairs(8, seed)) for seed, name in enumerate("ab")}
+    asked = ["gradient", base, "--data", data["a"], "-o", tmp_path / "gradient", "--dtype", "float64"]
+    done = CliRunner().invoke(app, [str(word) for word in asked])
+    assert done.exit_code == 0, done.output
+    slow = Slow(base)
+    want = sum(slow.gradients(row)["2_Dense/linear.weight"] for row in pairs(8, 0))
+    got = load_file(tmp_path / "gradient" / "gradient.safetensors")["2_Dense/linear.weight"]
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    for name, folder in zip(("a", "a", "b"), (base, *tuned), strict=True):
+        gm.estimate_curvature(folder, data[name], out=folder / "curvature", progress=False)
+    recipe = {"method": "gradient-matching", "base": str(base), "models": [str(folder) for folder in tuned]}
+    gm.merge(recipe, tmp_path / "out")
+    assert math.isfinite(gm.evaluate(tmp_path / "out", data["a"], progress=False)["spearman_r"])
+    paths = {name: str(path) for name, path in data.items()}
+    found = gm.preview(recipe, data=paths, weights="0:1:1", progress=False)
+    both = next(row for row in found.rows if set(row.setting.weights) == {1.0})
+    alone = gm.evaluate(tmp_path / "out", data["b"], progress=False)
+    assert both.values["b"] == pytest.approx(alone["spearman_r"], abs=1e-6)
+    assert gm.diagnose(recipe, data=paths, progress=False).verdict
+
+
+def test_the_prompt_that_a_folder_names_is_put_before_every_text(tmp_path: Path) -> None:
+    folder = write_sentence_model(tmp_path / "model")
+    plain = gm.evaluate(folder, write_jsonl(tmp_path / "d.jsonl", pairs()), progress=False)
+    settings = {"prompts": {"query": "what is "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    prompted = gm.evaluate(folder, tmp_path / "d.jsonl", progress=False)
+    rows = [row | {"anchor": f"what is {row['anchor']}", "positive": f"what is {row['positive']}"} for row in pairs()]
+    (folder / "config_sentence_transformers.json").write_text("{}")
+    written = gm.evaluate(folder, write_jsonl(tmp_path / "e.jsonl", rows), progress=False)
+    assert prompted == written != plain
+
+
+@pytest.mark.parametrize(
+    ("columns", "given", "fields"),
+    [
+        (("sentence1", "sentence2", "score"), {}, {"anchor": "sentence1", "positive": "sentence2", "score": "score"}),
+        (("text1", "text2", "label"), {}, {"anchor": "text1", "positive": "text2", "score": "label"}),
+        (("query", "positive"), {}, {"anchor": "query", "positive": "positive"}),
+        (
+            ("a", "b", "c"),
+            {"anchor": "a", "positive": "b", "score": "c"},
+            {"anchor": "a", "positive": "b", "score": "c"},
+        ),
+    ],
+)
+def test_columns_are_found_by_their_usual_names(
+    columns: tuple[str, ...], given: dict[str, str], fields: dict[str, str], tmp_path: Path
+) -> None:
+    folder = write_sentence_model(tmp_path / "model")
+    values = {"score": 0.5, "label": 1, "c": 0.25}
+    rows = [{name: values.get(name, text) for name in columns} for text in sentences(3)]
+    loaded = load_task(folder, write_jsonl(tmp_path / "d.jsonl", rows), columns=given or None)
+    assert loaded.columns == {key: (name,) for key, name in fields.items()}
+    assert ("compared with 1" in " ".join(loaded.notes)) == ("score" not in fields)
+
+
+def test_what_the_task_does_not_know_is_refused(tmp_path: Path) -> None:
+    def refused(rows: list[dict[str, Any]], folder: Path, **loading: Any) -> str:
+        with pytest.raises(InputError) as error:
+            gm.evaluate(folder, write_jsonl(tmp_path / "d.jsonl", rows), progress=False, **loading)
+        return str(error.value)
+
+    folder = write_sentence_model(tmp_path / "model")
+    assert "from -1 to 1" in refused([pairs()[0] | {"score": 4.5}], folder)
+    assert "a score is a number" in refused([pairs()[0] | {"score": "much"}], folder)
+    assert "needs two texts" in refused([{"anchor": "a"}], folder)
+    both = {"anchor": "anchor", "positive": "positive", "score": "score", "negative": "anchor"}
+    assert "either score" in refused(pairs(), folder, columns=both)
+    assert "not weightedmean" in refused(pairs(), write_sentence_model(tmp_path / "weighted", pooling="weightedmean"))
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[2]["type"] = "sentence_transformers.models.LSTM"
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert "knows no module of kind LSTM" in refused(pairs(), folder)
+    (folder / "modules.json").unlink()
+    assert "modules.json" in refused(pairs(), folder, task="embedding")
