@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from ..arguments import checked
 from ..diagnostics.evaluator import Evaluator
 from ..diagnostics.grid import Weights, check_methods, grid, parse_weights, recipe_with, sample
+from ..diagnostics.layer_weights import check_by, prepare_for_layers, suggest_by_layers
 from ..diagnostics.predict import task_names
 from ..diagnostics.predictor import Predictor
 from ..diagnostics.preview import Looker, Outcome, Preview, compare
@@ -17,7 +18,8 @@ from ..diagnostics.suggest import Suggestion, check_objective, search_ranges, su
 from ..engine.to_folder import MergeResult
 from ..errors import InputError
 from ..progress import Progress, shown
-from ..recipe import Recipe
+from ..recipe import Recipe, plain
+from ..report.layer_weights_page import MEANING
 from ..report.page import write_report
 from ..report.preview_page import preview_page, settings_table, verdict
 from ..storage.staging import Staging
@@ -99,6 +101,8 @@ def suggest_weights(
     data: Mapping[str, str] | None = None,
     objective: str = "worst",
     shared: bool = False,
+    by: str | None = None,
+    points: int | None = None,
     samples: int = 64,
     seed: int = 0,
     weights: Weights | None = None,
@@ -122,6 +126,10 @@ def suggest_weights(
         recipe, out, data, methods: As of :func:`gradmerge.preview`.
         objective: What is to be small.
         shared: One weight for all tasks, instead of one for each.
+        by: "layers" looks further, for weights that differ between layers: a list over the layers for each task. With
+            data a third of the rows decides whether they are better than one weight for all layers.
+        points: Numbers of such a list, spread from the first layer to the last; 3 where nothing is said, or as many as
+            there are layers.
         samples, seed: Points of the first round of the search; the same seed gives the same weights.
         weights: Ranges to search, by default 0 to 1.5.
         threads, allow_pickle, allow_config, dequantize, force, progress, command, loading: As of
@@ -140,15 +148,20 @@ def suggest_weights(
     chosen = check_methods(methods, recipe)
     given = parse_weights(weights, tasks, recipe) if weights is not None else None
     ranges = search_ranges(given, tasks, recipe, shared)
+    length = check_by(by, points)
     with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
         with (
             shown(progress, "merges") as told,
             merged_first(recipe, out, threads, allowed) as ready,
-            _looker(ready, chosen, data, options, threads, allowed) as looker,
+            _looker(ready, chosen, data, options, threads, allowed, by is not None) as looker,
         ):
+            if by is not None:
+                prepare_for_layers(looker, chosen, ranges, length)
             found = suggest(
                 recipe, looker, chosen, ranges, objective=objective, samples=samples, seed=seed, progress=told
             )
+            if by is not None:
+                found = suggest_by_layers(looker, found, ranges, points=length, seed=seed, progress=told)
         _tell(staging, found.evaluated, found, data or {}, command)
     return found
 
@@ -175,11 +188,12 @@ def _looker(
     loading: Loading,
     threads: int | None,
     allowed: dict[str, Any],
+    by_row: bool = False,
 ) -> Iterator[Looker]:
     threads = threads or default_threads()
     looker: Looker
     if data:
-        looker = Evaluator(recipe, methods, data, loading, threads=threads, **allowed)
+        looker = Evaluator(recipe, methods, data, loading, by_row=by_row, threads=threads, **allowed)
     else:
         looker = Predictor(recipe, methods, threads=threads, **allowed)
     try:
@@ -204,7 +218,12 @@ def _tell(
     (folder / "preview.json").write_text(to_json(as_json(found, suggestion)) + "\n", "utf-8")
     best = found.best()
     if best is not None:
-        header = f"# The best setting of the preview: {best.setting.name}\n# gradmerge merge recipe.yml -o merged\n"
+        what = f"# The best setting of the preview: {best.setting.name}\n"
+        if suggestion is not None and suggestion.over_layers is not None and suggestion.over_layers.taken:
+            how = "rows of each task" if found.measured else "curvature"
+            what = f"# Weights over the layers, found from {how} by gradmerge preview --suggest --by layers.\n"
+            what += f"# {MEANING}\n"
+        header = f"{what}# gradmerge merge recipe.yml -o merged\n"
         written = recipe_documents(best_recipe(found), staging.out)
         (folder / "recipe.yml").write_text(header + written, "utf-8")
 
@@ -229,16 +248,26 @@ def as_json(found: Preview, suggestion: Suggestion | None = None) -> dict[str, A
     if suggestion is not None:
         result["suggestion"] = {
             "method": suggestion.method,
-            "weights": suggestion.weights,
+            "weights": {task: plain(weight) for task, weight in suggestion.weights.items()},
             "objective": suggestion.objective,
             "lost_share" if suggestion.measured else "times_reference": suggestion.costs,
         }
+        if (over := suggestion.over_layers) is not None:
+            result["over_layers"] = {
+                "taken": over.taken,
+                "layers": over.layers,
+                "looked_at": over.looked,
+                "found": _row(found, over.layered),
+                "same_in_all_layers": _row(found, over.plain),
+                **({"gain": over.gain, "standard_error": over.error} if found.measured else {}),
+            }
     result["notes"] = found.notes
     return result
 
 
 def _row(found: Preview, row: Outcome) -> dict[str, Any]:
-    shown: dict[str, Any] = {"method": row.setting.method, "weights": found.weights(row), "rank": row.rank}
+    weights = {task: plain(weight) for task, weight in found.weights(row).items()}
+    shown: dict[str, Any] = {"method": row.setting.method, "weights": weights, "rank": row.rank}
     if found.measured:
         return {**shown, "score": row.score, "metrics": row.metrics}
     return {
@@ -256,5 +285,9 @@ def _best(found: Preview, method: str | None) -> dict[str, Any] | None:
     tried = {
         task: [row.setting.weights[i] for row in close] for i, task in enumerate(found.models) if best.setting.weights
     }
-    flat = {task: [min(weights), max(weights)] for task, weights in tried.items()}
+    flat = {
+        task: [min(weights), max(weights)]
+        for task, weights in tried.items()
+        if not any(isinstance(weight, tuple) for weight in weights)
+    }
     return {**_row(found, best), "within_1_percent": {"settings": len(close), "weights": flat}}

@@ -19,7 +19,8 @@ EXAMPLE = (
     "Examples: "
     "gradmerge preview recipe.yml --weights 0:1:0.1 --methods gradient-matching,task-arithmetic -o preview   ·   "
     "gradmerge preview recipe.yml --data yelp=yelp.jsonl --data sst2=sst2.jsonl --limit 200 --save-best merged "
-    "-o preview   ·   gradmerge preview recipe.yml --suggest -o preview"
+    "-o preview   ·   gradmerge preview recipe.yml --suggest -o preview   ·   "
+    "gradmerge preview recipe.yml --suggest --by layers -o preview"
 )
 
 
@@ -66,6 +67,22 @@ def preview(
         ),
     ] = None,
     shared: Annotated[bool, typer.Option("--shared", help="With --suggest: one weight for all tasks.")] = False,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="layers",
+            help="With --suggest: look further, for weights that differ between layers. With --data, a third of the "
+            "rows decides whether they are taken.",
+        ),
+    ] = None,
+    points: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --by layers: how many numbers of each task's list are spread over the layers.",
+            show_default="3",
+        ),
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -96,6 +113,8 @@ def preview(
 
     if shared and not suggest:
         raise InputError("--shared goes with --suggest; for a grid, --weights 0:1:0.1 is shared by all tasks")
+    if not suggest and (by is not None or points is not None):
+        raise InputError(f"--{'by' if by is not None else 'points'} goes with --suggest, which searches for weights")
     if objective is not None and data and not suggest:
         raise InputError(
             "--objective is for --suggest and for predictions; with --data the average metric decides which setting is "
@@ -118,7 +137,8 @@ def preview(
     suggestion = None
     with progress(printing.silent, "merges") as shown:
         if suggest:
-            suggestion = suggest_weights(recipe, out, shared=shared, samples=samples or 64, progress=shown, **options)
+            options |= {"shared": shared, "by": by, "points": points, "samples": samples or 64}
+            suggestion = suggest_weights(recipe, out, progress=shown, **options)
             found = suggestion.evaluated
         else:
             found = run(recipe, out, samples=samples, progress=shown, **options)

@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..engine.candidates import notes_on
 from ..errors import InputError
 from ..recipe import Recipe
@@ -36,6 +39,7 @@ class Evaluator:
         data: Mapping[str, str],
         loading: Loading,
         *,
+        by_row: bool = False,
         threads: int = 1,
         **allowed: Any,
     ) -> None:
@@ -53,6 +57,9 @@ class Evaluator:
             self._names, self._threads = names, threads
             self._candidates = Candidates(recipe, self.plan)
             self._broken: list[str] = []
+            self._by_row = by_row
+            """Outcomes keep the loss of every row."""
+            self._own_rows: dict[str, Tensor] = {}
             self.alone = self._each_alone()
         except BaseException:
             self.plan.inputs.close()
@@ -74,16 +81,20 @@ class Evaluator:
 
     def _outcome(self, setting: Setting, state: State) -> Outcome:
         metrics: dict[str, dict[str, Any]] = {}
+        losses: dict[str, Tensor] = {}
         model = self._any.model_with(state)
         for task in self.tasks:
             try:
-                metrics[task] = self._data[task].evaluate(model)
+                if self._by_row:
+                    metrics[task], losses[task] = self._data[task].evaluate_rows(model)
+                else:
+                    metrics[task] = self._data[task].evaluate(model)
             except InputError as error:  # the data is fine, since the base could be evaluated on it
                 self._broken.append(f"{setting.name} on {task}: {error}")
                 metrics[task] = {}
         values = {task: found.get(headline(found)) if found else None for task, found in metrics.items()}
         costs = {task: self.lost_share(task, found) for task, found in metrics.items()}
-        return Outcome(setting, values, metrics, costs)
+        return Outcome(setting, values, metrics, costs, losses=losses)
 
     def _each_alone(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The base and every tuned model, each on all data."""
@@ -102,7 +113,19 @@ class Evaluator:
             except InputError:  # its own head does not fit the config that all merges share
                 continue
             found[name] = {task: self._data[task].evaluate(model) for task in self.tasks}
+            if self._by_row and name in self.tasks:
+                self._own_rows[name] = self._data[name].evaluate_rows(model)[1]
+        if self._by_row and BASE in self.tasks:
+            self._own_rows[BASE] = self._data[BASE].evaluate_rows(self._any.loaded.model)[1]
         return found
+
+    def row_shares(self, row: Outcome) -> dict[str, Tensor]:
+        """Task → the lost share of every row of its data; their mean is what :meth:`lost_share` gives."""
+        shares = {}
+        for task, losses in row.losses.items():
+            own = self._own_rows.get(task, torch.zeros_like(losses))
+            shares[task] = (losses - own) / self._scale(task)[1]
+        return shares
 
     def lost_share(self, task: str, metrics: Mapping[str, Any]) -> float:
         """(loss − tuned model's loss) / (base's loss − tuned model's loss): 0 for the task's own model, 1 for the base.
@@ -113,14 +136,18 @@ class Evaluator:
         """
         if not metrics or BASE not in self.alone:
             return math.inf
+        best, gain = self._scale(task)
+        return (loss_of(metrics) - best) / gain
+
+    def _scale(self, task: str) -> tuple[float, float]:
+        """The loss at which a task's share is 0, and how far it is from there to a share of 1."""
         base = loss_of(self.alone[BASE][task])
         if task == BASE:
             tuned = [loss_of(self.alone[name][task]) for name in self._names if name in self.alone] or [base]
             best, worst = base, sum(tuned) / len(tuned)
         else:
             best, worst = loss_of(self.alone[task][task]) if task in self.alone else 0.0, base
-        gain = max(worst - best, 0.01 * max(abs(worst), abs(best)), 1e-12)
-        return (loss_of(metrics) - best) / gain
+        return best, max(worst - best, 0.01 * max(abs(worst), abs(best)), 1e-12)
 
     def notes(self) -> list[str]:
         lacking = [name for name in self._names if name not in self.tasks]

@@ -130,7 +130,7 @@ class Ranges:
             found.append((free, self.shared))
         return found
 
-    def weights(self, point: Sequence[float]) -> tuple[Varying, ...]:
+    def weights(self, point: Sequence[Varying]) -> tuple[Varying, ...]:
         """One number per dimension as one weight per task."""
         weights = list(self.recipe_weights)
         for (places, _), value in zip(self.dimensions(), point, strict=True):

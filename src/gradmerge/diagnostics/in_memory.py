@@ -22,6 +22,7 @@ from ..storage.tensorfile import local_path
 from ..tasks import LoadedTask, Loading, evaluate_model, load_task
 from ..tasks.models import model_with
 from ..text import nearest
+from .scores import loss_of
 
 State = dict[str, Tensor]
 #: Bytes of batches that are kept from one model to the next.
@@ -95,6 +96,15 @@ class TaskData:
     def evaluate(self, model: nn.Module) -> dict[str, Any]:
         """The task's metrics for a model."""
         return dict(evaluate_model(model, self.batches(), self.loaded.output))
+
+    def evaluate_rows(self, model: nn.Module) -> tuple[dict[str, Any], Tensor]:
+        """The same, and the loss of every row; their mean is the loss that the metrics have."""
+        losses: list[Tensor] = []
+        add = lambda batch: losses.append(batch.double().cpu())  # noqa: E731
+        metrics = dict(evaluate_model(model, self.batches(), self.loaded.output, each=add))
+        rows = torch.cat(losses)
+        mean = float(rows.mean())
+        return metrics, rows * (loss_of(metrics) / mean if mean else 1.0)
 
     def gradient(self, model: nn.Module) -> State:
         """∇Σ_i ℓ_i over the data, by the names of files, in float32 (float64 where the model is)."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -155,8 +155,12 @@ def predict(
     threads: int = 1,
     advance: Advance = lambda nbytes: None,
     measured: KnownStatistics | None = None,
+    group_by: Callable[[str], str] = group_of,
 ) -> Prediction:
-    """Predict the cost of the candidates from the curvature of the tasks, which ``plan`` reads for every model."""
+    """Predict the cost of the candidates from the curvature of the tasks, which ``plan`` reads for every model.
+
+    Costs are kept for groups of tensors, which ``group_by`` makes of their names.
+    """
     names = [*tasks, *([BASE] if plan.inputs.prior is not None else [])]
     result = Prediction([c.name for c in candidates], names)
     # Sums are added up in the order of the blocks, so that they do not depend on which thread is first.
@@ -168,7 +172,7 @@ def predict(
 
     def visit(block: Block) -> None:
         nonlocal following
-        found = _look_at_block(block, names, result.candidates)
+        found = _look_at_block(block, names, result.candidates, group_by(block.job.name))
         with lock:
             waiting[places[block.job.name, block.start]] = found
             while following in waiting:
@@ -182,9 +186,9 @@ def predict(
     return result
 
 
-def _look_at_block(block: Block, tasks: list[str], candidates: list[str]) -> Prediction:
+def _look_at_block(block: Block, tasks: list[str], candidates: list[str], group: str) -> Prediction:
     """The sums over one block."""
-    found, group = Prediction(candidates, tasks), group_of(block.job.name)
+    found = Prediction(candidates, tasks)
     curvature = [*block.curvature, *([block.prior] if block.prior is not None else [])]
     places = [*block.tuned, block.base]
     # The base is where it is, under no penalty that is known.

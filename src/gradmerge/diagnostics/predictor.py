@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..engine.candidates import notes_on
@@ -58,6 +58,8 @@ class Predictor:
             task: 1.0 / (source.examples * source.factor) if source.examples else 1.0
             for task, source in zip(self.tasks, sources, strict=True)
         }
+        self.group_by: Callable[[str], str] = lambda name: ""
+        """Parts of the model, by the names of their tensors, that each outcome keeps the costs of."""
         self._threads = threads
         self._candidates = Candidates(recipe, self.plan)
 
@@ -89,16 +91,17 @@ class Predictor:
             threads=self._threads,
             advance=count,
             measured=self._candidates.known,
+            group_by=self.group_by,
         )
         advance(len(settings) - told)
-        totals: dict[tuple[str, str], float] = {}
-        for (name, task, _), cost in found.costs.items():
-            totals[name, task] = totals.get((name, task), 0.0) + cost.excess
+        parts: list[dict[str, dict[str, float]]] = [{} for _ in settings]
+        for (name, task, group), cost in found.costs.items():
+            parts[int(name)].setdefault(group, {})[task] = cost.excess * self._per_example[task]
         rows = []
-        for place, setting in enumerate(settings):
-            costs = {task: totals[str(place), task] * self._per_example[task] for task in self.tasks}
+        for setting, groups in zip(settings, parts, strict=True):
+            costs = {task: sum(group[task] for group in groups.values()) for task in self.tasks}
             known = {task: value if math.isfinite(value) else None for task, value in costs.items()}
-            rows.append(Outcome(setting, known, costs=costs))
+            rows.append(Outcome(setting, known, costs=costs, parts=groups))
         return rows
 
     def notes(self) -> list[str]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from ..display import Displayed, View
 from ..engine.plan import Plan
 from ..progress import Progress
@@ -35,6 +37,10 @@ class Outcome:
     """Task → all metrics, where data was given."""
     costs: dict[str, float] = field(default_factory=dict)
     """Task → what a search minimises: predicted excess loss, or the lost share of what fine-tuning had gained."""
+    parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Part of the model → the same of that part, which add up; without data."""
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    """Task → the loss of every row, where rows are to be told apart."""
     score: float | None = None
     """What settings are compared by; see the preview's criterion."""
     rank: int | None = None
@@ -90,6 +96,11 @@ class Preview(Displayed):
     def relative(self, row: Outcome, task: str) -> float | None:
         """Predicted excess loss of a task as a multiple of the reference merge's, or of the largest if it has none."""
         return _relative(row.values.get(task), self.reference.values.get(task), (r.values.get(task) for r in self.rows))
+
+    @staticmethod
+    def relative_to(row: Outcome, other: Outcome) -> float | None:
+        """The score of one setting as a multiple of another's."""
+        return row.score / other.score if row.score is not None and other.score else None
 
     def relative_score(self, row: Outcome) -> float | None:
         """The predicted loss that settings are compared by, as a multiple of the reference's, or of the largest."""

@@ -31,6 +31,26 @@ DIAGONAL = 16
 GUESSES = 4
 
 
+@dataclass(frozen=True)
+class OverLayers:
+    """What weights that differ between layers gain over those that do not."""
+
+    plain: Outcome
+    """The best setting with the same weights in all layers."""
+    layered: Outcome
+    """The best that was found with lists over the layers."""
+    layers: int
+    """Layers of the models; of the longest stack of them."""
+    looked: int
+    """Settings with lists that were looked at."""
+    gain: float
+    """How much smaller the worst or the sum is: on the rows held back from the search, or predicted."""
+    error: float | None
+    """Standard error of that; None where it is predicted."""
+    taken: bool
+    """Whether the suggestion has these weights."""
+
+
 @dataclass(frozen=True, repr=False)
 class Suggestion(Displayed):
     """Weights to merge with, and what was looked at to find them."""
@@ -45,7 +65,9 @@ class Suggestion(Displayed):
     costs: dict[str, float | None]
     """Task → predicted loss as a multiple of the recipe's own merge; on data, the lost share of fine-tuning's gain."""
     evaluated: Preview
-    """Every setting that was looked at."""
+    """Every setting that was looked at; of those with lists over the layers only the one that is suggested."""
+    over_layers: OverLayers | None = None
+    """What lists over the layers gain, where they were searched for."""
 
     def _line(self) -> list[str]:
         weights = " ".join(f"{task} {in_words(weight)}" for task, weight in self.weights.items())
@@ -53,7 +75,10 @@ class Suggestion(Displayed):
 
     def _view(self) -> View:
         cost = "lost share of what fine-tuning gained" if self.measured else "predicted loss, × the recipe's merge"
-        rows = [[task, self.weights.get(task), self.costs.get(task)] for task in self.evaluated.tasks]
+        weights = {
+            task: weight if isinstance(weight, float) else in_words(weight) for task, weight in self.weights.items()
+        }
+        rows = [[task, weights.get(task), self.costs.get(task)] for task in self.evaluated.tasks]
         return ["task", "weight", cost], rows, self.evaluated.verdict
 
 
@@ -168,7 +193,7 @@ class _WeightSearch:
     def _guesses(self, rows: Sequence[Outcome], best: Tensor, near: float, reach: float) -> Tensor:
         """Where quadratics, one per task, fitted most closely near the best point, have the smallest worst or sum."""
         places = torch.stack([self._unit(row) for row in rows])
-        features = _features(places)
+        features = quadratic_features(places)
         if len(rows) < features.shape[1] + 2:
             return best.new_empty(0, len(self._free))
         costs = torch.tensor([list(row.costs.values()) for row in rows], dtype=torch.float64)
@@ -176,7 +201,7 @@ class _WeightSearch:
         fitted = torch.linalg.lstsq(features * closeness, costs * closeness).solution
 
         def score(points: Tensor) -> Tensor:
-            predicted = _features(points) @ fitted
+            predicted = quadratic_features(points) @ fitted
             found: Tensor = predicted.amax(1) if self.objective == "worst" else predicted.sum(1)
             return found
 
@@ -214,7 +239,7 @@ class _WeightSearch:
         return self.ranges.weights([one.nearest(rounded(value, one.high - one.low)) for one, value in pairs])
 
 
-def _features(points: Tensor) -> Tensor:
+def quadratic_features(points: Tensor) -> Tensor:
     """1, x_i and x_i x_j for every point."""
     count = points.shape[1]
     pairs = torch.combinations(torch.arange(count), with_replacement=True)

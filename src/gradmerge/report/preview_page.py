@@ -12,6 +12,7 @@ from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.suggest import Suggestion
 from ..recipe import Varying, in_words
 from .charts import Chart, HeatMap, LineChart, ScatterChart, Series
+from .layer_weights_page import layers_section, layers_words
 from .numbers import finite, number
 from .page import Page, Section, Table, Value
 
@@ -35,7 +36,8 @@ def preview_page(
     found: Preview, suggestion: Suggestion | None, recipe: str, provenance: dict[str, str], commands: Sequence[str]
 ) -> Page:
     """The report of a preview, or of a search for weights."""
-    sections = [_curves(found)]
+    over = suggestion.over_layers if suggestion is not None else None
+    sections = [*([layers_section(found, over)] if over is not None else []), _curves(found)]
     front = _fronts(found)
     if front:
         text = "Every setting as a point: no setting on the front can be improved for one without losing on the other."
@@ -71,6 +73,8 @@ def verdict(found: Preview, suggestion: Suggestion | None = None) -> list[str]:
         words.append(several if close > 1 else f"No other {tried} is within 1 % of it.")
     if suggestion is not None and suggestion.weights:
         words.append(f"Suggested weights: {_by_task(suggestion.weights)}.")
+    if suggestion is not None and suggestion.over_layers is not None:
+        words.append(layers_words(found, suggestion.over_layers))
     return words if found.measured else [*words, TRUST]
 
 
@@ -118,9 +122,11 @@ def flat_range(found: Preview, best: Outcome) -> str:
     if not best.setting.weights:
         return ""
     spans = []
-    for tried in zip(*(row.setting.weights for row in found.as_good(best)), strict=True):
-        low, high = min(tried), max(tried)
-        spans.append(f"{low:g}" if low == high else f"{low:g}–{high:g}")
+    every = zip(*(row.setting.weights for row in found.as_good(best)), strict=True)
+    for own, tried in zip(best.setting.weights, every, strict=True):
+        numbers = [weight for weight in tried if not isinstance(weight, tuple)]
+        low, high = (min(numbers), max(numbers)) if len(numbers) == len(tried) else (own, own)
+        spans.append(in_words(own) if low == high else f"{low:g}–{high:g}")
     if len(set(spans)) == 1:
         return spans[0]
     return ", ".join(f"{task} {span}" for task, span in zip(found.models, spans, strict=True))
@@ -188,11 +194,20 @@ def _alone(found: Preview) -> Table:
     return Table("The models alone", "alone", ["model", *_task_columns(found)], rows)
 
 
+def _cell(weight: Varying) -> Value:
+    return in_words(weight) if isinstance(weight, tuple) else weight
+
+
 def settings_table(found: Preview) -> Table:
     """Every setting with all numbers, as in `preview.csv`. Predictions are multiples of the reference's, and ranks."""
     columns = ["method", *(f"weight {model}" for model in found.models), "rank"]
     rows: list[list[Value]] = [
-        [row.setting.method, *(row.setting.weights or [None] * len(found.models)), row.rank] for row in found.rows
+        [
+            row.setting.method,
+            *([_cell(weight) for weight in row.setting.weights] or [None] * len(found.models)),
+            row.rank,
+        ]
+        for row in found.rows
     ]
 
     def add(column: str, values: Iterable[Value]) -> None:
@@ -264,6 +279,7 @@ def _maps(found: Preview, name: str, label: str) -> list[HeatMap]:
     maps = []
     for method in found.methods:
         rows = [row for row in found.rows if row.setting.method == method and row.setting.weights]
+        rows = [row for row in rows if not any(isinstance(weight, tuple) for weight in row.setting.weights)]
         tried = [sorted({row.setting.weights[i] for row in rows}) for i in range(len(found.models))]
         varying = [i for i, weights in enumerate(tried) if len(weights) > 1]
         if len(varying) != 2:

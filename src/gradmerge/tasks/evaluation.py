@@ -26,11 +26,16 @@ def evaluate(loaded: LoadedTask, batch_size: int | None = None, advance: Advance
 
 
 def evaluate_model(
-    model: nn.Module, batches: Iterable[Any], output: ExampleLoss, advance: Advance | None = None
+    model: nn.Module,
+    batches: Iterable[Any],
+    output: ExampleLoss,
+    advance: Advance | None = None,
+    each: Callable[[Tensor], None] | None = None,
 ) -> dict[str, Number]:
     """The metrics of a model on batches: keyword arguments with "labels", or sequences that end with the labels.
 
     The model is run in eval mode and left in the mode it was in. ``MEANINGS`` of `metrics` says what each number is.
+    ``each`` is given the losses of the examples of every batch.
     """
     metrics = METRICS[output.name]()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -47,6 +52,8 @@ def evaluate_model(
                 losses = torch.cat([output.losses(logits[i : i + 1], labels[i : i + 1]) for i in range(len(labels))])
                 _check_finite(losses, done)
                 metrics.add(logits, labels, losses)
+                if each is not None:
+                    each(losses)
                 done += len(labels)
                 if advance is not None:
                     advance(len(labels))

@@ -1,0 +1,338 @@
+"""A search for weights that differ between layers, from the best weights that do not.
+
+A task's weight becomes a list of a few points, as a recipe has it: spread over the layers from first to last, with
+straight lines between them; what is outside the layers takes the first. What is made small is what it was before, the
+loss of the worst task or the sum over tasks, of the whole model.
+
+- From curvature, predicted losses add up over layers: L_t = Σ_l L_tl(w_l), with w_l the weights of all tasks there. The
+  search for plain weights saw every layer under many weights, which fit a quadratic of w_l to each L_tl; where merges
+  are linear in their weights (task arithmetic, DARE) it is one, and the fit is exact. The lists are sought on
+  max_t Σ_l L_tl or Σ_t Σ_l L_tl. So "worst" asks for the task that is worst in sum: a task may lose in some layers what
+  it gains in others, and no layer has a worst task of its own. What is found is predicted from curvature as any
+  setting, and fitted again nearby.
+- On data losses do not add up. Every round moves each point of each list up and down alone, fits a quadratic of all
+  points to each task's loss, and looks at where the quadratics are smallest, and at half and a quarter of the way.
+  Every third row of each task is held back, and decides: first between the lists and others half and a quarter of the
+  way to them from the best plain weights, then whether they are taken. They are if they are better on the rows held
+  back by more than the standard error of the difference (rows drawn with replacement, the same for both), and better
+  on all rows too. The plain weights were chosen on all rows, so that the comparison favours them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.layer_names import layer_stacks, place_of
+from ..errors import InputError
+from ..progress import Progress
+from ..recipe import Varying
+from ..text import nearest
+from .evaluator import Evaluator
+from .grid import Ranges, Setting, rounded, takes_weights
+from .predictor import Predictor
+from .preview import Looker, Outcome, worst_or_sum
+from .suggest import OverLayers, Suggestion, quadratic_features
+
+Place = Callable[[Tensor], Tensor]
+"""The points of lists, (settings, dimensions, points), as what a quadratic is fitted in."""
+
+WAYS = ("layers",)
+#: Points of a list; a model with fewer layers has as many as layers.
+POINTS, MOST_POINTS = 3, 16
+#: How far points are moved in each round, as a share of their range. Without data the first round needs no moves.
+MOVES_PREDICTED = (0.5, 0.1, 0.03)
+MOVES_MEASURED = (0.15, 0.08, 0.04)
+#: Shares of the way to where the quadratics are smallest that a round looks at.
+SHARES = (1.0, 0.5, 0.25)
+#: One row of so many is held back.
+HELD_BACK = 3
+FEWEST_ROWS = 2 * HELD_BACK
+#: Draws of rows, for the standard error.
+DRAWS = 1000
+#: What moving a point over its whole range must gain to be worth it, as a share of the loss.
+WORTH = 1e-3
+
+
+def check_by(by: str | None, points: int | None) -> int:
+    """Check both, and say how many points a list has."""
+    if by is not None and by not in WAYS:
+        raise InputError(f"--by {by}: weights can differ by {', '.join(WAYS)}{nearest(by, WAYS)}")
+    if points is not None and by is None:
+        raise InputError("--points goes with --by layers: it is the length of a list over the layers")
+    if points is not None and not 2 <= points <= MOST_POINTS:
+        raise InputError(f"--points {points}: a list over the layers has between 2 and {MOST_POINTS} points here")
+    return points or POINTS
+
+
+class LayerLists:
+    """Weights as lists over the layers: ``points`` numbers for every dimension of the ranges."""
+
+    def __init__(self, ranges: Ranges, names: Sequence[str], points: int) -> None:
+        self._stacks = layer_stacks(names)
+        self.layers = max(self._stacks.values(), default=0)
+        if self.layers < 2:
+            few = "a single layer" if self.layers else "no numbered layers (such as model.layers.0.…)"
+            raise InputError(f"--by layers: the models have {few}; leave it out for one weight for the whole model")
+        self.points, self.ranges = min(points, self.layers), ranges
+        every = [one for _, one in ranges.dimensions()]
+        self.lows = torch.tensor([one.low for one in every], dtype=torch.float64)[:, None]
+        self.widths = torch.tensor([one.high for one in every], dtype=torch.float64)[:, None] - self.lows
+        if not bool((self.widths > 0).any()):
+            raise InputError("--weights: every task has a single weight to search, which cannot differ between layers")
+
+    @property
+    def size(self) -> int:
+        """Points that may be moved, all tasks together."""
+        return int((self.widths > 0).sum()) * self.points
+
+    def part(self, name: str) -> str:
+        """Tensors of the same weights: those at the same place between the first and the last layer."""
+        found = place_of(name, self._stacks)
+        return repr(0.0 if found is None else found[1] / max(1, self._stacks[found[0]] - 1))
+
+    def interpolation(self, part: str) -> Tensor:
+        """What each point of a list adds to the weight of a part."""
+        place = float(part) * (self.points - 1)
+        return (1 - (torch.arange(self.points, dtype=torch.float64) - place).abs()).clamp(min=0)
+
+    def units(self, weights: Sequence[Varying]) -> Tensor:
+        """The points of a setting, 0 at the low end of their range and 1 at the high one."""
+        own = [weights[places[0]] for places, _ in self.ranges.dimensions()]
+        rows = [list(weight) if isinstance(weight, tuple) else [weight] * self.points for weight in own]
+        values = torch.tensor(rows, dtype=torch.float64)
+        return torch.where(self.widths > 0, (values - self.lows) / self.widths.clamp(min=1e-12), 0.0)
+
+    def weights(self, units: Tensor) -> tuple[Varying, ...]:
+        """One weight per task: a list, or a number where all of its points are the same."""
+        point: list[Varying] = []
+        for (_, one), row in zip(self.ranges.dimensions(), (self.lows + units * self.widths).tolist(), strict=True):
+            values = tuple(one.nearest(rounded(value, one.high - one.low)) for value in row)
+            point.append(values if len(set(values)) > 1 else values[0])
+        return self.ranges.weights(point)
+
+
+class _LayerSearch:
+    """The search for the lists of one method, from a plain setting of it."""
+
+    def __init__(
+        self, looker: Looker, lists: LayerLists, plain: Outcome, known: Sequence[Outcome], objective: str
+    ) -> None:
+        self._looker, self._lists, self._objective = looker, lists, objective
+        self._method = plain.setting.method
+        self._rows = [row for row in known if row.setting.method == self._method and self._known(row)]
+        self._plain, self.best = plain, plain
+        self.looked = 0
+
+    def _known(self, row: Outcome) -> bool:
+        return self._lists.ranges.holds(row.setting.weights) and math.isfinite(worst_or_sum(row.costs, "sum"))
+
+    def costs(self, row: Outcome) -> dict[str, float]:
+        """What the search makes small: predicted, or on the rows that it may see."""
+        if not isinstance(self._looker, Evaluator):
+            return row.costs
+        shares = self._looker.row_shares(row)
+        return {task: float(share[~held_back(len(share))].mean()) for task, share in shares.items()}
+
+    def score(self, row: Outcome) -> float:
+        return worst_or_sum(self.costs(row), self._objective)
+
+    def run(self, progress: Progress) -> None:
+        measured = isinstance(self._looker, Evaluator)
+        moves = MOVES_MEASURED if measured else MOVES_PREDICTED
+        moved = len(moves) if measured else len(moves) - 1
+        total = moved * 2 * self._lists.size + len(moves) * len(SHARES) * 2
+        progress.begin("searching over the layers", total)
+        for round_, move in enumerate(moves):
+            if measured or round_ > 0:
+                self._look(self._moved(move), progress)
+            self._look(self._guesses(near=move, reach=2 * move), progress)
+        progress.advance(max(0, total - self.looked))
+
+    def _moved(self, move: float) -> list[Tensor]:
+        """The best so far with each point moved up and down, alone."""
+        centre = self._lists.units(self.best.setting.weights)
+        found = []
+        for place in (self._lists.widths > 0).expand_as(centre).nonzero().tolist():
+            for step in (move, -move):
+                units = centre.clone()
+                units[tuple(place)] += step
+                found.append(units.clamp(0, 1))
+        return found
+
+    def _guesses(self, near: float, reach: float) -> list[Tensor]:
+        """Where quadratics, fitted most closely near the best so far, are smallest within reach, and on the way."""
+        centre = self._lists.units(self.best.setting.weights)
+        predicted = self._fitted(centre, near)
+        starts = torch.stack([centre, self._lists.units(self._plain.setting.weights)])
+        low, high = (centre - reach).clamp(0, 1), (centre + reach).clamp(0, 1)
+        ends = smallest_at(predicted, starts.clamp(low, high), low, high, self._objective)
+        return [centre + share * (end - centre) for end in ends for share in SHARES]
+
+    def _fitted(self, centre: Tensor, near: float) -> Callable[[Tensor], Tensor]:
+        """A quadratic for every task: of each part's weights, summed over parts; on data, of all points at once."""
+        units = torch.stack([self._lists.units(row.setting.weights) for row in self._rows])
+        fits: list[tuple[Place, Tensor]] = []
+        if isinstance(self._looker, Evaluator):
+            parts = [(_all_points(centre, near), [self.costs(row) for row in self._rows])]
+        else:
+            parts = [
+                (_at_part(self._lists.interpolation(part), centre, near), [row.parts[part] for row in self._rows])
+                for part in self._rows[0].parts
+            ]
+        for place, found in parts:
+            places = place(units)
+            costs = torch.tensor([list(one.values()) for one in found], dtype=torch.float64)
+            closeness = 1 / (1 + places.square().mean(1, keepdim=True))
+            fits.append((place, torch.linalg.lstsq(quadratic_features(places) * closeness, costs * closeness).solution))
+
+        def predicted(at: Tensor) -> Tensor:
+            return torch.stack([quadratic_features(place(at)) @ fit for place, fit in fits]).sum(0)
+
+        return predicted
+
+    def _look(self, places: Sequence[Tensor], progress: Progress) -> None:
+        """Look at settings that are not known yet, and keep the best."""
+        known = {row.setting.weights for row in self._rows}
+        asked = dict.fromkeys(weights for weights in map(self._lists.weights, places) if weights not in known)
+        if not asked:
+            return
+        rows = self._looker.look([Setting(self._method, weights) for weights in asked], progress.advance)
+        self.looked += len(rows)
+        rows = [row for row in rows if math.isfinite(worst_or_sum(row.costs, "sum"))]
+        self._rows += rows
+        self.best = min([self.best, *rows], key=self.score)
+
+    def between(self, progress: Progress) -> list[Outcome]:
+        """The best, and settings half and a quarter of the way to it from the plain one."""
+        start, end = (self._lists.units(row.setting.weights) for row in (self._plain, self.best))
+        places = [start + share * (end - start) for share in SHARES]
+        self._look(places, progress)
+        wanted = {self._lists.weights(place) for place in places}
+        return [row for row in self._rows if row.setting.weights in wanted]
+
+
+def _all_points(centre: Tensor, near: float) -> Place:
+    return lambda at: (at - centre).flatten(1) / near
+
+
+def _at_part(interpolation: Tensor, centre: Tensor, near: float) -> Place:
+    return lambda at: (at - centre) @ interpolation / near
+
+
+def smallest_at(
+    predicted: Callable[[Tensor], Tensor], starts: Tensor, low: Tensor, high: Tensor, objective: str, steps: int = 600
+) -> Tensor:
+    """From each start, the point of a box where the worst or the sum of predicted costs is smallest: Adam, projected.
+
+    The maximum is smoothed, less and less. A small pull to the start keeps points where they are that gain nothing.
+    """
+    points = starts.clone().requires_grad_()
+    optimizer = torch.optim.Adam([points])
+    found, least = starts.clone(), torch.full((len(starts),), math.inf, dtype=torch.float64)
+    scale = max(float(predicted(starts).detach().abs().amax()), 1e-300)
+    for step in range(steps + 1):
+        left = 1 - step / steps
+        costs = predicted(points) / scale
+        pull = WORTH * (points - starts).square().flatten(1).sum(1)
+        exact = (costs.amax(1) if objective == "worst" else costs.sum(1)) + pull
+        with torch.no_grad():
+            better = exact < least
+            least, found = torch.where(better, exact, least), torch.where(better[:, None, None], points, found)
+        softness = 0.1 * 1e-4 ** (1 - left)
+        smooth = softness * (costs / softness).logsumexp(1) + pull if objective == "worst" else exact
+        optimizer.zero_grad()
+        smooth.sum().backward()
+        optimizer.param_groups[0]["lr"] = 0.1 * left**3 * float((high - low).amax()) + 1e-6
+        optimizer.step()
+        with torch.no_grad():
+            points.copy_(points.clamp(low, high))
+    return found.detach()
+
+
+def held_back(rows: int) -> Tensor:
+    """Which rows of a task the search does not see."""
+    return torch.arange(rows) % HELD_BACK == HELD_BACK - 1
+
+
+def suggest_by_layers(
+    looker: Looker, plain: Suggestion, ranges: Ranges, *, points: int, seed: int, progress: Progress
+) -> Suggestion:
+    """A suggestion with weights over the layers, where they are better than the plain weights of another.
+
+    The method is that of the best plain setting with weights. The same seed gives the same weights.
+    """
+    found = plain.evaluated
+    weighted = [row for row in (found.best(method) for method in found.methods if takes_weights(method)) if row]
+    weighted = [row for row in weighted if ranges.holds(row.setting.weights) and row.score is not None]
+    if not weighted:
+        raise InputError("--by layers: no setting with weights in the ranges can be merged")
+    best = min(weighted, key=lambda row: row.score or 0.0)
+    lists = _lists_of(looker, ranges, points)
+    search = _LayerSearch(looker, lists, best, found.rows, plain.objective)
+    search.run(progress)
+    layered, error = search.best, None
+    if isinstance(looker, Evaluator):
+        shares = looker.row_shares(best)
+        judged = [
+            (*_held_gain(shares, looker.row_shares(row), plain.objective, seed), row)
+            for row in search.between(progress)
+        ]
+        gain, error, layered = max(judged, key=lambda one: one[0])
+    layered.score = worst_or_sum(layered.costs, plain.objective)
+    assert best.score is not None
+    if error is None:
+        gain = best.score - layered.score
+    taken = layered.score < best.score and gain > (error or 0.0)
+    over = OverLayers(best, layered, lists.layers, search.looked, gain, error, taken)
+    if taken:
+        found.rows.append(layered)
+        found.rank_all()
+    if found.best() is not layered:  # or a method without weights is better still
+        return replace(plain, over_layers=replace(over, taken=False))
+    costs = {task: layered.costs[task] if looker.measured else found.relative(layered, task) for task in found.tasks}
+    return replace(plain, method=layered.setting.method, weights=found.weights(layered), costs=costs, over_layers=over)
+
+
+def prepare_for_layers(looker: Looker, methods: Sequence[str], ranges: Ranges, points: int) -> None:
+    """What must be known before the search for plain weights: that there are layers, and whose costs are to be kept."""
+    if not any(map(takes_weights, methods)):
+        raise InputError(f"--by layers: {', '.join(methods)} takes no weights that could differ between layers")
+    lists = _lists_of(looker, ranges, points)
+    if isinstance(looker, Predictor):
+        looker.group_by = lists.part
+    for task, rows in looker.examples.items():
+        if rows < FEWEST_ROWS:
+            few = (
+                f"{rows} row{'s' if rows > 1 else ''}; at least {FEWEST_ROWS} are needed, of which a third is held back"
+            )
+            raise InputError(f"--by layers: the data of {task} has {few} to judge what was found")
+
+
+def _lists_of(looker: Looker, ranges: Ranges, points: int) -> LayerLists:
+    inputs = looker.plan.inputs
+    return LayerLists(ranges, [*(inputs.base or inputs.tuned[0]).tensors], points)
+
+
+def _held_gain(plain: dict[str, Tensor], layered: dict[str, Tensor], objective: str, seed: int) -> tuple[float, float]:
+    """What the second gains over the first on the rows that were held back, and the standard error of that."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn, seen = [], []
+    for task, shares in plain.items():
+        held = held_back(len(shares))
+        both = torch.stack([shares[held], layered[task][held]])
+        places = torch.randint(both.shape[1], (DRAWS, both.shape[1]), generator=generator)
+        drawn.append(both[:, places].mean(-1))
+        seen.append(both.mean(-1))
+
+    def gains(costs: list[Tensor]) -> Tensor:
+        every = torch.stack(costs)
+        first, second = every.amax(0) if objective == "worst" else every.sum(0)
+        gained: Tensor = first - second
+        return gained
+
+    return float(gains(seen)), float(gains(drawn).std())
