@@ -126,6 +126,16 @@ def test_the_vocabulary_of_one_model_is_taken_with_its_files(source: str, tmp_pa
     assert any("that the result does not have" in note for note in result.notes)
 
 
+def test_a_tokenizer_from_elsewhere_is_taken_if_its_tokens_have_rows(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    ids = save_tokenizer(tmp_path / "elsewhere", "BPE", ENGLISH, ["<tool>"])
+    models.merge(tokenizer="elsewhere")
+    assert models.check(ROWED[:2]) == ids
+    save_tokenizer(tmp_path / "elsewhere", "BPE", ENGLISH, ["<tool>", "<nobody's>"])
+    with pytest.raises(InputError, match="no model has a row for 1 token .*nobody's"):
+        models.merge(tokenizer="elsewhere")
+
+
 def test_the_same_tokens_in_another_order_are_matched(tmp_path: Path) -> None:
     models = Models(tmp_path)
     path = tmp_path / "one/tokenizer.json"
