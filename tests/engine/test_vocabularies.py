@@ -132,7 +132,7 @@ def test_a_tokenizer_from_elsewhere_is_taken_if_its_tokens_have_rows(tmp_path: P
     models.merge(tokenizer="elsewhere")
     assert models.check(ROWED[:2]) == ids
     save_tokenizer(tmp_path / "elsewhere", "BPE", ENGLISH, ["<tool>", "<nobody's>"])
-    with pytest.raises(InputError, match="no model has a row for 1 token .*nobody's"):
+    with pytest.raises(InputError, match=r"no model has a row for 1 token .*nobody's"):
         models.merge(tokenizer="elsewhere")
 
 
