@@ -366,6 +366,8 @@ def test_the_command_line_takes_the_key_and_inspect_names_it(tmp_path: Path, mon
     ("tokenizer", "message"),
     [
         ("bse", "did you mean 'base'"),
+        ("x" * 5000, "File name too long"),
+        ("\0", "neither base nor union"),
         ({"source": "union", "tokens": {"<new>": {}}}, "no model has a row for 1 token .*'<new>'"),
         ({"source": "union", "tokens": {"<x>": {"force": True}}}, "force: true needs a source"),
         ({"tokens": {"<x>": "nobody"}}, "'nobody' is no model of the recipe"),
@@ -441,7 +443,13 @@ def test_chat_templates(value: str, tokenizer: str | None, expected: str, stored
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [("two", "has none"), ("nowhere", "neither a model"), ("{% if %}", "not a chat template")]
+    ("value", "message"),
+    [
+        ("two", "has none"),
+        ("nowhere", "neither a model"),
+        ("\0", "neither a model"),
+        ("{% if %}", "not a chat template"),
+    ],
 )
 def test_chat_templates_that_are_none(value: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
