@@ -126,6 +126,16 @@ def test_the_vocabulary_of_one_model_is_taken_with_its_files(source: str, tmp_pa
     assert any("that the result does not have" in note for note in result.notes)
 
 
+def test_a_tokenizer_from_elsewhere_is_taken_if_its_tokens_have_rows(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    ids = save_tokenizer(tmp_path / "elsewhere", "BPE", ENGLISH, ["<tool>"])
+    models.merge(tokenizer="elsewhere")
+    assert models.check(ROWED[:2]) == ids
+    save_tokenizer(tmp_path / "elsewhere", "BPE", ENGLISH, ["<tool>", "<nobody's>"])
+    with pytest.raises(InputError, match=r"no model has a row for 1 token .*nobody's"):
+        models.merge(tokenizer="elsewhere")
+
+
 def test_the_same_tokens_in_another_order_are_matched(tmp_path: Path) -> None:
     models = Models(tmp_path)
     path = tmp_path / "one/tokenizer.json"
@@ -356,6 +366,8 @@ def test_the_command_line_takes_the_key_and_inspect_names_it(tmp_path: Path, mon
     ("tokenizer", "message"),
     [
         ("bse", "did you mean 'base'"),
+        ("x" * 5000, "File name too long"),
+        ("\0", "neither base nor union"),
         ({"source": "union", "tokens": {"<new>": {}}}, "no model has a row for 1 token .*'<new>'"),
         ({"source": "union", "tokens": {"<x>": {"force": True}}}, "force: true needs a source"),
         ({"tokens": {"<x>": "nobody"}}, "'nobody' is no model of the recipe"),
@@ -431,7 +443,13 @@ def test_chat_templates(value: str, tokenizer: str | None, expected: str, stored
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [("two", "has none"), ("nowhere", "neither a model"), ("{% if %}", "not a chat template")]
+    ("value", "message"),
+    [
+        ("two", "has none"),
+        ("nowhere", "neither a model"),
+        ("\0", "neither a model"),
+        ("{% if %}", "not a chat template"),
+    ],
 )
 def test_chat_templates_that_are_none(value: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):

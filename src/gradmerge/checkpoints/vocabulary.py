@@ -25,6 +25,8 @@ VOCABULARY = re.compile(
     r"decoder|vocab_projector|lm_loss|pred_layer\.proj)\.weight|(decoder|lm_head|vocab_projector|lm_loss|embed_out|"
     r"pred_layer\.proj|predictions)\.bias|final_logits_bias|(transformer|backbone)\.embeddings\.weight)"
 )
+#: Names of tables with rows of another kind, of which there may be as many.
+OTHER_ROWS = re.compile(r"pos|wpe|type|norm|class|score|patch", re.IGNORECASE)
 #: Rows that lie no further apart than this many elements are read at once, in pieces of at most so many elements.
 GAP, PIECE = 1 << 12, 1 << 20
 #: What a row of the result is to a model: not its own, but that of others; or no token's at all.
@@ -35,8 +37,8 @@ Index = NDArray[np.int64]
 def vocabulary_tensors(checkpoint: Checkpoint) -> tuple[int, list[str]]:
     """The number of rows of a model's embeddings, and the tensors that have that many, one for each token.
 
-    Where the number is that of no inner width of the model, every tensor outside its layers with so many rows is one of
-    them; else the names decide.
+    Names tell these. A tensor outside the layers with so many rows and another name is one of them too, unless the
+    number is also an inner width of the model, or the name that of positions or classes.
     """
     named = [n for n in checkpoint.tensors if VOCABULARY.fullmatch(n) and not in_layer(n)]
     text = checkpoint.config.get("text_config")
@@ -52,7 +54,8 @@ def vocabulary_tensors(checkpoint: Checkpoint) -> tuple[int, list[str]]:
     names = [
         name
         for name, info in checkpoint.tensors.items()
-        if not in_layer(name) and info.is_float and _rows(info) == rows and (name in named or rows not in widths)
+        if not in_layer(name) and info.is_float and _rows(info) == rows
+        if name in named or (rows not in widths and not OTHER_ROWS.search(name))
     ]
     return rows, names
 
