@@ -98,6 +98,11 @@ def opened_start(reference: str, options: Loading) -> Iterator[Start]:
     stem = "adapter_model" if is_adapter(folder) else "model"
     if stem == "adapter_model":
         read_adapter_config(folder)
+    if (folder / "modules.json").is_file():
+        raise InputError(
+            f"{reference}: a sentence-transformers folder. Steps by Kronecker curvature need every layer to be used "
+            "once per example, which embeddings of two texts do not do: merge its models, or train it further instead."
+        )
     files = open_files(folder, stem)
     if not files:
         raise InputError(f"{reference}: no {stem}.safetensors, and no {stem}.safetensors.index.json, in {folder}")

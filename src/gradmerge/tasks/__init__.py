@@ -1,4 +1,4 @@
-"""What a data set, a loss and a metric are: for classification, language models, text to text, and images."""
+"""What a data set, a loss and a metric are: for classification, language models, text to text, images, embeddings."""
 
 from .columns import parse_columns
 from .evaluation import evaluate, evaluate_model
