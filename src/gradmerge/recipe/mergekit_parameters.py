@@ -25,6 +25,8 @@ def resolved(parameter: Parameter, levels: Sequence[YamlValue], limits: Help | N
             value = _converted(parameter, place, limits)
             if filter_ is None:
                 return [*cases, {"value": value}] if cases else value
+            if parameter.kind is not float:
+                raise place.fail(f"{parameter.name}: filters are only supported for numbers")
             # A filter of mergekit's is a part of a name, whatever is in it.
             text = f"*{glob.escape(filter_)}*" if is_glob(filter_) else filter_
             cases.append({"filter": text, "value": value})
