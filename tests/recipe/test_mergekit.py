@@ -157,6 +157,11 @@ parameters: {weight: 1}
         ("merge_method: linear\nmodules:\n  x: {models: []}\n  y: {models: []}\n", 4, "a recipe with one module"),
         ("merge_method: linear\nmodels: []\n", 2, "models: should be a list"),
         ("merge_method: linear\n", 1, "one of `models`, `slices` and `modules`"),
+        (
+            "merge_method: nuslerp" + MODELS + "parameters:\n  nuslerp_flatten: {filter: mlp, value: false}\n",
+            8,
+            "nuslerp_flatten: filters are only supported for numbers",
+        ),
         ("merge_method: multislerp" + MODELS + "parameters: {eps: 0.1}\n", 7, "eps: more than 1e-6"),
     ],
 )

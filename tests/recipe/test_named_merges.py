@@ -114,3 +114,23 @@ def test_a_killed_merge_of_several_recipes_goes_on_and_ends_with_the_same_bytes(
     assert left(folder) == {"whole", "out"}
     same = [(folder / name / "model.safetensors").read_bytes() for name in ("whole", "out")]
     assert same[0] == same[1]
+
+
+def test_preview_and_diagnose_look_at_named_recipes_and_what_preview_writes_can_be_merged(folder: Path) -> None:
+    text = OURS.replace("./c,", "./c, curvature: {identity: 1.0},").replace(
+        "model: mean,", "model: mean, curvature: {identity: 2.0},"
+    )
+    (folder / "recipe.yml").write_text(
+        text.replace("base: ./base", "base: {model: ./base, curvature: {identity: 1.0}}")
+    )
+    found = gm.preview(folder / "recipe.yml", folder / "report", weights="0:1:0.5", progress=False)
+    assert found.tasks == ["c", "mean", "base"]
+    gm.diagnose(folder / "recipe.yml", folder / "diagnosis", progress=False)
+    assert left(folder) == {"report", "diagnosis"}
+    again = load_recipe(folder / "report" / "recipe.yml")
+    assert list(again.merges) == ["mean"]
+    gm.merge(again, folder / "best", progress=False)
+    base, a, b, c = (weights(folder / name) for name in ("base", "a", "b", "c"))
+    one, two = (model.weight for model in again.models)
+    expected = base + one * (c - base) + two * ((a + b) / 2 - base)
+    assert torch.allclose(weights(folder / "best"), expected, atol=1e-6)

@@ -16,10 +16,10 @@ from ..safe_yaml import Lines, parse_documents
 from ..text import nearest
 from .explaining import explain
 from .mergekit import is_mergekit, translate
-from .places import Place
 from .schema import Base, Recipe
 from .sliced import check_slices
 from .values import CurvatureSource, Identity
+from .yaml_values import YamlValue
 
 MAX_BYTES = 1_000_000
 
@@ -125,7 +125,7 @@ def _make(value: Any, lines: Lines, folder: Path, where: str, names: Collection[
             elsewhere = reference not in names and not _is_there(reference, folder) and _is_there(reference, Path())
             return str(Path(reference).expanduser().absolute()) if elsewhere else reference
 
-        value, notes = translate(Place(dict(value), lines, where), find)
+        value, notes = translate(YamlValue(dict(value), lines, where), find)
     recipe = _checked(value, folder, where)
     recipe._notes = notes
     return recipe

@@ -16,7 +16,7 @@ from ..rules import RULES
 from ..text import nearest
 from .mergekit_methods import IDLE, METHODS, REQUIRED, Method, Parameter, settled
 from .mergekit_parameters import resolved
-from .places import Place
+from .yaml_values import YamlValue
 
 TOP = (
     *("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype", "out_dtype", "name"),
@@ -43,12 +43,12 @@ class ModelReference(NamedTuple):
 class InputModel:
     """A model that goes into a slice: where it is named, its layers if the recipe is of slices, and its parameters."""
 
-    place: Place
+    place: YamlValue
     reference: ModelReference
     layers: tuple[int, int] | None
 
 
-def translate(document: Place, find: Callable[[str], str]) -> tuple[dict[str, Any], list[Note]]:
+def translate(document: YamlValue, find: Callable[[str], str]) -> tuple[dict[str, Any], list[Note]]:
     """A recipe of mergekit's as ours, with notes on what was read otherwise than one might think.
 
     ``find`` gives the place of a model or adapter that mergekit names.
@@ -58,7 +58,7 @@ def translate(document: Place, find: Callable[[str], str]) -> tuple[dict[str, An
 
 
 class _Translation:
-    def __init__(self, top: Place, find: Callable[[str], str]) -> None:
+    def __init__(self, top: YamlValue, find: Callable[[str], str]) -> None:
         self.top, self.find = top, find
         self.notes: list[Note] = []
         self._check_keys(top, TOP)
@@ -95,7 +95,7 @@ class _Translation:
             raise place.fail(f"merge_method: there is no method {name[:60]!r}{known}")
         return name, METHODS[name]
 
-    def _module(self) -> Place:
+    def _module(self) -> YamlValue:
         """Where `models` or `slices` are: in the recipe, or in its only module."""
         given = [key for key in ("models", "slices", "modules") if self.top.get(key) is not None]
         if len(given) != 1:
@@ -114,14 +114,14 @@ class _Translation:
             raise module.fail(f"modules.{first}: give either `models` or `slices`")
         return module
 
-    def _models(self, places: Place, levels: Sequence[Place]) -> dict[str, Any]:
+    def _models(self, places: YamlValue, levels: Sequence[YamlValue]) -> dict[str, Any]:
         sources = []
         for place in places:
             self._check_keys(place.mapping(), ("model", "parameters"))
             sources.append(InputModel(place, self._reference(self._model(place)), None))
         return self._lifted([self._merged(sources, levels)], sliced=False)
 
-    def _slices(self, places: Place, levels: Sequence[Place]) -> dict[str, Any]:
+    def _slices(self, places: YamlValue, levels: Sequence[YamlValue]) -> dict[str, Any]:
         made = []
         for place in places:
             self._check_keys(place.mapping(), ("sources", "base_model", "parameters", "residual_weight"))
@@ -140,7 +140,7 @@ class _Translation:
             made.append(self._merged(sources, [*([inner] if inner else []), *levels]))
         return self._lifted(made, sliced=True)
 
-    def _slice_source(self, place: Place) -> InputModel:
+    def _slice_source(self, place: YamlValue) -> InputModel:
         self._check_keys(place.mapping(), ("model", "layer_range", "parameters"))
         span = place.get("layer_range")
         if span is None:
@@ -152,7 +152,7 @@ class _Translation:
             raise span.fail(f"layer_range: [{first}, {stop}] are no layers: give the first and one past the last")
         return InputModel(place, self._reference(self._model(place)), (first, stop))
 
-    def _merged(self, sources: list[InputModel], levels: Sequence[Place]) -> dict[str, Any]:
+    def _merged(self, sources: list[InputModel], levels: Sequence[YamlValue]) -> dict[str, Any]:
         """What is merged into some layers: models, options, and the base's layers.
 
         ``levels`` are the parameters that are not of single models, the nearest first.
@@ -185,7 +185,7 @@ class _Translation:
         made["options"] = settled(made["options"])
         return made
 
-    def _model_of(self, source: InputModel, levels: Sequence[Place]) -> dict[str, Any]:
+    def _model_of(self, source: InputModel, levels: Sequence[YamlValue]) -> dict[str, Any]:
         own = source.place.get("parameters") if isinstance(source.place.value, dict) else None
         if own is not None:
             self._check_parameters(own, one_model=True)
@@ -223,13 +223,13 @@ class _Translation:
             part.update({"base": list(part["base"])} if part.get("base") is not None else {})
         return {"slices": parts} | made
 
-    def _model(self, place: Place) -> Place:
+    def _model(self, place: YamlValue) -> YamlValue:
         model = place.get("model")
         if model is None:
             raise place.fail("`model` is missing")
         return model
 
-    def _reference(self, place: Place) -> ModelReference:
+    def _reference(self, place: YamlValue) -> ModelReference:
         if isinstance(place.value, dict):
             self._check_keys(place, ("model", "lora", "override_architecture"))
             if place.get("override_architecture") is not None:
@@ -247,7 +247,7 @@ class _Translation:
 
     # Parameters
 
-    def _value(self, parameter: Parameter, levels: Sequence[Place], source: InputModel | None) -> Any:
+    def _value(self, parameter: Parameter, levels: Sequence[YamlValue], source: InputModel | None) -> Any:
         options = RULES[self.method.rule].options
         limits = next((option.help for option in options if option.name == parameter.option), None)
         value = resolved(parameter, levels, limits)
@@ -260,7 +260,7 @@ class _Translation:
             )
         return value
 
-    def _check_parameters(self, place: Place, one_model: bool) -> None:
+    def _check_parameters(self, place: YamlValue, one_model: bool) -> None:
         """Note parameters that have no effect, and stop at one that is probably misspelt."""
         known = {parameter.name: parameter for parameter in self.method.parameters}
         for name in place.mapping().keys:
@@ -278,7 +278,7 @@ class _Translation:
                     self._check_spelling(place.at(name), str(name), [*known, *self.method.idle])
                 self._note(place.at(name), f"is no parameter of {self.method_name}, and has no effect")
 
-    def _check_keys(self, place: Place, known: Collection[str]) -> None:
+    def _check_keys(self, place: YamlValue, known: Collection[str]) -> None:
         for key in place.keys:
             if key not in known:
                 self._check_spelling(place.at(key), str(key), known)
@@ -286,12 +286,12 @@ class _Translation:
             elif key == "residual_weight":
                 self._note(place.at(key), "has no effect in mergekit either")
 
-    def _check_spelling(self, place: Place, word: str, known: Collection[str]) -> None:
+    def _check_spelling(self, place: YamlValue, word: str, known: Collection[str]) -> None:
         close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.8)
         if close:
             raise place.fail(f"{word}: mergekit would not read it; did you mean {close[0]!r}?")
 
-    def _note(self, place: Place, text: str) -> None:
+    def _note(self, place: YamlValue, text: str) -> None:
         note = Note(f"{place.where}: {place.name} {text}")
         if note not in self.notes:
             self.notes.append(note)
@@ -329,12 +329,12 @@ class _Translation:
             made["chat_template"] = text
         return made
 
-    def _tokenizer_source(self, place: Place) -> str:
+    def _tokenizer_source(self, place: YamlValue) -> str:
         if place.value in ("union", "base"):
             return str(place.value)
         return self.find(self._reference(place).model)
 
-    def _tokenizer(self, place: Place) -> dict[str, Any]:
+    def _tokenizer(self, place: YamlValue) -> dict[str, Any]:
         self._check_keys(place, ("source", "tokens", "pad_to_multiple_of"))
         source, tokens, multiple = (place.get(key) for key in ("source", "tokens", "pad_to_multiple_of"))
         made: dict[str, Any] = {"source": "union" if source is None else self._tokenizer_source(source)}
@@ -342,7 +342,7 @@ class _Translation:
             made["tokens"] = {str(token): self._token(tokens.at(token).mapping()) for token in tokens.mapping().keys}
         return made | ({} if multiple is None else {"pad_to_multiple_of": multiple.whole()})
 
-    def _token(self, place: Place) -> dict[str, Any]:
+    def _token(self, place: YamlValue) -> dict[str, Any]:
         """Where the rows of a token come from."""
         self._check_keys(place, ("source", "force"))
         source, force = place.get("source"), place.get("force")
@@ -364,7 +364,7 @@ class _Translation:
         return {"source": of | {which[0]: source.at(which[0]).value}} | made
 
 
-def _path(place: Place) -> str:
+def _path(place: YamlValue) -> str:
     """A path, or a mapping with path and revision."""
     if not isinstance(place.value, dict):
         return place.text()

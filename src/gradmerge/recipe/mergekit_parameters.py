@@ -8,11 +8,11 @@ from typing import Any
 
 from ..rules.spec import Help
 from .mergekit_methods import REQUIRED, Parameter
-from .places import Place
 from .varying import is_glob
+from .yaml_values import YamlValue
 
 
-def resolved(parameter: Parameter, levels: Sequence[Place], limits: Help | None) -> Any:
+def resolved(parameter: Parameter, levels: Sequence[YamlValue], limits: Help | None) -> Any:
     """The value of a parameter, as recipes of ours have it; None where no level gives it to every tensor.
 
     For each tensor the first of the levels that has a value for it counts, and then the default. ``limits`` are those
@@ -25,6 +25,8 @@ def resolved(parameter: Parameter, levels: Sequence[Place], limits: Help | None)
             value = _converted(parameter, place, limits)
             if filter_ is None:
                 return [*cases, {"value": value}] if cases else value
+            if parameter.kind is not float:
+                raise place.fail(f"{parameter.name}: filters are only supported for numbers")
             # A filter of mergekit's is a part of a name, whatever is in it.
             text = f"*{glob.escape(filter_)}*" if is_glob(filter_) else filter_
             cases.append({"filter": text, "value": value})
@@ -34,7 +36,7 @@ def resolved(parameter: Parameter, levels: Sequence[Place], limits: Help | None)
     return [*cases, {"value": default}] if cases else default
 
 
-def _conditions(setting: Place) -> Iterator[tuple[str | None, Place]]:
+def _conditions(setting: YamlValue) -> Iterator[tuple[str | None, YamlValue]]:
     """Filters, None for everything, and the values behind them."""
     value = setting.value
     if isinstance(value, dict):
@@ -54,10 +56,10 @@ def _conditions(setting: Place) -> Iterator[tuple[str | None, Place]]:
         yield None if text == "*" else text, item.at("value")
 
 
-def _converted(parameter: Parameter, place: Place, limits: Help | None) -> Any:
+def _converted(parameter: Parameter, place: YamlValue, limits: Help | None) -> Any:
     """A value, or a list of them over the layers, by the type that a parameter has."""
 
-    def one(place: Place) -> Any:
+    def one(place: YamlValue) -> Any:
         kinds = {float: place.number, int: place.whole, bool: place.truth}
         value = kinds[parameter.kind]()
         if limits is not None and parameter.kind is not bool:

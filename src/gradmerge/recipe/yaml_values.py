@@ -10,7 +10,7 @@ from ..safe_yaml import Lines
 from ..text import one_line
 
 
-class Place:
+class YamlValue:
     """A value of a file, and where it stands."""
 
     def __init__(self, value: Any, lines: Lines, where: str, path: tuple[str | int, ...] = ()) -> None:
@@ -38,27 +38,27 @@ class Place:
     def fail(self, text: str) -> InputError:
         return InputError(f"{self.where}: {text}")
 
-    def at(self, key: str | int) -> Place:
-        return Place(self.value[key], self._lines, self._where, (*self.path, key))
+    def at(self, key: str | int) -> YamlValue:
+        return YamlValue(self.value[key], self._lines, self._where, (*self.path, key))
 
-    def get(self, key: str) -> Place | None:
+    def get(self, key: str) -> YamlValue | None:
         """The value of a key; None where it is not there, or empty."""
         return self.at(key) if self.value.get(key) is not None else None
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[YamlValue]:
         return (self.at(place) for place in range(len(self.value)))
 
     @property
     def keys(self) -> list[Any]:
         return list(self.value)
 
-    def mapping(self) -> Place:
+    def mapping(self) -> YamlValue:
         """Itself, if it is a mapping."""
         if not isinstance(self.value, dict):
             raise self.fail(f"{self.name}: should be a mapping, but it is {self.shown}")
         return self
 
-    def sequence(self) -> Place:
+    def sequence(self) -> YamlValue:
         """Itself, if it is a list with something in it."""
         if not isinstance(self.value, list) or not self.value:
             raise self.fail(f"{self.name}: should be a list, but it is {self.shown}")
