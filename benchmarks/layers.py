@@ -42,7 +42,8 @@ def on_test(recipe: gm.Recipe, setting: Setting, demo: Path) -> dict[str, float]
 def runs(demo: Path, method: str, rows: int, objective: str) -> Iterator[tuple[str, dict[str, Any]]]:
     recipe = gm.load_recipe(demo / "recipes" / "gradient-matching.yml")
     loading: dict[str, Any] = {"limit": rows, "batch_size": 100}
-    for source, more in {"curvature": {}, f"{rows} rows": {"data": sources(demo, "valid"), **loading}}.items():
+    searches = {"curvature": {}, **({f"{rows} rows": {"data": sources(demo, "valid"), **loading}} if rows else {})}
+    for source, more in searches.items():
         start = time.perf_counter()
         found = gm.suggest_weights(recipe, methods=method, by="layers", objective=objective, progress=False, **more)
         over = found.over_layers
@@ -69,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("demos", nargs="+", type=Path, metavar="DEMO")
     parser.add_argument("--methods", default="task-arithmetic,gradient-matching")
-    parser.add_argument("--rows", type=int, default=100)
+    parser.add_argument("--rows", type=int, default=100, help="of each task; 0: from curvature alone")
     parser.add_argument("--objective", default="worst")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()

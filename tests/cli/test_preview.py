@@ -144,7 +144,8 @@ def test_weights_over_the_layers_are_found_told_and_merged(place: Path) -> None:
         model["weight"] = lists[model["model"].removeprefix("./")]
     write_recipe(place / "own.yml", recipe)
     gm.merge(place / "own.yml", place / "own", progress=False)
-    assert weight_bytes(merged) == weight_bytes(place / "own")
+    got, same = read_model(merged), read_model(place / "own")
+    assert got.keys() == same.keys() and all(got[name].equal(same[name]) for name in got)
     assert {"layers.svg", "layers.csv", "over-layers.csv"} <= {path.name for path in out.iterdir()}
 
 

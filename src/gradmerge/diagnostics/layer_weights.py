@@ -9,7 +9,7 @@ loss of the worst task or the sum over tasks, of the whole model.
   are linear in their weights (task arithmetic, DARE) it is one, and the fit is exact. The lists are sought on
   max_t Σ_l L_tl or Σ_t Σ_l L_tl. So "worst" asks for the task that is worst in sum: a task may lose in some layers what
   it gains in others, and no layer has a worst task of its own. What is found is predicted from curvature as any
-  setting, and fitted again nearby.
+  setting, and fitted again nearby. Lists within 1 % of the best plain weights are as good, and not taken.
 - On data losses do not add up. Every round moves each point of each list up and down alone, fits a quadratic of all
   points to each task's loss, and looks at where the quadratics are smallest, and at half and a quarter of the way.
   Every third row of each task is held back, and decides: first between the lists and others half and a quarter of the
@@ -306,7 +306,10 @@ def suggest_by_layers(
     assert best.score is not None
     if error is None:
         gain = best.score - layered.score
-    taken = layered.score < best.score and gain > (error or 0.0)
+        better = not found.criterion.close(layered, best)
+    else:
+        better = gain > error
+    taken = layered.score < best.score and better
     over = OverLayers(best, layered, lists.layers, search.looked, gain, error, taken)
     if taken:
         found.rows.append(layered)
