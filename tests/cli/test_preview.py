@@ -125,6 +125,30 @@ def test_quiet_prints_the_table_alone_and_force_replaces_a_report(place: Path) -
         assert result.exit_code == 0 and len(result.stdout.splitlines()) == 2 and not result.stderr
 
 
+def test_weights_over_the_layers_are_found_told_and_merged(place: Path) -> None:
+    out, merged = place / "report", place / "merged"
+    result = invoke(place / "recipe.yml", "--suggest", "--by", "layers", "--points", 2, "--samples", 8, "-o", out)
+    assert result.exit_code == 0, result.output
+    want = gm.suggest_weights(place / "recipe.yml", by="layers", points=2, samples=8)
+    over = want.over_layers
+    assert over is not None and over.taken
+    assert "Weights that differ between layers have" in result.stdout and "over the layers" in result.stdout
+    facts = json.loads((out / "preview.json").read_text())
+    lists = {task: list(w) if isinstance(w, tuple) else w for task, w in want.weights.items()}
+    assert facts["suggestion"]["weights"] == lists == facts["over_layers"]["found"]["weights"]
+    assert facts["over_layers"]["taken"] and facts["over_layers"]["layers"] == 2
+    run = CliRunner().invoke(app, ["merge", str(out / "recipe.yml"), "-o", str(merged)])
+    assert run.exit_code == 0, run.output
+    recipe = gm.load_recipe(place / "recipe.yml").model_dump(mode="json", exclude_unset=True)
+    for model in recipe["models"]:
+        model["weight"] = lists[model["model"].removeprefix("./")]
+    write_recipe(place / "own.yml", recipe)
+    gm.merge(place / "own.yml", place / "own", progress=False)
+    got, same = read_model(merged), read_model(place / "own")
+    assert got.keys() == same.keys() and all(got[name].equal(same[name]) for name in got)
+    assert {"layers.svg", "layers.csv", "over-layers.csv"} <= {path.name for path in out.iterdir()}
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -144,6 +168,10 @@ def test_quiet_prints_the_table_alone_and_force_replaces_a_report(place: Path) -
         (["--objective", "best"], "known are worst, sum"),
         (["--shared"], "--shared goes with --suggest"),
         (["--suggest", "-m", "removal"], "meant to become worse"),
+        (["--by", "layers"], "--by goes with --suggest"),
+        (["--points", "3"], "--points goes with --suggest"),
+        (["--suggest", "--points", "3"], "--points goes with --by layers"),
+        (["--suggest", "--by", "leyers"], "did you mean 'layers'?"),
         (["--save-best", "{place}/a"], "exists already"),
         (["--save-best", "{place}/report"], "is the folder of the report"),
     ],

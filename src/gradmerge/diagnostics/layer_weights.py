@@ -9,7 +9,7 @@ loss of the worst task or the sum over tasks, of the whole model.
   are linear in their weights (task arithmetic, DARE) it is one, and the fit is exact. The lists are sought on
   max_t Σ_l L_tl or Σ_t Σ_l L_tl. So "worst" asks for the task that is worst in sum: a task may lose in some layers what
   it gains in others, and no layer has a worst task of its own. What is found is predicted from curvature as any
-  setting, and fitted again nearby.
+  setting, and fitted again nearby. Lists within 1 % of the best plain weights are as good, and not taken.
 - On data losses do not add up. Every round moves each point of each list up and down alone, fits a quadratic of all
   points to each task's loss, and looks at where the quadratics are smallest, and at half and a quarter of the way.
   Every third row of each task is held back, and decides: first between the lists and others half and a quarter of the
@@ -21,8 +21,8 @@ loss of the worst task or the sum over tasks, of the whole model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,14 +38,11 @@ from .predictor import Predictor
 from .preview import Looker, Outcome, worst_or_sum
 from .suggest import OverLayers, Suggestion, quadratic_features
 
-Place = Callable[[Tensor], Tensor]
-"""The points of lists, (settings, dimensions, points), as what a quadratic is fitted in."""
-
 WAYS = ("layers",)
 #: Points of a list; a model with fewer layers has as many as layers.
 POINTS, MOST_POINTS = 3, 16
 #: How far points are moved in each round, as a share of their range. Without data the first round needs no moves.
-MOVES_PREDICTED = (0.5, 0.1, 0.03)
+MOVES_PREDICTED = (0.5, 0.1, 0.03, 0.01)
 MOVES_MEASURED = (0.15, 0.08, 0.04)
 #: Shares of the way to where the quadratics are smallest that a round looks at.
 SHARES = (1.0, 0.5, 0.25)
@@ -56,6 +53,8 @@ FEWEST_ROWS = 2 * HELD_BACK
 DRAWS = 1000
 #: What moving a point over its whole range must gain to be worth it, as a share of the loss.
 WORTH = 1e-3
+#: Directions that settings hardly differ in are no part of a fit: rounding errors would decide there.
+SMALLEST = 1e-4
 
 
 def check_by(by: str | None, points: int | None) -> int:
@@ -167,33 +166,29 @@ class _LayerSearch:
     def _guesses(self, near: float, reach: float) -> list[Tensor]:
         """Where quadratics, fitted most closely near the best so far, are smallest within reach, and on the way."""
         centre = self._lists.units(self.best.setting.weights)
-        predicted = self._fitted(centre, near)
-        starts = torch.stack([centre, self._lists.units(self._plain.setting.weights)])
-        low, high = (centre - reach).clamp(0, 1), (centre + reach).clamp(0, 1)
-        ends = smallest_at(predicted, starts.clamp(low, high), low, high, self._objective)
-        return [centre + share * (end - centre) for end in ends for share in SHARES]
+        starts = torch.stack([centre, self._lists.units(self._plain.setting.weights)]) - centre
+        low, high = (-centre).clamp(min=-reach), (1 - centre).clamp(max=reach)
+        flat = (starts.clamp(low, high).flatten(1), low.flatten(), high.flatten())
+        ends = smallest_at(self._fitted(centre, near), *flat, self._objective).view_as(starts)
+        return [centre + share * end for end in ends for share in SHARES]
 
-    def _fitted(self, centre: Tensor, near: float) -> Callable[[Tensor], Tensor]:
+    def _fitted(self, centre: Tensor, near: float) -> Quadratics:
         """A quadratic for every task: of each part's weights, summed over parts; on data, of all points at once."""
         units = torch.stack([self._lists.units(row.setting.weights) for row in self._rows])
-        fits: list[tuple[Place, Tensor]] = []
+        offsets = (units - centre).flatten(1)
         if isinstance(self._looker, Evaluator):
-            parts = [(_all_points(centre, near), [self.costs(row) for row in self._rows])]
+            parts = [(torch.eye(centre.numel(), dtype=torch.float64), [self.costs(row) for row in self._rows])]
         else:
+            each = torch.eye(len(centre), dtype=torch.float64)
             parts = [
-                (_at_part(self._lists.interpolation(part), centre, near), [row.parts[part] for row in self._rows])
+                (torch.kron(each, self._lists.interpolation(part)[None]), [row.parts[part] for row in self._rows])
                 for part in self._rows[0].parts
             ]
-        for place, found in parts:
-            places = place(units)
-            costs = torch.tensor([list(one.values()) for one in found], dtype=torch.float64)
-            closeness = 1 / (1 + places.square().mean(1, keepdim=True))
-            fits.append((place, torch.linalg.lstsq(quadratic_features(places) * closeness, costs * closeness).solution))
-
-        def predicted(at: Tensor) -> Tensor:
-            return torch.stack([quadratic_features(place(at)) @ fit for place, fit in fits]).sum(0)
-
-        return predicted
+        found = Quadratics(*(torch.zeros((), dtype=torch.float64) for _ in range(3)))
+        for matrix, costs in parts:
+            known = torch.tensor([list(one.values()) for one in costs], dtype=torch.float64)
+            found += Quadratics.through(offsets @ matrix.T / near, known).of(matrix / near)
+        return found
 
     def _look(self, places: Sequence[Tensor], progress: Progress) -> None:
         """Look at settings that are not known yet, and keep the best."""
@@ -216,42 +211,66 @@ class _LayerSearch:
         return [row for row in self._rows if row.setting.weights in wanted]
 
 
-def _all_points(centre: Tensor, near: float) -> Place:
-    return lambda at: (at - centre).flatten(1) / near
+@dataclass
+class Quadratics:
+    """value + slopeᵀx + ½ xᵀ bend x, one for every task."""
 
+    value: Tensor
+    slope: Tensor
+    bend: Tensor
 
-def _at_part(interpolation: Tensor, centre: Tensor, near: float) -> Place:
-    return lambda at: (at - centre) @ interpolation / near
+    @classmethod
+    def through(cls, places: Tensor, costs: Tensor) -> Quadratics:
+        """Fitted to costs, (settings, tasks), at some places; most closely to those near 0."""
+        closeness = 1 / (1 + places.square().mean(1, keepdim=True)).square()
+        # gelsd: what the usual driver makes of settings that leave directions open differs from call to call.
+        known = (quadratic_features(places) * closeness, costs * closeness)
+        fit = torch.linalg.lstsq(*known, rcond=SMALLEST, driver="gelsd").solution.T
+        size = places.shape[1]
+        one, other = torch.combinations(torch.arange(size), with_replacement=True).T
+        half = places.new_zeros(len(fit), size, size)
+        half[:, one, other] = fit[:, 1 + size :]
+        return cls(fit[:, 0], fit[:, 1 : 1 + size], half + half.mT)
+
+    def of(self, matrix: Tensor) -> Quadratics:
+        """The same of x where these are of ``matrix`` x."""
+        return Quadratics(self.value, self.slope @ matrix, matrix.T @ self.bend @ matrix)
+
+    def __add__(self, other: Quadratics) -> Quadratics:
+        return Quadratics(self.value + other.value, self.slope + other.slope, self.bend + other.bend)
+
+    def at(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """The values (points, tasks), and the gradients (points, tasks, size)."""
+        bent = torch.einsum("tnm,pm->ptn", self.bend, points)
+        values = self.value + points @ self.slope.T + 0.5 * torch.einsum("ptn,pn->pt", bent, points)
+        return values, self.slope + bent
 
 
 def smallest_at(
-    predicted: Callable[[Tensor], Tensor], starts: Tensor, low: Tensor, high: Tensor, objective: str, steps: int = 600
+    quadratics: Quadratics, starts: Tensor, low: Tensor, high: Tensor, objective: str, steps: int = 600
 ) -> Tensor:
-    """From each start, the point of a box where the worst or the sum of predicted costs is smallest: Adam, projected.
+    """From each start, the point of a box where the worst or the sum of some quadratics is smallest.
 
-    The maximum is smoothed, less and less. A small pull to the start keeps points where they are that gain nothing.
+    Adam's steps, projected; the maximum is smoothed, less and less. A small pull to the start keeps points where they
+    are that gain nothing.
     """
-    points = starts.clone().requires_grad_()
-    optimizer = torch.optim.Adam([points])
-    found, least = starts.clone(), torch.full((len(starts),), math.inf, dtype=torch.float64)
-    scale = max(float(predicted(starts).detach().abs().amax()), 1e-300)
+    points, found = starts.clone(), starts.clone()
+    least = torch.full((len(starts),), math.inf, dtype=torch.float64)
+    scale = max(float(quadratics.at(starts)[0].abs().amax()), 1e-300)
+    mean, square = torch.zeros_like(starts), torch.zeros_like(starts)
     for step in range(steps + 1):
+        costs, slopes = (one / scale for one in quadratics.at(points))
+        away = points - starts
+        exact = (costs.amax(1) if objective == "worst" else costs.sum(1)) + WORTH * away.square().sum(1)
+        better = exact < least
+        least, found = torch.where(better, exact, least), torch.where(better[:, None], points, found)
         left = 1 - step / steps
-        costs = predicted(points) / scale
-        pull = WORTH * (points - starts).square().flatten(1).sum(1)
-        exact = (costs.amax(1) if objective == "worst" else costs.sum(1)) + pull
-        with torch.no_grad():
-            better = exact < least
-            least, found = torch.where(better, exact, least), torch.where(better[:, None, None], points, found)
-        softness = 0.1 * 1e-4 ** (1 - left)
-        smooth = softness * (costs / softness).logsumexp(1) + pull if objective == "worst" else exact
-        optimizer.zero_grad()
-        smooth.sum().backward()
-        optimizer.param_groups[0]["lr"] = 0.1 * left**3 * float((high - low).amax()) + 1e-6
-        optimizer.step()
-        with torch.no_grad():
-            points.copy_(points.clamp(low, high))
-    return found.detach()
+        shares = (costs / (0.1 * 1e-4 ** (1 - left))).softmax(1) if objective == "worst" else torch.ones_like(costs)
+        gradient = (shares[:, :, None] * slopes).sum(1) + 2 * WORTH * away
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient.square()
+        direction = mean / (1 - 0.9 ** (step + 1)) / ((square / (1 - 0.999 ** (step + 1))).sqrt() + 1e-12)
+        points = (points - (0.1 * left**3 * (high - low).amax() + 1e-6) * direction).clamp(low, high)
+    return found
 
 
 def held_back(rows: int) -> Tensor:
@@ -287,7 +306,10 @@ def suggest_by_layers(
     assert best.score is not None
     if error is None:
         gain = best.score - layered.score
-    taken = layered.score < best.score and gain > (error or 0.0)
+        better = not found.criterion.close(layered, best)
+    else:
+        better = gain > error
+    taken = layered.score < best.score and better
     over = OverLayers(best, layered, lists.layers, search.looked, gain, error, taken)
     if taken:
         found.rows.append(layered)

@@ -112,8 +112,20 @@ def recipe_as_written(recipe: Recipe) -> dict[str, Any]:
 
 def to_yaml(value: Mapping[str, Any]) -> str:
     """YAML for files and people: what would act on a terminal, or cannot be encoded, is escaped."""
-    text = yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True)
-    return text if printable(text) == text else yaml.safe_dump(dict(value), sort_keys=False)
+    text = yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text if printable(text) == text else yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists of numbers, such as weights over the layers, are on one line."""
+
+
+def _list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
+    numbers = bool(values) and all(isinstance(value, int | float) for value in values)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=numbers or None)
+
+
+_Dumper.add_representer(list, _list)
 
 
 def _code(text: str) -> str:

@@ -22,7 +22,8 @@ def layers_words(found: Preview, over: OverLayers) -> str:
     criterion = found.criterion.name
     if over.error is None:
         times = f"{number(found.relative_to(over.layered, over.plain))} times the {criterion}"
-        return f"**Weights that differ between layers** have {times} {beside}."
+        stay = "" if over.taken else ": within 1 %, so that the weights stay the same in all layers"
+        return f"**Weights that differ between layers** have {times}, {beside}{stay}."
     lost = f"the {criterion}, by {number(abs(over.gain))} ± {number(over.error)} (standard error)"
     what = f"{'lower' if over.gain > 0 else 'raise'} {lost}, {beside}"
     held = "On the rows that their search did not see, a third of each task's,"
@@ -54,8 +55,9 @@ def layers_section(found: Preview, over: OverLayers) -> Section:
         [task, _words(lists, task), _words(plain, task), cost(over.layered, task), cost(over.plain, task)]
         for task in found.tasks
     ]
-    table = Table("Weights over the layers and without", "over-layers", columns, rows, MEANING)
-    return Section("Weights over the layers", layers_words(found, over), [chart], [table])
+    table = Table("Weights over the layers and without", "over-layers", columns, rows)
+    text = f"The weight of each task at each layer; {over.looked} settings with such weights were tried. {MEANING}"
+    return Section("Weights over the layers", text, [chart], [table])
 
 
 def _words(weights: Mapping[str, object], task: str) -> str | None:

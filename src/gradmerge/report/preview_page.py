@@ -63,13 +63,14 @@ def preview_page(
 def verdict(found: Preview, suggestion: Suggestion | None = None) -> list[str]:
     """What a user should know, in sentences."""
     best = found.best()
-    words = [_best_words(found, best)]
+    words = [_best_words(found, best, listed=suggestion is not None)]
     if best is not None and found.criterion.shares:
         words.append("A share of 0 is as good as each task's own model, and 1 as bad as the base.")
     if best is not None and best.setting.weights:
         close = len(found.as_good(best))
         tried = f"of its {sum(row.setting.method == best.setting.method for row in found.rows)} settings"
-        several = f"{close} {tried} are within 1 % of it: weights {flat_range(found, best)}."
+        flat = flat_range(found, best)
+        several = f"{close} {tried} are within 1 % of it{f': weights {flat}' if flat else ''}."
         words.append(several if close > 1 else f"No other {tried} is within 1 % of it.")
     if suggestion is not None and suggestion.weights:
         words.append(f"Suggested weights: {_by_task(suggestion.weights)}.")
@@ -78,7 +79,7 @@ def verdict(found: Preview, suggestion: Suggestion | None = None) -> list[str]:
     return words if found.measured else [*words, TRUST]
 
 
-def _best_words(found: Preview, best: Outcome | None) -> str:
+def _best_words(found: Preview, best: Outcome | None, listed: bool) -> str:
     if best is None:
         return (
             "No setting is called the best: what a removal takes out and what is to stay pull against each other. "
@@ -86,6 +87,8 @@ def _best_words(found: Preview, best: Outcome | None) -> str:
         )
     several = "s" if len(set(best.setting.weights)) > 1 else ""
     weights = f" with weight{several} {_weights(found, best)}" if best.setting.weights else ""
+    if listed and any(isinstance(weight, tuple) for weight in best.setting.weights):
+        weights = " with weights that differ between layers"  # a later sentence has the numbers
     which = f"Of {len(found.rows)} settings, **{best.setting.method}{weights}** has the"
     if not found.measured:
         times = found.relative_score(best)
@@ -118,18 +121,18 @@ def _words(name: str) -> str:
 
 
 def flat_range(found: Preview, best: Outcome) -> str:
-    """The weights within 1 % of the best: `0.3–0.6`, or by task."""
-    if not best.setting.weights:
-        return ""
-    spans = []
-    every = zip(*(row.setting.weights for row in found.as_good(best)), strict=True)
-    for own, tried in zip(best.setting.weights, every, strict=True):
+    """The weights within 1 % of the best: `0.3–0.6`, or by task; nothing on those that differ between layers."""
+    spans = {}
+    for task, tried in zip(
+        found.models, zip(*(row.setting.weights for row in found.as_good(best)), strict=True), strict=False
+    ):
         numbers = [weight for weight in tried if not isinstance(weight, tuple)]
-        low, high = (min(numbers), max(numbers)) if len(numbers) == len(tried) else (own, own)
-        spans.append(in_words(own) if low == high else f"{low:g}–{high:g}")
-    if len(set(spans)) == 1:
-        return spans[0]
-    return ", ".join(f"{task} {span}" for task, span in zip(found.models, spans, strict=True))
+        if len(numbers) == len(tried):
+            low, high = min(numbers), max(numbers)
+            spans[task] = f"{low:g}" if low == high else f"{low:g}–{high:g}"
+    if len(spans) == len(found.models) and len(set(spans.values())) == 1:
+        return spans[found.models[0]]
+    return ", ".join(f"{task} {span}" for task, span in spans.items())
 
 
 def _score(found: Preview) -> Get:
