@@ -242,7 +242,7 @@ class AdapterCheckpoint(Checkpoint):
     @functools.cached_property
     def _by_class(self) -> dict[str, str]:
         """Names as the adapter's library may have them, where transformers loads files under other names."""
-        return stored_by_class(self.base.config)
+        return stored_by_class(self.base)
 
     def _check_shapes(self, name: str, factors: Factors) -> None:
         a, b = self.adapter.tensors[factors.a], self.adapter.tensors[factors.b]
