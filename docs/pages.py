@@ -56,6 +56,30 @@ def generated(name: str) -> str:
     return f"<!-- generated: {name} -->\n\n{text}\n\n<!-- end of generated -->"
 
 
+VARYING = """\
+A `weight`, and every option that is a number, may differ between tensors. A list is spread evenly over the layers, from
+the first to the last, with straight lines between its values; tensors outside the layers (embeddings, norms, heads) take
+the first. Cases go by name: the first whose filter fits decides, and its value may be a list. Options that may differ
+between models as well (`gradmerge methods NAME` says which) stand in a model's own `options`.
+
+```yaml
+method: ties
+base: ./base
+models:
+  - model: ./chat
+    weight: [0.3, 0.7, 0.5]        # 0.3 in the first layer, 0.7 in the middle, 0.5 in the last
+    options: {density: 0.3}
+  - model: ./code
+    weight:
+      - {filter: mlp, value: [0.2, 0.8]}     # a plain part of the name,
+      - {filter: "*.q_proj.*", value: 0.5}   # or a glob
+      - {value: 1.0}                         # the rest
+options: {density: 0.6, scope: tensor}
+```
+
+The keys of a case:"""
+
+
 def recipe_reference() -> str:
     """Every key of a recipe, from the schema that checks it."""
     sections: list[tuple[str, str, type[BaseModel]]] = [
@@ -64,7 +88,7 @@ def recipe_reference() -> str:
         ("`models[…]`", "", Model),
         ("`slices[…]`", "", Slice),
         ("`slices[…].models[…]`", "The keys of a model, and:", SliceModel),
-        ("Values that vary", "", Case),
+        ("Values that vary", VARYING, Case),
         ("Curvature", "Wherever a recipe names curvature, this may stand instead of a path.", Identity),
         ("`output`", "", Output),
         ("`tokenizer`", "", TokenizerChoice),
