@@ -76,9 +76,12 @@ def merge(
     options: Mapping[str, Any],
     block: int = 1 << 18,
     threads: int = 1,
+    given: Mapping[str, Any] | None = None,
 ) -> State:
-    """A merge in memory; options that are lists hold one number for every model."""
-    made = make_recipe(recipe_of(method, len(tuned), weights, options, base is not None), where="test")
+    """A merge in memory; options that are lists hold one number for every model, but for those ``given``."""
+    recipe = recipe_of(method, len(tuned), weights, options, base is not None)
+    recipe["options"] |= given or {}
+    made = make_recipe(recipe, where="test")
     opened = [Checkpoint(f"m{i}", memory=model) for i, model in enumerate(tuned)]
     inputs = inputs_of(made, Checkpoint("base", memory=base) if base is not None else None, opened)
     plan = make_plan(made, inputs)
@@ -379,3 +382,29 @@ def test_directions_that_no_model_changed_get_nothing_from_singular_values() -> 
         stacked = torch.cat(changes, 1).double()
         inside = stacked @ torch.linalg.lstsq(stacked, step).solution
         assert torch.allclose(inside, step, atol=1e-4)
+
+
+def test_options_that_differ_between_tensors_reach_what_is_measured() -> None:
+    base, tuned = states(models=2)
+
+    def vary(matrices: Any, others: Any) -> list[dict[str, Any]]:
+        return [{"filter": "matrix", "value": matrices}, {"value": others}]
+
+    options = {"rescale": "norm", "density": vary(0.3, 0.8), "scope": "tensor"}
+    got = merge(base, tuned, "ties", HALF, {}, given=options)
+    plus = merge(base, tuned, "ram", None, {"epsilon": 0.2}, given={"r": vary(0.5, 0.0)})
+    for name in SHAPES:
+        arrays = [state[name].numpy() for state in tuned]
+        share, r = (0.3, 0.5) if name == "matrix" else (0.8, 0.0)
+        want = slow.ties(base[name].numpy(), arrays, HALF, [share] * 2, rescale="norm")
+        assert torch.allclose(got[name], torch.as_tensor(want), atol=1e-9), name
+        want = slow.ram(base[name].numpy(), arrays, 0.2, r)
+        assert torch.allclose(plus[name], torch.as_tensor(want), atol=1e-9), name
+
+
+def test_one_threshold_for_a_whole_model_may_differ_between_models() -> None:
+    base, tuned = states(models=2)
+    got = merge(base, tuned, "breadcrumbs", HALF, {"density": [0.4, 0.2], "gamma": 0.05, "scope": "model"})
+    whole = [torch.cat([state[name].reshape(-1) for name in SHAPES]).numpy() for state in (base, *tuned)]
+    want = slow.breadcrumbs(whole[0], whole[1:], HALF, [0.4, 0.2], [0.05] * 2, "task-arithmetic", "auto", "none")
+    assert np.allclose(torch.cat([got[name].reshape(-1) for name in SHAPES]).numpy(), want, atol=1e-9)

@@ -1,4 +1,4 @@
-"""The recipes: every method that applies to a base and three tuned models, and the two removals."""
+"""The recipes: nine methods for a base and three tuned models, those with curvature among them, and the removals."""
 
 from __future__ import annotations
 
