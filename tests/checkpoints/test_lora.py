@@ -582,6 +582,17 @@ def test_initialisations_that_leave_the_base_alone_are_merged(init: str | bool, 
     )
 
 
+def test_biases_that_the_config_does_not_mention_are_added_with_a_note(tmp_path: Path) -> None:
+    """As mergekit writes them, where PEFT passes over them."""
+    base = make_base(tmp_path / "base", "bert")
+    model = tune(base, "bert", tmp_path / "adapter", LoraConfig(r=2, target_modules=["query"], lora_bias=True))
+    edit_config(tmp_path / "adapter", lora_bias=False)
+    recipe = {"method": "average", "base": str(base), "models": [str(tmp_path / "adapter")]}
+    notes = gm.merge(recipe, tmp_path / "out").notes
+    assert len([note for note in notes if "lora_bias" in note]) == 1
+    assert_close(read_model(tmp_path / "out"), merged_by_peft(model, tmp_path / "want"), 1e-6)
+
+
 def test_trainable_tokens_of_a_tied_model_that_stores_its_head_too_change_both(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-tied")
     config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[7, 3])

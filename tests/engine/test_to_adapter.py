@@ -353,6 +353,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "whole models without a rank": ({}, "output.rank: not all models are LoRA adapters of the base"),
     "curvature": ({"method": "gradient-matching", "output": {"curvature": True, "rank": 4}}, "output.curvature"),
     "no base": ({"method": "average", "base": None, "output": {"rank": 4}}, "an adapter goes on a base"),
+    "a rank for a model": ({"output": {"format": "model", "rank": 4}}, "output.rank: a whole model has none"),
+    "another vocabulary": ({"tokenizer": "union", "output": {"rank": 4}}, "has the vocabulary of its base"),
     "nothing for LoRA": ({"include": ["*norm*"], "output": {"rank": 4}}, "changes no tensor that LoRA can hold"),
 }
 

@@ -211,7 +211,7 @@ ADAPTER: dict[str, Any] = {
 
 
 class Adapters(Merging):
-    """A LoRA adapter: its config or its weights."""
+    """A LoRA adapter, or one with DoRA and trained rows: its config or its weights. It comes out merged, or as one."""
 
     name, share = "adapter", 9.0
 
@@ -225,17 +225,27 @@ class Adapters(Merging):
         }
         Path("adapter/adapter_model.safetensors").write_bytes(save(tensors))
         Path("adapter/adapter_config.json").write_text(json.dumps(ADAPTER))
+        Path("dora").mkdir()
+        del tensors["base_model.model.b.weight"]
+        tensors["base_model.model.a.lora_magnitude_vector"] = torch.ones(4)
+        tensors["base_model.model.b.token_adapter.trainable_tokens_delta"] = torch.ones(1, 4)
+        Path("dora/adapter_model.safetensors").write_bytes(save(tensors))
+        more = {"use_dora": True, "trainable_token_indices": {"b": [1]}, "modules_to_save": None}
+        Path("dora/adapter_config.json").write_text(json.dumps(ADAPTER | more))
 
     def run(self, rng: random.Random | None) -> None:
+        folder = "dora" if rng is not None and rng.random() < 0.4 else "adapter"
         if rng is not None and rng.random() < 0.6:
-            name = "adapter/adapter_config.json"
+            name = f"{folder}/adapter_config.json"
             self.place.put(name, mutate_json_file(self.place.original(name), rng))
         elif rng is not None:
-            name = "adapter/adapter_model.safetensors"
+            name = f"{folder}/adapter_model.safetensors"
             self.place.put(name, mutate_file(self.place.original(name), rng))
         if rng is not None and rng.random() < 0.3:
-            read_all("adapter")
-        self.merge_recipe(recipe(method="task-arithmetic", models=["adapter", "a"]))
+            read_all(folder)
+        out = {"output": {"format": "adapter"}} if rng is not None and rng.random() < 0.3 else {}
+        models = [folder] if out else [folder, "a"]
+        self.merge_recipe(recipe(method="task-arithmetic", models=models, **out))
 
 
 class Pickles(Merging):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from ..quiet import quiet_transformers
 from .configs import MOST_LAYERS, parts
+from .model import Checkpoint
 
 
-def stored_by_class(config: Mapping[str, Any]) -> dict[str, str]:
-    """Name in memory → name in files, as transformers renames them for the class that a config names; or nothing.
+def stored_by_class(checkpoint: Checkpoint) -> dict[str, str]:
+    """Name in memory → name in files, as transformers renames them for the class that the config names; or nothing.
 
     The model is built without memory for its weights, and from no code but transformers' own.
     """
+    config = checkpoint.config
     named = config.get("architectures")
     counts = (v for _, part in parts(config) for k, v in part.items() if "layer" in k or "expert" in k)
     if not isinstance(named, list) or not named or any(isinstance(n, int) and n > MOST_LAYERS for n in counts):
@@ -28,6 +27,8 @@ def stored_by_class(config: Mapping[str, Any]) -> dict[str, str]:
         with quiet_transformers(), torch.device("meta"):
             model = kind(kind.config_class.from_dict(dict(config)))
         names = [name for name, _ in model.named_parameters()]
+        if sum(p.numel() for p in model.parameters()) > 16 * checkpoint.parameters:  # the config of another model
+            return {}
         numbers = {n: torch.tensor(float(k)).expand(p.shape) for k, (n, p) in enumerate(model.named_parameters())}
         stored = revert_weight_conversion(model, numbers)
     except Exception:  # a class that there is not, a config that does not fit it: then names are what they are

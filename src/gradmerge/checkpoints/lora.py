@@ -137,7 +137,7 @@ class AdapterCheckpoint(Checkpoint):
             magnitude = pair.get("magnitude_vector")
             factors[target] = Factors(module, pair["A"], pair["B"], scale, turned, magnitude)
             if bias is not None:
-                self._add_bias(f"{module}.bias", bias, scale)
+                self._add_bias(f"{module}.bias", bias, scale, bool(config.get("lora_bias")))
         if twice:
             raise self._refused(
                 f"two tensors of the adapter are for one tensor of {self.base.label}, of which one would be lost:\n"
@@ -156,11 +156,16 @@ class AdapterCheckpoint(Checkpoint):
             )
         return factors, replaced
 
-    def _add_bias(self, name: str, key: str, scale: float) -> None:
+    def _add_bias(self, name: str, key: str, scale: float, stated: bool) -> None:
         target, size = self._find(name), self.adapter.tensors[key].numel
         if target is None or self.base.tensors[target].numel != size or not self.base.tensors[target].is_float:
             raise self._refused(f"{self.base.label} has no {name} of {size} numbers that {key} could be added to")
         self._added[target] = (key, scale)
+        if not stated:
+            note = (
+                "its config says nothing (lora_bias) of the biases that it holds, which are added; PEFT leaves them out"
+            )
+            self.notes += [f"{self.label}: {note}"] if not self.notes else []
 
     def _replace_rows(self, module: str, key: str, stated: Any) -> None:
         """Take the rows of an embedding that were trained (`trainable_token_indices`), and of a head that is one with
@@ -237,7 +242,7 @@ class AdapterCheckpoint(Checkpoint):
     @functools.cached_property
     def _by_class(self) -> dict[str, str]:
         """Names as the adapter's library may have them, where transformers loads files under other names."""
-        return stored_by_class(self.base.config)
+        return stored_by_class(self.base)
 
     def _check_shapes(self, name: str, factors: Factors) -> None:
         a, b = self.adapter.tensors[factors.a], self.adapter.tensors[factors.b]

@@ -23,6 +23,7 @@ from .adapter_changes import Changes, is_same
 from .adapter_entries import lay_out
 from .adapter_parts import FOLDER, join_parts
 from .card import model_card
+from .coefficients import coefficient_notes
 from .damping import find_damping
 from .journal import Finished, Journal
 from .penalties import used
@@ -89,8 +90,11 @@ def merge_to_adapter(
         begun = time.perf_counter()
         finder = Changes(recipe, plan, base, stored, at.folder / FOLDER, device, allow_nonfinite)
         plan.note(at.notes)
+        if plan.damping_read:
+            progress.begin("finding the damping", plan.damping_read)
         find_damping(plan, threads, progress.advance)
         plan.note(judge_removal(plan, threads, progress, refuse=not accept_untrusted))
+        plan.note(coefficient_notes(recipe, plan, threads))
         finished = journal.load() if resume else None
         at.keep = finished is not None
         if finished is None:
@@ -153,6 +157,10 @@ def _base_of(recipe: Recipe, plan: Plan) -> Checkpoint:
         raise InputError("output.curvature: an adapter has no curvature of its own; write a model for that")
     if recipe.slices:
         raise InputError("output.format: an adapter cannot hold other layers than its base has; write a model")
+    if recipe.tokenizer not in (None, "base"):
+        raise InputError(
+            "output.format: an adapter has the vocabulary of its base; leave tokenizer out, or write a model"
+        )
     if plan.inputs.base is not None:
         base = plan.inputs.base
     else:

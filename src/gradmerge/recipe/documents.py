@@ -182,6 +182,8 @@ def _check_fit(recipe: Recipe) -> None:
     if recipe.output.curvature and rule.precision is None:
         have = ", ".join(r.name for r in RULES.values() if r.precision)
         raise InputError(f"output.curvature: a {rule.name} merge has no curvature of its own; methods with one: {have}")
+    if recipe.output.rank is not None and recipe.output.format != "adapter":
+        raise InputError("output.rank: a whole model has none; set `format: adapter` beside it, or leave it out")
 
 
 def check_penalty(value: Any, where: str) -> CurvatureSource:
