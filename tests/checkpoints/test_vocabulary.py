@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from transformers import AutoTokenizer
+from transformers import (
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
 from gradmerge.checkpoints.chat_templates import chat_templates
 from gradmerge.checkpoints.model import Buffers, Checkpoint
@@ -30,6 +41,8 @@ from gradmerge.checkpoints.vocabulary import (
 from gradmerge.errors import InputError
 
 from .vocabularies import ENGLISH, KINDS, MERGING, save_tokenizer, vocabulary
+
+TINY: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
 
 
 @given(
@@ -146,6 +159,7 @@ def test_tensors_with_a_row_for_each_token_are_known_by_name_or_by_their_number(
         "odd_name": (99, 8),
         "final_logits_bias": (1, 99),
         "model.norm.weight": (8,),
+        "model.embed_positions.weight": (99, 8),
         "decoder.weight": (3, 8),
     }
     model = Checkpoint("m", memory={n: torch.zeros(s) for n, s in shapes.items()}, config={"vocab_size": 99})
@@ -154,6 +168,24 @@ def test_tensors_with_a_row_for_each_token_are_known_by_name_or_by_their_number(
     assert vocabulary_tensors(model) == (99, ["model.embed_tokens.weight", "odd_name"])
     with pytest.raises(InputError, match="none of its tensors is known to have a row for each token"):
         vocabulary_tensors(Checkpoint("m", memory={"weight": torch.zeros(3, 3)}))
+
+
+HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+FAMILIES = {
+    BertForMaskedLM: BertConfig(vocab_size=97, num_attention_heads=2, max_position_embeddings=97, **TINY),
+    GPT2LMHeadModel: GPT2Config(vocab_size=97, n_embd=8, n_layer=1, n_head=2, n_positions=97),
+    BartForConditionalGeneration: BartConfig(vocab_size=97, d_model=8, encoder_layers=1, decoder_layers=1, **HEADS),
+    DistilBertForMaskedLM: DistilBertConfig(vocab_size=97, dim=8, hidden_dim=8, n_layers=1, n_heads=2),
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_all_tensors_of_a_family_with_a_row_for_each_token_are_found(kind: type[PreTrainedModel]) -> None:
+    config = FAMILIES[kind]
+    state = dict(kind(config).state_dict())
+    tables = {name for name, tensor in state.items() if tensor.is_floating_point() and 97 in tensor.shape[:2]}
+    want = {name for name in tables if "position" not in name and "wpe" not in name}
+    assert want and set(vocabulary_tensors(Checkpoint("m", memory=state, config=config.to_dict()))[1]) == want
 
 
 def test_differences_are_counted(tmp_path: Path) -> None:

@@ -126,6 +126,16 @@ def test_the_vocabulary_of_one_model_is_taken_with_its_files(source: str, tmp_pa
     assert any("that the result does not have" in note for note in result.notes)
 
 
+def test_a_tokenizer_from_elsewhere_is_taken_if_its_tokens_have_rows(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    ids = save_tokenizer(tmp_path / "elsewhere", "BPE", ENGLISH, ["<tool>"])
+    models.merge(tokenizer="elsewhere")
+    assert models.check(ROWED[:2]) == ids
+    save_tokenizer(tmp_path / "elsewhere", "BPE", ENGLISH, ["<tool>", "<nobody's>"])
+    with pytest.raises(InputError, match=r"no model has a row for 1 token .*nobody's"):
+        models.merge(tokenizer="elsewhere")
+
+
 def test_the_same_tokens_in_another_order_are_matched(tmp_path: Path) -> None:
     models = Models(tmp_path)
     path = tmp_path / "one/tokenizer.json"
@@ -300,6 +310,25 @@ def test_an_adapter_with_an_embedding_of_its_own_brings_its_tokens(tmp_path: Pat
     assert torch.allclose(out, merged, rtol=0, atol=1e-6) and torch.allclose(out[: len(start)], start, atol=1e-6)
 
 
+def test_stacked_layers_have_one_vocabulary(tmp_path: Path) -> None:
+    """Embeddings come from the model of the first layers, and heads from that of the last."""
+    models = Models(tmp_path)
+    slices = [{"models": [{"model": str(tmp_path / name), "layers": [0, 1]}]} for name in ("base", "one", "two")]
+    recipe = {"method": "passthrough", "slices": slices, "tokenizer": "union"}
+    gm.merge(make_recipe(recipe), tmp_path / "out")
+    out, ids = read_model(tmp_path / "out"), vocabulary(tmp_path / "out")
+    for name, place in ((ROWED[0], 0), (ROWED[1], 2)):
+        rows = [by_token(models.states[m], models.ids[m], name) for m in models.states]
+        assert_rows(out[name], completed(rows, list(ids), base=None)[place], ids)
+    for number, weights in enumerate(models.states.values()):
+        layer = "model.layers.{}.mlp.up_proj.weight"
+        assert torch.equal(out[layer.format(number)], weights[layer.format(0)])
+    config = read_config(tmp_path / "out")
+    assert config["vocab_size"] == len(ids)
+    record = json.loads((tmp_path / "out/gradmerge.json").read_text())
+    assert [entry["digest_tensors"] for entry in record["inputs"]] == [2, 1, 3]
+
+
 def test_inputs_are_digested_as_they_are_stored(tmp_path: Path) -> None:
     models = Models(tmp_path)
     models.merge(tokenizer="union")
@@ -337,6 +366,8 @@ def test_the_command_line_takes_the_key_and_inspect_names_it(tmp_path: Path, mon
     ("tokenizer", "message"),
     [
         ("bse", "did you mean 'base'"),
+        ("x" * 5000, "File name too long"),
+        ("\0", "neither base nor union"),
         ({"source": "union", "tokens": {"<new>": {}}}, "no model has a row for 1 token .*'<new>'"),
         ({"source": "union", "tokens": {"<x>": {"force": True}}}, "force: true needs a source"),
         ({"tokens": {"<x>": "nobody"}}, "'nobody' is no model of the recipe"),
@@ -412,7 +443,13 @@ def test_chat_templates(value: str, tokenizer: str | None, expected: str, stored
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [("two", "has none"), ("nowhere", "neither a model"), ("{% if %}", "not a chat template")]
+    ("value", "message"),
+    [
+        ("two", "has none"),
+        ("nowhere", "neither a model"),
+        ("\0", "neither a model"),
+        ("{% if %}", "not a chat template"),
+    ],
 )
 def test_chat_templates_that_are_none(value: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):

@@ -22,7 +22,7 @@ from .quantised import quantisation
 from .ties import equal, in_layer, other_ties, same_values, tied_to
 from .token_differences import MATCH, token_difference
 from .token_files import beneath
-from .vocabulary import stored
+from .vocabulary import VOCABULARY, stored
 
 #: Constants that older versions of transformers saved with the weights and newer ones do not. Those in ``MASKS`` share
 #: their name with a bias, and are told from it by their four dimensions.
@@ -31,9 +31,6 @@ BUFFERS = re.compile(
     r".*\.(attn|attention)\.masked_bias"
 )
 MASKS = (".attn.bias", ".attention.bias")
-EMBEDDINGS = re.compile(
-    r".*((embed_tokens|wte|word_embeddings|shared|embed_in|lm_head|embed_out|decoder)\.weight|(decoder|lm_head)\.bias)"
-)
 
 
 @dataclass
@@ -144,7 +141,7 @@ def _compare_one(
             aliases[name] = stored
         here, there = first.tensors[name], other.tensors[stored]
         if there.shape != here.shape:
-            is_vocabulary = EMBEDDINGS.fullmatch(name) and there.shape[1:] == here.shape[1:]
+            is_vocabulary = VOCABULARY.fullmatch(name) and there.shape[1:] == here.shape[1:]
             line = f"{name}: {list(here.shape)} in {first.label}, {list(there.shape)} in {other.label}"
             (vocabulary if is_vocabulary else shapes).append(line)
         elif not there.is_float:

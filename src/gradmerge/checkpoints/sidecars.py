@@ -54,7 +54,7 @@ class Sidecars:
 
 def sidecars(checkpoint: Checkpoint) -> Sidecars:
     """What is copied from a model's folder (of an adapter: its base's), and what is not."""
-    *_, checkpoint = beneath(checkpoint)
+    checkpoint = _bottom(checkpoint)
     folder = checkpoint.folder
     if folder is None:
         return Sidecars({}, [])
@@ -86,6 +86,12 @@ def _candidates(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[str, P
             yield module, path
 
 
+def _bottom(checkpoint: Checkpoint) -> Checkpoint:
+    """Whose files go along: what a view shows, the base of an adapter."""
+    *_, found = beneath(checkpoint)
+    return found
+
+
 def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
     """Copy the side files; what a view says otherwise than its model's config, and the dtype, go into config.json."""
     for module in checkpoint.modules:
@@ -97,7 +103,7 @@ def copy_sidecars(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
     if not config_path.is_file():
         return
     stated = read_json(config_path)
-    config = dict(stated if checkpoint.config == list(beneath(checkpoint))[-1].config else checkpoint.config)
+    config = dict(stated if checkpoint.config == _bottom(checkpoint).config else checkpoint.config)
     if dtype != "auto":
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     if config != stated:

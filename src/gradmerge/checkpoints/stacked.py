@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import InputError
-from ..notes import Note
+from ..notes import Kind, Note
 from .compare import Comparison, compare, is_buffer
 from .layer_config import config_of_layers, main_stack, per_layer
 from .layer_names import is_before_layers, layer_of
@@ -192,14 +192,19 @@ class _Outline(View):
 
 
 def compare_parts(
-    stacked: Sequence[StackedCheckpoint], exclude: Sequence[str], allow_config: Sequence[str]
+    stacked: Sequence[StackedCheckpoint],
+    exclude: Sequence[str],
+    allow_config: Sequence[str],
+    settled: Sequence[str] = (),
 ) -> Comparison:
     """Whether the models that layers are taken from fit together, all but the number of their layers."""
     front = stacked[0].front
     parts = [part for part in dict.fromkeys(p for one in stacked for p in one.parts) if part is not front]
-    compared = compare(_outline(front), [_outline(part) for part in parts], exclude=exclude, allow_config=allow_config)
+    outlines = [_outline(part) for part in parts]
+    compared = compare(_outline(front), outlines, exclude=exclude, allow_config=allow_config, settled=settled)
     # What merges the layers, and how far they are from one another, is seen when the stacks are compared.
-    compared.notes = [n for n in compared.notes if not n.startswith("exclude:") and not isinstance(n, Note)]
+    strange = [n for n in compared.notes if isinstance(n, Note) and n.kind is Kind.STRANGERS]
+    compared.notes = [n for n in compared.notes if not n.startswith("exclude:") and n not in strange]
     if not compared.problems:
         for one in stacked:
             what = f"layers of {front.label} differ in their tensors, and these are not what it has in their place"

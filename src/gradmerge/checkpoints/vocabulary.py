@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ VOCABULARY = re.compile(
     r"decoder|vocab_projector|lm_loss|pred_layer\.proj)\.weight|(decoder|lm_head|vocab_projector|lm_loss|embed_out|"
     r"pred_layer\.proj|predictions)\.bias|final_logits_bias|(transformer|backbone)\.embeddings\.weight)"
 )
+#: Names of tables with rows of another kind, of which there may be as many.
+OTHER_ROWS = re.compile(r"pos|wpe|type|norm|class|score|patch", re.IGNORECASE)
 #: Rows that lie no further apart than this many elements are read at once, in pieces of at most so many elements.
 GAP, PIECE = 1 << 12, 1 << 20
 #: What a row of the result is to a model: not its own, but that of others; or no token's at all.
@@ -34,8 +37,8 @@ Index = NDArray[np.int64]
 def vocabulary_tensors(checkpoint: Checkpoint) -> tuple[int, list[str]]:
     """The number of rows of a model's embeddings, and the tensors that have that many, one for each token.
 
-    Where the number is that of no inner width of the model, every tensor outside its layers with so many rows is one of
-    them; else the names decide.
+    Names tell these. A tensor outside the layers with so many rows and another name is one of them too, unless the
+    number is also an inner width of the model, or the name that of positions or classes.
     """
     named = [n for n in checkpoint.tensors if VOCABULARY.fullmatch(n) and not in_layer(n)]
     text = checkpoint.config.get("text_config")
@@ -51,7 +54,8 @@ def vocabulary_tensors(checkpoint: Checkpoint) -> tuple[int, list[str]]:
     names = [
         name
         for name, info in checkpoint.tensors.items()
-        if not in_layer(name) and info.is_float and _rows(info) == rows and (name in named or rows not in widths)
+        if not in_layer(name) and info.is_float and _rows(info) == rows
+        if name in named or (rows not in widths and not OTHER_ROWS.search(name))
     ]
     return rows, names
 
@@ -84,12 +88,13 @@ def gather(read: Callable[[int, int], Tensor], columns: int, rows: Index, start:
     longest = max(1, PIECE // columns)
     # A new piece begins where the gap is wide, and where the piece would be too long.
     breaks = np.flatnonzero(np.diff(source) * columns > GAP + columns) + 1
-    for piece in np.split(np.arange(source.size), breaks):
-        while piece.size:
-            size = int(np.searchsorted(source[piece], source[piece[0]] + longest))
-            part, piece = piece[:size], piece[size:]
-            low, high = int(source[part[0]]), int(source[part[-1]]) + 1
-            _place(read, columns, order[part], source[part], (low, high), offset, out)
+    for begin, end in itertools.pairwise([0, *breaks.tolist(), source.size]):
+        while begin < end:
+            stop_at = begin + 1
+            if end > stop_at:
+                stop_at = begin + int(np.searchsorted(source[begin:end], source[begin] + longest))
+            _place(read, columns, order[begin:stop_at], source[begin:stop_at], offset, out)
+            begin = stop_at
 
 
 def _place(
@@ -97,13 +102,19 @@ def _place(
     columns: int,
     places: Index,
     source: Index,
-    span: tuple[int, int],
     offset: int,
     out: Tensor,
 ) -> None:
     """Read a span of source rows, and put them in their places; the first and last row of ``out`` may be cut."""
-    low, high = span
-    values = read(low * columns, high * columns).view(-1, columns).to(out.dtype)
+    low, high = int(source[0]), int(source[-1]) + 1
+    values = read(low * columns, high * columns)
+    if high == low + 1:  # the usual case where rows are scattered: no indexing
+        for place in places.tolist():
+            at = place * columns - offset
+            cut, until = max(0, -at), min(columns, out.numel() - at)
+            out[at + cut : at + until] = values[cut:until]
+        return
+    values = values.view(-1, columns).to(out.dtype)
     begin = -(-offset // columns)  # the first place whose row lies in ``out`` as a whole, and the one after the last
     end = (out.numel() + offset) // columns
     whole = (places >= begin) & (places < end)
@@ -171,6 +182,8 @@ class VocabularyCheckpoint(View):
         self.rows = rows
         self._defaults = defaults
         self._stored = {name: name for name in rows.names} | heads
+        self.moved = frozenset(self._stored)
+        """Tensors whose rows are put in another order."""
         self._means: dict[str, Tensor] = {}
         self._lock = threading.Lock()
         for name, stored in self._stored.items():

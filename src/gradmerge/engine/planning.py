@@ -154,7 +154,8 @@ def make_plan(
     """
     rule, template, has_base = recipe.rule, inputs.template, inputs.base is not None
     others = [c for c in inputs.tuned if c is not template]
-    notes = compared_parts(inputs.checkpoints, recipe.exclude, allow_config)
+    settled = inputs.result_files.settled if inputs.result_files else ()
+    notes = compared_parts(inputs.checkpoints, recipe.exclude, allow_config, settled)
     comparison = compare(
         template,
         others,
@@ -162,7 +163,7 @@ def make_plan(
         recipe.exclude,
         allow_config=allow_config,
         first_is_base=has_base,
-        settled=inputs.result_files.settled if inputs.result_files else (),
+        settled=settled,
     )
     inputs.aliases = dict(zip(others, comparison.aliases, strict=True))
     diagonals = [source for source in inputs.curvatures if source not in inputs.grams]

@@ -14,7 +14,7 @@ from .._version import __version__
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, Digest, block_digest
 from ..checkpoints.stacked import StackedCheckpoint
-from ..checkpoints.vocabulary import VocabularyCheckpoint
+from ..checkpoints.vocabulary import VocabularyCheckpoint, stored
 from ..recipe import Recipe, plain
 from ..storage.tensorfile import TensorInfo
 from .inputs import Inputs, Source
@@ -85,13 +85,12 @@ def _input_record(plan: Plan, source: Source, digests: Mapping[int, list[int]]) 
 
 def _digest_of_source(plan: Plan, source: Source, digests: Mapping[int, list[int]]) -> Digest:
     """From the blocks' digests, as far as the merge has read the source; whole matrices are digested now."""
-    rows = source.rows if isinstance(source, VocabularyCheckpoint) else None
-    stored = source.inner if isinstance(source, VocabularyCheckpoint) else source
-    if isinstance(stored, AdapterCheckpoint):
-        return digest_of(stored, plan.block)
+    whole = stored(source) if isinstance(source, Checkpoint) else source
+    if isinstance(whole, AdapterCheckpoint):
+        return digest_of(whole, plan.block)
     if source not in plan.inputs.sources:
-        assert isinstance(stored, Checkpoint)
-        return digest_of(stored, plan.block) if rows is not None else _digest_of_part(plan, stored, digests)
+        assert isinstance(source, Checkpoint)
+        return _digest_of_part(plan, source, digests)
     place = plan.inputs.sources.index(source)
     digest, buffers = Digest(plan.block), Buffers()
     for unit in plan.units():
@@ -102,16 +101,13 @@ def _digest_of_source(plan: Plan, source: Source, digests: Mapping[int, list[int
         else:
             info = TensorInfo("F32", unit.job.info.shape)
         value = digests[unit.number][place]
-        if rows is not None and isinstance(stored, Checkpoint) and name not in stored.tensors:
-            continue  # a tied head, which is its embedding
-        if rows is not None and isinstance(stored, Checkpoint) and name in rows.names:
-            if unit.start == 0 and value >= 0:
-                _add_tensor(digest, stored, name, buffers)
-            continue
         based = source is plan.inputs.base and "base" in plan.needs and not unit.job.solved
         read = source in plan.inputs.tuned or layer is not None or based
         apart = unit.job.rule is not None and plan.cut_otherwise(unit.job)
-        if info is not None and apart and isinstance(source, Checkpoint) and read:
+        if isinstance(source, Checkpoint) and _has_own_rows(source, name):
+            if unit.start == 0 and (value >= 0 or (apart and read)):
+                _add_as_stored(digest, source, name, buffers)
+        elif info is not None and apart and isinstance(source, Checkpoint) and read:
             if unit.start == 0:
                 _add_tensor(digest, source, name, buffers)
             if layer is not None and layer.bias is not None:
@@ -121,6 +117,17 @@ def _digest_of_source(plan: Plan, source: Source, digests: Mapping[int, list[int
     return digest
 
 
+def _has_own_rows(source: Checkpoint, name: str) -> bool:
+    """Whether a tensor is read in another order of its rows than it is stored in."""
+    return isinstance(source, VocabularyCheckpoint) and name in source.moved
+
+
+def _add_as_stored(digest: Digest, source: Checkpoint, name: str, buffers: Buffers) -> None:
+    """A tied head that is not stored is its embedding, and left out."""
+    if name in stored(source).tensors:
+        _add_tensor(digest, stored(source), name, buffers)
+
+
 def _digest_of_part(plan: Plan, part: Checkpoint, digests: Mapping[int, list[int]]) -> Digest:
     """The same of a model whose layers were stacked; a layer may have been read several times."""
     digest, buffers = Digest(plan.block), Buffers()
@@ -128,10 +135,14 @@ def _digest_of_part(plan: Plan, part: Checkpoint, digests: Mapping[int, list[int
         for unit in plan.units() if isinstance(stack, StackedCheckpoint) and part in stack.parts else ():
             assert isinstance(stack, StackedCheckpoint)
             holder, name = stack.places.get(plan.inputs.stored_name(stack, unit.job.name), (None, ""))
-            if holder is part and unit.job.whole:
+            value = digests[unit.number][place]
+            if holder is part and _has_own_rows(part, name):
+                if unit.start == 0 and (value >= 0 or unit.job.whole):
+                    _add_as_stored(digest, part, name, buffers)
+            elif holder is part and unit.job.whole:
                 _add_tensor(digest, part, name, buffers)
-            elif holder is part and digests[unit.number][place] >= 0:
-                digest.add(name, part.tensors[name], unit.start, digests[unit.number][place])
+            elif holder is part and value >= 0:
+                digest.add(name, part.tensors[name], unit.start, value)
     return digest
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..checkpoints.chat_templates import TEMPLATE_FILES, Templates, alike, chat_templates, parsed, template_in_file
+from ..checkpoints.chat_templates import (
+    DEFAULT,
+    TEMPLATE_FILES,
+    Templates,
+    alike,
+    chat_templates,
+    parsed,
+    template_in_file,
+)
 from ..checkpoints.compare import some
 from ..checkpoints.model import Checkpoint
 from ..checkpoints.opening import HUB_ID, fetch_from_hub
@@ -91,16 +100,23 @@ class _Models:
         """The model that the recipe names so: by the same text, the same place, or the last part of its place."""
         if name == BASE:
             return self.template
-        place = local_path(name, self.recipe.folder).resolve()
+        place = self.place(name)
         same = (
             lambda text: text == name,
-            lambda text: local_path(text, self.recipe.folder).resolve() == place,
+            lambda text: place is not None and self.place(text) == place,
             lambda text: Path(text).name == name,
         )
         for fits in same:
             found = list(dict.fromkeys(checkpoint for text, checkpoint in self.named if fits(text)))
             if found:
                 return found[0]
+        return None
+
+    def place(self, name: str) -> Path | None:
+        """The folder or file of a name, if there is one."""
+        with contextlib.suppress(OSError, ValueError):  # a text that can be no path
+            found = local_path(name, self.recipe.folder).resolve()
+            return found if found.exists() else None
         return None
 
     def of_rule(self, name: str, where: str) -> Checkpoint:
@@ -143,10 +159,10 @@ class _Alignment:
         checkpoint = self.models.find(name)
         if checkpoint is not None:
             return self.vocabularies[checkpoint]
-        place = local_path(name, self.models.recipe.folder)
-        if not place.is_dir() and HUB_ID.fullmatch(name):
+        place = self.models.place(name)
+        if place is None and HUB_ID.fullmatch(name):
             place = fetch_from_hub(name, patterns=[*TOKENIZER_FILES.split(), CONFIG, GENERATION, *TEMPLATE_FILES])
-        if place.is_dir():
+        if place is not None and place.is_dir():
             return vocabulary_of(Checkpoint(name, folder=place))
         known = [BASE, UNION, *(text for text, _ in self.models.named)]
         raise InputError(
@@ -308,18 +324,17 @@ def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, folder
     value = recipe.chat_template
     ours = None if folder is None else chat_templates(folder)
     chosen: Templates | None = ours
-    place = local_path(value, recipe.folder)
     if value == AUTO:
         pass
+    elif "{" in value or "\n" in value:
+        label, chosen = "the recipe", {DEFAULT: parsed(value, "chat_template")}
     elif (model := models.find(value)) is not None:
         label = model.label
         chosen = next((found for found in map(chat_templates, _folders(model)) if found), {})
         if not chosen and value != BASE:
             raise InputError(f"chat_template: {label} has none")
         files.reads += [path for inside in _folders(model) for path in _template_files(inside)]
-    elif "{" in value or "\n" in value:
-        label, chosen = "the recipe", {"default": parsed(value, "chat_template")}
-    elif place.is_file():
+    elif (place := models.place(value)) is not None and place.is_file():
         label, chosen = value, template_in_file(place)
         files.reads.append(place)
     else:
