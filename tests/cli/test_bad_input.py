@@ -370,7 +370,7 @@ def test_weights_that_sum_to_zero_are_refused_before_any_work(place: Place) -> N
         ("\tmethod: x\n", ("not valid YAML",)),
         ("method: ties\nmethod: average\n", ("line 2", "'method' occurs twice")),
         ("method: ties\nbase: {model: x, model: y}\n", ("'model' occurs twice",)),
-        ("--- a\n--- b\n", ("not valid YAML",)),
+        ("--- a\n--- b\n", ("a recipe is a mapping",)),
         ("method: *nobody\n", ("not valid YAML", "nobody")),
         ("method: &x [*x]\n", ("refers to itself",)),
         ("method: &x {a: *x}\n", ("refers to itself",)),

@@ -157,10 +157,6 @@ def _base_of(recipe: Recipe, plan: Plan) -> Checkpoint:
         raise InputError("output.curvature: an adapter has no curvature of its own; write a model for that")
     if recipe.slices:
         raise InputError("output.format: an adapter cannot hold other layers than its base has; write a model")
-    if recipe.tokenizer is not None and recipe.tokenizer.source != "base":
-        raise InputError(
-            "output.format: an adapter has the vocabulary of its base; leave tokenizer out, or write a model"
-        )
     if plan.inputs.base is not None:
         base = plan.inputs.base
     else:

@@ -179,6 +179,10 @@ def _check_fit(recipe: Recipe) -> None:
         if rule.only_one_model and number != 1:
             taken = "the base and " if "base" in needs else ""
             raise InputError(f"{where}: {rule.name} takes {taken}one model, not {number}")
+    tokenizer = recipe.tokenizer
+    if recipe.output.format == "adapter" and tokenizer is not None and (tokenizer.source != "base" or tokenizer.tokens):
+        other = "an adapter has the vocabulary of its base"
+        raise InputError(f"output.format: {other}; leave tokenizer out, or write a model")
     if recipe.output.curvature and rule.precision is None:
         have = ", ".join(r.name for r in RULES.values() if r.precision)
         raise InputError(f"output.curvature: a {rule.name} merge has no curvature of its own; methods with one: {have}")

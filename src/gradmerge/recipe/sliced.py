@@ -69,5 +69,5 @@ def check_slices(recipe: Recipe) -> None:
             f"slices: slices[0] merges {several[0]} and slices[{place}] {several[place]} models, but `scope: model` "
             "finds a threshold for each over all tensors. Set `scope: tensor`, or let all slices merge as many"
         )
-    if recipe.output.format == "adapter":
+    if recipe.slices and recipe.output.format == "adapter":
         raise InputError("output.format: layers in slices make another model than the base, which no adapter can")
