@@ -59,7 +59,7 @@ def runs(demo: Path, method: str, rows: int, objective: str) -> Iterator[tuple[s
                 "seconds": round(time.perf_counter() - start, 1),
                 "taken": over.taken,
                 "score": {"plain": over.plain.score, "lists": over.layered.score},
-                "held back": {"gain": over.gain, "error": over.error},
+                "held back": {"gain": over.judged.gain, "error": over.judged.error} if over.judged else None,
                 "weights": {name: list(map(plain, row.setting.weights)) for name, row in cases.items()},
                 "test": {name: on_test(recipe, row.setting, demo) for name, row in cases.items()},
             },
