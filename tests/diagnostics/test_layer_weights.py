@@ -296,7 +296,7 @@ def test_on_rows_lists_are_found_where_they_help(objective: str) -> None:
     assert over is not None and over.judged is not None and over.taken and over.judged.gain > 5 * over.judged.error
     got = torch.tensor(list(found.weights.values()), dtype=torch.float64)
     plain = torch.tensor(over.plain.setting.weights, dtype=torch.float64)[:, None].expand(2, 3)
-    assert truth(got).sum() < 0.05 * truth(plain).sum(), "most of the way, within the budget of evaluations"
+    assert truth(got).sum() < 0.1 * truth(plain).sum(), "most of the way, within the budget of evaluations"
 
 
 @pytest.mark.parametrize("objective", ["worst", "sum"])
