@@ -4,7 +4,7 @@
 
 takes folders that `gradmerge demo --seed N -o DIR` made. For every method, `gm.suggest_weights(…, by="layers")` takes
 curvature, and at the first rows of the validation data; then the plain weights that it found, the lists over the
-layers, and what it suggests of the two are merged and evaluated. Runs replace those of the same name in the JSON file.
+layers (both without the rows held back), and what it suggests are merged and evaluated. Runs replace those of the same name in the JSON file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def runs(demo: Path, method: str, rows: int, objective: str) -> Iterator[tuple[s
         over = found.over_layers
         assert over is not None
         chosen = over.layered if over.taken else over.plain
-        cases = {"plain": over.plain, "lists": over.layered, "suggested": chosen}
+        pair = over.judged or over  # on data: both chosen without the rows held back
+        cases = {"plain": pair.plain, "lists": pair.layered, "suggested": chosen}
         yield (
             f"{method}, {source}, {objective}, {demo.name}",
             {
@@ -58,8 +59,8 @@ def runs(demo: Path, method: str, rows: int, objective: str) -> Iterator[tuple[s
                 "objective": objective,
                 "seconds": round(time.perf_counter() - start, 1),
                 "taken": over.taken,
-                "score": {"plain": over.plain.score, "lists": over.layered.score},
-                "held back": {"gain": over.gain, "error": over.error},
+                "predicted": over.layered.score / over.plain.score if over.judged is None else None,
+                "held back": {"gain": over.judged.gain, "error": over.judged.error} if over.judged else None,
                 "weights": {name: list(map(plain, row.setting.weights)) for name, row in cases.items()},
                 "test": {name: on_test(recipe, row.setting, demo) for name, row in cases.items()},
             },

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
@@ -225,6 +226,25 @@ def _kronecker_table(group: str, runs: list[dict[str, Any]]) -> str:
     return table((f"{group}{seeds}", "accuracy, %", "loss"), rows)
 
 
+def layer_results() -> str:
+    """Weights over the layers beside plain ones, from the kept runs of `python -m benchmarks.layers`."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in json.loads((RESULTS / "layers.json").read_text("utf-8")).values():
+        groups.setdefault((run["method"], run["source"]), []).append(run)
+    rows = []
+    for (method, source), runs in sorted(groups.items()):
+        cells = []
+        for key, factor, digits in (("accuracy", 100, 1), ("loss", 1, 3)):
+            plain = [factor * run["test"]["plain"][key] for run in runs]
+            more = [factor * run["test"]["lists"][key] - one for run, one in zip(runs, plain, strict=True)]
+            error = stdev(more) / len(more) ** 0.5
+            cells += [f"{mean(plain):.{digits}f}", f"{mean(more):+.{digits + 1}f} ± {error:.{digits + 1}f}"]
+        taken = f"{sum(run['taken'] for run in runs)} of {len(runs)}"
+        rows.append((method, source, *cells, taken))
+    header = ("method", "found from", "accuracy, %", "lists", "loss", "lists", "taken")
+    return table(header, rows)
+
+
 def diagnose_results() -> str:
     """What diagnosing costs beside merging, from the last `python -m benchmarks.diagnose` that was kept."""
     report = json.loads((RESULTS / "diagnose.json").read_text("utf-8"))
@@ -243,6 +263,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "devices": device_results,
     "diagnose": diagnose_results,
     "kronecker": kronecker_results,
+    "layers": layer_results,
     "precision": precision_results,
     "ranking": ranking_results,
 }

@@ -259,7 +259,7 @@ def as_json(found: Preview, suggestion: Suggestion | None = None) -> dict[str, A
                 "looked_at": over.looked,
                 "found": _row(found, over.layered),
                 "same_in_all_layers": _row(found, over.plain),
-                **({"gain": over.gain, "standard_error": over.error} if found.measured else {}),
+                **({"gain": over.judged.gain, "standard_error": over.judged.error} if over.judged else {}),
             }
     result["notes"] = found.notes
     return result

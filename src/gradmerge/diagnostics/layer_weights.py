@@ -12,10 +12,9 @@ loss of the worst task or the sum over tasks, of the whole model.
   setting, and fitted again nearby. Lists within 1 % of the best plain weights are as good, and not taken.
 - On data losses do not add up. Every round moves each point of each list up and down alone, fits a quadratic of all
   points to each task's loss, and looks at where the quadratics are smallest, and at half and a quarter of the way.
-  Every third row of each task is held back, and decides: first between the lists and others half and a quarter of the
-  way to them from the best plain weights, then whether they are taken. They are if they are better on the rows held
-  back by more than the standard error of the difference (rows drawn with replacement, the same for both), and better
-  on all rows too. The plain weights were chosen on all rows, so that the comparison favours them.
+  First every third row of each task is held back: plain weights and lists, both chosen on the other rows, are compared
+  on them. If the lists are better there by more than the standard error of the difference (rows drawn with replacement,
+  the same for both), the search is done again on all rows, from the best plain weights, and its lists are taken.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from .evaluator import Evaluator
 from .grid import Ranges, Setting, rounded, takes_weights
 from .predictor import Predictor
 from .preview import Looker, Outcome, worst_or_sum
-from .suggest import OverLayers, Suggestion, quadratic_features
+from .suggest import Judged, OverLayers, Suggestion, quadratic_features
 
 WAYS = ("layers",)
 #: Points of a list; a model with fewer layers has as many as layers.
@@ -119,12 +118,17 @@ class _LayerSearch:
     """The search for the lists of one method, from a plain setting of it."""
 
     def __init__(
-        self, looker: Looker, lists: LayerLists, plain: Outcome, known: Sequence[Outcome], objective: str
+        self,
+        looker: Looker,
+        lists: LayerLists,
+        method: str,
+        known: Sequence[Outcome],
+        objective: str,
+        hold: bool = False,
     ) -> None:
-        self._looker, self._lists, self._objective = looker, lists, objective
-        self._method = plain.setting.method
-        self._rows = [row for row in known if row.setting.method == self._method and self._known(row)]
-        self._plain, self.best = plain, plain
+        self._looker, self._lists, self._objective, self._method, self._hold = looker, lists, objective, method, hold
+        self._rows = [row for row in known if row.setting.method == method and self._known(row)]
+        self.plain = self.best = min(self._rows, key=self.score)
         self.looked = 0
 
     def _known(self, row: Outcome) -> bool:
@@ -132,7 +136,7 @@ class _LayerSearch:
 
     def costs(self, row: Outcome) -> dict[str, float]:
         """What the search makes small: predicted, or on the rows that it may see."""
-        if not isinstance(self._looker, Evaluator):
+        if not isinstance(self._looker, Evaluator) or not self._hold:
             return row.costs
         shares = self._looker.row_shares(row)
         return {task: float(share[~held_back(len(share))].mean()) for task, share in shares.items()}
@@ -166,7 +170,7 @@ class _LayerSearch:
     def _guesses(self, near: float, reach: float) -> list[Tensor]:
         """Where quadratics, fitted most closely near the best so far, are smallest within reach, and on the way."""
         centre = self._lists.units(self.best.setting.weights)
-        starts = torch.stack([centre, self._lists.units(self._plain.setting.weights)]) - centre
+        starts = torch.stack([centre, self._lists.units(self.plain.setting.weights)]) - centre
         low, high = (-centre).clamp(min=-reach), (1 - centre).clamp(max=reach)
         flat = (starts.clamp(low, high).flatten(1), low.flatten(), high.flatten())
         ends = smallest_at(self._fitted(centre, near), *flat, self._objective).view_as(starts)
@@ -201,14 +205,6 @@ class _LayerSearch:
         rows = [row for row in rows if math.isfinite(worst_or_sum(row.costs, "sum"))]
         self._rows += rows
         self.best = min([self.best, *rows], key=self.score)
-
-    def between(self, progress: Progress) -> list[Outcome]:
-        """The best, and settings half and a quarter of the way to it from the plain one."""
-        start, end = (self._lists.units(row.setting.weights) for row in (self._plain, self.best))
-        places = [start + share * (end - start) for share in SHARES]
-        self._look(places, progress)
-        wanted = {self._lists.weights(place) for place in places}
-        return [row for row in self._rows if row.setting.weights in wanted]
 
 
 @dataclass
@@ -292,29 +288,25 @@ def suggest_by_layers(
         raise InputError("--by layers: no setting with weights in the ranges can be merged")
     best = min(weighted, key=lambda row: row.score or 0.0)
     lists = _lists_of(looker, ranges, points)
-    search = _LayerSearch(looker, lists, best, found.rows, plain.objective)
-    search.run(progress)
-    layered, error = search.best, None
+    method, looked, judged, better = best.setting.method, 0, None, True
     if isinstance(looker, Evaluator):
-        shares = looker.row_shares(best)
-        judged = [
-            (*_held_gain(shares, looker.row_shares(row), plain.objective, seed), row)
-            for row in search.between(progress)
-        ]
-        gain, error, layered = max(judged, key=lambda one: one[0])
+        without = _LayerSearch(looker, lists, method, found.rows, plain.objective, hold=True)
+        without.run(progress)
+        one, other = (looker.row_shares(row) for row in (without.plain, without.best))
+        judged = Judged(without.plain, without.best, *_held_gain(one, other, plain.objective, seed))
+        looked, better = without.looked, judged.gain > judged.error
+    search = _LayerSearch(looker, lists, method, found.rows, plain.objective)
+    if better:
+        search.run(progress)
+    layered = search.best if better or judged is None else judged.layered
     layered.score = worst_or_sum(layered.costs, plain.objective)
     assert best.score is not None
-    if error is None:
-        gain = best.score - layered.score
-        better = not found.criterion.close(layered, best)
-    else:
-        better = gain > error
-    taken = layered.score < best.score and better
-    over = OverLayers(best, layered, lists.layers, search.looked, gain, error, taken)
+    taken = better and layered.score < best.score and (judged is not None or not found.criterion.close(layered, best))
+    over = OverLayers(best, layered, lists.layers, looked + search.looked, judged, taken)
     if taken:
         found.rows.append(layered)
         found.rank_all()
-    if found.best() is not layered:  # or a method without weights is better still
+    if not taken or found.best() is not layered:  # a method without weights is better still
         return replace(plain, over_layers=replace(over, taken=False))
     costs = {task: layered.costs[task] if looker.measured else found.relative(layered, task) for task in found.tasks}
     return replace(plain, method=layered.setting.method, weights=found.weights(layered), costs=costs, over_layers=over)

@@ -39,7 +39,7 @@ class Outcome:
     """Task → what a search minimises: predicted excess loss, or the lost share of what fine-tuning had gained."""
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
     """Part of the model → the same of that part, which add up; without data."""
-    losses: dict[str, Tensor] = field(default_factory=dict)
+    losses: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """Task → the loss of every row, where rows are to be told apart."""
     score: float | None = None
     """What settings are compared by; see the preview's criterion."""

@@ -32,6 +32,18 @@ GUESSES = 4
 
 
 @dataclass(frozen=True)
+class Judged:
+    """The best plain weights and the best lists of the rows that are not held back, compared on those that are."""
+
+    plain: Outcome
+    layered: Outcome
+    gain: float
+    """How much smaller the lists make the worst or the sum."""
+    error: float
+    """Standard error of that."""
+
+
+@dataclass(frozen=True)
 class OverLayers:
     """What weights that differ between layers gain over those that do not."""
 
@@ -43,10 +55,8 @@ class OverLayers:
     """Layers of the models; of the longest stack of them."""
     looked: int
     """Settings with lists that were looked at."""
-    gain: float
-    """How much smaller the worst or the sum is: on the rows held back from the search, or predicted."""
-    error: float | None
-    """Standard error of that; None where it is predicted."""
+    judged: Judged | None
+    """On data: whether lists are better on rows held back."""
     taken: bool
     """Whether the suggestion has these weights."""
 

@@ -20,19 +20,21 @@ def layers_words(found: Preview, over: OverLayers) -> str:
     if over.layered is over.plain:
         return f"**Weights that differ between layers** gain nothing {beside}; {over.looked} lists were tried."
     criterion = found.criterion.name
-    if over.error is None:
+    if over.judged is None:
         times = f"{number(found.relative_to(over.layered, over.plain))} times the {criterion}"
         stay = "" if over.taken else ": within 1 %, so that the weights stay the same in all layers"
         return f"**Weights that differ between layers** have {times}, {beside}{stay}."
-    lost = f"the {criterion}, by {number(abs(over.gain))} ± {number(over.error)} (standard error)"
-    what = f"{'lower' if over.gain > 0 else 'raise'} {lost}, {beside}"
-    held = "On the rows that their search did not see, a third of each task's,"
+    gain, error = over.judged.gain, over.judged.error
+    what = (
+        f"{'lower' if gain > 0 else 'raise'} the {criterion} by {number(abs(gain))} ± {number(error)} (standard error)"
+    )
+    held = "On a third of each task's rows, held back from the choice of both, "
+    judged = f"{held}**weights that differ between layers** {what} beside weights that are the same in all layers"
     if over.taken:
-        return f"{held} **weights that differ between layers** {what}."
-    why = "that is within the error" if over.gain > 0 else "so they are no better"
-    if over.gain > over.error:
-        why = "but on all rows they are no better"
-    return f"{held} **weights that differ between layers** {what}: {why}, and the weights stay the same in all layers."
+        return f"{judged}; those suggested were then chosen on all rows."
+    return (
+        f"{judged}: {'within the error' if gain > 0 else 'no better'}, so that the weights stay the same in all layers."
+    )
 
 
 def layers_section(found: Preview, over: OverLayers) -> Section:
