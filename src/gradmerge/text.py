@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 #: Characters that act on a terminal or viewer: control characters but the line feed, marks that turn the
@@ -62,6 +62,17 @@ def listed(items: Iterable[str], limit: int = 8) -> str:
     if len(items) > limit:
         lines.append(f"  … and {len(items) - limit} more")
     return "\n".join(lines)
+
+
+def some(items: Sequence[str], limit: int = 4) -> str:
+    """The first of some items, in one line, and how many more there are."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
+
+
+def counted(items: Sequence[Any], word: str) -> str:
+    """How many there are: 1 token, 2 tokens."""
+    return f"{len(items)} {word}{'' if len(items) == 1 else 's'}"
 
 
 def size(nbytes: float) -> str:

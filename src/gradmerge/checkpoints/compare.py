@@ -12,7 +12,7 @@ import torch
 from ..errors import InputError
 from ..notes import Kind, Note
 from ..storage.tensorfile import TensorInfo
-from ..text import listed, nearest
+from ..text import counted, listed, nearest, some
 from .beside import notes_on_files
 from .configs import allows, comparable, differences, labels, shown
 from .kinship import kinship, kinship_note
@@ -115,8 +115,8 @@ def compare(
     averaged = [name for name in result.merged if name.endswith(("running_mean", "running_var"))]
     if averaged:
         result.notes.append(
-            f"{_count(averaged)} of batch-norm statistics ({some(averaged, 2)}) are merged like weights and need not "
-            "fit the merged model: estimate them again on data, or exclude '*running_mean' and '*running_var'"
+            f"{counted(averaged, 'tensor')} of batch-norm statistics ({some(averaged, 2)}) are merged like weights and "
+            "need not fit the merged model: estimate them again on data, or exclude '*running_mean' and '*running_var'"
         )
     if not result.merged and not result.problems:
         result.problems.append("nothing is left to merge: no float tensor is included and not excluded")
@@ -153,9 +153,9 @@ def _compare_one(
     differ = token_difference(first, other) if vocabulary else None
     result.refuse([*vocabulary, *(differ.lines if differ else [])], f"{other.label}: {what}", advice)
     hint = rename_hint(first, other, missing) if missing else ""
-    result.refuse(missing, f"{other.label}: {_count(missing)} of {first.label} missing", hint)
+    result.refuse(missing, f"{other.label}: {counted(missing, 'tensor')} of {first.label} missing", hint)
     advice = "" if missing else "If they are heads that should stay out of the merge, exclude them."
-    result.refuse(extra, f"{other.label}: {_count(extra)} that {first.label} does not have", advice)
+    result.refuse(extra, f"{other.label}: {counted(extra, 'tensor')} that {first.label} does not have", advice)
     result.refuse(shapes, f"{other.label}: other shapes than {first.label}")
     result.refuse(types, f"{other.label}: weights that are no floating-point numbers")
     if aliases:
@@ -269,16 +269,6 @@ def _note_ancestry(
     shared = [n for n, info in there.items() if info and info.is_float and info.shape == first.tensors[n].shape]
     text = kinship_note(first, other, kinship(first, other, shared), first_is_base)
     result.notes += [text] if text else []
-
-
-def some(items: Sequence[str], limit: int = 4) -> str:
-    """The first of some items, in one line, and how many more there are."""
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
-
-
-def _count(names: Sequence[str]) -> str:
-    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
 
 
 def _is_copy_of_tied(name: str, first: Checkpoint, other: Checkpoint, result: Comparison) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
-from .compare import some
+from ..text import some
 from .configs import completed, parts, shown
 from .layer_names import TOWER, layer_stacks
 from .model import Checkpoint

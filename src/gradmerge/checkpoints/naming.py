@@ -6,11 +6,9 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from ..errors import InputError
 from ..text import listed, nearest
-from .model import Buffers, Checkpoint
+from .model import Checkpoint
 from .views import View
 
 
@@ -24,33 +22,24 @@ class RenamedCheckpoint(View):
     """A checkpoint whose tensors have other prefixes to their names."""
 
     def __init__(self, inner: Checkpoint, rename: Mapping[str, str], where: str = "rename") -> None:
-        super().__init__(inner)
         self._rename = dict(rename)
         for prefix in rename:
             if not any(name.startswith(prefix) for name in inner.tensors):
                 raise InputError(
                     f"{where}: no tensor of {inner.label} begins with {prefix!r}{nearest(prefix, inner.tensors)}"
                 )
-        self.stored = {renamed(name, rename): name for name in inner.tensors}
-        """Name here → name in the files."""
-        if len(self.stored) < len(inner.tensors):
+        stored = {renamed(name, rename): name for name in inner.tensors}
+        if len(stored) < len(inner.tensors):
             counts = Counter(renamed(name, rename) for name in inner.tensors)
             twice = [name for name, count in counts.items() if count > 1]
             raise InputError(f"{where}: tensors of {inner.label} would have one name:\n{listed(twice)}")
-        self.tensors = {name: inner.tensors[stored] for name, stored in self.stored.items()}
+        super().__init__(inner, stored)
         for part in {new for new in rename.values() if new.endswith("/")}:  # a part of a model that lies in folders
             self.config = {f"{part.removesuffix('/')}_config": inner.config}
 
     def new_name(self, name: str) -> str:
         """The name here of a tensor, or of what belongs to it, that has another in the files."""
         return renamed(name, self._rename)
-
-    def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
-        return self.inner.read(self.stored[name], start, stop, buffers, slot)
-
-    def will_need(self, name: str) -> None:
-        if name in self.stored:
-            self.inner.will_need(self.stored[name])
 
 
 def stored_name(source: object, name: str) -> str:

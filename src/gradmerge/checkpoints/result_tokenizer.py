@@ -12,8 +12,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..quiet import quiet_transformers
-from ..text import to_json
-from .compare import some
+from ..text import some, to_json
 from .token_files import PLAIN, SPECIAL, VOCABULARY_FILES, Vocabulary, told_as
 
 #: How words of another vocabulary are found in text that a WordPiece model cuts: as words of their own.

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ..storage.links import lies_within
 from ..storage.smallfile import read_json
-from .compare import matches, some
+from ..text import some
+from .compare import matches
 from .dequantised import DequantisedCheckpoint
 from .model import Checkpoint
 from .opening import PIPELINE, stem_of

@@ -178,17 +178,13 @@ class _Outline(View):
     """A model with one layer of each kind: what models of different numbers of layers have in common."""
 
     def __init__(self, inner: Checkpoint, layers: Mapping[int, int], config: Mapping[str, object]) -> None:
-        super().__init__(inner)
         prefix = main_stack(inner)[0]
         names = _by_layer(inner)
-        self._stored = {name: name for name in _outside(inner)}
+        stored = {name: name for name in _outside(inner)}
         for number, own in layers.items():
-            self._stored |= {f"{prefix}{number}.{rest}": f"{prefix}{own}.{rest}" for rest in names[own]}
-        self.tensors = {name: inner.tensors[stored] for name, stored in self._stored.items()}
+            stored |= {f"{prefix}{number}.{rest}": f"{prefix}{own}.{rest}" for rest in names[own]}
+        super().__init__(inner, stored)
         self.config = dict(config)
-
-    def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
-        return self.inner.read(self._stored[name], start, stop, buffers, slot)
 
 
 def compare_parts(

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ..errors import InputError
 from ..storage.smallfile import MAX_TOKENIZER, read_bounded
+from ..text import counted, some
 from .model import Checkpoint
 from .token_files import Vocabulary, read_vocabulary
-from .views import beneath
+from .views import folders_of
 
 MATCH = "Set `tokenizer: union` (or base, or a model) in the recipe to match rows by token"
 
@@ -32,10 +33,12 @@ class TokenDifference:
         (first, other), found = self.labels, []
         if self.moved:
             rows = [f"{token!r} is row {here} and {there}" for token, here, there in self.moved]
-            found.append(f"{_count(rows)} in other rows in {first} and {other}: {_some(rows)}")
+            found.append(f"{counted(rows, 'token')} in other rows in {first} and {other}: {some(rows)}")
         for label, tokens, size in zip(self.labels, self.alone, self.sizes, strict=True):
             if tokens:
-                found.append(f"{_count(tokens)} of {size} only in {label}: {_some([repr(token) for token in tokens])}")
+                found.append(
+                    f"{counted(tokens, 'token')} of {size} only in {label}: {some([repr(token) for token in tokens])}"
+                )
         return found
 
 
@@ -70,13 +73,4 @@ def _ordered(vocabulary: Vocabulary) -> list[tuple[str, int]]:
 
 def _folder(checkpoint: Checkpoint) -> Path | None:
     """Where the tokenizer.json of a model lies, or of what it goes on top of."""
-    folders = (below.folder for below in beneath(checkpoint) if below.folder is not None)
-    return next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
-
-
-def _count(tokens: list[str]) -> str:
-    return "1 token" if len(tokens) == 1 else f"{len(tokens)} tokens"
-
-
-def _some(items: list[str]) -> str:
-    return ", ".join(items[:4]) + (" …" if len(items) > 4 else "")
+    return next((folder for folder in folders_of(checkpoint) if (folder / "tokenizer.json").is_file()), None)

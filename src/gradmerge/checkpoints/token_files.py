@@ -15,7 +15,7 @@ from ..storage.links import lies_within
 from ..storage.smallfile import MAX_CONFIG, MAX_TOKENIZER, parse_json_object, read_bounded, read_json
 from ..text import first_line
 from .model import Checkpoint
-from .views import beneath
+from .views import folders_of
 
 #: Files that make a tokenizer, in any of the formats that transformers reads.
 TOKENIZER_FILES = (
@@ -70,7 +70,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 def vocabulary_of(checkpoint: Checkpoint) -> Vocabulary:
     """The vocabulary of a model; that of its base for an adapter without a tokenizer of its own."""
-    folders = [below.folder for below in beneath(checkpoint) if below.folder is not None]
+    folders = folders_of(checkpoint)
     for folder in folders:
         found = {path.name for path in tokenizer_files(folder)}
         if found - {"tokenizer_config.json", "special_tokens_map.json"}:

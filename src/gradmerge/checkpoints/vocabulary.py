@@ -107,21 +107,17 @@ def _place(
 ) -> None:
     """Read a span of source rows, and put them in their places; the first and last row of ``out`` may be cut."""
     low, high = int(source[0]), int(source[-1]) + 1
-    values = read(low * columns, high * columns)
-    if high == low + 1:  # the usual case where rows are scattered: no indexing
-        for place in places.tolist():
-            at = place * columns - offset
-            cut, until = max(0, -at), min(columns, out.numel() - at)
-            out[at + cut : at + until] = values[cut:until]
-        return
-    values = values.view(-1, columns).to(out.dtype)
-    begin = -(-offset // columns)  # the first place whose row lies in ``out`` as a whole, and the one after the last
-    end = (out.numel() + offset) // columns
-    whole = (places >= begin) & (places < end)
-    if whole.any():
-        inner = out[begin * columns - offset : end * columns - offset].view(-1, columns)
-        inner[torch.from_numpy(places[whole] - begin)] = values[torch.from_numpy(source[whole] - low)]
-    for place, row in zip(places[~whole].tolist(), (source[~whole] - low).tolist(), strict=True):
+    values = read(low * columns, high * columns).view(-1, columns)
+    single = np.full(places.shape, True)
+    if high > low + 1:  # else scattered, as they often are: no indexing
+        values = values.to(out.dtype)
+        # The first place whose row lies in ``out`` as a whole, and the one after the last.
+        begin, end = -(-offset // columns), (out.numel() + offset) // columns
+        single = (places < begin) | (places >= end)
+        if not single.all():
+            inner = out[begin * columns - offset : end * columns - offset].view(-1, columns)
+            inner[torch.from_numpy(places[~single] - begin)] = values[torch.from_numpy(source[~single] - low)]
+    for place, row in zip(places[single].tolist(), (source[single] - low).tolist(), strict=True):
         at = place * columns - offset
         cut, until = max(0, -at), min(columns, out.numel() - at)
         out[at + cut : at + until] = values[row, cut:until]
@@ -181,31 +177,31 @@ class VocabularyCheckpoint(View):
         super().__init__(inner)
         self.rows = rows
         self._defaults = defaults
-        self._stored = {name: name for name in rows.names} | heads
-        self.moved = frozenset(self._stored)
+        self.stored |= heads
+        self.moved = rows.names | heads.keys()
         """Tensors whose rows are put in another order."""
         self._means: dict[str, Tensor] = {}
         self._lock = threading.Lock()
-        for name, stored in self._stored.items():
-            self.tensors[name] = resized(inner.tensors[stored], rows.count)
+        for name in self.moved:
+            self.tensors[name] = resized(inner.tensors[self.stored[name]], rows.count)
 
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
-        if name not in self._stored:
-            return self.inner.read(name, start, stop, buffers, slot)
+        if name not in self.moved:
+            return super().read(name, start, stop, buffers, slot)
         columns = self._columns(name)
         wanted = self.rows.own[start // columns : -(-stop // columns)]
         stored = TORCH_TYPES[self.tensors[name].dtype]
         if (wanted >= 0).all():
             if (np.diff(wanted) == 1).all():  # as they lie in the file
                 moved = (int(wanted[0]) - start // columns) * columns if wanted.size else 0
-                return self.inner.read(self._stored[name], start + moved, stop + moved, buffers, slot)
+                return self.inner.read(self.stored[name], start + moved, stop + moved, buffers, slot)
             out = buffers.take(slot, (stop - start) * stored.itemsize).view(stored)
-            self._gather(self.inner, self._stored[name], self.rows.own, start, stop, buffers, slot, out)
+            self._gather(self.inner, self.stored[name], self.rows.own, start, stop, buffers, slot, out)
             return out
         # Wide enough for the rows of every model, so that a row taken from the base differs from it by exactly 0.
         wide = self._wide(name)
         out = torch.zeros(stop - start, dtype=wide)
-        self._gather(self.inner, self._stored[name], self.rows.own, start, stop, buffers, slot, out)
+        self._gather(self.inner, self.stored[name], self.rows.own, start, stop, buffers, slot, out)
         self._fill(name, start, stop, buffers, slot, out)
         if (wanted == PADDING).any():
             mean = self._mean(name)
@@ -278,9 +274,6 @@ class VocabularyCheckpoint(View):
                         total += block.view(-1, columns).double().sum(0)
                 self._means[name] = total / max(1, tokens)
             return self._means[name]
-
-    def will_need(self, name: str) -> None:
-        self.inner.will_need(self._stored.get(name, name))
 
 
 def stored(checkpoint: Checkpoint) -> Checkpoint:

@@ -262,7 +262,7 @@ def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
 
 
 def _problems_of_layers(recipe: Recipe) -> list[str]:
-    """LayerSettings that single entries know and layers with Kronecker curvature do not."""
+    """Settings that single entries know and layers with Kronecker curvature do not."""
     problems = []
     if recipe.output.curvature:
         problems.append(

@@ -18,14 +18,13 @@ from ..checkpoints.chat_templates import (
     parsed,
     template_in_file,
 )
-from ..checkpoints.compare import some
 from ..checkpoints.model import Checkpoint
 from ..checkpoints.opening import HUB_ID, fetch_from_hub
 from ..checkpoints.result_files import CONFIG, GENERATION, ResultFiles
 from ..checkpoints.result_tokenizer import ResultTokenizer, result_tokenizer
 from ..checkpoints.ties import tied_to
 from ..checkpoints.token_files import TOKENIZER_FILES, Vocabulary, vocabulary_of
-from ..checkpoints.views import beneath
+from ..checkpoints.views import folders_of
 from ..checkpoints.vocabulary import (
     ELSEWHERE,
     PADDING,
@@ -39,7 +38,7 @@ from ..errors import InputError
 from ..recipe import ZERO, ModelToken, Recipe, TokenRule
 from ..storage.smallfile import read_json
 from ..storage.tensorfile import local_path
-from ..text import listed, nearest
+from ..text import counted, listed, nearest, some
 from .inputs import CurvatureInput
 
 BASE, UNION, AUTO = "base", "union", "auto"
@@ -71,7 +70,7 @@ def with_one_vocabulary(
     if recipe.tokenizer is None and recipe.chat_template == AUTO:
         return views, None
     files = ResultFiles()
-    folder = next((folder for folder in _folders(models.template) if chat_templates(folder) is not None), None)
+    folder = next((folder for folder in folders_of(models.template) if chat_templates(folder) is not None), None)
     label = models.template.label
     if recipe.tokenizer is not None:
         alignment = _Alignment(recipe, models)
@@ -126,10 +125,6 @@ class _Models:
             known = [text for text, _ in self.named]
             raise InputError(f"{where}: {name!r} is no model of the recipe{nearest(name, known)}\n{listed(known)}")
         return found
-
-
-def _folders(checkpoint: Checkpoint) -> list[Path]:
-    return [below.folder for below in beneath(checkpoint) if below.folder is not None]
 
 
 class _Alignment:
@@ -203,9 +198,10 @@ class _Alignment:
             by_row = {place: token for token, place in self.tokenizer.ids.items()}
             names = [repr(by_row[int(place)]) for place in lost]
             raise InputError(
-                f"tokenizer: no model has a row for {_count(names)} of the result's vocabulary: {some(names)}. Say "
-                f"where their rows come from, as in `tokenizer: {{source: {self.choice.source}, tokens: "
-                f"{{{names[0]}: zero}}}}`: a model, zero, or {{model: MODEL, token: TOKEN}}"
+                f"tokenizer: no model has a row for {counted(names, 'token')} of the result's vocabulary: "
+                f"{some(names)}. Say where their rows come from, as in `tokenizer: {{source: "
+                f"{self.choice.source}, tokens: {{{names[0]}: zero}}}}`: a model, zero, or {{model: MODEL, token: "
+                "TOKEN}"
             )
         return Defaults(every, [given[checkpoint] for checkpoint in every], counts)
 
@@ -249,17 +245,17 @@ class _Alignment:
             vocabulary, (rows, _) = self.vocabularies[checkpoint], self.tensors[checkpoint]
             beyond = [repr(token) for token, number in vocabulary.ids.items() if number >= rows]
             if beyond:
-                yield f"{checkpoint.label}: {_count(beyond)} with ids beyond its {rows} rows: {some(beyond)}"
+                yield f"{checkpoint.label}: {counted(beyond, 'token')} with ids beyond its {rows} rows: {some(beyond)}"
             unused = rows - sum(number < rows for number in vocabulary.ids.values())
             if unused:
                 yield f"{checkpoint.label}: {unused} of its {rows} rows mean no token and are left out"
             absent = [repr(token) for token in vocabulary.ids if token not in self.tokenizer.ids]
             if absent:
-                yield f"{checkpoint.label}: {_count(absent)} that the result does not have: {some(absent)}"
+                yield f"{checkpoint.label}: {counted(absent, 'token')} that the result does not have: {some(absent)}"
             lacking = [repr(by_row[int(place)]) for place in np.flatnonzero(own == ELSEWHERE)]
             if lacking:
                 rule = self._rule(checkpoint)
-                yield f"{checkpoint.label}: lacks {_count(lacking)} of the result ({some(lacking)}); {rule}"
+                yield f"{checkpoint.label}: lacks {counted(lacking, 'token')} of the result ({some(lacking)}); {rule}"
         if self.rows > tokens:
             between = f", {size - tokens} of them between tokens" if size > tokens else ""
             yield (
@@ -331,10 +327,10 @@ def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, folder
         label, chosen = "the recipe", {DEFAULT: parsed(value, "chat_template")}
     elif (model := models.find(value)) is not None:
         label = model.label
-        chosen = next((found for found in map(chat_templates, _folders(model)) if found), {})
+        chosen = next((found for found in map(chat_templates, folders_of(model)) if found), {})
         if not chosen and value != BASE:
             raise InputError(f"chat_template: {label} has none")
-        files.reads += [path for inside in _folders(model) for path in _template_files(inside)]
+        files.reads += [path for inside in folders_of(model) for path in _template_files(inside)]
     elif (place := models.place(value)) is not None and place.is_file():
         label, chosen = value, template_in_file(place)
         files.reads.append(place)
@@ -344,7 +340,7 @@ def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, folder
     if chosen is not None and (ours is None or not alike(chosen, ours)):
         files.templates = chosen
     for checkpoint in models.all:
-        theirs = next((found for found in map(chat_templates, _folders(checkpoint)) if found is not None), None)
+        theirs = next((found for found in map(chat_templates, folders_of(checkpoint)) if found is not None), None)
         if theirs is not None and not alike(theirs, chosen or {}):
             what = "has a chat template, unlike" if not chosen else "its chat template is not that of"
             what = what if theirs else "has no chat template, unlike"
@@ -356,7 +352,3 @@ def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, folder
 def _template_files(folder: Path) -> list[Path]:
     patterns = (*TEMPLATE_FILES, "tokenizer_config.json")
     return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
-
-
-def _count(tokens: Sequence[str]) -> str:
-    return "1 token" if len(tokens) == 1 else f"{len(tokens)} tokens"
