@@ -23,16 +23,13 @@ from .adapter_changes import Changes, is_same
 from .adapter_entries import lay_out
 from .adapter_parts import FOLDER, join_parts
 from .card import model_card
-from .coefficients import coefficient_notes
-from .damping import find_damping
-from .journal import Finished, Journal
+from .journal import Finished
 from .penalties import used
 from .plan import Job, Plan
 from .reads import changed, recipe_paths, state_of
 from .record import merge_record
 from .statistics import find_statistics
-from .to_folder import RECORD, MergeResult, files_read, fingerprint_of, is_complete, timed
-from .trust import judge_removal
+from .to_folder import RECORD, MergeResult, files_read, fingerprint_of, is_complete, journal_in, prepare, timed
 from .workers import run_parallel
 
 
@@ -80,21 +77,12 @@ def merge_to_adapter(
         out, "merge", force=force, resume=resume, reads=[*recipe_paths(recipe), *files], durable=durable
     ) as at:
         at.keep = resume
-        journal = Journal(at.folder, fingerprint)
-        if resume and journal.belongs_to_another_merge():
-            raise InputError(
-                f"{at.folder}: the unfinished merge there is of another recipe, or its inputs have changed since. "
-                "Run without --resume to start over."
-            )
+        journal = journal_in(at, fingerprint, resume)
         timings = {"statistics": 0.0, "merge": 0.0, "total": 0.0}
         begun = time.perf_counter()
         finder = Changes(recipe, plan, base, stored, at.folder / FOLDER, device, allow_nonfinite)
         plan.note(at.notes)
-        if plan.damping_read:
-            progress.begin("finding the damping", plan.damping_read)
-        find_damping(plan, threads, progress.advance)
-        plan.note(judge_removal(plan, threads, progress, refuse=not accept_untrusted))
-        plan.note(coefficient_notes(recipe, plan, threads))
+        prepare(recipe, plan, threads, progress, accept_untrusted)
         finished = journal.load() if resume else None
         at.keep = finished is not None
         if finished is None:
@@ -155,8 +143,6 @@ def _base_of(recipe: Recipe, plan: Plan) -> Checkpoint:
     """The model that the adapter will go on: the recipe's base, or the one that all of the adapters have."""
     if recipe.output.curvature:
         raise InputError("output.curvature: an adapter has no curvature of its own; write a model for that")
-    if recipe.slices:
-        raise InputError("output.format: an adapter cannot hold other layers than its base has; write a model")
     if plan.inputs.base is not None:
         base = plan.inputs.base
     else:

@@ -102,18 +102,9 @@ def merge_to_folder(
     reads = [*recipe_paths(recipe), *files]
     with Staging(out, "merge", force=force, resume=resume, reads=reads, durable=durable) as staging:
         staging.keep = resume
-        journal = Journal(staging.folder, fingerprint)
-        if resume and journal.belongs_to_another_merge():
-            raise InputError(
-                f"{staging.folder}: the unfinished merge there is of another recipe, or its inputs have changed since. "
-                "Run without --resume to start over."
-            )
+        journal = journal_in(staging, fingerprint, resume)
         plan.note(staging.notes)
-        if plan.damping_read:
-            progress.begin("finding the damping", plan.damping_read)
-        find_damping(plan, threads, progress.advance)
-        plan.note(judge_removal(plan, threads, progress, refuse=not accept_untrusted))
-        plan.note(coefficient_notes(recipe, plan, threads))
+        prepare(recipe, plan, threads, progress, accept_untrusted)
         plan.note(sidecars(template).note(template.label))
 
         timings = {"statistics": 0.0, "merge": 0.0, "total": 0.0}
@@ -185,6 +176,26 @@ def merge_to_folder(
         (staging.folder / "README.md").write_text(card, "utf-8")
         journal.remove()
     return result
+
+
+def journal_in(staging: Staging, fingerprint: str, resume: bool) -> Journal:
+    """The journal of a staged folder; refused if it is to be gone on with, and is of another merge."""
+    journal = Journal(staging.folder, fingerprint)
+    if resume and journal.belongs_to_another_merge():
+        raise InputError(
+            f"{staging.folder}: the unfinished merge there is of another recipe, or its inputs have changed since. "
+            "Run without --resume to start over."
+        )
+    return journal
+
+
+def prepare(recipe: Recipe, plan: Plan, threads: int, progress: Progress, accept_untrusted: bool) -> None:
+    """What is found before any tensor is merged: the damping, and whether weights and steps can be trusted."""
+    if plan.damping_read:
+        progress.begin("finding the damping", plan.damping_read)
+    find_damping(plan, threads, progress.advance)
+    plan.note(judge_removal(plan, threads, progress, refuse=not accept_untrusted))
+    plan.note(coefficient_notes(recipe, plan, threads))
 
 
 def _written_type(recipe: Recipe, plan: Plan) -> str:
