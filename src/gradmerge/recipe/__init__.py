@@ -8,16 +8,7 @@ from .tokenizer_choice import ZERO, ModelToken, TokenizerChoice, TokenRule
 from .values import NONE, CurvatureSource, Identity, MeanTimes, reduction_factor
 from .varying import Case, Varying, in_words, leaves, mapped, plain, spread_over_layers, value_at
 
-__all__ = ["NONE", "Base", "Case", "CurvatureSource", "Identity", "MeanTimes", "Model", "ModelToken"]
-__all__ += ["ZERO", "Output", "Recipe", "Slice", "TokenRule"]
-__all__ += ["SliceModel", "TokenizerChoice", "Varying", "check_options", "check_penalty", "in_words", "leaves"]
-__all__ += [
-    "load_recipe",
-    "make_recipe",
-    "mapped",
-    "parse_yaml",
-    "plain",
-    "reduction_factor",
-    "spread_over_layers",
-    "value_at",
-]
+__all__ = ["NONE", "ZERO", "Base", "Case", "CurvatureSource", "Identity", "MeanTimes", "Model", "ModelToken", "Output"]
+__all__ += ["Recipe", "Slice", "SliceModel", "TokenRule", "TokenizerChoice", "Varying", "check_options"]
+__all__ += ["check_penalty", "in_words", "leaves", "load_recipe", "make_recipe", "mapped", "parse_yaml", "plain"]
+__all__ += ["reduction_factor", "spread_over_layers", "value_at"]

@@ -9,6 +9,8 @@ from ..errors import InputError
 from ..safe_yaml import Lines
 from ..text import one_line
 
+TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
 
 class YamlValue:
     """A value of a file, and where it stands."""
@@ -85,20 +87,10 @@ class YamlValue:
         return int(number)
 
     def truth(self) -> bool:
-        words = {
-            "true": True,
-            "yes": True,
-            "on": True,
-            "1": True,
-            "false": False,
-            "no": False,
-            "off": False,
-            "0": False,
-        }
-        found = words.get(str(self.value).lower().removesuffix(".0"))
-        if found is None:
+        word = str(self.value).lower().removesuffix(".0")
+        if word not in (*TRUE, *FALSE):
             raise self.fail(f"{self.name}: should be true or false, but it is {self.shown}")
-        return found
+        return word in TRUE
 
     @property
     def shown(self) -> str:
