@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,9 @@ def generated(name: str) -> str:
 
 VARYING = """\
 A `weight`, and every option that is a number, may differ between tensors. A list is spread evenly over the layers, from
-the first to the last, with straight lines between its values; tensors outside the layers (embeddings, norms, heads) take
-the first. Cases go by name: the first whose filter fits decides, and its value may be a list. Options that may differ
-between models as well (`gradmerge methods NAME` says which) stand in a model's own `options`.
+the first to the last, with straight lines between its values; tensors outside the layers (embeddings, norms, heads)
+take the first. Cases go by name: the first whose filter fits decides, and its value may be a list. Options that may
+differ between models as well (`gradmerge methods NAME` says which) stand in a model's own `options`.
 
 ```yaml
 method: ties
@@ -96,17 +96,21 @@ def recipe_reference() -> str:
     parts = []
     for title, text, model in sections:
         about = text or (model.__doc__ or "").strip()
-        parts.append(f"## {title}\n\n{about}\n\n{fields_table(model)}")
+        without = Model.model_fields if model is SliceModel else ()
+        parts.append(f"## {title}\n\n{about}\n\n{fields_table(model, without)}")
     return "\n\n".join(parts)
 
 
-def fields_table(model: type[BaseModel]) -> str:
+def fields_table(model: type[BaseModel], without: Container[str] = ()) -> str:
     schema = model.model_json_schema()
     required = set(schema.get("required", ()))
     rows = []
     for name, field in schema["properties"].items():
+        if name in without:
+            continue
+        value = "number, list or cases" if name == "weight" else kind(field)
         default = "required" if name in required else default_text(field.get("default"), model, name)
-        rows.append((f"`{name}`", kind(field), default, model.model_fields[name].description or ""))
+        rows.append((f"`{name}`", value, default, model.model_fields[name].description or ""))
     return table(("key", "value", "default", "meaning"), rows)
 
 
