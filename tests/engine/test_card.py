@@ -57,3 +57,16 @@ def test_a_card_names_hub_ids_as_base_models_and_no_paths(tmp_path: Path) -> Non
     recipe = make_recipe({"method": "average", "models": models}, folder=tmp_path)
     front = yaml.safe_load(model_card(recipe, "out", None).split("---\n")[1])
     assert front == {"base_model": ["org/a"], "tags": ["merge", "gradmerge"]}
+
+
+def test_weights_by_filter_are_text_in_a_card() -> None:
+    weight = [{"filter": "*|<b>[x](y)", "value": 2.0}, {"value": [0.5, 1.0]}]
+    part = {"model": "./a", "weight": weight}
+    recipes = (
+        {"method": "task-arithmetic", "base": "./b", "models": [part]},
+        {"method": "weighted-average", "slices": [{"models": [part | {"layers": [0, 2]}]}]},
+    )
+    for recipe in recipes:
+        card = model_card(make_recipe(recipe), "out", None)
+        row = next(line for line in card.splitlines() if line.startswith("|") and "./a" in line)
+        assert r"\*\|\<b\>\[x\](y): 2; else: (0.5, 1) over the layers" in row

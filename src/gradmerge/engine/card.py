@@ -73,16 +73,17 @@ def _slices(recipe: Recipe) -> str:
     """Which layer of the result came from where."""
     table = layer_table(recipe)
     based = "base" in table[0]
-    rows = ["| layers of the result | " + ("layers of the base | " if based else "") + "made from | weight |"]
-    rows.append("|---|---|---|---|" if based else "|---|---|---|")
+    weighted = "weights" in recipe.rule.inputs
+    columns = ["layers of the result", *(["layers of the base"] * based), "made from", *(["weight"] * weighted)]
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row, part in zip(table, recipe.slices, strict=True):
-        sources = "<br>".join(f"{_code(model.model)} {shown_layers(model.layers)}" for model in part.models)
-        weights = "<br>".join(in_words(model.weight) for model in part.models)
+        sources = "<br>".join(f"{as_code(model.model)} {shown_layers(model.layers)}" for model in part.models)
+        weights = "<br>".join(_plain(in_words(model.weight)) for model in part.models)
         base = f"{shown_layers(row['base']['layers'])} | " if based else ""
-        rows.append(f"| {shown_layers(row['layers'])} | {base}{sources} | {weights} |")
-    first, last = (", ".join(_code(model.model) for model in recipe.slices[i].models) for i in (0, -1))
+        rows.append(f"| {shown_layers(row['layers'])} | {base}{sources} |" + (f" {weights} |" if weighted else ""))
+    first, last = (", ".join(as_code(model.model) for model in recipe.slices[i].models) for i in (0, -1))
     outside = f"What comes before the layers (embeddings) is made from {first}, what comes after (head) from {last}."
-    below = f"Base: {_code(recipe.base.model)}.\n\n" if recipe.base is not None else ""
+    below = f"Base: {as_code(recipe.base.model)}.\n\n" if recipe.base is not None else ""
     return below + "\n".join(rows) + f"\n\nLayers are counted from 0. {outside}"
 
 
@@ -97,8 +98,8 @@ def _used(facts: Mapping[str, Any]) -> str:
         if isinstance(value, Mapping):
             value = f"{value['identity']:g} · I"
         elif value not in ("H_0", NONE):
-            value = _code(value)
-        lines.append(f"P of {_code(one['model'])}: {value}, {origins[one['from']]}")
+            value = as_code(value)
+        lines.append(f"P of {as_code(one['model'])}: {value}, {origins[one['from']]}")
     return "".join(f"\n{line}\n" for line in lines)
 
 
@@ -128,7 +129,7 @@ def _list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
 _Dumper.add_representer(list, _list)
 
 
-def _code(text: str) -> str:
+def as_code(text: str) -> str:
     """A name as code in a cell of a table: nothing in it is markup, nor does it end the cell."""
     text = one_line(text).replace("|", "\\|")
     if "`" not in text:
@@ -147,9 +148,11 @@ def _plain(text: str) -> str:
 
 
 def _row(part: Base | Model) -> str:
-    weight, named = "" if part.weight is None else in_words(part.weight), part.curvature
-    curvature = f"{named.identity:g} · I" if isinstance(named, Identity) else _code(named) if named is not None else ""
-    model = _code(part.model) if part.adapter is None else f"{_code(part.model)} with {_code(part.adapter)}"
+    weight, named = "" if part.weight is None else _plain(in_words(part.weight)), part.curvature
+    curvature = (
+        f"{named.identity:g} · I" if isinstance(named, Identity) else as_code(named) if named is not None else ""
+    )
+    model = as_code(part.model) if part.adapter is None else f"{as_code(part.model)} with {as_code(part.adapter)}"
     return f"{model} | {weight} | {curvature}"
 
 
@@ -158,12 +161,7 @@ def as_card(front: Mapping[str, Any], name: str, text: str) -> str:
     return f"---\n{to_yaml(front)}---\n\n# {_plain(name)}\n\n{text.rstrip()}\n"
 
 
-def as_code(text: str) -> str:
-    """A name as code, in text or in a cell of a table."""
-    return _code(text)
-
-
 def as_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown; the first cell of a row is a name, as code."""
-    lines = [columns, ["---"] * len(columns), *([_code(row[0]), *row[1:]] for row in rows)]
+    lines = [columns, ["---"] * len(columns), *([as_code(row[0]), *row[1:]] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
