@@ -115,7 +115,7 @@ def test_quantised_models_merge_to_a_plain_one(tmp_path: Path) -> None:
         "model_type": "test",
         "torch_dtype": "bfloat16",
     }
-    assert any("1 tensor is dequantised (fp8), and count as bfloat16" in note for note in result.notes)
+    assert any("1 tensor is dequantised (fp8); its type counts as bfloat16" in note for note in result.notes)
     plain = write_model(tmp_path / "plain", near(BODY, 5) | {Q: torch.randn(7, 10).bfloat16()})
     recipe["base"] = str(plain)  # and the other way round, plain numbers as the base
     gm.merge(recipe, tmp_path / "second", dequantize=True)

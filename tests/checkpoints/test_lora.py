@@ -256,6 +256,20 @@ def test_two_adapters_merge_by_every_rule_as_the_models_that_they_stand_for(meth
     load("llama-untied", tmp_path / "out")
 
 
+def test_adapters_of_one_base_stem_from_it_however_far_they_move(tmp_path: Path) -> None:
+    _, adapters, (first, *_) = two_adapters(tmp_path)
+    for adapter in adapters:
+        factors = load_file(adapter / "adapter_model.safetensors")
+        save_file(
+            {n: 30 * v if "lora_B" in n else v for n, v in factors.items()}, adapter / "adapter_model.safetensors"
+        )
+    far = write_whole(tmp_path, {n: torch.randn_like(v) for n, v in first.items()})
+    for models, warned in ((adapters, False), ([adapters[0], far], True)):
+        recipe = {"method": "average", "models": list(map(str, models))}
+        notes = gm.merge(recipe, tmp_path / "out", force=True, progress=False).notes
+        assert any("may not stem from" in note for note in notes) == warned
+
+
 def test_gradient_matching_takes_adapters_with_curvature_of_the_whole_model(tmp_path: Path) -> None:
     base, adapters, (first, *rest) = two_adapters(tmp_path)
     curvatures = [random_curvature(10 + i, first) for i in range(3)]

@@ -93,6 +93,7 @@ def test_a_prefix_that_fits_nothing_or_makes_one_name_of_two_is_refused(tmp_path
     base, model = write_model(tmp_path / "base", BASE), write_model(tmp_path / "tuned", near(BASE, 1))
     for rename, message in (
         ({"modell.": "x."}, r"models\[0\]\.rename: no tensor of .*tuned begins with 'modell\.'"),
+        ({"layrs.": "x."}, r"begins with 'layrs\.'; did you mean 'layers\.'\?"),
         ({"layers.0.linear.": "layers.1.linear."}, r"models\[0\]\.rename: tensors of .*would have one name"),
     ):
         with pytest.raises(InputError, match=message):

@@ -21,7 +21,7 @@ from .naming import rename_hint
 from .quantised import quantisation
 from .ties import equal, in_layer, other_ties, same_values, tied_to
 from .token_differences import MATCH, token_difference
-from .views import beneath
+from .views import beneath, is_same
 from .vocabulary import VOCABULARY, stored
 
 #: Constants that older versions of transformers saved with the weights and newer ones do not. Those in ``MASKS`` share
@@ -263,8 +263,10 @@ def _other_labels(first: Checkpoint, other: Checkpoint, result: Comparison) -> I
 def _note_ancestry(
     first: Checkpoint, other: Checkpoint, result: Comparison, aliases: Mapping[str, str], first_is_base: bool
 ) -> None:
-    if stored(first) in list(beneath(stored(other)))[1:]:
-        return  # an adapter of the first model stems from it, however far it moves
+    ours, theirs = (list(beneath(stored(one))) for one in (first, other))
+    bases = [below.base for below in theirs if hasattr(below, "base")]
+    if any(is_same(base, below) for base in bases for below in ours):
+        return  # an adapter of the first model, or of its base, stems from it, however far it moves
     there = {name: other.tensors.get(name) for name in result.merged if name not in aliases}
     shared = [n for n, info in there.items() if info and info.is_float and info.shape == first.tensors[n].shape]
     text = kinship_note(first, other, kinship(first, other, shared), first_is_base)

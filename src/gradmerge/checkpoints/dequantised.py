@@ -78,11 +78,11 @@ class DequantisedCheckpoint(View):
                 "the original, unquantised checkpoint, or load it with transformers, call model.dequantize(), and save "
                 "it with save_pretrained."
             )
-        counted = f"{len(decoders)} tensors are" if len(decoders) > 1 else "1 tensor is"
+        counted, whose = (f"{len(decoders)} tensors are", "their") if len(decoders) > 1 else ("1 tensor is", "its")
         method = found.method if found is not None else "float8 without scales"
         self.notes = [
             *inner.notes,
-            f"{inner.label}: {counted} dequantised ({method}), and count as {FLOATS[dtype]}",
+            f"{inner.label}: {counted} dequantised ({method}); {whose} type counts as {FLOATS[dtype]}",
         ]
 
     def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:

@@ -26,7 +26,7 @@ class RenamedCheckpoint(View):
         for prefix in rename:
             if not any(name.startswith(prefix) for name in inner.tensors):
                 raise InputError(
-                    f"{where}: no tensor of {inner.label} begins with {prefix!r}{nearest(prefix, inner.tensors)}"
+                    f"{where}: no tensor of {inner.label} begins with {prefix!r}{nearest(prefix, _beginnings(inner))}"
                 )
         stored = {renamed(name, rename): name for name in inner.tensors}
         if len(stored) < len(inner.tensors):
@@ -77,6 +77,11 @@ def rename_hint(first: Checkpoint, other: Checkpoint, missing: Sequence[str]) ->
     if ours and any(name not in there for name in missing):
         hint += f"\n  and, to merge only that part, at the top level:\n    include: {json.dumps([f'{ours}*'])}"
     return hint
+
+
+def _beginnings(checkpoint: Checkpoint) -> set[str]:
+    """What names begin with, up to each dot or slash."""
+    return {name[: place + 1] for name in checkpoint.tensors for place, letter in enumerate(name) if letter in "./"}
 
 
 def _ends(name: str) -> list[str]:

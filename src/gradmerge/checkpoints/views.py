@@ -46,6 +46,11 @@ def beneath(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
         below = getattr(below, "inner", None) or getattr(below, "base", None)
 
 
+def is_same(one: Checkpoint, other: Checkpoint) -> bool:
+    """Whether two checkpoints are the same files."""
+    return one is other or (type(one) is type(other) and bool(one.files()) and one.files() == other.files())
+
+
 def folders_of(checkpoint: Checkpoint) -> list[Path]:
     """The folder of a checkpoint, and of those beneath it."""
     return [below.folder for below in beneath(checkpoint) if below.folder is not None]

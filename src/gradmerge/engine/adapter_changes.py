@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint
+from ..checkpoints.views import is_same
 from ..errors import InputError
 from ..recipe import Recipe
 from ..storage.tensorfile import TensorInfo
@@ -27,11 +28,6 @@ from .statistics import Statistics
 
 #: A difference from the base below this share of an entry is rounding: nothing has changed.
 ROUNDING = 2.0**-22
-
-
-def is_same(one: Checkpoint, other: Checkpoint) -> bool:
-    """Whether two checkpoints are the same files."""
-    return one is other or (type(one) is type(other) and bool(one.files()) and one.files() == other.files())
 
 
 @dataclass

@@ -74,7 +74,7 @@ def open_inputs(
             if part.adapter is not None:
                 found = put_adapter(part.adapter, found, relative_to=recipe.folder, allow_pickle=allow_pickle)
                 opened.enter_context(found)
-            return RenamedCheckpoint(found, part.rename, f"rename of {part.model}") if part.rename else found
+            return RenamedCheckpoint(found, part.rename, f"{_key(recipe, part)}.rename") if part.rename else found
 
         def curvature(source: CurvatureSource | None, model: Checkpoint, key: str) -> CurvatureInput:
             found = _open_curvature(source, model, key, recipe, wanted_by)
@@ -109,6 +109,14 @@ def open_inputs(
             inputs.curvature, inputs.grams = ([], every) if "grams" in needs else (every, [])
         opened.pop_all()
         return inputs
+
+
+def _key(recipe: Recipe, part: Base | Model) -> str:
+    """Where a recipe names a model."""
+    models = {f"models[{i}]": model for i, model in enumerate(recipe.models)}
+    for number, slice_ in enumerate(recipe.slices):
+        models |= {f"slices[{number}].models[{i}]": model for i, model in enumerate(slice_.models)}
+    return next((key for key, model in models.items() if model is part), "base")
 
 
 def inputs_of(recipe: Recipe, base: Checkpoint | None, tuned: list[Checkpoint]) -> Inputs:

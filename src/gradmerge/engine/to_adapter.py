@@ -13,13 +13,14 @@ import torch
 
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Checkpoint
+from ..checkpoints.views import is_same
 from ..errors import InputError, MachineError
 from ..progress import NoProgress, Progress
 from ..recipe import Recipe
 from ..storage.staging import Staging
 from ..storage.tensorfile import TensorInfo
 from ..text import to_json
-from .adapter_changes import Changes, is_same
+from .adapter_changes import Changes
 from .adapter_entries import lay_out
 from .adapter_parts import FOLDER, join_parts
 from .card import model_card
