@@ -181,7 +181,8 @@ def test_at_full_rank_the_adapter_of_a_fine_tuned_model_is_the_model(family: str
     base = make_base(tmp_path / "base", family, torch.float64)
     save(moved(load(family, base, dtype="auto"), 3), tmp_path / "tuned")
     result = gm.extract_lora(tmp_path / "tuned", tmp_path / "out", base=base, rank=64, dtype="float64")
-    assert result.lost_share < 1e-20
+    assert result.lost_share < 1e-20 and not any("is lost" in note for note in result.notes)
+    assert "holds all that the merge changes" in (tmp_path / "out/README.md").read_text()
     got, want = by_peft(tmp_path, family), read_model(tmp_path / "tuned")
     assert got.keys() >= want.keys()
     assert_close({name: got[name] for name in want}, want, 1e-6)
@@ -355,7 +356,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no base": ({"method": "average", "base": None, "output": {"rank": 4}}, "an adapter goes on a base"),
     "a rank for a model": ({"output": {"format": "model", "rank": 4}}, "output.rank: a whole model has none"),
     "another vocabulary": ({"tokenizer": "union", "output": {"rank": 4}}, "has the vocabulary of its base"),
-    "nothing for LoRA": ({"include": ["*norm*"], "output": {"rank": 4}}, "changes no tensor that LoRA can hold"),
+    "nothing for LoRA": (
+        {"include": ["*norm*"], "output": {"rank": 4}},
+        "no tensor that LoRA can hold differs from the base",
+    ),
 }
 
 
@@ -372,6 +376,13 @@ def test_adapters_that_cannot_be_written_are_refused(case: str, tmp_path: Path) 
     with pytest.raises(InputError, match=message):
         gm.merge({k: v for k, v in recipe.items() if v is not None}, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.gradmerge-partial").exists()
+
+
+def test_a_model_that_is_its_base_makes_no_adapter(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama-untied")
+    with pytest.raises(InputError, match="nothing differs from the base"):
+        gm.extract_lora(base, tmp_path / "out", base=base, rank=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_an_adapter_on_an_adapter_is_refused_as_base(tmp_path: Path) -> None:

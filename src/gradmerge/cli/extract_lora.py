@@ -51,6 +51,7 @@ def extract_lora(
     """
     with heavy_imports():
         from ..api.extracting import extract_lora as extract
+        from ..engine.adapter_entries import ROUNDING
 
     with progress(printing.silent) as shown:
         found = extract(
@@ -91,7 +92,8 @@ def extract_lora(
         say(f"{out} is complete already")
         return
     worst = sorted(found.lost, key=lambda name: -found.lost[name])[:SHOWN]
-    if found.lost_share:
+    share, lost = found.lost_share or 0.0, "nothing of the change lost"
+    if share > ROUNDING:
         print_table(["tensor", "lost"], [[name, f"{100 * found.lost[name]:.3g} %"] for name in worst], right=(1,))
-    lost = f"{100 * (found.lost_share or 0):.3g} % of the change lost (squared Frobenius norm)"
+        lost = f"{100 * share:.3g} % of the change lost (squared Frobenius norm)"
     say(one_line(f"{out}: LoRA of {len(found.lost)} matrices, {lost}, {size(found.bytes_written)}"))

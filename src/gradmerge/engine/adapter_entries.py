@@ -14,6 +14,9 @@ from .adapter_layout import PREFIX, AdapterLayout, Place, task_of_adapter
 from .adapter_parts import Part
 from .card import as_table
 
+#: A share that is lost to the rounding of factors in float32, and not to their rank.
+ROUNDING = 1e-12
+
 
 @dataclass
 class WrittenAdapter:
@@ -31,7 +34,7 @@ class WrittenAdapter:
         return {"rank": self.config["r"], "lost_share": self.lost_share, "lost": self.lost, "saved_whole": self.whole}
 
     def notes(self) -> Iterator[Note]:
-        if self.lost_share > 0:
+        if self.lost_share > ROUNDING:
             worst = max(self.lost, key=lambda name: self.lost[name])
             yield Note(
                 f"rank {self.config['r']} holds {100 * (1 - self.lost_share):.4g} % of what the merge changes (as "
@@ -45,7 +48,7 @@ class WrittenAdapter:
     def text(self) -> str:
         """For the card."""
         intro = "A LoRA adapter that holds all that the merge changes of its base."
-        if self.lost_share > 0:
+        if self.lost_share > ROUNDING:
             intro = (
                 f"A LoRA adapter of rank {self.config['r']}. It lacks {100 * self.lost_share:.3g} % of what the merge "
                 "changes of its base (squared Frobenius norm). Most is lost in"
@@ -75,9 +78,10 @@ def lay_out(changes: Changes) -> WrittenAdapter:
     factors = {name: place for name, place in factors.items() if name not in saved}
     biases = {name: place for name, place in biases.items() if name not in saved}
     if not factors:
+        found = "no tensor that LoRA can hold" if others else "nothing"
         raise InputError(
-            "output.format: the merge changes no tensor that LoRA can hold, and an adapter without factors is none "
-            "for PEFT. Write a model."
+            f"output.format: {found} differs from the base, and an adapter without factors is none for PEFT. "
+            "Write a model."
         )
     entries = tied | entries | (_all_biases(changes, factors, modules) if biases else {})
     for name, place in factors.items():
