@@ -397,6 +397,11 @@ def test_a_recipe_that_cannot_be_read_says_where_and_why(
     assert len(refused(place.out, "merge", place.text(text), says=("recipe.yml", *words))) < 2000
 
 
+def test_a_setting_that_is_no_key_names_the_nearest_of_the_recipe_and_of_the_method(place: Place) -> None:
+    refused(place.out, *place.command("ties"), "--set", "dense=0.2", says=("dense", "did you mean 'density'", "scope"))
+    refused(place.out, *place.command("ties"), "--set", "outptu.rank=2", says=("did you mean 'output'",))
+
+
 def test_a_yaml_bomb_does_not_go_off(place: Place) -> None:
     lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]

@@ -12,6 +12,7 @@ from ..errors import InputError
 from ..recipe import Recipe, load_recipe, make_recipe
 from ..rules import RULES
 from ..safe_yaml import parse_yaml
+from ..text import nearest
 
 
 def split_weight(text: str) -> tuple[str, float]:
@@ -74,7 +75,12 @@ def apply_settings(recipe: dict[str, Any], settings: Sequence[str]) -> None:
         value = parse_yaml(text, f"--set {key}") if text.strip() else ""
         parts: list[str | int] = [int(p) if p.isdecimal() and len(p) < 10 else p for p in words]
         rule = RULES.get(str(recipe.get("method")))
-        if parts[0] not in Recipe.model_fields and rule is not None and parts[0] in {o.name for o in rule.options}:
+        if parts[0] not in Recipe.model_fields and rule is not None:
+            options = [option.name for option in rule.options]
+            if parts[0] not in options:
+                near = nearest(str(parts[0]), [*options, *Recipe.model_fields])
+                known = f"{', '.join(Recipe.model_fields)}, and of {rule.name}: {', '.join(options) or 'none'}"
+                raise InputError(f"--set {setting}: there is no key {parts[0]}{near}; known are {known}")
             parts.insert(0, "options")
         _put(recipe, parts, value, setting)
 
