@@ -24,8 +24,8 @@ def iso_c(base: Tensor, tuned: Sequence[Tensor], weights: Sequence[float], *, sc
     """θ_0 + scale · σ̄ U Vᵀ for matrices, U Σ Vᵀ = Σ w_t Δ_t and σ̄ the mean of its singular values.
 
     So no direction counts more because several tasks share it. Directions in which Σ w_t Δ_t is 0, as those outside
-    the rank of adapters, are left out. Tensors that are no matrices (vectors, convolutions)
-    become θ_0 + (scale/T) Σ w_t Δ_t.
+    the rank of adapters, are left out. Tensors that are no matrices (vectors, convolutions) become
+    θ_0 + (scale/T) Σ w_t Δ_t.
 
     Every matrix is decomposed whole, on one thread or the device: time grows with the cube of its width.
     """

@@ -23,7 +23,7 @@ Combine = Annotated[
     Help("add the kept parts up, or elect a sign and average those that agree"),
 ]
 Normalize = Annotated[
-    Auto, Help("divide by the weights that count: all, or after a vote those that agree; auto: then only")
+    Auto, Help("divide by the weights that count: all, or after a vote those that agree; auto: only after a vote")
 ]
 Rescale = Annotated[Literal["none", "norm"], Help("norm: scale what is kept up to the L1 norm of the tensor's Δ_t")]
 RandomRescale = Annotated[
