@@ -234,6 +234,9 @@ def test_what_the_task_does_not_know_is_refused(tmp_path: Path) -> None:
     assert "from -1 to 1" in refused([pairs()[0] | {"score": 4.5}], folder)
     assert "a score is a number" in refused([pairs()[0] | {"score": "much"}], folder)
     assert "needs two texts" in refused([{"anchor": "a"}], folder)
+    with pytest.raises(InputError, match="--kind kronecker: embeddings use every layer once per text"):
+        gm.estimate_curvature(folder, write_jsonl(tmp_path / "d.jsonl", pairs()), out=tmp_path / "k", kind="kronecker")
+    assert not list(tmp_path.glob("k*"))
     both = {"anchor": "anchor", "positive": "positive", "score": "score", "negative": "anchor"}
     assert "either score" in refused(pairs(), folder, columns=both)
     assert "not weightedmean" in refused(pairs(), write_sentence_model(tmp_path / "weighted", pooling="weightedmean"))

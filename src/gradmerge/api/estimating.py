@@ -224,6 +224,11 @@ def estimate_to_disk(
         saved = SavedSums(staging, save_every)
         files = state_of(models) + state_of(data, deep=True)
         loaded = load_task(model, source, **options)
+        if kind == "kronecker" and loaded.task == "embedding":
+            raise InputError(
+                "--kind kronecker: embeddings use every layer once per text of an example, and Kronecker factors need "
+                "layers that are used once. Estimate a diagonal, or Gram matrices."
+            )
         if likelihood == "exact" and kind != "gram" and isinstance(loaded.output, TokenLoss):
             next(loaded.output.factors(torch.empty(0)))  # explains why it cannot be done
         notes = _subtract(loaded, at_delta, options) if at_delta is not None else []

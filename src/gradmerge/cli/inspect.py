@@ -15,6 +15,8 @@ from .output import AllowConfig, AllowPickle, Dequantize, continued, print_json,
 from .streams import say
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ..checkpoints import Checkpoint
 
 EXAMPLE = "Examples: gradmerge inspect ./model   ·   gradmerge inspect ./base ./yelp ./sst2 (can they be merged?)"
@@ -95,7 +97,7 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
         "tied_embeddings": checkpoint.config.get("tie_word_embeddings"),
         "quantised": f"{quantised}. {quantised.advice}" if (quantised := quantisation(checkpoint)) else None,
         "buffers": [name for name, info in checkpoint.tensors.items() if is_buffer(name, info)],
-        "files": [path.name for path in checkpoint.files()],
+        "files": [_shown(path, checkpoint.folder) for path in checkpoint.files()],
         "curvature": default_curvature(checkpoint.folder) is not None,
     }
     if layers := _layers(checkpoint):
@@ -107,6 +109,13 @@ def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any
     if tensors:
         facts["tensor_list"] = {n: {"dtype": i.dtype, "shape": list(i.shape)} for n, i in checkpoint.tensors.items()}
     return facts
+
+
+def _shown(path: Path, folder: Path | None) -> str:
+    """A file by its name, or by its place in the model's folder where that has others in it."""
+    if folder is None or not path.is_relative_to(folder):
+        return path.name
+    return path.relative_to(folder).as_posix()
 
 
 def _layers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
