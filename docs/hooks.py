@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 
 from gradmerge.errors import InputError
-from gradmerge.recipe import make_recipe, parse_yaml
+from gradmerge.recipe.documents import of_documents
+from gradmerge.safe_yaml import parse_documents
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """A recipe that the program would refuse stops the build; what only the site can show comes out of its comment."""
     for block in re.findall(r"^```yaml[^\n]*\n(.*?)^```", markdown, re.DOTALL | re.MULTILINE):
-        if re.search(r"^method:", block, re.MULTILINE):
+        if re.search(r"^(merge_)?method:", block, re.MULTILINE):
             try:
-                make_recipe(parse_yaml(block, "recipe"))
+                of_documents(parse_documents(block, "recipe"), Path(), "recipe")
             except InputError as error:
                 raise PluginError(f"{page.file.src_uri} shows a recipe that is not valid: {error}") from error
     return re.sub(r"^<!-- only on the site$(.*?)^-->$", r"\1", markdown, flags=re.DOTALL | re.MULTILINE)
