@@ -105,6 +105,8 @@ def test_measured_settings_show_their_metric(tmp_path: Path) -> None:
     row = next(csv.DictReader((out / "preview.csv").open()))
     assert float(row["a accuracy"]) == base["accuracy"] and row["weight b"] == "0.0"
     assert "The models alone" in (out / "report.html").read_text()
+    others = invoke(tmp_path / "recipe.yml", "-m", "average,ties", "--weights", "0.4", *data, "-o", tmp_path / "others")
+    assert "average accuracy: " in others.stdout and "the recipe's own merge" not in others.stdout
 
 
 def test_suggested_weights_are_printed_and_kept_in_the_recipe(place: Path) -> None:

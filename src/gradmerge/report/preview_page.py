@@ -94,9 +94,9 @@ def _best_words(found: Preview, best: Outcome | None, listed: bool) -> str:
         times = found.relative_score(best)
         beside = f": {number(times)} times that of {_reference(found)}" if times is not None else ""
         return f"{which} smallest {found.criterion.name}{beside}."
-    own = ", which is the recipe's own merge"
+    own = ", which is the recipe's own merge" if found.reference.setting.method == found.recipe.method else ""
     if found.reference is not best:
-        own = f"; the recipe's own merge ({found.reference.setting.name}) has {number(found.reference.score)}"
+        own = f"; {_reference(found)} has {number(found.reference.score)}"
     least = "highest" if found.criterion.higher else "smallest"
     return f"{which} {least} {_words(found.criterion.name)}: {number(best.score)}{own}."
 
