@@ -17,6 +17,7 @@ import gradmerge as gm
 from gradmerge.engine import adapter_changes
 from gradmerge.engine.factoring import factored
 from gradmerge.errors import InputError
+from gradmerge.recipe import make_recipe
 from tests.checkpoints.families import load, moved, randomise, save
 from tests.checkpoints.test_lora import LLAMA, make_base, merged_by_peft, tune
 from tests.making import assert_close, read_model, write_model
@@ -376,6 +377,21 @@ def test_adapters_that_cannot_be_written_are_refused(case: str, tmp_path: Path) 
     with pytest.raises(InputError, match=message):
         gm.merge({k: v for k, v in recipe.items() if v is not None}, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.gradmerge-partial").exists()
+
+
+def test_a_recipe_of_mergekit_is_written_as_an_adapter(tmp_path: Path) -> None:
+    """Its types of tensors are the widest of the models, of factors float32."""
+    base = make_base(tmp_path / "base", "llama-untied")
+    for i in (1, 2):
+        tune(base, "llama-untied", tmp_path / f"lora{i}", LoraConfig(r=2, target_modules=["q_proj"]), seed=i)
+    models = [{"model": f"{base}+{tmp_path / f'lora{i}'}", "parameters": {"weight": i}} for i in (1, 2)]
+    recipe = make_recipe({"merge_method": "task_arithmetic", "base_model": str(base), "models": models})
+    assert recipe.output.dtype == "widest"
+    gm.merge(recipe, tmp_path / "model")
+    recipe.output.format = "adapter"
+    gm.merge(recipe, tmp_path / "out")
+    assert {value.dtype for value in load_file(tmp_path / "out/adapter_model.safetensors").values()} == {torch.float32}
+    assert_close(by_peft(tmp_path, "llama-untied"), read_model(tmp_path / "model"), 1e-6)
 
 
 def test_a_model_that_is_its_base_makes_no_adapter(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class Changes:
         self.units: dict[str, list[Unit]] = defaultdict(list)
         for unit in self.plan.units():
             self.units[unit.job.name].append(unit)
-        self._dtype = torch.float32 if self.recipe.output.dtype == "auto" else getattr(torch, self.recipe.output.dtype)
+        self._dtype = getattr(torch, self.recipe.output.dtype, torch.float32)  # also for `auto` and `widest`
         if self.recipe.output.rank is None:
             self._require_exact()
 
