@@ -81,8 +81,7 @@ def _moved(recipe: Recipe, folder: Path, names: dict[str, Recipe]) -> dict[str, 
         return relative if relative.startswith(".") else f"./{relative}"
 
     copy = recipe.model_copy(deep=True)
-    models = [*copy.models, *(model for part in copy.slices for model in part.models)]
-    for part in (copy.base, *models):
+    for part in (copy.base, *copy.sources):
         if part is not None:
             part.model = moved(part.model)
             part.adapter = moved(part.adapter) if part.adapter is not None else None

@@ -17,17 +17,13 @@ from ..text import first_line
 from .model import Checkpoint
 from .views import folders_of
 
-#: Files that make a tokenizer, in any of the formats that transformers reads.
-TOKENIZER_FILES = (
-    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json tekken.json vocab.json vocab.txt "
-    "vocab.bpe merges.txt bpe.codes dict.txt normalizer.json *.spm *.tiktoken spiece.model spm.model "
-    "*tokenizer*.model sentencepiece*.model"
-)
-#: Those of them that hold tokens. Beside a tokenizer.json they say the same once more, for older software.
+#: Files that hold tokens. Beside a tokenizer.json they say the same once more, for older software.
 VOCABULARY_FILES = (
     "added_tokens.json tekken.json vocab.json vocab.txt vocab.bpe merges.txt bpe.codes dict.txt *.spm *.tiktoken "
     "spiece.model spm.model *tokenizer*.model sentencepiece*.model"
 )
+#: Files that make a tokenizer, in any of the formats that transformers reads.
+TOKENIZER_FILES = f"tokenizer.json tokenizer_config.json special_tokens_map.json normalizer.json {VOCABULARY_FILES}"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: The list of further special tokens, by its names in older and newer files.
 EXTRA = ("additional_special_tokens", "extra_special_tokens")

@@ -186,8 +186,7 @@ class Recipe(OneLine, RecipePart):
     @property
     def references(self) -> list[str]:
         """The models that it names, the base first."""
-        models = [*self.models, *(model for part in self.slices for model in part.models)]
-        return list(dict.fromkeys(part.model for part in (self.base, *models) if part is not None))
+        return list(dict.fromkeys(part.model for part in (self.base, *self.sources) if part is not None))
 
     @property
     def made(self) -> dict[str, Path]:

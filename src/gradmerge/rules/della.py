@@ -90,8 +90,8 @@ def della(
 ) -> Tensor:
     """θ_0 + scale · Σ w_t (m_t ∘ Δ_t) / p_t, random entries, the large ones of a row with a higher probability p_t.
 
-    p_t goes by the rank of |Δ_t| in its row, evenly from density − epsilon to density + epsilon. A row is the second
-    axis of a tensor, or a vector as a whole. By default a sign is elected from what is kept, as in TIES; the linear
+    p_t goes by the rank of |Δ_t| in its row, evenly from density − epsilon to density + epsilon. A row lies along the
+    second axis of a tensor; a vector is one row. By default a sign is elected from what is kept, as in TIES; the linear
     form is `combine: task-arithmetic`. The random numbers are a function of the seed, the place of the model in the
     recipe, the tensor's name and the entry's position.
     """
