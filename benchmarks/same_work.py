@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .merge import BEST_FLAGS, GIB, RunFailed, apart, make_small, mergekit_versions, say, timed, warm
+from .merge import BEST_FLAGS, GIB, RunFailed, apart, header, make_small, mergekit_versions, say, timed, warm, weights
 
 #: Recipes, each with whether it is random and how many times as fast as mergekit the project wants it to be.
 CASES: dict[str, tuple[dict[str, Any], bool, float | None]] = {
@@ -194,6 +194,7 @@ def main() -> int:
             "mergekit": mergekit_versions(options.mergekit),
         },
         "layers": options.layers,
+        "parameters": sum(path.stat().st_size - header(path) for path in weights(folder / "base")) // 2,
         "memory_bar_gib": RSS,
         "rows": rows,
         "failures": failures,
