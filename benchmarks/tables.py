@@ -260,8 +260,9 @@ def same_work_results() -> str:
         header = ("mergekit's method", "gradmerge s", "mergekit s", "times as fast", "GiB", "GiB, mergekit", "agree")
         runs = ", ".join(sorted({str(row["runs"]) for row in report["rows"]}))
         about = (
-            f"{report['parameters'] / 1e9:.2f} B parameters in bfloat16, {report['cores']} cores, {report['created'][:10]}, "
-            f"mergekit {report['versions']['mergekit']['mergekit']} with `--out-shard-size 500M`, runs of each: {runs}:"
+            f"{report['parameters'] / 1e9:.2f} B parameters in bfloat16, {report['cores']} cores, "
+            f"{report['created'][:10]}, mergekit {report['versions']['mergekit']['mergekit']} with "
+            f"`--out-shard-size 500M`, runs of each: {runs}:"
         )
         parts.append(about + "\n\n" + table(header, rows))
     return "\n\n".join(parts)
