@@ -16,6 +16,7 @@ from ..rules import RULES
 from ..text import nearest
 from .mergekit_methods import IDLE, METHODS, REQUIRED, Method, Parameter, settled
 from .mergekit_parameters import resolved
+from .mergekit_templates import LEFT_OUT, TEMPLATES
 from .yaml_values import YamlValue
 
 TOP = (
@@ -23,8 +24,6 @@ TOP = (
     *("tokenizer_source", "tokenizer", "chat_template"),
 )
 TYPES = ("float64", "float32", "float16", "bfloat16")
-#: Chat templates that come with mergekit.
-TEMPLATES = ("alpaca", "chatml", "exaone", "llama3", "mistral")
 
 
 def is_mergekit(value: Any) -> bool:
@@ -321,11 +320,12 @@ class _Translation:
             made["tokenizer"] = self._tokenizer(choice.mapping())
         template = self.top.get("chat_template")
         if template is not None:
-            text = template.text()
-            if text in TEMPLATES:
-                raise template.fail(f"chat_template: {text} comes with mergekit; give the template itself, or a file")
+            text = TEMPLATES.get(template.text(), template.text())
+            if text in LEFT_OUT:
+                raise template.fail(f"chat_template: {text} comes with mergekit; give the template itself")
             if text != "auto" and "{" not in text:
-                raise template.fail(f"chat_template: {text[:60]!r} is neither auto nor a template")
+                known = f"{', '.join(TEMPLATES)}{nearest(text, TEMPLATES)}"
+                raise template.fail(f"chat_template: {text[:60]!r} is neither auto nor a template nor one of {known}")
             made["chat_template"] = text
         return made
 
