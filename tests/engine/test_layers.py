@@ -321,7 +321,7 @@ def test_a_filter_that_parts_a_weight_from_its_bias_is_refused(tmp_path: Path, f
     recipe["models"][0]["weight"] = [{"filter": "linear", "value": 0.5}, {"value": 1.0}]
     gm.merge(recipe, tmp_path / "both")
     recipe["models"][0]["weight"] = [{"filter": "bias", "value": 0.5}, {"value": 1.0}]
-    with pytest.raises(gm.InputError, match="filters give linear.weight and its bias different values"):
+    with pytest.raises(gm.InputError, match=r"filters give linear.weight and its bias different values"):
         gm.merge(recipe, tmp_path / "out")
 
 

@@ -135,6 +135,7 @@ parameters: {weight: 1}
         (TIES.replace("0.5", "half", 1), 5, "weight: should be a number, but it is 'half'"),
         (TIES.replace("0.5}", "0.5, density: 1.5}", 1), 5, "density: 1.5 is above 1"),
         (TIES + "parameters:\n  normalize: [true, false]\n", 9, "a list over the layers is only supported for numbers"),
+        (TIES + "parameters:\n  lambda: .nan\n", 9, "lambda: should be a number, but it is nan"),
         (TIES + "dtype: int8\n", 8, "there is no type 'int8'"),
         (TIES + "chat_template: mistral\n", 8, "mistral comes with mergekit"),
         (TIES + "chat_template: chatlm\n", 8, "did you mean 'chatml'?"),

@@ -326,7 +326,7 @@ class _Translation:
             if text != "auto" and "{" not in text:
                 known = f"{', '.join(TEMPLATES)}{nearest(text, TEMPLATES)}"
                 raise template.fail(f"chat_template: {text[:60]!r} is neither auto nor a template nor one of {known}")
-            made["chat_template"] = text
+            made["chat_template"] = "common" if text == "auto" else text
         return made
 
     def _tokenizer_source(self, place: YamlValue) -> str:

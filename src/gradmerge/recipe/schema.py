@@ -150,7 +150,8 @@ class Recipe(OneLine, RecipePart):
     )
     chat_template: str = Field(
         "auto",
-        description="`auto` (the base's, with a note if models differ), `base`, a model of the recipe, or a file.",
+        description="`auto` (the base's, with a note if models differ), `base`, `common` (the one that most models "
+        "have), a model of the recipe, or a file.",
     )
 
     _folder: Path = PrivateAttr(default_factory=Path)
