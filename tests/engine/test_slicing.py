@@ -406,6 +406,23 @@ def test_slices_that_cannot_be_cut_are_refused_with_the_place_and_nothing_is_wri
     assert not (llamas / "out").exists()
 
 
+@pytest.mark.parametrize(("first", "second", "line"), [("[0, 2]", "[2, 4]", 6), ("[2, 4]", "[0, 2]", 5)])
+def test_layers_beyond_the_last_are_named_with_the_line_of_a_recipe_of_mergekits(
+    llamas: Path, tmp_path: Path, first: str, second: str, line: int
+) -> None:
+    text = f"""merge_method: slerp
+base_model: {llamas}/A
+slices:
+  - sources:
+      - {{model: {llamas}/A, layer_range: {first}}}
+      - {{model: {llamas}/B, layer_range: {second}}}
+parameters: {{t: 0.5}}
+"""
+    (tmp_path / "config.yml").write_text(text)
+    with pytest.raises(InputError, match=rf"config.yml, line {line}: layer_range: layers \[2, 4\] are more than"):
+        gm.merge(tmp_path / "config.yml", tmp_path / "out")
+
+
 def test_models_with_several_stacks_and_commands_that_look_at_whole_models_refuse_slices(llamas: Path) -> None:
     (llamas / "recipe.yml").write_text(
         yaml.safe_dump({"method": "passthrough", "slices": [{"models": [entry("T", 0, 2)]}]})
