@@ -241,12 +241,15 @@ def test_without_a_base_the_models_themselves_are_on_the_sphere(method: str) -> 
         assert torch.allclose(values, torch.as_tensor(want), atol=1e-9), name
 
 
-@pytest.mark.parametrize("axis", ["all", "last", "first"])
-def test_an_arc_between_opposite_changes_is_not_made_of_rounding(axis: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [*(("nuslerp", {"axis": axis}) for axis in ("all", "last", "first")), ("multislerp", {})],
+)
+def test_an_arc_between_opposite_changes_is_not_made_of_rounding(method: str, options: dict[str, Any]) -> None:
     """As where a base is the mean of two models, or the rows of a token that it lacks are."""
     _, tuned = states(torch.float32, models=2)
     base = {name: (value + tuned[1][name]) / 2 for name, value in tuned[0].items()}
-    got = merge(base, tuned, "nuslerp", [1.0, 1.0], {"axis": axis})
+    got = merge(base, tuned, method, [1.0, 1.0], options)
     assert all(torch.allclose(got[name], base[name], atol=1e-6) for name in base)
 
 
