@@ -3,8 +3,9 @@
     python -m benchmarks.layers demo0 demo1 demo2 --json benchmarks/results/layers.json
 
 takes folders that `gradmerge demo --seed N -o DIR` made. For every method, `gm.suggest_weights(…, by="layers")` takes
-curvature, and at the first rows of the validation data; then the plain weights that it found, the lists over the
-layers (both without the rows held back), and what it suggests are merged and evaluated. Runs replace those of the same name in the JSON file.
+curvature, and then the first rows of the validation data. The plain weights and the lists over the layers that it found
+(on data, both without the rows held back), and what it suggests, are merged and evaluated on the test data. Runs
+replace those of the same name in the JSON file.
 """
 
 from __future__ import annotations

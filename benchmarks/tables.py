@@ -245,6 +245,28 @@ def layer_results() -> str:
     return table(header, rows)
 
 
+def same_work_results() -> str:
+    """mergekit's recipes by both programs, from the runs of `python -m benchmarks.same_work` that were kept."""
+    parts = []
+    for path in sorted(RESULTS.glob("same_work*.json")):
+        report = json.loads(path.read_text("utf-8"))
+        rows = []
+        for row in report["rows"]:
+            ours, theirs = (f"{row['wall_s'][program]:.1f}" for program in ("gradmerge", "mergekit"))
+            bar = f" (wanted: {row['bar']:g})" if row["bar"] else ""
+            agree = f"{100 * row['agreement']:.3f} %" + (" (in distribution)" if row["random"] else "")
+            peaks = (f"{row['peak_rss_gib'][program]:.2f}" for program in ("gradmerge", "mergekit"))
+            rows.append((row["method"], ours, theirs, f"{row['times_as_fast']:.1f}{bar}", *peaks, agree))
+        header = ("mergekit's method", "gradmerge s", "mergekit s", "times as fast", "GiB", "GiB, mergekit", "agree")
+        runs = ", ".join(sorted({str(row["runs"]) for row in report["rows"]}))
+        about = (
+            f"{report['parameters'] / 1e9:.2f} B parameters in bfloat16, {report['cores']} cores, {report['created'][:10]}, "
+            f"mergekit {report['versions']['mergekit']['mergekit']} with `--out-shard-size 500M`, runs of each: {runs}:"
+        )
+        parts.append(about + "\n\n" + table(header, rows))
+    return "\n\n".join(parts)
+
+
 def diagnose_results() -> str:
     """What diagnosing costs beside merging, from the last `python -m benchmarks.diagnose` that was kept."""
     report = json.loads((RESULTS / "diagnose.json").read_text("utf-8"))
@@ -266,4 +288,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers": layer_results,
     "precision": precision_results,
     "ranking": ranking_results,
+    "same-work": same_work_results,
 }

@@ -57,10 +57,10 @@ def generated(name: str) -> str:
 
 
 VARYING = """\
-A `weight`, and every option that is a number, may differ between tensors. A list is spread evenly over the layers, from
-the first to the last, with straight lines between its values; tensors outside the layers (embeddings, norms, heads) take
-the first. Cases go by name: the first whose filter fits decides, and its value may be a list. Options that may differ
-between models as well (`gradmerge methods NAME` says which) stand in a model's own `options`.
+A `weight`, and every option that is a number, may differ between tensors. A list is spread evenly over the layers,
+from the first to the last, with straight lines between its values; tensors outside the layers (embeddings, norms,
+heads) take the first. Cases go by name: the first whose filter fits decides, and its value may be a list. Options that
+may differ between models as well (`gradmerge methods NAME` says which) stand in a model's own `options`.
 
 ```yaml
 method: ties

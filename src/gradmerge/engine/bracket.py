@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 #: How many standard deviations of a sample's rank the two ends of a bracket are apart from it.
-WIDTH = 5.0
+WIDTH = 4.0
 #: A bracket that holds more numbers than this is given up.
 MOST = 1 << 22
 

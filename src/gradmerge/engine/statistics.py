@@ -23,7 +23,7 @@ from .workers import one_thread_each, run_parallel, with_buffers
 SAMPLE_FROM = 1 << 24
 SAMPLE_RUNS, SAMPLE_RUN = 512, 2048
 #: The same for the thresholds of a single tensor.
-TENSOR_RUNS, TENSOR_RUN = 32, 1024
+TENSOR_RUNS, TENSOR_RUN = 32, 2048
 #: If this many parts of the sample have the same threshold, it is probably that of the whole.
 SAMPLE_PARTS = 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .measures import Sums
-from .sparse import Combine, Normalize, Rescale, Scale, Scope, Share, Vote, combined, norms_of, rescale_to
+from .sparse import Combine, Normalize, Rescale, Scale, Scope, Share, Vote, combined, norms_of, rescale_to, trim
 from .spec import Help, each, rule
 
 
@@ -26,9 +27,9 @@ def middle(entries: int, models: int, options: Mapping[str, Any]) -> list[list[i
 def _kept(base: Tensor, tuned: Sequence[Tensor], thresholds: Sequence[Sequence[float]]) -> list[Tensor]:
     kept = []
     for model, (high, low) in zip(tuned, thresholds, strict=True):
-        delta = model - base
-        size = delta.abs()
-        kept.append(torch.where((size >= low) & (size <= high), delta, 0.0))
+        delta = trim(model - base, low)
+        # hardshrink keeps what is above its limit: the outliers.
+        kept.append(delta.sub_(torch.hardshrink(delta, high)) if high < math.inf else delta)
     return kept
 
 

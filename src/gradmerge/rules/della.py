@@ -5,12 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .measures import Sums
 from .sparse import Combine, Normalize, Probability, RandomRescale, Scale, Seed, Vote, combined, norms_of, rescale_to
 from .spec import Help, each, rule
+
+
+def _ranks_in_rows(sizes: Tensor) -> Tensor:
+    """How many entries of its row each entry comes after, in float64; of equal ones the first comes first."""
+    if sizes.dtype != torch.float32 or sizes.device.type != "cpu":
+        return sizes.argsort(dim=1, stable=True).argsort(dim=1).double()
+    # Sorted as integers made of the bits of a size, which are in its order, and the column: three times as fast.
+    columns = np.arange(sizes.shape[1], dtype=np.int64).reshape(1, -1, *[1] * (sizes.dim() - 2))
+    keys = (sizes.numpy().view(np.int32).astype(np.int64) << 32) | columns
+    keys.sort(axis=1)
+    keys &= 0xFFFF_FFFF
+    ranks = np.empty(keys.shape)
+    np.put_along_axis(ranks, keys, columns.astype(np.float64), axis=1)
+    return torch.from_numpy(ranks)
 
 
 def _probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
@@ -20,7 +35,7 @@ def _probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
     if not 0 < density - epsilon <= density + epsilon < 1:
         raise ValueError(f"density ± epsilon is {density:g} ± {epsilon:g}, which should be above 0 and below 1")
     rows = delta.reshape(1, -1) if delta.dim() < 2 else delta
-    ranks = rows.abs().argsort(dim=1, stable=True).argsort(dim=1).double()
+    ranks = _ranks_in_rows(rows.abs())
     last = rows.shape[1] - 1
     where = ranks.div_(last) if last > 0 else torch.full_like(ranks, 0.5)
     return where.mul_(2 * epsilon).add_(density - epsilon).reshape(delta.shape)

@@ -94,7 +94,8 @@ def elect_and_average(
         factors = [1.0] * len(weights)
     elected = _weighted_sum(deltas, factors)
     if vote == "mergekit":
-        elected = torch.where(elected.isnan(), elected, (elected >= 0).to(elected.dtype).mul_(2).sub_(1))
+        # Adding 0 makes −0 of it 0, which counts as +. Where a difference is NaN, so is its product below.
+        elected = torch.copysign(torch.ones_like(elected), elected.add_(0.0))
     else:
         elected.sign_()
     for delta in deltas:
