@@ -209,3 +209,9 @@ def test_numbers_are_read_as_everybody_reads_them(text: str, value: object) -> N
 def test_very_many_values_are_refused_when_their_number_is_reached(text: str) -> None:
     with pytest.raises(gm.InputError, match="more than 20000 values, the limit for a recipe"):
         parse_yaml(text, "recipe.yml")
+
+
+def test_of_many_mistakes_the_first_are_named_and_the_others_counted() -> None:
+    with pytest.raises(gm.InputError, match=r"models\[0\](?s:.*)models\[19\](?s:.*)\n  and 180 more$") as error:
+        make_recipe(BASE | {"models": [1] * 200})
+    assert "models[20]" not in str(error.value)

@@ -316,6 +316,15 @@ def test_a_dead_layer_is_task_arithmetic(tmp_path: Path, states: Any, folders: A
             assert_close({name: got[name]}, {name: want}, 1e-12)
 
 
+def test_a_filter_that_parts_a_weight_from_its_bias_is_refused(tmp_path: Path, folders: Any) -> None:
+    recipe = recipe_of(folders, [kronecker(3), kronecker(5), kronecker(6)], tmp_path, "gradient-matching")
+    recipe["models"][0]["weight"] = [{"filter": "linear", "value": 0.5}, {"value": 1.0}]
+    gm.merge(recipe, tmp_path / "both")
+    recipe["models"][0]["weight"] = [{"filter": "bias", "value": 0.5}, {"value": 1.0}]
+    with pytest.raises(gm.InputError, match=r"filters give linear.weight and its bias different values"):
+        gm.merge(recipe, tmp_path / "out")
+
+
 def other_model() -> KroneckerCurvature:
     source = kronecker(5)
     a, g, tokens = source.layers["linear.weight"]

@@ -183,6 +183,35 @@ def test_task_arithmetic_of_shifted_layers_and_excluded_tensors_of_the_base(tmp_
     assert_close(read_model(out), by_hand(states, STACK["bert"], slices, arithmetic))
 
 
+def test_switches_may_differ_between_slices(tmp_path: Path) -> None:
+    """Also those that say what is measured on whole tensors first: `norm` needs sums, and `none` does not."""
+    states = family(tmp_path, "gpt2")
+    slices = [[("B", 0, 2), ("A", 0, 2), ("C", 0, 2)], [("B", 1, 3), ("A", 1, 3), ("C", 1, 3)]]
+    switches = [{"normalize": True, "rescale": "norm"}, {"normalize": False, "rescale": "none"}]
+    parts = [
+        {"models": [entry(*source) for source in part[1:]], "options": switch}
+        for part, switch in zip(slices, switches, strict=True)
+    ]
+    shared = {"density": 0.5, "gamma": 0.1, "combine": "task-arithmetic"}
+    recipe = {"method": "breadcrumbs", "base": "./B", "slices": parts, "options": shared}
+    out = merge(tmp_path, recipe)
+
+    def breadcrumbs(sources: list[Tensor], place: Place, name: str) -> Tensor:
+        base, *tuned = sources
+        total = torch.zeros_like(base)
+        for model in tuned:
+            delta = (model.float() - base.float()).double()
+            kept = delta.abs().flatten().argsort(descending=True)[int(0.1 * delta.numel()) :][: delta.numel() // 2]
+            left = torch.zeros(delta.numel(), dtype=torch.float64)
+            left[kept] = delta.flatten()[kept]
+            total += left.reshape(delta.shape) * (delta.abs().sum() / left.abs().sum() if place[0] == 0 else 1)
+        return base + total / (2 if place[0] == 0 else 1)
+
+    assert_close(read_model(out), by_hand(states, STACK["gpt2"], slices, breadcrumbs), 1e-5)
+    said = json.loads(cli("merge", tmp_path / "recipe.yml", "--dry-run", "--json").stdout)
+    assert [case["value"] for case in said["options"]["normalize"]] == [True, False]
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
 def test_slices_may_merge_different_numbers_of_models(tmp_path: Path, order: Sequence[int]) -> None:
     states = family(tmp_path, "gpt2")
@@ -375,6 +404,23 @@ def test_slices_that_cannot_be_cut_are_refused_with_the_place_and_nothing_is_wri
     with pytest.raises(InputError, match=why):
         merge(llamas, {"method": "passthrough", **recipe})
     assert not (llamas / "out").exists()
+
+
+@pytest.mark.parametrize(("first", "second", "line"), [("[0, 2]", "[2, 4]", 6), ("[2, 4]", "[0, 2]", 5)])
+def test_layers_beyond_the_last_are_named_with_the_line_of_a_recipe_of_mergekits(
+    llamas: Path, tmp_path: Path, first: str, second: str, line: int
+) -> None:
+    text = f"""merge_method: slerp
+base_model: {llamas}/A
+slices:
+  - sources:
+      - {{model: {llamas}/A, layer_range: {first}}}
+      - {{model: {llamas}/B, layer_range: {second}}}
+parameters: {{t: 0.5}}
+"""
+    (tmp_path / "config.yml").write_text(text)
+    with pytest.raises(InputError, match=rf"config.yml, line {line}: layer_range: layers \[2, 4\] are more than"):
+        gm.merge(tmp_path / "config.yml", tmp_path / "out")
 
 
 def test_models_with_several_stacks_and_commands_that_look_at_whole_models_refuse_slices(llamas: Path) -> None:

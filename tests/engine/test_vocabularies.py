@@ -416,6 +416,7 @@ CHAT, OTHER = "{{ messages[0]['content'] }}", "{% for m in messages %}{{ m.conte
         ("auto", "union", CHAT),
         ("auto", "one", OTHER),
         ("base", "one", CHAT),
+        ("common", "two", CHAT),
         ("one", None, OTHER),
         ("template.jinja", "union", "{{ 1 }}"),
         ("{{ 2 }}", None, "{{ 2 }}"),
@@ -440,6 +441,16 @@ def test_chat_templates(value: str, tokenizer: str | None, expected: str, stored
     others = [note for note in result.notes if "chat template" in note]
     assert len(others) == sum(text != expected for text in (CHAT, OTHER, ""))
     assert all("the result has that of" in note for note in others)
+
+
+def test_the_chat_template_that_most_models_have(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    assert models.merge(chat_template="common", tokenizer="union").notes
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is None
+    for name, text in (("base", CHAT), ("one", f"{OTHER}\n"), ("two", OTHER)):
+        (tmp_path / name / "chat_template.jinja").write_text(text)
+    models.merge(chat_template="common", tokenizer="union")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == OTHER
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,10 @@ parameters: {weight: 1}
         (TIES.replace("0.5", "half", 1), 5, "weight: should be a number, but it is 'half'"),
         (TIES.replace("0.5}", "0.5, density: 1.5}", 1), 5, "density: 1.5 is above 1"),
         (TIES + "parameters:\n  normalize: [true, false]\n", 9, "a list over the layers is only supported for numbers"),
+        (TIES + "parameters:\n  lambda: .nan\n", 9, "lambda: should be a number, but it is nan"),
         (TIES + "dtype: int8\n", 8, "there is no type 'int8'"),
-        (TIES + "chat_template: chatml\n", 8, "chatml comes with mergekit"),
+        (TIES + "chat_template: mistral\n", 8, "mistral comes with mergekit"),
+        (TIES + "chat_template: chatlm\n", 8, "did you mean 'chatml'?"),
         (TIES + "tokenizer_source: base\ntokenizer: {source: base}\n", 9, "stands instead of `tokenizer_source`"),
         (TIES + "tokenizer: {tokens: {x: {source: {kind: null, model: ./a}}}}\n", 8, "kind: should be a text"),
         (
@@ -170,3 +172,40 @@ def test_what_is_not_supported_is_named_with_its_line(tmp_path: Path, text: str,
         read(tmp_path, text)
     assert str(error.value).startswith(f"{tmp_path / 'config.yml'}, line {line}: "), error.value
     assert message in str(error.value)
+
+
+LLAMA3 = "<s>[system]Be kind.<|eot_id|>[user]Hi!<|eot_id|>[assistant]Hello.<|eot_id|>[user]Hi!<|eot_id|>[assistant]"
+SYSTEM, USER, ASSISTANT = (
+    {"role": role, "content": text} for role, text in (("system", "Be kind."), ("user", "Hi!"), ("assistant", "Hello."))
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "rendered"),
+    [
+        (
+            "chatml",
+            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\nHello."
+            "<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            "alpaca",
+            "Be kind.\n\n### Instruction:\nHi!\n\n### Response:\nHello.\n\n### Instruction:\nHi!\n\n### Response:\n",
+        ),
+        (
+            "llama3",
+            LLAMA3.replace("[", "<|start_header_id|>").replace("]", "<|end_header_id|>\n\n"),
+        ),
+    ],
+)
+def test_a_chat_template_by_name_renders_the_format_as_published(tmp_path: Path, name: str, rendered: str) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    template = read(tmp_path, f"{TIES}chat_template: {name}\n").chat_template
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<s>": 0})), bos_token="<s>")
+    turns = [SYSTEM, USER, ASSISTANT, USER]
+    shown = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, add_generation_prompt=True)
+    assert shown == rendered
+    without = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+    assert rendered.startswith(without) and without.count("Hi!") == 2 and "ssistant" not in without.rpartition("Hi!")[2]

@@ -241,6 +241,27 @@ def test_without_a_base_the_models_themselves_are_on_the_sphere(method: str) -> 
         assert torch.allclose(values, torch.as_tensor(want), atol=1e-9), name
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [*(("nuslerp", {"axis": axis}) for axis in ("all", "last", "first")), ("multislerp", {})],
+)
+def test_an_arc_between_opposite_changes_is_not_made_of_rounding(method: str, options: dict[str, Any]) -> None:
+    """As where a base is the mean of two models, or the rows of a token that it lacks are."""
+    _, tuned = states(torch.float32, models=2)
+    base = {name: (value + tuned[1][name]) / 2 for name, value in tuned[0].items()}
+    got = merge(base, tuned, method, [1.0, 1.0], options)
+    assert all(torch.allclose(got[name], base[name], atol=1e-6) for name in base)
+
+
+def test_importance_is_not_lost_in_rounding_where_models_are_near() -> None:
+    base, (far,) = states(torch.float32, models=1)
+    near = {name: value + (far[name] - value) * 1e-3 for name, value in base.items()}
+    got = merge(base, [near], "arcee-fusion", None, {})
+    for name, values in got.items():
+        want = torch.as_tensor(slow.arcee_fusion(base[name].double().numpy(), [near[name].double().numpy()]))
+        assert torch.equal(values, want.float()), name
+
+
 @pytest.mark.parametrize("label", CASES)
 def test_neither_blocks_nor_threads_nor_chunks_change_a_result(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, models, weights, options, _ = CASES[label]

@@ -103,4 +103,4 @@ def _moved(recipe: Recipe, folder: Path, names: dict[str, Recipe]) -> dict[str, 
 
 def _moved_word(text: str, moved: Callable[[str], str]) -> str:
     """A word such as `union`, or a place."""
-    return text if text in ("auto", "base", "union", "zero") else moved(text)
+    return text if text in ("auto", "base", "common", "union", "zero") else moved(text)

@@ -23,7 +23,7 @@ from ..rules import Rule
 from ..storage.tensorfile import FLOATS, TensorInfo
 from ..text import listed
 from .inputs import USUAL_DAMPING, CurvatureInput, Inputs
-from .layers import find_layers, held_by_factors
+from .layers import Layers, find_layers, held_by_factors
 from .measuring import measured
 from .penalties import follow_rename, incomplete, mismatched, recorded_penalty
 from .per_layer import LayerSettings, Stretch, smallest, varies
@@ -192,7 +192,7 @@ def make_plan(
         held, missing = held_by_factors(source, layers), "zero" if recorded else recipe.missing
         problems += _problems_of(source, inputs, comparison.merged, held, missing)
     problems += gram_problems
-    problems += _problems_of_layers(recipe) if layers and reads is None else []
+    problems += _problems_of_layers(recipe, inputs, layers) if layers and reads is None else []
     if problems:
         raise InputError("these cannot be merged:\n" + "\n".join(f"• {p}" for p in problems))
 
@@ -269,7 +269,7 @@ def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
     return needs - (rule.optional & {"base"}) if idle else needs
 
 
-def _problems_of_layers(recipe: Recipe) -> list[str]:
+def _problems_of_layers(recipe: Recipe, inputs: Inputs, layers: Layers) -> list[str]:
     """Settings that single entries know and layers with Kronecker curvature do not."""
     problems = []
     if recipe.output.curvature:
@@ -286,6 +286,13 @@ def _problems_of_layers(recipe: Recipe) -> list[str]:
         problems.append(
             "options.cap: limits the step of single entries, which Kronecker curvature does not have. Bound it with "
             "`damping`, and leave cap out"
+        )
+    of = inputs.settings.of
+    parted = [weight for weight, (_, bias) in layers.items() if bias is not None and of(weight) != of(bias)]
+    if parted:
+        problems.append(
+            f"weight: filters give {parted[0]} and its bias different values, but Kronecker curvature holds them "
+            "together. Let filters fit both, or take diagonals"
         )
     return problems
 

@@ -46,13 +46,15 @@ def stacked_models(
         ranges = []
         for number, part in enumerate(recipe.slices):
             own = 0 if number in left_out else place
-            where = f"slices[{number}].models[{own}].layers"
+            where = recipe.where(f"slices[{number}].models[{own}].layers")
             ranges.append(LayerRange(sources[number][own], *part.models[own].layers, where))
         stacks.append(StackedCheckpoint(ranges, front, left_out))
-    if base is None or ("base" not in needs and all(part.base is None for part in recipe.slices)):
+    without_weight = "base_weight" in needs and (recipe.base is None or recipe.base.weight is None)
+    idle = "base" not in needs or (without_weight and "base" in recipe.rule.optional)
+    if base is None or (idle and all(part.base is None for part in recipe.slices)):
         return None, [*stacks]
     below = [
-        LayerRange(base, *(part.base or part.models[0].layers), f"slices[{number}].base")
+        LayerRange(base, *(part.base or part.models[0].layers), recipe.where(f"slices[{number}].base"))
         for number, part in enumerate(recipe.slices)
     ]
     return StackedCheckpoint(below, base), [*stacks]

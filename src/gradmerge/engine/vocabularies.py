@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from ..storage.tensorfile import local_path
 from ..text import counted, listed, nearest, some
 from .inputs import CurvatureInput
 
-BASE, UNION, AUTO = "base", "union", "auto"
+BASE, UNION, AUTO, COMMON = "base", "union", "auto", "common"
 
 
 def follow_rows(curvature: CurvatureInput | None, model: Checkpoint) -> None:
@@ -323,6 +324,14 @@ def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, folder
     chosen: Templates | None = ours
     if value == AUTO:
         pass
+    elif value == COMMON:
+        found = [(model.label, chat_templates(inside)) for model in models.all for inside in _folders(model)]
+        texts = [(owner, one[DEFAULT].strip()) for owner, one in found if one and one.get(DEFAULT, "").strip()]
+        if texts:  # of several that are as common, that of the first model
+            (text, _), *_ = Counter(text for _, text in texts).most_common(1)
+            label = next(owner for owner, own in texts if own == text)
+            chosen = {DEFAULT: text}
+        files.reads += [path for model in models.all for inside in _folders(model) for path in _template_files(inside)]
     elif "{" in value or "\n" in value:
         label, chosen = "the recipe", {DEFAULT: parsed(value, "chat_template")}
     elif (model := models.find(value)) is not None:
@@ -335,7 +344,7 @@ def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, folder
         label, chosen = value, template_in_file(place)
         files.reads.append(place)
     else:
-        known = [AUTO, BASE, *(text for text, _ in models.named)]
+        known = [AUTO, BASE, COMMON, *(text for text, _ in models.named)]
         raise InputError(f"chat_template: {value!r} is neither a model of the recipe nor a file{nearest(value, known)}")
     if chosen is not None and (ours is None or not alike(chosen, ours)):
         files.templates = chosen

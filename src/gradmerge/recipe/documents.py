@@ -118,6 +118,7 @@ def _is_there(reference: str, folder: Path) -> bool:
 
 def _make(value: Any, lines: Lines, folder: Path, where: str, names: Collection[str]) -> Recipe:
     notes: list[Note] = []
+    layers: dict[str, str] = {}
     if is_mergekit(value):
 
         def find(reference: str) -> str:
@@ -125,9 +126,9 @@ def _make(value: Any, lines: Lines, folder: Path, where: str, names: Collection[
             elsewhere = reference not in names and not _is_there(reference, folder) and _is_there(reference, Path())
             return str(Path(reference).expanduser().absolute()) if elsewhere else reference
 
-        value, notes = translate(YamlValue(dict(value), lines, where), find)
+        value, notes, layers = translate(YamlValue(dict(value), lines, where), find)
     recipe = _checked(value, folder, where)
-    recipe._notes = notes
+    recipe._notes, recipe._layers = notes, layers
     return recipe
 
 

@@ -9,6 +9,9 @@ from pydantic import BaseModel, ValidationError
 
 from ..text import nearest
 
+#: More mistakes than this are only counted.
+MOST_LINES = 20
+
 
 def explain(error: ValidationError, where: str, model: type[BaseModel], rule: str = "") -> str:
     """Every mistake on a line of its own: where it is, what is wrong, and the nearest known key."""
@@ -27,6 +30,8 @@ def explain(error: ValidationError, where: str, model: type[BaseModel], rule: st
             message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
             lines.append(f"{place}: {message}, but it is {shown}")
     lines = list(dict.fromkeys(lines))
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
     return f"{where}: {lines[0]}" if len(lines) == 1 else f"{where}:\n  " + "\n  ".join(lines)
 
 

@@ -7,6 +7,7 @@ module's, and the recipe's. What it says is kept; where that is not possible, th
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from ..rules import RULES
 from ..text import nearest
 from .mergekit_methods import IDLE, METHODS, REQUIRED, Method, Parameter, settled
 from .mergekit_parameters import resolved
+from .mergekit_templates import LEFT_OUT, TEMPLATES
 from .yaml_values import YamlValue
 
 TOP = (
@@ -23,8 +25,6 @@ TOP = (
     *("tokenizer_source", "tokenizer", "chat_template"),
 )
 TYPES = ("float64", "float32", "float16", "bfloat16")
-#: Chat templates that come with mergekit.
-TEMPLATES = ("alpaca", "chatml", "exaone", "llama3", "mistral")
 
 
 def is_mergekit(value: Any) -> bool:
@@ -48,19 +48,21 @@ class InputModel:
     layers: tuple[int, int] | None
 
 
-def translate(document: YamlValue, find: Callable[[str], str]) -> tuple[dict[str, Any], list[Note]]:
+def translate(document: YamlValue, find: Callable[[str], str]) -> tuple[dict[str, Any], list[Note], dict[str, str]]:
     """A recipe of mergekit's as ours, with notes on what was read otherwise than one might think.
 
-    ``find`` gives the place of a model or adapter that mergekit names.
+    ``find`` gives the place of a model or adapter that mergekit names. Last come keys of layers in ours, each with
+    where the file has them.
     """
     translation = _Translation(document, find)
-    return translation.recipe(), translation.notes
+    return translation.recipe(), translation.notes, translation.layers
 
 
 class _Translation:
     def __init__(self, top: YamlValue, find: Callable[[str], str]) -> None:
         self.top, self.find = top, find
         self.notes: list[Note] = []
+        self.layers: dict[str, str] = {}
         self._check_keys(top, TOP)
         self.method_name, self.method = self._method()
         base = top.get("base_model")
@@ -138,7 +140,16 @@ class _Translation:
             if inner is not None:
                 self._check_parameters(inner, one_model=False)
             made.append(self._merged(sources, [*([inner] if inner else []), *levels]))
+            self._keep_lines(f"slices[{len(made) - 1}]", sources)
         return self._lifted(made, sliced=True)
+
+    def _keep_lines(self, key: str, sources: Sequence[InputModel]) -> None:
+        """Where the layers of a slice are in the file."""
+        base = None if self.method.base == "a model" else self.base
+        models = (f"{key}.models[{number}].layers" for number in itertools.count())
+        for source in sources:
+            own = f"{key}.base" if source.reference == base else next(models)
+            self.layers[own] = f"{source.place.at('layer_range').where}: layer_range"
 
     def _slice_source(self, place: YamlValue) -> InputModel:
         self._check_keys(place.mapping(), ("model", "layer_range", "parameters"))
@@ -321,12 +332,13 @@ class _Translation:
             made["tokenizer"] = self._tokenizer(choice.mapping())
         template = self.top.get("chat_template")
         if template is not None:
-            text = template.text()
-            if text in TEMPLATES:
-                raise template.fail(f"chat_template: {text} comes with mergekit; give the template itself, or a file")
+            text = TEMPLATES.get(template.text(), template.text())
+            if text in LEFT_OUT:
+                raise template.fail(f"chat_template: {text} comes with mergekit; give the template itself")
             if text != "auto" and "{" not in text:
-                raise template.fail(f"chat_template: {text[:60]!r} is neither auto nor a template")
-            made["chat_template"] = text
+                known = f"{', '.join(TEMPLATES)}{nearest(text, TEMPLATES)}"
+                raise template.fail(f"chat_template: {text[:60]!r} is neither auto nor a template nor one of {known}")
+            made["chat_template"] = "common" if text == "auto" else text
         return made
 
     def _tokenizer_source(self, place: YamlValue) -> str:

@@ -150,7 +150,8 @@ class Recipe(OneLine, RecipePart):
     )
     chat_template: str = Field(
         "auto",
-        description="`auto` (the base's, with a note if models differ), `base`, a model of the recipe, or a file.",
+        description="`auto` (the base's, with a note if models differ), `base`, `common` (the one that most models "
+        "have), a model of the recipe, or a file.",
     )
 
     _folder: Path = PrivateAttr(default_factory=Path)
@@ -158,6 +159,7 @@ class Recipe(OneLine, RecipePart):
     _merges: dict[str, Recipe] = PrivateAttr(default_factory=dict)
     _made: dict[str, Path] = PrivateAttr(default_factory=dict)
     _notes: list[Note] = PrivateAttr(default_factory=list)
+    _layers: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def _line(self) -> list[str]:
         base = "no base" if self.base is None else f"base {self.base.model}"
@@ -202,9 +204,13 @@ class Recipe(OneLine, RecipePart):
 
     def read_as(self, other: Recipe) -> Recipe:
         """Itself, as a changed copy of another: from its file, with its named recipes and notes."""
-        for own in ("_folder", "_file", "_merges", "_made", "_notes"):
+        for own in ("_folder", "_file", "_merges", "_made", "_notes", "_layers"):
             setattr(self, own, getattr(other, own))
         return self
+
+    def where(self, key: str) -> str:
+        """What layers of a slice are called in messages: the key, or the line of a recipe of mergekit's."""
+        return self._layers.get(key, key)
 
     @property
     def rule(self) -> Rule:

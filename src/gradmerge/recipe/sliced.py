@@ -30,15 +30,14 @@ def options_of_slices(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def options_in_common(recipe: Recipe) -> dict[str, Any]:
-    """The options of a recipe in slices; where they differ in a number, a case for each of them."""
+    """The options of a recipe in slices; where they differ in one, a case for each of them."""
     each = options_of_slices(recipe)
-    numbers = {option.name for option in recipe.rule.options if option.type is float}
     common = dict(each[0])
     for name in common:
         values = [options[name] for options in each]
         if all(value == values[0] for value in values):
             continue
-        if name not in numbers:
+        if name == "scope":  # of what is measured over all of them
             raise InputError(f"slices: options.{name} is not the same in all of them; give it once, for the recipe")
         common[name] = tuple(Case(filter=f"slices[{place}]", value=value) for place, value in enumerate(values))
     return common

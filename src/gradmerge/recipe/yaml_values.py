@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,9 +75,9 @@ class YamlValue:
     def number(self) -> float:
         """A number; YAML takes such as 1e-5, without a dot, for a text."""
         try:
-            if not isinstance(self.value, int | float | str):
+            if not isinstance(self.value, int | float | str) or not math.isfinite(number := float(self.value)):
                 raise ValueError
-            return float(self.value)
+            return number
         except (ValueError, OverflowError):
             raise self.fail(f"{self.name}: should be a number, but it is {self.shown}") from None
 

@@ -12,11 +12,16 @@ from .spec import rule
 
 
 def importance(base: Tensor, tuned: Sequence[Tensor]) -> Tensor:
-    """|Δ| times the divergence of the softmax of its vector along the last axis, in the model from that in the base."""
+    """|Δ| times the divergence of the softmax of its vector along the last axis, in the model from that in the base.
+
+    It is of the order of Δ², which float32 loses where models are near to one another.
+    """
     model, small = tuned[0], 1e-8
-    p, q = model.softmax(-1).add_(small), base.softmax(-1).add_(small)
-    divergence = (p * (p / q).log_()).sum(-1, keepdim=True) if model.dim() else torch.zeros_like(model)
-    return (model - base).abs_().mul_(divergence.clamp_(min=0))  # it is below 0 by rounding only
+    if not model.dim():
+        return torch.zeros_like(model)
+    p, q = (x.double().softmax(-1).add_(small) for x in (model, base))
+    divergence = q.div_(p).log_().neg_().mul_(p).sum(-1, keepdim=True).clamp_(min=0)  # below 0 by rounding only
+    return (model - base).abs_().mul_(divergence.to(model.dtype))
 
 
 def _ranks(entries: int) -> list[int]:

@@ -13,6 +13,8 @@ from .measures import DELTA_PRODUCTS, spanned, square
 from .spec import Help, negative, rule
 
 _TINY = 1e-8
+#: A mean direction that is shorter than this is made of rounding.
+_CANCELLED = 1e-6
 
 
 @rule(
@@ -48,6 +50,6 @@ def multislerp(
     lengths = inner.diagonal().sqrt()
     factors = shares / (lengths + _TINY)
     length = math.sqrt(max(0.0, float(factors @ inner @ factors)))
-    if length < _TINY:
+    if length < _CANCELLED:
         return spanned(base, tuned, weights)
     return spanned(base, tuned, (factors * (float(shares @ lengths) / length)).tolist())

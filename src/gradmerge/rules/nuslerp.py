@@ -15,6 +15,8 @@ from .spherical import arc_factors
 
 _TINY = 1e-7
 _STRAIGHT = 1e-16  # of the squared sine
+#: How far the cosine of opposite vectors may be from −1: the arc between these would be made of rounding alone.
+_OPPOSITE = 1e-7
 
 
 def _along(first: Tensor, second: Tensor, t: float, axis: int) -> Tensor:
@@ -22,7 +24,7 @@ def _along(first: Tensor, second: Tensor, t: float, axis: int) -> Tensor:
     vectors = [x.double() for x in (first, second)]
     norms = [x.norm(dim=axis, keepdim=True).clamp_(min=_TINY) for x in vectors]
     cosine = (vectors[0] * vectors[1]).sum(axis, keepdim=True).div_(norms[0] * norms[1]).clamp_(-1, 1)
-    straight = 1 - cosine.square() <= _STRAIGHT
+    straight = (1 - cosine.square() <= _STRAIGHT) | (1 + cosine <= _OPPOSITE)
     angle = torch.where(straight, 0.0, cosine).acos_()
     factors = [((1 - t) * angle).sin() / angle.sin(), (t * angle).sin() / angle.sin()]
     a, b = (torch.where(straight, line, factor) for line, factor in zip((1 - t, t), factors, strict=True))
@@ -53,8 +55,8 @@ def nuslerp(
     """θ_0 + (sin((1−t)φ) Δ_1 + sin(tφ) Δ_2) / sin φ, the arc between two models' changes, t = w_2 / (w_1 + w_2).
 
     φ is the angle between Δ_1 and Δ_2. Without a base it is the arc between the two models themselves. Vectors that are
-    parallel are interpolated linearly, and one that is 0 counts as being at a right angle. With `axis: first` tensors
-    are taken into memory whole.
+    parallel or opposite are interpolated linearly, and one that is 0 counts as being at a right angle. With
+    `axis: first` tensors are taken into memory whole.
     """
     if len(tuned) != 2:
         raise ValueError(f"takes two tuned models, not {len(tuned)}; multislerp and karcher take more")
@@ -69,5 +71,5 @@ def nuslerp(
     assert products is not None
     norms = [max(math.sqrt(product), _TINY) for product in (products[0], products[2])]
     cosine = products[1] / (norms[0] * norms[1])
-    straight = 1 - cosine * cosine <= _STRAIGHT or not abs(cosine) < 1  # also where it is NaN
+    straight = 1 - cosine * cosine <= _STRAIGHT or not _OPPOSITE - 1 < cosine < 1  # also where it is NaN
     return spanned(base, tuned, (1.0 - t, t) if straight else arc_factors(cosine, t))
