@@ -3,9 +3,9 @@
     python -m benchmarks.same_work --data bench-data --mergekit .venv-mergekit/bin/mergekit-yaml
 
 Every recipe is a file of mergekit's that gradmerge runs unchanged. A case counts only if the results agree: every entry
-within two units of bfloat16 of its largest operand (mergekit computes in bfloat16, gradmerge in float32), but for those
-on a threshold, which may fall either way (at most one in 1,000). Random methods draw other entries: there the share of
-entries that moved, and how far, has to agree within one in a hundred.
+within two units of bfloat16 of its largest operand, but for those on a threshold, which may fall either way (at most one
+in 1,000). Both compute in float32 and write bfloat16. Random methods draw other entries: there the share of entries
+that moved, and how far, has to agree within one in a hundred.
 mergekit runs at its faster setting (`--out-shard-size 500M`).
 """
 
@@ -56,7 +56,7 @@ RSS = 0.5
 def recipe(method: str, folder: Path, layers: int) -> dict[str, Any]:
     parameters = CASES[method][0]
     own = {name: value for name, value in parameters.items() if name in OF_MODELS}
-    found: dict[str, Any] = {"merge_method": method, "dtype": "bfloat16"}
+    found: dict[str, Any] = {"merge_method": method, "dtype": "float32", "out_dtype": "bfloat16"}
     if method == "passthrough":
         half = layers // 2
         ranges = [("tuned-1", [0, half + 1]), ("tuned-2", [half - 1, layers])]

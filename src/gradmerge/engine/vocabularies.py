@@ -325,13 +325,14 @@ def _choose_template(recipe: Recipe, models: _Models, files: ResultFiles, folder
     if value == AUTO:
         pass
     elif value == COMMON:
-        found = [(model.label, chat_templates(inside)) for model in models.all for inside in _folders(model)]
+        found = [(model.label, chat_templates(inside)) for model in models.all for inside in folders_of(model)]
         texts = [(owner, one[DEFAULT].strip()) for owner, one in found if one and one.get(DEFAULT, "").strip()]
         if texts:  # of several that are as common, that of the first model
             (text, _), *_ = Counter(text for _, text in texts).most_common(1)
             label = next(owner for owner, own in texts if own == text)
             chosen = {DEFAULT: text}
-        files.reads += [path for model in models.all for inside in _folders(model) for path in _template_files(inside)]
+        inside = [folder for model in models.all for folder in folders_of(model)]
+        files.reads += [path for folder in inside for path in _template_files(folder)]
     elif "{" in value or "\n" in value:
         label, chosen = "the recipe", {DEFAULT: parsed(value, "chat_template")}
     elif (model := models.find(value)) is not None:

@@ -17,17 +17,21 @@ from ..errors import MachineError
 
 Item = TypeVar("Item")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+#: Seconds after which a thread that waits for the interpreter is given it: Python's 5 ms are as long as several blocks.
+SWITCH = 5e-4
 
 
 @contextlib.contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Let every operation compute on its own thread alone, and restore the setting afterwards."""
-    before = torch.get_num_threads()
+    """Let every operation compute on its own thread alone, and threads take turns often; restore both afterwards."""
+    before, interval = torch.get_num_threads(), sys.getswitchinterval()
     torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        sys.setswitchinterval(interval)
 
 
 def with_buffers(work: Callable[[Buffers, Item], None]) -> Callable[[], Callable[[Item], None]]:

@@ -34,8 +34,9 @@ class Ranked:
 Measure = Sums | Ranked
 
 
-#: Entries whose products are summed at once: few enough that their float64 copies stay in a core's own cache.
-PIECE = 1 << 14
+#: Entries whose products are summed at once: few enough for a core's own cache, and enough that threads seldom wait for
+#: one another.
+PIECE = 1 << 16
 
 
 def inner_products(vectors: Sequence[Tensor], origin: Tensor | None = None) -> Iterator[Tensor]:
