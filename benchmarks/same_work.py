@@ -3,8 +3,8 @@
     python -m benchmarks.same_work --data bench-data --mergekit .venv-mergekit/bin/mergekit-yaml
 
 Every recipe is a file of mergekit's that gradmerge runs unchanged. A case counts only if the results agree: every entry
-within two units of bfloat16 of its largest operand, but for those on a threshold, which may fall either way (at most one
-in 1,000). Both compute in float32 and write bfloat16. Random methods draw other entries: there the share of entries
+within two units of bfloat16 of its largest operand, but for those on a threshold, which may fall either way (at most
+one in 1,000). Both compute in float32 and write bfloat16. Random methods draw other entries: there the share of entries
 that moved, and how far, has to agree within one in a hundred.
 mergekit runs at its faster setting (`--out-shard-size 500M`).
 """
