@@ -3,10 +3,9 @@
     python -m benchmarks.same_work --data bench-data --mergekit .venv-mergekit/bin/mergekit-yaml
 
 Every recipe is a file of mergekit's that gradmerge runs unchanged. A case counts only if the results agree: every entry
-within two units of bfloat16 of its largest operand, but for those on a threshold, which may fall either way (at most
-one in 1,000). Both compute in float32 and write bfloat16. Random methods draw other entries: there the share of entries
-that moved, and how far, has to agree within one in a hundred.
-mergekit runs at its faster setting (`--out-shard-size 500M`).
+within two units of bfloat16 of its largest operand, but for those on a threshold, which may fall either way. Both
+compute in float32 and write bfloat16. Random methods draw other entries: there the share of entries that moved, and how
+far, has to agree within one in a hundred. mergekit runs at its faster setting (`--out-shard-size 500M`).
 """
 
 from __future__ import annotations
@@ -69,8 +68,26 @@ def recipe(method: str, folder: Path, layers: int) -> dict[str, Any]:
     return found | ({"parameters": shared} if shared else {})
 
 
-def agreement(ours: Path, theirs: Path, models: Path, random: bool) -> float:
+def on_threshold(inputs: list[Any], parameters: dict[str, Any]) -> Any:
+    """Which entries are as large as the last, or the first, that a density keeps: differences of bfloat16 numbers have
+    few values, and mergekit keeps so many of the equal ones that the count is exact, gradmerge all of them."""
+    import torch
+
+    if "density" not in parameters:
+        return torch.tensor(False)
+    base, *tuned = (values.float().reshape(-1) for values in inputs)
+    found = torch.zeros(len(base), dtype=torch.bool)
+    kept, above = int(parameters["density"] * len(base)), int(parameters.get("gamma", 0) * len(base))
+    for size in ((values - base).abs() for values in tuned):
+        for rank in (above, above + 1, above + kept):
+            if 1 <= rank <= len(size):
+                found |= size == size.kthvalue(len(size) - rank + 1).values
+    return found.reshape(inputs[0].shape)
+
+
+def agreement(ours: Path, theirs: Path, models: Path, method: str) -> float:
     """The share of entries that agree; for random methods, 1 minus the relative difference of what moved."""
+    parameters, random, _ = CASES[method]
     agree = total = 0
     moved = [[0.0, 0.0], [0.0, 0.0]]
     for name, one, other, *inputs in _tensors(ours, theirs, *(models / name for name in MODELS)):
@@ -90,7 +107,8 @@ def agreement(ours: Path, theirs: Path, models: Path, random: bool) -> float:
                 if values is not None and values.shape == largest.shape:
                     largest = largest.maximum(values.float().abs())
             unit = largest * 2.0**-8  # bfloat16 has 8 significant bits
-            agree += int(((one - other).abs() <= 2 * unit + 1e-12).sum())
+            fine = (one - other).abs() <= 2 * unit + 1e-12
+            agree += int((fine | on_threshold(inputs, parameters)).sum())
     if random:
         return 1 - max(abs(a - b) / max(a, b, 1e-30) for a, b in zip(*moved, strict=True))
     return agree / total
@@ -119,8 +137,8 @@ def _tensors(*folders: Path) -> Iterator[tuple[Any, ...]]:
         yield name, *values
 
 
-def compared(ours: Path, theirs: Path, models: Path, random: bool, out: Path) -> None:
-    out.write_text(json.dumps(agreement(ours, theirs, models, random)))
+def compared(ours: Path, theirs: Path, models: Path, method: str, out: Path) -> None:
+    out.write_text(json.dumps(agreement(ours, theirs, models, method)))
 
 
 def measure(method: str, folder: Path, data: Path, mergekit: Path, layers: int, repeats: int) -> dict[str, Any]:
@@ -136,7 +154,7 @@ def measure(method: str, folder: Path, data: Path, mergekit: Path, layers: int, 
         runs["gradmerge"].append(timed("gradmerge", command, ours)[:2])
         command = [str(mergekit), *BEST_FLAGS, "--no-copy-tokenizer", "--quiet", str(file), str(theirs)]
         runs["mergekit"].append(timed("mergekit", command, theirs)[:2])
-    apart(compared, ours, theirs, folder, random, data / "agreement.json")
+    apart(compared, ours, theirs, folder, method, data / "agreement.json")
     agree = json.loads((data / "agreement.json").read_text())
     wall = {program: statistics.median(seconds for seconds, _ in each) for program, each in runs.items()}
     peak = {program: max(peak for _, peak in each) / GIB for program, each in runs.items()}

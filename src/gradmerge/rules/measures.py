@@ -34,20 +34,24 @@ class Ranked:
 Measure = Sums | Ranked
 
 
-#: Entries whose products are summed at once: few enough for a core's own cache, and enough that threads seldom wait for
-#: one another.
-PIECE = 1 << 16
+#: Entries whose products are summed in the type of the models, and how many such runs are summed at once: the sums of
+#: runs are then added in float64.
+RUN, RUNS = 1 << 12, 1 << 4
 
 
 def inner_products(vectors: Sequence[Tensor], origin: Tensor | None = None) -> Iterator[Tensor]:
     """The inner products of some vectors, from an origin: the upper triangle of their matrix, row by row."""
     flat = [vector.reshape(-1) for vector in vectors]
     total = torch.zeros(len(flat), len(flat), dtype=torch.float64, device=flat[0].device)
-    for start in range(0, len(flat[0]), PIECE):
-        rows = torch.stack([vector[start : start + PIECE] for vector in flat]).double()
+    for start in range(0, len(flat[0]), RUN * RUNS):
+        rows = torch.stack([vector[start : start + RUN * RUNS] for vector in flat])
         if origin is not None:
-            rows -= origin.reshape(-1)[start : start + PIECE].double()
-        total.addmm_(rows, rows.T)
+            rows -= origin.reshape(-1)[start : start + RUN * RUNS]
+        whole = rows.shape[1] // RUN * RUN
+        runs = rows[:, :whole].reshape(len(flat), -1, RUN).transpose(0, 1)
+        total += torch.bmm(runs, runs.transpose(1, 2)).sum(0, dtype=torch.float64)
+        rest = rows[:, whole:].double()
+        total.addmm_(rest, rest.T)
     return (total[place, other] for place in range(len(flat)) for other in range(place, len(flat)))
 
 
