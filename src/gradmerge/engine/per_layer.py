@@ -89,7 +89,7 @@ class LayerSettings:
     def every(self, names: Iterable[str]) -> list[Numbers]:
         """Those that differ, each once."""
         found = {id(numbers): numbers for numbers in map(self.of, names)}.values()
-        return [numbers for place, numbers in enumerate(found) if numbers not in list(found)[:place]]
+        return list({repr(numbers): numbers for numbers in found}.values())
 
     def notes(self, names: Sequence[str]) -> list[str]:
         """What a user may not expect of values that vary."""
