@@ -1,7 +1,8 @@
 """Makes the golden files: tiny models, and what mergekit 0.1.5 makes of them by every recipe in `recipes/`.
 
-    python -m venv /tmp/mergekit && /tmp/mergekit/bin/pip install mergekit==0.1.5
-    /tmp/mergekit/bin/python tests/golden/make.py
+    .venv-mergekit/bin/python tests/golden/make.py
+
+in an environment of mergekit's own (`make bench` makes that one, with the versions in `benchmarks/constraints.txt`).
 
 It writes `models/` (Llama and GPT-2 in miniature, a LoRA adapter, three tokenizers) and `outputs.safetensors`: every
 tensor that mergekit wrote, as RECIPE/TENSOR, and what the rows of vocabularies mean. The tests need these files, and
