@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .api import diagnose as diagnose, evaluate as evaluate, merge as merge, merge_state_dicts as merge_state_dicts
     from .api.converting import convert_recipe as convert_recipe
+    from .api.diagnosing import diagnose as diagnose
     from .api.differentiating import estimate_gradient as estimate_gradient
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
+    from .api.evaluating import evaluate as evaluate
     from .api.extracting import extract_lora as extract_lora
+    from .api.merging import merge as merge
     from .api.previewing import preview as preview, suggest_weights as suggest_weights
     from .api.refining import refine as refine
     from .api.removing import remove as remove
     from .api.sampling import sample_posterior as sample_posterior
+    from .api.state_dicts import merge_state_dicts as merge_state_dicts
     from .checkpoints import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from .curvature import Curvature as Curvature
     from .curvature.gradients import Gradient as Gradient
@@ -42,15 +45,18 @@ if TYPE_CHECKING:
 
 # Where names come from. Loaded on first use: importing torch takes a second that `gradmerge --help` need not wait.
 _NAMES = {
-    "api": "diagnose evaluate merge merge_state_dicts",
     "api.converting": "convert_recipe",
+    "api.diagnosing": "diagnose",
     "api.differentiating": "estimate_gradient",
     "api.estimating": "Estimate estimate_curvature",
+    "api.evaluating": "evaluate",
     "api.extracting": "extract_lora",
+    "api.merging": "merge",
     "api.previewing": "preview suggest_weights",
     "api.refining": "refine",
     "api.removing": "remove",
     "api.sampling": "sample_posterior",
+    "api.state_dicts": "merge_state_dicts",
     "checkpoints": "Checkpoint open_checkpoint",
     "curvature": "Curvature",
     "curvature.gradients": "Gradient",

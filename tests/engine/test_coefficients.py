@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradmerge as gm
-from gradmerge.api import planned
+from gradmerge.api.merging import planned
 from gradmerge.engine import coefficients
 from gradmerge.engine.coefficients import coefficient_notes, share_above
 from gradmerge.notes import Kind, Note

@@ -465,7 +465,7 @@ def test_the_written_curvature_reads_back_as_the_merged_precision(tmp_path: Path
 
 
 def test_the_record_names_recipe_inputs_digests_versions_and_times(tmp_path: Path) -> None:
-    from gradmerge.api import digest_of
+    from gradmerge.engine.record import digest_of
 
     folders, _ = three_models(tmp_path)
     recipe = {
@@ -496,13 +496,13 @@ def test_curvature_has_a_digest_of_its_own_whatever_the_reduction(tmp_path: Path
     digests = {i["source"]: i["digest"] for i in record["inputs"]}
     values = write_model(tmp_path / "values", gm.Curvature.load(tmp_path / "curvature-1").sum())
     with gm.open_checkpoint(str(values)) as checkpoint:
-        from gradmerge.api import digest_of
+        from gradmerge.engine.record import digest_of
 
         assert digests[str(tmp_path / "curvature-1")] == f"xxh3-128:{digest_of(checkpoint).hex()}"
 
 
 def test_the_digest_depends_on_values_but_not_on_shards(tmp_path: Path) -> None:
-    from gradmerge.api import digest_of
+    from gradmerge.engine.record import digest_of
 
     state = random_state(0)
     changed = {n: t.clone() for n, t in state.items()}

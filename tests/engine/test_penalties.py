@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.api import planned
+from gradmerge.api.merging import planned
 from gradmerge.notes import Kind
 
 from ..making import assert_close, random_curvature, read_model, three_models

@@ -281,8 +281,8 @@ def test_the_card_the_record_and_inspect_say_which_layer_came_from_where(tmp_pat
         {"model": "./A", "layers": [0, 3]},
     ]
     assert [(one["source"], one["role"]) for one in record["inputs"]] == [("./A", "tuned"), ("./C", "tuned")]
-    from gradmerge.api import digest_of
     from gradmerge.checkpoints import open_checkpoint
+    from gradmerge.engine.record import digest_of
 
     with open_checkpoint(tmp_path / "A") as model:  # every layer of it was read
         assert record["inputs"][0]["digest"] == str(digest_of(model))

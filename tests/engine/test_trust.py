@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import gradmerge as gm
-from gradmerge.api import planned
+from gradmerge.api.merging import planned
 from gradmerge.engine import trust
 from gradmerge.engine.damping import find_damping
 from gradmerge.engine.trust import judge, trust_notes

@@ -1,5 +1,5 @@
 """The command line: thin. It parses, calls the API, and prints."""
 
-from .app import main
+from .app import main, script
 
-__all__ = ["main"]
+__all__ = ["main", "script"]

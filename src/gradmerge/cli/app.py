@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import io
+import os
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
@@ -102,8 +105,23 @@ app.add_typer(curvature.app, name="curvature")
 app.add_typer(recipe.app, name="recipe")
 
 
+def script() -> NoReturn:
+    """The `gradmerge` script, as a process of its own."""
+    status: Any = 0
+    try:
+        main()
+    except SystemExit as ended:
+        status = ended.code or 0
+    if isinstance(status, int) and threading.active_count() == 1:
+        # Python takes a quarter of a second to clear away PyTorch, object by object, which the system does at once.
+        atexit._run_exitfuncs()
+        settle(status)
+        os._exit(status)
+    sys.exit(status)
+
+
 def main() -> None:
-    """Entry point of the `gradmerge` script."""
+    """Run the command that the arguments of the process name; it ends with SystemExit."""
     prepare_streams()
     plain = warnings.formatwarning
     warnings.formatwarning = lambda *args, **more: printable(plain(*args, **more))

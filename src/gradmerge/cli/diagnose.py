@@ -50,12 +50,11 @@ def diagnose(
     with --data also measured.
     """
     with heavy_imports():
-        from .. import api
-        from ..api.diagnosing import as_json
+        from ..api import diagnosing
         from ..report.diagnosis_page import prediction_table
 
     with progress(printing.silent) as shown:
-        found = api.diagnose(
+        found = diagnosing.diagnose(
             recipe,
             out,
             merged=merged,
@@ -68,7 +67,7 @@ def diagnose(
             **loading.as_keywords(),
         )
     if printing.json:
-        print_json({**as_json(found), "report": str(out / "report.html")})
+        print_json({**diagnosing.as_json(found), "report": str(out / "report.html")})
         return
     for text in found.notes:
         note(text, printing.quiet)

@@ -76,11 +76,11 @@ def inspect(
 
 
 def _facts(checkpoint: Checkpoint, tensors: bool, digest: bool) -> dict[str, Any]:
-    from ..api import digest_of
     from ..checkpoints.compare import is_buffer
     from ..checkpoints.lora import AdapterCheckpoint
     from ..checkpoints.quantised import quantisation
     from ..curvature.files import default_curvature
+    from ..engine.record import digest_of
 
     types: Counter[str] = Counter()
     for info in checkpoint.tensors.values():

@@ -98,15 +98,15 @@ def merge(
 def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOptions, printing: Printing) -> None:
     """Merge, or print the plan."""
     with heavy_imports():
-        from .. import api
+        from ..api import merging
         from ..engine.coefficients import coefficient_notes
         from ..engine.trust import trust_notes
 
     settings = options.as_keywords()
     if settings.pop("dry_run"):
         allowed = {key: settings[key] for key in ("allow_pickle", "allow_config", "dequantize")}
-        threads = options.threads or api.default_threads()
-        with api.planned(recipe, **allowed) as plan:
+        threads = options.threads or merging.default_threads()
+        with merging.planned(recipe, **allowed) as plan:
             read = plan.total_read + plan.statistics_read + plan.damping_read
             plan.note(trust_notes(plan, threads))
             plan.note(coefficient_notes(recipe, plan, threads))
@@ -115,7 +115,7 @@ def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOpti
     if out is None:
         raise InputError("say where to write the result: -o OUT")
     with progress(printing.silent) as shown:
-        result = api.merge(recipe, out, device=device, progress=shown, **settings)
+        result = merging.merge(recipe, out, device=device, progress=shown, **settings)
     if printing.json:
         print_json(
             {

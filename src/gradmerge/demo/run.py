@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from .._version import __version__
-from ..api import diagnose, merge
+from ..api.diagnosing import diagnose
 from ..api.estimating import estimate_curvature
+from ..api.merging import merge
 from ..api.previewing import preview
 from ..api.refining import refine
 from ..api.removing import remove

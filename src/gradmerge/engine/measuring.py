@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoints.model import Buffers
 from ..rules.measures import Ranked, Sums
@@ -54,9 +56,7 @@ def measured(
     found: dict[str, list[float]] = {}
     for name, one in measures.items():
         if isinstance(one, Sums):
-            parts = [
-                [float(terms.sum(dtype=torch.float64)) for terms in _call(one.of, block | found)] for block in blocks()
-            ]
+            parts = [[_total(terms) for terms in _call(one.of, block | found)] for block in blocks()]
             found[name] = [exact_sum(column) for column in zip(*parts, strict=True)]
         else:
             ranks = _call(one.ranks, {**numbers, **found, "entries": entries})
@@ -76,8 +76,17 @@ def _ranked(one: Ranked, ranks: Iterable[int], blocks: Blocks, dtype: torch.dtyp
     return [search.value for search in searches if search.value is not None]
 
 
+def _total(terms: Tensor | float) -> float:
+    return float(terms.sum(dtype=torch.float64)) if isinstance(terms, Tensor) else terms
+
+
 def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    return function(**{name: arguments[name] for name in inspect.signature(function).parameters})
+    return function(**{name: arguments[name] for name in _names(function)})
+
+
+@functools.cache
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def exact_sum(values: Iterable[float]) -> float:

@@ -17,8 +17,9 @@ from ..errors import MachineError
 
 Item = TypeVar("Item")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-#: Seconds after which a thread that waits for the interpreter is given it: Python's 5 ms are as long as several blocks.
-SWITCH = 5e-4
+#: Seconds after which a thread that waits for the interpreter is given it: Python's 5 ms are as long as several blocks,
+#: and an operation on a block takes a hundredth of that.
+SWITCH = 5e-5
 
 
 @contextlib.contextmanager

@@ -6,9 +6,11 @@ functions take inputs and options of the rule by name, and what was measured bef
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +19,8 @@ from torch import Tensor
 class Sums:
     """Sums over all entries of a tensor: the rule is given a list of them, in float64."""
 
-    of: Callable[..., Iterable[Tensor]]
-    """The terms of every sum, for a block; or what they add up to there."""
+    of: Callable[..., Iterable[Tensor | float]]
+    """The terms of every sum, for a block; or what they add up to there, as a number."""
 
 
 @dataclass(frozen=True)
@@ -34,25 +36,18 @@ class Ranked:
 Measure = Sums | Ranked
 
 
-#: Entries whose products are summed in the type of the models, and how many such runs are summed at once: the sums of
-#: runs are then added in float64.
-RUN, RUNS = 1 << 12, 1 << 4
+#: Entries whose products are summed in the type of the models; the sums of such runs are then added in float64.
+RUN = 1 << 12
 
 
-def inner_products(vectors: Sequence[Tensor], origin: Tensor | None = None) -> Iterator[Tensor]:
+def inner_products(vectors: Sequence[Tensor], origin: Tensor | None = None) -> Iterator[float]:
     """The inner products of some vectors, from an origin: the upper triangle of their matrix, row by row."""
-    flat = [vector.reshape(-1) for vector in vectors]
-    total = torch.zeros(len(flat), len(flat), dtype=torch.float64, device=flat[0].device)
-    for start in range(0, len(flat[0]), RUN * RUNS):
-        rows = torch.stack([vector[start : start + RUN * RUNS] for vector in flat])
-        if origin is not None:
-            rows -= origin.reshape(-1)[start : start + RUN * RUNS]
-        whole = rows.shape[1] // RUN * RUN
-        runs = rows[:, :whole].reshape(len(flat), -1, RUN).transpose(0, 1)
-        total += torch.bmm(runs, runs.transpose(1, 2)).sum(0, dtype=torch.float64)
-        rest = rows[:, whole:].double()
-        total.addmm_(rest, rest.T)
-    return (total[place, other] for place in range(len(flat)) for other in range(place, len(flat)))
+    flat = [(vector if origin is None else vector - origin).reshape(-1).detach().cpu().numpy() for vector in vectors]
+    # One call for many runs: PyTorch's products of so few rows take three times as long.
+    whole = len(flat[0]) // RUN * RUN
+    parts = [(values[:whole].reshape(-1, RUN), values[whole:].astype(np.float64)) for values in flat]
+    for (runs, rest), (other_runs, other_rest) in itertools.combinations_with_replacement(parts, 2):
+        yield float(np.vecdot(runs, other_runs).sum(dtype=np.float64) + np.vecdot(rest, other_rest))
 
 
 #: The inner products of base and models, the base first if it is there; as :func:`square` takes them.
@@ -72,7 +67,8 @@ def square(products: Sequence[float]) -> Tensor:
 
 def spanned(base: Tensor | None, tuned: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
     """θ_0 + Σ c_t Δ_t, or Σ c_t θ_t where there is no base."""
-    total = torch.zeros_like(tuned[0])
-    for model, factor in zip(tuned, factors, strict=True):
-        total += (model if base is None else model - base) * factor
+    parts = (model if base is None else model - base for model in tuned)
+    total = next(parts) * factors[0]
+    for part, factor in zip(parts, factors[1:], strict=True):
+        total.add_(part, alpha=factor)
     return total if base is None else total.add_(base)

@@ -95,7 +95,7 @@ def elect_and_average(
     elected = _weighted_sum(deltas, factors)
     if vote == "mergekit":
         # Adding 0 makes −0 of it 0, which counts as +. Where a difference is NaN, so is its product below.
-        elected = torch.copysign(torch.ones_like(elected), elected.add_(0.0))
+        elected = torch.copysign(elected.new_ones(()), elected.add_(0.0))
     else:
         elected.sign_()
     for delta in deltas:

@@ -49,4 +49,4 @@ def slerp(
         from_base, from_tuned = 1.0 - t, t
     else:
         from_base, from_tuned = arc_factors(cosine, t)
-    return (base * from_base).add_(tuned[0] * from_tuned)
+    return (base * from_base).add_(tuned[0], alpha=from_tuned)
