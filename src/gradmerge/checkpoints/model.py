@@ -29,13 +29,19 @@ class Buffers:
     """One thread's read buffers, by slot, each as large as the largest block that went through it."""
 
     def __init__(self) -> None:
-        self._slots: dict[str, Tensor] = {}
+        self._slots: dict[str, tuple[Tensor, memoryview]] = {}
 
     def take(self, slot: str, nbytes: int) -> Tensor:
-        buffer = self._slots.get(slot)
-        if buffer is None or buffer.numel() < nbytes:
-            buffer = self._slots[slot] = torch.empty(nbytes, dtype=torch.uint8)
-        return buffer[:nbytes]
+        return self.take_both(slot, nbytes)[0]
+
+    def take_both(self, slot: str, nbytes: int) -> tuple[Tensor, memoryview]:
+        """A slot's memory, as a tensor of bytes and as what files are read into."""
+        tensor, memory = self._slots.get(slot, (None, memoryview(b"")))
+        if tensor is None or len(memory) < nbytes:
+            tensor = torch.empty(nbytes, dtype=torch.uint8)
+            memory = bytes_of(tensor)
+            self._slots[slot] = tensor, memory
+        return (tensor, memory) if len(memory) == nbytes else (tensor[:nbytes], memory[:nbytes])
 
 
 class Checkpoint(OneLine):
@@ -63,6 +69,8 @@ class Checkpoint(OneLine):
         self.modules = modules
         """Folders of sentence-transformers' further modules, or of diffusers' parts; names there begin with FOLDER/."""
         self.notes: list[str] = []
+        self.as_stored = True
+        """No adapter is on top of what the files hold."""
         self.absent: frozenset[str] = frozenset()
         """Tensors of other models that are merged without this one."""
         self._files = list(files or [])
@@ -88,9 +96,9 @@ class Checkpoint(OneLine):
             return self._memory[name].detach().reshape(-1)[start:stop].cpu()
         file, entry = self._places[name]
         size = ITEM_SIZE[entry.dtype]
-        buffer = buffers.take(slot, (stop - start) * size)
+        buffer, memory = buffers.take_both(slot, (stop - start) * size)
         if stop > start:
-            file.read_into(bytes_of(buffer), entry.start + start * size)
+            file.read_into(memory, entry.start + start * size)
         return buffer.view(TORCH_TYPES[entry.dtype])
 
     def will_need(self, name: str) -> None:

@@ -225,8 +225,7 @@ def rule_arguments(rule: Rule, plan: Plan, tensors: Mapping[str, Any], numbers: 
     arguments = {
         name: given[name] if name in given else tensors.get(name) if name in read else None for name in rule.inputs
     }
-    own = {option.name for option in rule.options}
-    return arguments | {name: value for name, value in numbers.options.items() if name in own}
+    return arguments | {name: value for name, value in numbers.options.items() if name in rule.option_names}
 
 
 def converted(inputs: Mapping[str, Any], convert: Callable[[Tensor], Tensor]) -> dict[str, Any]:

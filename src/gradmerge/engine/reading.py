@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Buffers, Checkpoint, block_digest
-from ..checkpoints.views import beneath
 from ..errors import InputError
 from ..rules.spec import each
 from ..text import one_line
@@ -29,7 +27,7 @@ def read_models(
     def read(checkpoint: Checkpoint, slot: str) -> Tensor:
         block = checkpoint.read(inputs.stored_name(checkpoint, job.name), start, stop, buffers, slot)
         # What is digested is the model as it is stored; of others the record does it.
-        if digests is not None and not any(isinstance(below, AdapterCheckpoint) for below in beneath(checkpoint)):
+        if digests is not None and checkpoint.as_stored:
             digests[checkpoint] = block_digest(block)
         return block.to(job.compute)
 

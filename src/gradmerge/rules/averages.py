@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from .spec import Help, negative, rule
@@ -65,7 +64,8 @@ def weighted_average(
             "the weights sum to 0, so that there is nothing to divide by; "
             "weighted-average takes options.normalize: false"
         )
-    total = torch.zeros_like(tuned[0])
-    for model, weight in models:
-        total += model * (weight / whole)
+    (first, weight), *others = models
+    total = first * (weight / whole)
+    for model, weight in others:
+        total.add_(model, alpha=weight / whole)
     return total

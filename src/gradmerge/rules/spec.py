@@ -13,6 +13,7 @@ that knows about rules (recipe, command line, docs, engine) reads this and nothi
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,6 +161,10 @@ class Rule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.function(*args, **kwargs)
+
+    @functools.cached_property
+    def option_names(self) -> frozenset[str]:
+        return frozenset(option.name for option in self.options)
 
     @property
     def summary(self) -> str:

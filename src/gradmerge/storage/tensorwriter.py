@@ -62,7 +62,7 @@ class TensorWriter:
         """Bytes of each file."""
         for prefix, group in _by_folder(tensors, self._stems).items():
             self._lay_out(prefix, group, shard_size, metadata)
-        self._files = _OpenFiles()
+        self._files = _OpenFiles(folder)
 
     def _lay_out(self, prefix: str, tensors: Tensors, shard_size: int, metadata: Mapping[str, str]) -> None:
         shards = split_into_shards(tensors, shard_size)
@@ -91,7 +91,7 @@ class TensorWriter:
             path = self.folder / filename
             try:
                 path.parent.mkdir(exist_ok=True)
-                with self._files.opened(path, create=True) as fd:
+                with self._files.opened(filename, create=True) as fd:
                     if os.fstat(fd).st_size != self.sizes[filename]:
                         os.ftruncate(fd, self.sizes[filename])
                         all_there = False
@@ -104,7 +104,7 @@ class TensorWriter:
         """Put a block at element ``start`` of the flattened tensor."""
         filename, entry = self._places[name]
         try:
-            with self._files.opened(self.folder / filename) as fd:
+            with self._files.opened(filename) as fd:
                 _write(fd, block, entry.start + start * ITEM_SIZE[entry.dtype])
         except OSError as error:
             raise MachineError(f"{self.folder / filename}: writing failed: {error.strerror}") from error
@@ -130,31 +130,32 @@ class _OpenFiles:
 
     most = 64
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._lock = threading.Lock()
-        self._fds: dict[Path, int] = {}
-        """The one that was used last comes last."""
-        self._users: Counter[Path] = Counter()
+        self._fds: dict[str, int] = {}
+        """By name in the folder; the one that was used last comes last."""
+        self._users: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def opened(self, path: Path, create: bool = False) -> Iterator[int]:
+    def opened(self, name: str, create: bool = False) -> Iterator[int]:
         """The descriptor of a file; it stays open at least as long as somebody uses it."""
         with self._lock:
-            fd = self._fds.pop(path, -1)
+            fd = self._fds.pop(name, -1)
             if fd < 0:
                 self._close_idle(self.most - 1)
-                fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
-            self._fds[path] = fd
-            self._users[path] += 1
+                fd = os.open(self._folder / name, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
+            self._fds[name] = fd
+            self._users[name] += 1
         try:
             yield fd
         finally:
             with self._lock:
-                self._users[path] -= 1
+                self._users[name] -= 1
 
     def _close_idle(self, left: int) -> None:
-        for path in [path for path in self._fds if not self._users[path]][: max(0, len(self._fds) - left)]:
-            os.close(self._fds.pop(path))
+        for name in [name for name in self._fds if not self._users[name]][: max(0, len(self._fds) - left)]:
+            os.close(self._fds.pop(name))
 
     def close(self) -> None:
         with self._lock:
