@@ -19,6 +19,9 @@ LOOKS: dict[str, dict[str, Any]] = {
     "ties": {"color": "#D55E00", "marker": "^", "label": "TIES"},
     "fisher-averaging": {"color": "#009E73", "marker": "D", "label": "Fisher averaging"},
     "average": {"color": "#CC79A7", "marker": "v", "label": "average"},
+    "regmean": {"color": "#E69F00", "marker": "P", "label": "RegMean"},
+    "tsv": {"color": "#56B4E9", "marker": "X", "label": "TSV"},
+    "iso-c": {"color": "#8C510A", "marker": "*", "label": "Iso-C"},
 }
 
 _STYLE = {

@@ -14,7 +14,7 @@ from ..common.seeds import run_seeds
 from ..sentiment.run import prepare as prepare_text
 from ..sentiment.settings import settings_for
 from ..vision.run import prepare as prepare_pictures
-from ..vision.settings import SCALES
+from ..vision.settings import PRETRAINED, SCALES
 from . import report
 from .pictures import PictureSeed
 from .study import Wanted
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "refinement",
         DESCRIPTION,
         EXAMPLES,
-        model="text: folder or Hub id of a pre-trained encoder (tiny: made up)",
+        model="folder or Hub id of a pre-trained encoder (text, tiny: made up; images: trained here by default)",
         data="folder with the data sets, as of the experiment whose models these are",
     )
     rows = "labelled rows per task, several comma-separated (default: 2048 of text, 1024 images; tiny: 24)"
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         kind, tasks, usual = TextSeed, TextSeed.tasks, 2048
     else:
         need(args, "data-dir")
-        settings = SCALES[args.scale]
-        shared = prepare_pictures(args.out, settings, args.device, None, args.data_dir)
+        settings = SCALES[args.scale] if args.model is None else PRETRAINED
+        shared = prepare_pictures(args.out, settings, args.device, args.model, args.data_dir)
         kind, tasks, usual = PictureSeed, settings.tasks, 1024
     sizes = args.rows or (24 if args.scale == "tiny" else usual,)
     seeds = run_seeds(kind, Wanted(args.out, settings, args.device, shared, sizes), args.seeds, args.jobs)

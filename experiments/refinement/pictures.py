@@ -27,6 +27,7 @@ class PictureSeed(run.Seed, Study):
     def results(self) -> dict[str, Any]:
         settings, stages = self.settings, self.stages.run
         given = {"seed": self.seed, "data": self.run.sets, "encoder": settings.encoder, "rows": settings.base_rows}
+        given |= {"model": self.run.model}
         trained = {"base": stages("base", self._base, given=given)}
         for task in self.tasks:
             training = replace(settings.fine_tuning, epochs=epochs_on(settings, self.run.sets[task]["train"]))
@@ -72,8 +73,9 @@ class PictureSeed(run.Seed, Study):
         return classifier.eval()
 
     def rows(self, task: str, first: int) -> list[Any]:
-        # The base knows the first rows by heart: they say nothing about what a merge has lost.
-        images, known = self._images([task], "train"), self.settings.base_rows
+        # A base that was trained here knows the first rows by heart: they say nothing about what a merge has lost.
+        images = self._images([task], "train")
+        known = self.settings.base_rows if self.settings.pretraining is not None else 0
         order = torch.randperm(len(images) - known, generator=torch.Generator().manual_seed(self.seed))[:first]
         return [images.batch(rows.tolist()) for rows in (known + order).split(128)]
 

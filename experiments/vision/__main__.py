@@ -13,7 +13,7 @@ from ..common.program import head, make_parser, need, public_name, run_program
 from ..common.seeds import run_seeds
 from . import report
 from .run import Seed, prepare
-from .settings import CLIP, SCALES, Settings
+from .settings import CLIP, PRETRAINED, SCALES, Settings
 
 DESCRIPTION = """\
 Eight image tasks added to a vision transformer: the left panel of the paper's figure over scaling factors.
@@ -26,7 +26,8 @@ full: the image encoder of CLIP ViT-B/32; a head is the text embeddings of the c
 from DIR with, for each task, NAME.npz (x_train, y_train, x_test, y_test, classes) or a folder
 NAME/{train,test}/CLASS/IMAGE. 30 GB of disk.
 small: DIR, or DIR/images, has the .npz files mnist, fashion_mnist, kmnist, notmnist, usps, gtsrb, cifar10 and
-intel_scenes. A small vision transformer is pre-trained on 1,000 rows of each, with heads, which are fixed from then on.
+intel_scenes. A small vision transformer is pre-trained on 1,000 rows of each, with heads, which are fixed from then on;
+or, with --model, one that others trained is the base, and heads are logistic regressions from its features.
 tiny: the same with a few dozen rows of each and a model of some thousand parameters.
 
 Fine-tuning at full scale is the paper's: learning rate 1e-3, with a decoupled quadratic penalty towards the base. Its
@@ -40,6 +41,7 @@ EXAMPLES = """\
 examples:
   python -m experiments.vision -o runs/vision
   python -m experiments.vision --scale small --data-dir DIR --seeds 0,1,2 -o runs/vision-small
+  python -m experiments.vision --scale small --model ./deit-tiny --data-dir DIR --seeds 0,1,2 -o runs/vision-deit
   python -m experiments.vision --render-only -o runs/vision        tables and figures again, from results.json"""
 
 
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "vision",
         DESCRIPTION,
         EXAMPLES,
-        model=f"CLIP model whose image encoder is the base, folder or Hub id; --scale full only (default: {CLIP})",
+        model=f"the base, folder or Hub id; full: of CLIP (default: {CLIP}); small: a vision transformer (vit)",
         data="folder with the data sets, see above (--scale full: the Hub by default)",
     )
     add = parser.add_argument
@@ -68,7 +70,7 @@ def _weights(text: str) -> tuple[float, ...]:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """The scale's settings with what the command line changes."""
-    settings = SCALES[args.scale]
+    settings = PRETRAINED if args.scale == "small" and args.model is not None else SCALES[args.scale]
     given = {"learning_rate": args.learning_rate, "strength": args.strength}
     changes = {name: value for name, value in given.items() if value is not None}
     if args.weights is not None:
@@ -81,10 +83,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.scale != "full":
         need(args, "data-dir")
-        if args.model is not None:
+        if args.model is not None and args.scale == "tiny":
             raise gm.InputError(f"--scale {args.scale} makes its own model: leave --model out")
     settings = settings_of(args)
-    model = (args.model or CLIP) if args.scale == "full" else None
+    model = (args.model or CLIP) if args.scale == "full" else args.model
     shared = prepare(args.out, settings, args.device, model, args.data_dir)
     found = run_seeds(Seed, shared, args.seeds, args.jobs)
     changed = {"learning-rate": args.learning_rate, "strength": args.strength}

@@ -19,6 +19,7 @@ from transformers import (
     ViTConfig,
     ViTModel,
 )
+from transformers.image_processing_base import ImageProcessingMixin
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 #: Short sentences with a class in them; a class's embedding is the mean of theirs. "{}" is the class.
@@ -58,18 +59,25 @@ class Classifier(nn.Module):
     def __init__(self, encoder: PreTrainedModel, heads: Heads) -> None:
         super().__init__()
         self.encoder, self.heads = encoder, heads
+        self.enlarges = hasattr(encoder.config, "pixel_scaling")
+        """The encoder was trained by others, on larger images than the tasks'."""
         clip = encoder.config.model_type == "clip_vision_model"
         scaling = {"mean": OPENAI_CLIP_MEAN, "std": OPENAI_CLIP_STD} if clip else {"mean": [0.5] * 3, "std": [0.5] * 3}
-        for name, value in scaling.items():
+        for name, value in (scaling | getattr(encoder.config, "pixel_scaling", {})).items():
             self.register_buffer(name, torch.tensor(value).view(1, 3, 1, 1))
 
-    def forward(self, pixels: Tensor, task: Tensor, labels: Tensor | None = None) -> Any:
+    def features(self, pixels: Tensor) -> Tensor:
+        """What the heads are given."""
+        pixels, side = pixels.float(), self.encoder.config.image_size
+        if pixels.shape[-1] != side:
+            pixels = F.interpolate(pixels, side, mode="bicubic", antialias=True).clamp(0, 255)
         output = self.encoder((pixels / 255 - self.mean) / self.std)
         if "image_embeds" in output:
-            features = F.normalize(output.image_embeds, dim=-1)
-        else:
-            features = output.last_hidden_state[:, 0]
-        logits = self.heads(features, task)
+            return F.normalize(output.image_embeds, dim=-1)
+        return output.last_hidden_state[:, 0]
+
+    def forward(self, pixels: Tensor, task: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.heads(self.features(pixels), task)
         if labels is None:
             return logits
         return {"loss": F.cross_entropy(logits.float(), labels), "logits": logits}
@@ -110,6 +118,35 @@ def clip_classifier(model: str, classes: Mapping[str, Sequence[str]]) -> Classif
         with torch.no_grad():
             heads.weight[number, : len(names)] = clip.logit_scale.exp() * rows
     return Classifier(encoder, heads)
+
+
+def pretrained_classifier(model: str, classes: Sequence[int]) -> Classifier:
+    """A vision transformer that others trained, with heads that are still to be fitted."""
+    encoder = ViTModel.from_pretrained(model, add_pooling_layer=False, dtype=torch.float32)
+    known = ImageProcessingMixin.get_image_processor_dict(model)[0]
+    encoder.config.pixel_scaling = {"mean": known["image_mean"], "std": known["image_std"]}
+    return Classifier(encoder, Heads(classes, encoder.config.hidden_size))
+
+
+def fit_head(features: Tensor, labels: Tensor, classes: int, decay: float = 1e-4) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the logistic regression from features to classes; both are shrunk a little towards 0."""
+    centre, spread = features.mean(0), features.std(0) + 1e-6
+    scaled = ((features - centre) / spread).double()
+    weight, bias = (
+        torch.zeros(*s, dtype=torch.float64, device=features.device) for s in ((classes, len(centre)), (classes,))
+    )
+    parameters = [weight.requires_grad_(), bias.requires_grad_()]
+    optimizer = torch.optim.LBFGS(parameters, max_iter=300, history_size=20, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(scaled @ weight.T + bias, labels) + decay * weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    fitted = weight.detach().float() / spread
+    return fitted, bias.detach().float() - fitted @ centre
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from matplotlib import colormaps
 from ..common.figures import LOOKS, band, figure
 from ..common.tables import markdown, shown
 from . import paper
+from .settings import SCALED
 
 Point = Mapping[str, float]
 
@@ -86,7 +87,13 @@ def _setting(results: Mapping[str, Any], seeds: list[Any]) -> str:
         f"Encoder of {seeds[0]['base']['parameters']:,} parameters. Fine-tuned with batches of {tuning['batch_size']}, "
         f"learning rate {tuning['learning_rate']:g}, {penalty}; heads are fixed.",
     ]
-    if settings["pretraining"] is not None:
+    if settings["pretraining"] is None and settings["encoder"]:
+        lines.append(
+            f"The base is {results['model']}, trained by others on ImageNet; images are enlarged to the size that it "
+            "takes. Heads are logistic regressions from its features, fitted on the training rows. The Fisher of the "
+            f"base is measured on the first {settings['base_rows']} training rows of each task."
+        )
+    elif settings["pretraining"] is not None:
         lines.append(
             f"The base and the heads were trained from random weights on the first {settings['base_rows']} training "
             "rows of each task (fewer where a task has fewer). These rows are among those of fine-tuning."
@@ -129,33 +136,39 @@ def _curves(results: Mapping[str, Any], seeds: list[Any]) -> str:
 def _by_task(results: Mapping[str, Any], seeds: list[Any]) -> str:
     tasks = results["settings"]["tasks"]
 
-    def row(label: str, points: list[Point], weights: list[float] | None = None) -> list[str]:
+    with_loss = "loss" in seeds[0]["references"]["base"]
+
+    def row(label: str, found: list[Mapping[str, Point]], weights: list[float] | None = None) -> list[str]:
         chosen = "" if weights is None else shown(weights, 2)
         return [
             label,
             chosen,
-            *(shown([p[task] for p in points]) for task in tasks),
-            shown([over_tasks(p) for p in points]),
+            *(shown([one["test"][task] for one in found]) for task in tasks),
+            shown([over_tasks(one["test"]) for one in found]),
+            *([shown([over_tasks(one["loss"]) for one in found], 3)] if with_loss else []),
         ]
 
     rows = [
-        row("base", [s["references"]["base"]["test"] for s in seeds]),
-        row("each task's own model", [s["references"]["individual"]["test"] for s in seeds]),
-        row("trained on all tasks", [s["references"]["joint"]["test"] for s in seeds]),
+        row("base", [s["references"]["base"] for s in seeds]),
+        row("each task's own model", [s["references"]["individual"] for s in seeds]),
+        row("trained on all tasks", [s["references"]["joint"] for s in seeds]),
     ]
-    rows += [row(_label(name), [s["fixed"][name]["test"] for s in seeds]) for name in seeds[0]["fixed"]]
+    rows += [row(_label(name), [s["fixed"][name] for s in seeds]) for name in seeds[0]["fixed"]]
     weights = results["settings"]["weights"]
     choices: list[tuple[str, Callable[[Any], int]]] = [
         ("at 1", lambda curve: weights.index(1.0)),
         ("tuned", lambda curve: best(curve["validation"])),
         ("best on test", lambda curve: best(curve["test"])),
     ]
-    for name in (*MAIN, "ties"):
+    for name in [n for n in (*MAIN, *SCALED) if n in seeds[0]["curves"]]:
         for label, choose in choices:
             places = [choose(s["curves"][name]) for s in seeds]
-            points = [at(s["curves"][name]["test"], place) for s, place in zip(seeds, places, strict=True)]
-            rows.append(row(f"{_label(name)}, {label}", points, [weights[place] for place in places]))
-    return markdown(["", "weight", *tasks, "mean"], rows)
+            found = [
+                {part: at(curve, place) for part, curve in s["curves"][name].items()}
+                for s, place in zip(seeds, places, strict=True)
+            ]
+            rows.append(row(f"{_label(name)}, {label}", found, [weights[place] for place in places]))
+    return markdown(["", "weight", *tasks, "mean", *(["mean loss"] if with_loss else [])], rows)
 
 
 def _label(name: str) -> str:
@@ -166,6 +179,7 @@ def _label(name: str) -> str:
 def _priors(results: Mapping[str, Any], seeds: list[Any]) -> str:
     weights = results["settings"]["weights"]
     names = [n for n in seeds[0]["curves"] if n.startswith("gradient-matching")]
+    with_loss = "loss" in seeds[0]["references"]["base"]
     rows = []
     for name in [*names, "task-arithmetic"]:
         curves = [s["curves"][name] for s in seeds]
@@ -177,22 +191,25 @@ def _priors(results: Mapping[str, Any], seeds: list[Any]) -> str:
                 shown([mean_curve(c["test"])[place] for c, place in zip(curves, tuned, strict=True)]),
                 shown([weights[place] for place in tuned], 2),
                 shown([max(mean_curve(c["test"])) for c in curves]),
+                *([shown([min(mean_curve(c["loss"])) for c in curves], 3)] if with_loss else []),
             ]
         )
     text = "Gradient matching with other H_0, mean accuracy over the test sets. "
     text += "c is the mean entry of the tasks' curvature; the Fisher of the base has a mean entry of "
     text += f"{shown_numbers([s['scalar_of_base']['mean'] for s in seeds])} (mean).\n\n"
     text += "![accuracy over the weight with each H_0](figures/prior.svg)\n\n"
-    return text + markdown(["H_0", "at weight 1", "at tuned weight", "tuned weight", "best on test"], rows)
+    header = ["H_0", "at weight 1", "at tuned weight", "tuned weight", "best on test"]
+    return text + markdown([*header, *(["smallest test loss"] if with_loss else [])], rows)
 
 
 def _prior(name: str) -> str:
     if name == "task-arithmetic":
         return "∞ · I: task arithmetic"
-    reduction = "sum" if ", sum" in name else "mean"
-    rest = name.removeprefix("gradient-matching").removeprefix(", sum").removeprefix(", ")
-    what = {"": "c · I", "Fisher of the base": "Fisher of the base"}.get(rest, f"{rest} · I")
-    return f"{what} ({reduction})"
+    _, *rest = name.split(", ")
+    words = ["sum" if "sum" in rest else "mean", *(word for word in rest if word in ("no penalty", "sampled labels"))]
+    what = next((word for word in rest if word not in ("sum", *words)), "")
+    what = {"": "c · I", "Fisher of the base": what}.get(what, f"{what} · I")
+    return f"{what} ({', '.join(words)})"
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> None:
@@ -216,6 +233,7 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
         right.legend(loc="best")
     with figure(folder / "prior.svg", 6.4, 3.8) as axes:
         names = [n for n in seeds[0]["curves"] if n.startswith("gradient-matching") and "sum" not in n]
+        names = [n for n in names if "sampled" not in n and "penalty" not in n]
         scalars = sorted((n for n in names if "Fisher" not in n), key=_factor)
         for place, name in enumerate(scalars):
             runs = [mean_curve(s["curves"][name]["test"]) for s in seeds]

@@ -16,11 +16,19 @@ import gradmerge as gm
 
 from ..common import seeds
 from ..common.seeds import stages_in
-from ..common.states import distance
+from ..common.states import distance, read_state
 from ..common.training import Training, fine_tune
 from .data import Images, load_part, source_of, write_task
-from .merging import accuracy, merged, merges, prior_scalar
-from .models import Classifier, clip_classifier, load_classifier, new_classifier, save_classifier
+from .merging import LABELS, Measures, merged, merges, prior_scalar, scores
+from .models import (
+    Classifier,
+    clip_classifier,
+    fit_head,
+    load_classifier,
+    new_classifier,
+    pretrained_classifier,
+    save_classifier,
+)
 from .settings import HUB, Settings, epochs_on
 
 
@@ -28,7 +36,7 @@ from .settings import HUB, Settings, epochs_on
 class Run(seeds.Run):
     settings: Settings
     model: str | None
-    """The CLIP model that lends its encoder; None where one is pre-trained."""
+    """The model that lends its encoder, of CLIP at full scale; None where one is pre-trained."""
     size: int
     """Of the images that the encoder takes."""
     sets: Mapping[str, Any]
@@ -58,14 +66,18 @@ def prepare(out: Path, settings: Settings, device: str, model: str | None, data_
 
 
 def _image_size(model: str | None, settings: Settings) -> int:
+    """Of the images as they are kept; an encoder may enlarge them."""
     if model is None:
         return int(settings.encoder["image_size"])
-    config = AutoConfig.from_pretrained(model)
-    if config.model_type != "clip":
-        raise gm.InputError(
-            f"--model {model}: this is {config.model_type}, not CLIP, whose text encoder makes the heads"
-        )
-    return int(config.vision_config.image_size)
+    wanted = "vit" if settings.encoder else "clip"
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise gm.InputError(f"--model {model}: {str(error).splitlines()[0]}") from error
+    if config.model_type != wanted:
+        needed = "a vision transformer (vit)" if settings.encoder else "CLIP, whose text encoder makes the heads"
+        raise gm.InputError(f"--model {model}: this is {config.model_type}, not {needed}")
+    return int(settings.encoder["image_size"] if settings.encoder else config.vision_config.image_size)
 
 
 class Seed(seeds.Seed):
@@ -90,28 +102,37 @@ class Seed(seeds.Seed):
                 given=asdict(training),
                 after=["base"],
             )
-            run(
-                f"curvature-{task}",
-                lambda folder, task=task: self._curvature(folder, f"tuned-{task}", [task], None),
-                after=[f"tuned-{task}"],
-            )
+            for labels in LABELS:
+                run(
+                    f"{labels}-{task}",
+                    lambda folder, task=task, labels=labels: self._curvature(
+                        folder, f"tuned-{task}", [task], None, labels
+                    ),
+                    after=[f"tuned-{task}"],
+                )
+            run(f"gram-{task}", lambda folder, task=task: self._gram(folder, task), after=[f"tuned-{task}"])
         trained["joint"] = run(
             "joint",
             lambda folder: self._tuned(folder, tasks, settings.joint),
             given=asdict(settings.joint),
             after=["base"],
         )
-        run(
-            "curvature-base",
-            lambda folder: self._curvature(folder, "base", tasks, settings.base_rows),
-            given={"rows": settings.base_rows},
-            after=["base"],
-        )
+        for labels in LABELS:
+            run(
+                f"{labels}-base",
+                lambda folder, labels=labels: self._curvature(folder, "base", tasks, settings.base_rows, labels),
+                given={"rows": settings.base_rows},
+                after=["base"],
+            )
         found = run(
             "merges",
             self._merges,
             given={"weights": settings.weights, "factors": settings.prior_factors},
-            after=["joint", "curvature-base", *(f"curvature-{task}" for task in tasks)],
+            after=[
+                "joint",
+                *(f"{labels}-{place}" for labels in LABELS for place in ("base", *tasks)),
+                *(f"gram-{task}" for task in tasks),
+            ],
         )
         return {"base": base, "training": trained, **found, "seconds": self.stages.seconds()}
 
@@ -129,15 +150,35 @@ class Seed(seeds.Seed):
         tasks, settings = self.settings.tasks, self.settings
         torch.manual_seed(self.seed)
         report: dict[str, Any] = {}
-        if settings.pretraining is None:
-            assert self.run.model is not None
-            classifier = clip_classifier(self.run.model, {task: self.run.sets[task]["classes"] for task in tasks})
-        else:
-            classifier = new_classifier(settings.encoder, [len(self.run.sets[task]["classes"]) for task in tasks])
+        classes = [len(self.run.sets[task]["classes"]) for task in tasks]
+        if settings.pretraining is not None:
+            classifier = new_classifier(settings.encoder, classes)
             images = self._images(tasks, "train", settings.base_rows)
             report = self._train(classifier, images, folder, settings.pretraining)
+        elif settings.encoder:
+            assert self.run.model is not None
+            classifier = pretrained_classifier(self.run.model, classes)
+            self._fit_heads(classifier.to(self.run.device))
+        else:
+            assert self.run.model is not None
+            classifier = clip_classifier(self.run.model, {task: self.run.sets[task]["classes"] for task in tasks})
         save_classifier(classifier, folder)
         return report | {"parameters": sum(p.numel() for p in classifier.encoder.parameters())}
+
+    @torch.no_grad()
+    def _fit_heads(self, classifier: Classifier) -> None:
+        """A logistic regression for each task, on what the base makes of its training rows."""
+        device, heads = self.run.device, classifier.heads
+        classifier.eval()
+        for number, task in enumerate(self.settings.tasks):
+            images = self._images([task], "train")
+            batches = list(images.batches(self.settings.evaluation_batch))
+            features = torch.cat([classifier.features(batch["pixels"].to(device)) for batch in batches])
+            labels = torch.cat([batch["labels"] for batch in batches]).to(device)
+            classes = len(self.run.sets[task]["classes"])
+            with torch.enable_grad():
+                weight, bias = fit_head(features, labels, classes)
+            heads.weight[number, :classes], heads.bias[number, :classes] = weight, bias
 
     def _classifier(self) -> Classifier:
         return load_classifier(self.stages.path("base"), self.run.device)
@@ -154,14 +195,25 @@ class Seed(seeds.Seed):
         entries = sum(value.numel() for value in base.values())
         return report | {"moved_rms": distance(state, base) / entries**0.5}
 
-    def _curvature(self, folder: Path, stage: str, tasks: Sequence[str], first: int | None) -> dict[str, Any]:
+    def _curvature(
+        self, folder: Path, stage: str, tasks: Sequence[str], first: int | None, labels: str
+    ) -> dict[str, Any]:
         """Σ_i [∇ℓ_i]² over the training rows, or over the first rows of every task."""
         classifier = self._classifier()
         classifier.put(self._state(stage))
         images = self._images(tasks, "train", first)
-        found = gm.estimate_curvature(classifier, images.batches(self.settings.curvature_batch), device=self.run.device)
+        batches = images.batches(self.settings.curvature_batch)
+        found = gm.estimate_curvature(classifier, batches, labels, device=self.run.device, progress=False)
         found.save(folder / "curvature", force=True)
         return {"examples": found.examples, "mean_entry": prior_scalar([found], "mean")}
+
+    def _gram(self, folder: Path, task: str) -> dict[str, Any]:
+        classifier = self._classifier()
+        classifier.put(self._state(f"tuned-{task}"))
+        batches = self._images([task], "train").batches(self.settings.curvature_batch)
+        found = gm.estimate_gram(classifier, batches, device=self.run.device, progress=False)
+        found.save(folder / "gram", force=True)
+        return {"examples": found.examples}
 
     def _merges(self, folder: Path) -> dict[str, Any]:
         settings, tasks = self.settings, self.settings.tasks
@@ -169,26 +221,37 @@ class Seed(seeds.Seed):
         images = {split: {task: self._images([task], split) for task in tasks} for split in ("validation", "test")}
 
         def measured(state: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+            """Accuracy on the rows of each split, and the mean loss of a test row."""
             classifier.put(state)
-            return {
-                split: accuracy(classifier, sets, settings.evaluation_batch, self.run.device)
-                for split, sets in images.items()
+            found = {
+                s: scores(classifier, sets, settings.evaluation_batch, self.run.device) for s, sets in images.items()
             }
+            accuracies = {
+                split: {task: one["accuracy"] for task, one in by_task.items()} for split, by_task in found.items()
+            }
+            return accuracies | {"loss": {task: one["loss"] for task, one in found["test"].items()}}
 
         base, tuned = self._state("base"), [self._state(f"tuned-{task}") for task in tasks]
         references = {"base": measured(base), "joint": measured(self._state("joint"))}
         own = [measured(state) for state in tuned]
         references["individual"] = {
-            split: {task: found[split][task] for task, found in zip(tasks, own, strict=True)} for split in images
+            part: {task: found[part][task] for task, found in zip(tasks, own, strict=True)} for part in own[0]
         }
-        curvature = [gm.Curvature.load(self.stages.path(f"curvature-{task}") / "curvature") for task in tasks]
-        of_base = gm.Curvature.load(self.stages.path("curvature-base") / "curvature")
+        measures = {
+            labels: Measures(self._stored(labels, "base"), [self._stored(labels, t) for t in tasks])
+            for labels in LABELS
+        }
+        grams = [
+            gm.Gram(read_state(self.stages.path(f"gram-{task}") / "gram"), self.run.sets[task]["train"])
+            for task in tasks
+        ]
+        of_base, curvature = measures["empirical"].base, measures["empirical"].tasks
         fixed, curves = {}, {}
-        for merge in merges(curvature, of_base, settings.weights, settings.prior_factors):
+        for merge in merges(measures, grams, settings.weights, settings.prior_factors):
             points = [measured(merged(base, tuned, merge, weight)) for weight in merge.weights or (None,)]
             if merge.weights:
                 curves[merge.name] = {
-                    split: {task: [point[split][task] for point in points] for task in tasks} for split in images
+                    part: {task: [point[part][task] for point in points] for task in tasks} for part in points[0]
                 }
             else:
                 fixed[merge.name] = points[0]
@@ -199,3 +262,6 @@ class Seed(seeds.Seed):
             "scalar": {reduction: prior_scalar(curvature, reduction) for reduction in ("mean", "sum")},
             "scalar_of_base": {reduction: prior_scalar([of_base], reduction) for reduction in ("mean", "sum")},
         }
+
+    def _stored(self, labels: str, place: str) -> gm.Curvature:
+        return gm.Curvature.load(self.stages.path(f"{labels}-{place}") / "curvature")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..common.training import Training
@@ -23,6 +23,9 @@ HUB = {
     "svhn": "ufldl-stanford/svhn/cropped_digits",
 }
 
+#: Methods of which the weight is the scale of what is left.
+SCALED = ("ties", "tsv", "iso-c")
+
 LOCAL = ("mnist", "fashion_mnist", "kmnist", "notmnist", "usps", "gtsrb", "cifar10", "intel_scenes")
 
 
@@ -36,7 +39,7 @@ class Settings:
     joint: Training
     """Of the encoder on all tasks at once: the model that a merge stands in for."""
     pretraining: Training | None = None
-    """Of encoder and heads on a part of every task; none where the base is a model of CLIP."""
+    """Of encoder and heads on a part of every task; none where the base is a model that others trained."""
     encoder: Mapping[str, Any] = field(default_factory=dict)
     """Of the vision transformer that is pre-trained here: the arguments of ``ViTConfig``."""
     long_epochs: float | None = None
@@ -106,6 +109,18 @@ SCALES = {
         prior_factors=(0.1, 10.0),
     ),
 }
+
+
+#: A vision transformer that others trained as the base, its heads fitted to its features: of scale `small`.
+PRETRAINED = replace(
+    SCALES["small"],
+    pretraining=None,
+    fine_tuning=Training(1e-4, 4, 128, schedule="cosine"),
+    joint=Training(1e-4, 4, 128, schedule="cosine"),
+    prior_factors=(0.1, 10.0),
+    evaluation_batch=1000,
+    curvature_batch=64,
+)
 
 
 def epochs_on(settings: Settings, rows: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from experiments.common.training import Training
 from experiments.vision.__main__ import main
 from experiments.vision.data import Images, Part, fitted, words, write_task
-from experiments.vision.merging import Merge, accuracy, merged, merges, prior_scalar
-from experiments.vision.models import Heads, clip_classifier, load_classifier, new_classifier, save_classifier
+from experiments.vision.merging import Measures, Merge, merged, merges, prior_scalar, scores
+from experiments.vision.models import (
+    Heads,
+    clip_classifier,
+    fit_head,
+    load_classifier,
+    new_classifier,
+    save_classifier,
+)
 from experiments.vision.report import at, best, mean_curve, tables
-from experiments.vision.settings import HUB, LOCAL, SCALES, epochs_on
+from experiments.vision.settings import HUB, LOCAL, PRETRAINED, SCALES, epochs_on
 from PIL import Image
-from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+from transformers import CLIPConfig, CLIPModel, CLIPTokenizer, ViTConfig, ViTForImageClassification
 
 import gradmerge as gm
 from tests.making import near, random_curvature, random_state
@@ -65,10 +74,13 @@ def test_the_results_hold_every_merge_of_every_seed_and_start_from_the_base(fini
     assert results["data"]["gtsrb"] == {"classes": 7, "train": 54, "validation": 6, "test": 20}
     for one in results["seeds"].values():
         assert {"task-arithmetic", "gradient-matching", "gradient-matching, sum", "ties"} < one["curves"].keys()
-        assert {"average", "fisher-averaging, mean", "fisher-averaging, sum"} == one["fixed"].keys()
+        assert {"gradient-matching, sampled labels", "tsv", "iso-c"} < one["curves"].keys()
+        fisher = {f"fisher-averaging, {kind}" for kind in ("mean", "sum", "mean, sampled labels")}
+        assert {"average", "regmean", *fisher} == one["fixed"].keys()
         assert one["references"].keys() == {"base", "joint", "individual"}
         for curve in one["curves"].values():
             assert at(curve["test"], 0) == one["references"]["base"]["test"]
+            assert at(curve["loss"], 0) == pytest.approx(one["references"]["base"]["loss"], rel=1e-6)
         assert one["scalar"]["sum"] == pytest.approx(54 * one["scalar"]["mean"])
     assert results["seeds"]["0"]["curves"] != results["seeds"]["1"]["curves"]
 
@@ -198,6 +210,44 @@ def test_a_clip_head_is_the_cosine_with_the_text_times_the_scale_of_the_model(cl
     assert logits[:, 2].max() < -1e30  # sun397 has no third class here
 
 
+def test_heads_of_a_model_that_others_trained_are_logistic_regressions() -> None:
+    from sklearn.linear_model import LogisticRegression
+
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 3, 90)
+    features = random.normal(labels[:, None] * [1.0, -0.5, 0.2, 0.0], [1.0, 2.0, 0.1, 5.0], (90, 4))
+    scaled = (features - features.mean(0)) / (features.std(0, ddof=1) + 1e-6)
+    slow = LogisticRegression(C=1 / (2 * 1e-4 * 90), tol=1e-10, max_iter=10_000).fit(scaled, labels)
+    weight, bias = fit_head(torch.tensor(features), torch.tensor(labels), 3)
+    found = (torch.tensor(features).float() @ weight.float().T + bias).softmax(-1).double()
+    torch.testing.assert_close(found, torch.tensor(slow.predict_proba(scaled)), rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_that_others_trained_is_the_base(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=40)
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    pixels = {"image_processor_type": "ViTImageProcessor", "image_mean": [0.4] * 3, "image_std": [0.3] * 3}
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(pixels))
+    tiny, few = SCALES["tiny"], Training(1e-3, 1, 32)
+    shorter = replace(PRETRAINED, tasks=LOCAL[:2], fine_tuning=few, joint=few, weights=tiny.weights, base_rows=8)
+    monkeypatch.setattr("experiments.vision.__main__.PRETRAINED", shorter)
+    options = ["--scale", "small", "--data-dir", str(data), "--device", "cpu", "-o", str(tmp_path / "out")]
+    assert main([*options, "--model", str(tmp_path / "vit")]) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["model"] == "vit" and "mean loss" in (tmp_path / "out" / "results.md").read_text()
+    again = load_classifier(tmp_path / "out" / "seed-0" / "base", "cpu")
+    assert again.enlarges and again.mean.flatten().tolist() == pytest.approx([0.4] * 3)
+    pixels_in = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    larger = F.interpolate(pixels_in.float(), 40, mode="bicubic", antialias=True).clamp(0, 255)
+    want = again.encoder((larger / 255 - 0.4) / 0.3).last_hidden_state[:, 0]
+    torch.testing.assert_close(again.features(pixels_in), want)
+    with pytest.raises(SystemExit):
+        main([*options, "--model", str(tmp_path / "out" / "seed-0" / "nothing")])
+    capsys.readouterr()
+
+
 def test_a_saved_classifier_comes_back_with_fixed_heads(tmp_path: Path) -> None:
     made = new_classifier(SCALES["tiny"].encoder, [3, 5]).eval()
     save_classifier(made, tmp_path)
@@ -298,7 +348,8 @@ def test_the_main_merge_is_the_formula_with_the_mean_of_squared_gradients_and_c_
     base = random_state(0)
     tuned = [near(base, seed) for seed in (1, 2)]
     curvature = [random_curvature(seed, base, examples=30 * seed) for seed in (3, 4)]
-    every = {m.name: m for m in merges(curvature, random_curvature(5, base), (0.0, 0.3), (0.1,))}
+    of_base = random_curvature(5, base)
+    every = {m.name: m for m in merges({"empirical": Measures(of_base, curvature)}, [], (0.0, 0.3), (0.1,))}
     scalar = prior_scalar(curvature, "mean")
     for name, prior in (("gradient-matching", scalar), ("gradient-matching, 0.1 · c", 0.1 * scalar)):
         found = merged(base, tuned, every[name], 0.3)
@@ -308,25 +359,35 @@ def test_the_main_merge_is_the_formula_with_the_mean_of_squared_gradients_and_c_
             steps = [(prior + h[t]) * (tuned[t][tensor].double() - start.double()) for t in (0, 1)]
             expected = start.double() + 0.3 * (steps[0] + steps[1]) / total
             torch.testing.assert_close(found[tensor].double(), expected, rtol=1e-5, atol=1e-6)
+    found = merged(base, tuned, every["gradient-matching, Fisher of the base, no penalty"], 0.3)
+    for tensor, start in base.items():
+        h = [c[tensor].double() / c.examples for c in curvature]
+        total = of_base[tensor].double() / of_base.examples + 1e-10 + 0.3 * (h[0] + h[1])
+        steps = [h[t] * (tuned[t][tensor].double() - start.double()) for t in (0, 1)]
+        torch.testing.assert_close(
+            found[tensor].double(), start.double() + 0.3 * (steps[0] + steps[1]) / total, rtol=1e-5, atol=1e-6
+        )
     ties = merged(base, tuned, Merge("ties", "ties"), 0.0)
     assert all(torch.equal(ties[n], base[n]) for n in base)
 
 
-def test_accuracy_is_the_share_of_right_answers_one_by_one() -> None:
+def test_accuracy_and_loss_are_those_of_the_rows_one_by_one() -> None:
     classifier = new_classifier(SCALES["tiny"].encoder, [3, 5]).eval()
     random = np.random.default_rng(1)
     parts = [
         Part(t, random.integers(0, 256, (11, 32, 32, 3), np.uint8), random.integers(0, 3 + 2 * t, 11)) for t in (0, 1)
     ]
     images = {str(part.task): Images([part], 32) for part in parts}
-    found = accuracy(classifier, images, 4, "cpu")
+    found = scores(classifier, images, 4, "cpu")
     for part in parts:
-        right = 0
+        right, losses = 0, []
         for row in range(11):
             pixels = torch.from_numpy(part.pixels[row]).permute(2, 0, 1)[None]
             logits = classifier(pixels, torch.tensor([part.task]))[0, : 3 + 2 * part.task]
             right += int(logits.argmax()) == part.labels[row]
-        assert found[str(part.task)] == pytest.approx(100 * right / 11)
+            losses.append(-float(logits.double().log_softmax(-1)[part.labels[row]]))
+        assert found[str(part.task)]["accuracy"] == pytest.approx(100 * right / 11)
+        assert found[str(part.task)]["loss"] == pytest.approx(sum(losses) / 11, rel=1e-5)
 
 
 def test_the_tuned_weight_is_the_smallest_of_the_best_mean() -> None:
