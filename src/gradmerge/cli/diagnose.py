@@ -23,7 +23,12 @@ EXAMPLE = (
 @command
 def diagnose(
     *,
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, with curvature of every model.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="Recipe file (YAML), or - for standard input; with curvature of every model."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="REPORT_DIR", help="Folder for the report.")],
     merged: Annotated[
         str | None,
@@ -53,10 +58,11 @@ def diagnose(
         from .. import api
         from ..api.diagnosing import as_json
         from ..report.diagnosis_page import prediction_table
+        from .request import read_recipe
 
     with progress(printing.silent) as shown:
         found = api.diagnose(
-            recipe,
+            read_recipe(recipe),
             out,
             merged=merged,
             target=target,

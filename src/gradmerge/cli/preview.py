@@ -11,6 +11,7 @@ import typer
 
 from ..errors import InputError
 from ..text import one_line
+from .completion import method_names
 from .options import LoadingOptions, Printing, RecipeOptions, command, named
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
@@ -27,7 +28,7 @@ EXAMPLE = (
 @command
 def preview(
     *,
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML), or - for standard input.")],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="REPORT_DIR", help="Folder for the report; it must not exist.")
     ],
@@ -43,7 +44,14 @@ def preview(
         ),
     ] = None,
     methods: Annotated[
-        str | None, typer.Option("--methods", "-m", metavar="A,B", help="Methods to compare. Default: the recipe's.")
+        str | None,
+        typer.Option(
+            "--methods",
+            "-m",
+            metavar="A,B",
+            help="Methods to compare. Default: the recipe's.",
+            autocompletion=method_names,
+        ),
     ] = None,
     samples: Annotated[
         int | None,
@@ -110,6 +118,7 @@ def preview(
     with heavy_imports():
         from ..api.previewing import as_json, merge_best, preview as run, suggest_weights
         from ..report.preview_page import best_table
+        from .request import read_recipe
 
     if shared and not suggest:
         raise InputError("--shared goes with --suggest; for a grid, --weights 0:1:0.1 is shared by all tasks")
@@ -135,13 +144,14 @@ def preview(
         **loading.as_keywords(),
     }
     suggestion = None
+    given = read_recipe(recipe)
     with progress(printing.silent, "merges") as shown:
         if suggest:
             options |= {"shared": shared, "by": by, "points": points, "samples": samples or 64}
-            suggestion = suggest_weights(recipe, out, progress=shown, **options)
+            suggestion = suggest_weights(given, out, progress=shown, **options)
             found = suggestion.evaluated
         else:
-            found = run(recipe, out, samples=samples, progress=shown, **options)
+            found = run(given, out, samples=samples, progress=shown, **options)
     if save_best is not None:
         with progress(printing.silent) as shown:
             merge_best(found, save_best, force=force, progress=shown, **reading.as_keywords())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 from ..recipe import Recipe, load_recipe, make_recipe
+from ..recipe.documents import MAX_BYTES, recipe_of_text
 from ..rules import RULES
 from ..safe_yaml import parse_yaml
 from ..text import nearest
@@ -102,6 +104,18 @@ def _put(target: Any, parts: list[str | int], value: Any, setting: str) -> None:
         target = target[part]
 
 
+def read_recipe(path: str | Path) -> Recipe:
+    """The recipe of a file; where the path is `-`, of standard input, with paths that start from the working folder."""
+    if str(path) != "-":
+        return load_recipe(path)
+    stream = getattr(sys.stdin, "buffer", None)  # none where standard input is closed
+    try:
+        raw = b"" if stream is None else stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"standard input: cannot be read: {error.strerror}") from error
+    return recipe_of_text(raw, Path(), "standard input")
+
+
 def build_recipe(
     path: Path | None, given: dict[str, Any] | None, settings: Sequence[str], method: str | None
 ) -> Recipe:
@@ -110,12 +124,13 @@ def build_recipe(
         assert given is not None
         apply_settings(given, settings)
         return make_recipe(given, where="command line")
+    loaded = read_recipe(path)
     if not settings and method is None:
-        return load_recipe(path)
-    loaded = load_recipe(path)
+        return loaded
     raw = loaded.model_dump(mode="json", exclude_unset=True)
     if method is not None:
         raw["method"] = method
     apply_settings(raw, settings)
-    recipe = make_recipe(raw, folder=path.parent, where=f"{path} with changes from the command line")
+    where = "standard input" if loaded.file is None else path
+    recipe = make_recipe(raw, folder=path.parent, where=f"{where} with changes from the command line")
     return recipe.read_as(loaded)
