@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,6 +55,17 @@ def test_every_formula_can_be_typeset(tab: Tab) -> None:  # noqa: F811
         assert told == "", name
 
 
+@pytest.fixture(scope="module")
+def rendered() -> Callable[[str], str]:
+    """Markdown as the site has it."""
+    pytest.importorskip("mkdocs", reason="needs the documentation's tools: pip install '.[docs]'")
+    from markdown import Markdown
+    from mkdocs.config import load_config
+
+    site = load_config(str(DOCS.parent / "mkdocs.yml"))
+    return Markdown(extensions=site["markdown_extensions"], extension_configs=site["mdx_configs"]).convert
+
+
 SESSION = """$ gradmerge merge recipe.yml \\
     --set damping=1e-8 -o merged
 gradient-matching: 41 tensors merged
@@ -75,11 +87,24 @@ $ not a command of its own, as it prints $ signs
         ("yaml", "$ kept", None),
     ],
 )
-def test_a_session_is_copied_without_prompts_and_output(tab: Tab, language: str, text: str, copied: str | None) -> None:  # noqa: F811
-    tab.set_content(
-        f'<div class="language-{language}"><pre id=c><button data-clipboard-target="#c > code">copy</button>'
-        f"<code>{text}</code></pre></div>"
-    )
+def test_a_session_is_copied_without_prompts_and_output(
+    tab: Tab,  # noqa: F811
+    rendered: Callable[[str], str],
+    language: str,
+    text: str,
+    copied: str | None,
+) -> None:
+    block = rendered(f"```{language}\n{text}\n```")
+    # The theme puts its button into the block when the page is shown.
+    tab.set_content(block.replace("<pre>", '<pre id=c><button data-clipboard-target="#c > code">copy</button>'))
     tab.add_script_tag(path=DOCS / "assets" / "site.js")
     tab.locator("button").click()
     assert tab.locator("button").get_attribute("data-clipboard-text") == copied
+
+
+def test_a_formula_of_a_page_is_found_and_typeset(tab: Tab, rendered: Callable[[str], str]) -> None:  # noqa: F811
+    tab.set_content("<!doctype html>" + rendered("```math\n\\bar H = H_0 + \\sum_t H_t\n```"))
+    tab.add_script_tag(path=DOCS / "assets" / "katex" / "katex.min.js")
+    tab.add_script_tag(path=DOCS / "assets" / "site.js")
+    tab.evaluate("document.dispatchEvent(new Event('DOMContentLoaded'))")
+    assert tab.locator(".katex-display").count() == 1 and tab.locator(".katex-error").count() == 0
