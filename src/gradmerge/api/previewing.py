@@ -177,7 +177,7 @@ def best_recipe(found: Preview) -> Recipe:
     if best is None:
         none = "no setting is the best one, so that none can be merged"
         raise InputError(f"{none}; a removal's strength is yours to choose")
-    return recipe_with(found.recipe, best.setting.method, best.setting.weights)
+    return recipe_with(found.recipe, best.setting)
 
 
 @contextlib.contextmanager
@@ -198,7 +198,7 @@ def _looker(
     try:
         yield looker
     finally:
-        looker.plan.inputs.close()
+        looker.close()
 
 
 def _tell(

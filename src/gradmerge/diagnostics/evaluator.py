@@ -54,7 +54,7 @@ class Evaluator:
             self._any = next(iter(self._data.values()))
             self.examples = {name: one.loaded.examples for name, one in self._data.items()}
             self._names, self._threads = names, threads
-            self._candidates = Candidates(recipe, self.plan)
+            self._candidates = Candidates(recipe, self.plan, lambda changed: open_for(changed, methods, **allowed))
             self._broken: list[str] = []
             self._own_rows: dict[str, Tensor] = {}
             self.alone = self._each_alone()
@@ -66,11 +66,9 @@ class Evaluator:
 
     def look(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
         rows = []
-        possible = self._candidates.possible(settings)
-        for first in range(0, len(possible), self._at_once):
-            some = possible[first : first + self._at_once]
+        for plan, known, some in self._candidates.together(self._candidates.possible(settings), self._at_once):
             candidates = [self._candidates.candidate(setting) for setting in some]
-            states = materialise(self.plan, candidates, self._threads, self._candidates.known)
+            states = materialise(plan, candidates, self._threads, known)
             for setting in some:
                 rows.append(self._outcome(setting, states.pop(0)))  # which frees its memory
                 advance(1)
@@ -146,6 +144,10 @@ class Evaluator:
         else:
             best, worst = loss_of(self.alone[task][task]) if task in self.alone else 0.0, base
         return best, max(worst - best, 0.01 * max(abs(worst), abs(best)), 1e-12)
+
+    def close(self) -> None:
+        """Close the files of all models."""
+        self._candidates.close()
 
     def notes(self) -> list[str]:
         lacking = [name for name in self._names if name not in self.tasks]

@@ -190,6 +190,8 @@ class Looker(Protocol):
 
     def notes(self) -> list[str]: ...
 
+    def close(self) -> None: ...
+
 
 def reference_setting(recipe: Recipe, methods: Sequence[str]) -> Setting:
     """The recipe's own merge; where its method is not previewed, the first that is, at the recipe's weights."""
