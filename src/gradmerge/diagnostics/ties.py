@@ -72,7 +72,7 @@ def simplicity(setting: Setting) -> tuple[int, ...]:
     inputs = RULES[setting.method].inputs
     needs = sum(name in inputs for name in ("prior", "curvature", "penalty", "weights"))
     return (
-        len(getattr(setting, "changes", ())),
+        len(setting.changes),
         needs,
         len({leaf for weight in setting.weights for leaf in leaves(weight)}),
     )
