@@ -167,7 +167,7 @@ def suggest_weights(
         with (
             shown(progress, "merges") as told,
             merged_first(recipe, out, threads, allowed) as ready,
-            _looker(ready, chosen, data, options, threads, allowed, by is not None) as looker,
+            _looker(ready, chosen, data, options, threads, allowed) as looker,
         ):
             if by is not None:
                 prepare_for_layers(looker, chosen, ranges, length)
@@ -210,12 +210,11 @@ def _looker(
     loading: Loading,
     threads: int | None,
     allowed: dict[str, Any],
-    by_row: bool = False,
 ) -> Iterator[Looker]:
     threads = threads or default_threads()
     looker: Looker
     if data:
-        looker = Evaluator(recipe, methods, data, loading, by_row=by_row, threads=threads, **allowed)
+        looker = Evaluator(recipe, methods, data, loading, threads=threads, **allowed)
     else:
         looker = Predictor(recipe, methods, threads=threads, **allowed)
     try:
