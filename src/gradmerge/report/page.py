@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._version import __version__
 from ..errors import MachineError
+from ..text import plus_minus
 from . import palette
 from .charts import Chart, HeatMap, as_csv
 from .numbers import NONE, column, shorten
@@ -45,7 +46,14 @@ class Table:
                 raise ValueError(f"{self.title}: a row has {len(row)} values for {len(self.columns)} columns")
 
     def csv(self) -> str:
-        return as_csv([self.columns, *self.rows])
+        """The standard errors of a column have one of their own, after it."""
+        parts: list[list[object]] = []
+        for title, *values in zip(self.columns, *self.rows, strict=True):
+            parts.append([title, *values])
+            errors = [getattr(value, "error", None) for value in values]
+            if any(error is not None for error in errors):
+                parts.append([f"{title}, standard error", *errors])
+        return as_csv(list(zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,7 @@ def _column(title: str, values: Sequence[Value]) -> _Column:
     known = [value for value in values if value is not None]
     numbers = [value for value in known if not isinstance(value, str)]
     numeric = bool(known) and len(numbers) == len(known)
-    texts = iter(column(numbers))
+    texts = map(plus_minus, column([value if isinstance(value, int) else float(value) for value in numbers]), numbers)
     cells = []
     for value in values:
         if value is None:
