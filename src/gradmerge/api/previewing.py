@@ -163,7 +163,7 @@ def suggest_weights(
                 recipe, looker, chosen, ranges, objective=objective, samples=samples, seed=seed, progress=told
             )
             if by is not None:
-                found = suggest_by_layers(looker, found, ranges, points=length, seed=seed, progress=told)
+                found = suggest_by_layers(looker, found, ranges, points=length, progress=told)
         _tell(staging, found.evaluated, found, data or {}, command)
     return found
 
@@ -234,8 +234,7 @@ def _chosen(found: Preview, best: Outcome) -> str:
     tied = len(found.tied(found.leading() or best)) + 1
     if tied == 1:
         return "The best setting of the preview"
-    own = best is found.reference and best.setting.method == found.recipe.method
-    which = "the recipe's own" if own else "the simplest"
+    which = "the recipe's own" if best is found.own else "the simplest"
     return f"Of {tied} settings that are tied in the preview, {which}"
 
 

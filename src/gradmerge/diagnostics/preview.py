@@ -170,20 +170,31 @@ class Preview(Displayed):
         leading = self.leading()
         if leading is None or row is leading:
             return leading is not None
-        tied = self.tied(leading)
         if row is self.reference and not any(row is other for other in self.rows):
             return self.measured and are_tied(row, leading, self.criterion)
-        return any(row is other for other in tied)
+        return any(row is other for other in self.tied(leading))
 
     def best(self, method: str | None = None) -> Outcome | None:
-        """The setting of a method, or of all, to take: of the leading one and those tied with it the recipe's own,
-        else the simplest (:func:`simplicity`), and of equally simple ones the one with the best score."""
+        """The setting of a method, or of all, to take.
+
+        Of the leading one and those tied with it the recipe's own, else the simplest (:func:`simplicity`) of those that
+        are not tied with the recipe's own, and of equally simple ones the one with the best score.
+        """
         leading = self.leading(method)
         if leading is None or not self.measured:
             return leading
-        among = [leading, *(row for row in self.tied(leading) if method in (None, row.setting.method))]
-        own = [row for row in among if row is self.reference and row.setting.method == self.recipe.method]
-        return own[0] if own else min(among, key=lambda row: (simplicity(row.setting), self._badness(row)))
+        among = self.as_good(method)
+        own = self.own
+        if own is not None and any(row is own for row in among):
+            return own
+        if own is not None and not are_tied(leading, own, self.criterion):
+            among = [row for row in among if not are_tied(row, own, self.criterion)]
+        return min(among, key=lambda row: (simplicity(row.setting), self._badness(row)))
+
+    @property
+    def own(self) -> Outcome | None:
+        """The recipe's own merge; None where its method is not among those previewed."""
+        return self.reference if self.reference.setting.method == self.recipe.method else None
 
     def as_good(self, method: str | None = None) -> list[Outcome]:
         """The settings of a method, or of all, that are as good as its leading one, with that: tied, if measured, and

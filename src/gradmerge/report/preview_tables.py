@@ -50,7 +50,7 @@ def _changed(found: Preview) -> bool:
 def best_table(found: Preview) -> Table:
     """The setting of every method that is best, or is taken of those that are tied; and the reference."""
     setting = ["method", "weights", *(["changed"] if _changed(found) else [])]
-    last = "tied with its best" if found.measured else "within 1 % of it"
+    last = "tied with the best" if found.measured else "within 1 % of it"
     columns = [*setting, unit_of(found, found.criterion.name), "rank", *_task_columns(found), last]
     rows: list[list[Value]] = []
     shown = []
@@ -60,8 +60,8 @@ def best_table(found: Preview) -> Table:
             rows.append([method, "no best is chosen", *[None] * (len(columns) - 2)])
             continue
         shown.append(best)
-        close = range_words(found, found.as_good(method))
-        rows.append([*_cells(found, best), close])
+        close = [row for row in found.as_good(None if found.measured else method) if row.setting.method == method]
+        rows.append([*_cells(found, best), range_words(found, close) or (f"{len(close)} settings" if close else None)])
     if not any(row is found.reference for row in shown) and found.best() is not None:
         rows.append([*_cells(found, found.reference), reference_words(found).partition(" (")[0]])
     what = f"Rank 1 is best of {len(found.rows)} settings"

@@ -69,12 +69,13 @@ def _measured_words(found: Preview, best: Outcome, leading: Outcome) -> list[str
     else:
         how = "none differs on any task" if found.criterion.by_rank else "none differs"
         words = [
-            f"{len(tied) + 1} of {count} are **tied**: on the same rows {how} by more than two standard errors from the "
-            f"{what}, {_score(found, leading)} ({leading.setting.name}). They are "
+            f"{len(tied) + 1} of {count} are **tied**: on the same rows {how} by more than two standard errors from "
+            f"the {what}, {_score(found, leading)} ({leading.setting.name}). They are "
             f"{_tied_words(found, [leading, *tied])}."
         ]
-        own = best is found.reference and best.setting.method == found.recipe.method
-        why = "the recipe's own merge is among them" if own else f"it is the simplest of them ({SIMPLEST})"
+        them = "them" if found.own is None else "those that are not tied with the recipe's own merge"
+        own = best is found.own
+        why = "the recipe's own merge is among them" if own else f"it is the simplest of {them} ({SIMPLEST})"
         scored = "" if best is leading else f" It has {_score(found, best)}."
         words.append(f"**{_named(found, best)}** is taken, as {why}.{scored}")
     if found.reference is not best:
