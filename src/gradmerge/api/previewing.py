@@ -9,12 +9,14 @@ from typing import Any, Unpack
 
 from ..arguments import checked
 from ..diagnostics.evaluator import Evaluator
-from ..diagnostics.grid import Weights, check_methods, grid, parse_weights, recipe_with, sample
+from ..diagnostics.grid import Space, check_methods, grid, method_names, recipe_with, sample
 from ..diagnostics.layer_weights import check_by, prepare_for_layers, suggest_by_layers
 from ..diagnostics.predict import task_names
 from ..diagnostics.predictor import Predictor
 from ..diagnostics.preview import Looker, Outcome, Preview, compare
 from ..diagnostics.suggest import Suggestion, check_objective, search_ranges, suggest
+from ..diagnostics.sweeps import Sweeps, parse_sweeps, with_changes
+from ..diagnostics.weight_ranges import DEFAULT, Weights, parse_weights
 from ..engine.to_folder import MergeResult
 from ..errors import InputError
 from ..progress import Progress, shown
@@ -39,6 +41,8 @@ def preview(
     *,
     weights: Weights | None = None,
     methods: Sequence[str] | str | None = None,
+    sweep: Sweeps | None = None,
+    changes: Sweeps | None = None,
     data: Mapping[str, str] | None = None,
     samples: int | None = None,
     seed: int = 0,
@@ -61,6 +65,10 @@ def preview(
         out: A new folder for a report; without it none is written.
         weights: `"0:1:0.1"` (both ends, one weight for all tasks), `["yelp=0:1:0.25", "sst2=0.5"]`, or task → range.
         methods: Those to compare, a list or `"ties,dare"`; by default the recipe's.
+        sweep: Other keys of the recipe to try values of, each with a range or a list: `{"density": "0.1:0.9:0.2"}`,
+            `{"damping": [1e-6, 1e-3]}`, or `["density=0.1:0.9:0.2"]`. Weights are then the recipe's, unless given.
+        changes: Keys of the recipe to set before, as `--set` does: `{"damping": 1e-3}`, or `["damping=1e-3"]`. An
+            option is set for every method that knows it.
         data: Task (the name of its model's folder, or `base`) → data. Each merge is then formed in memory and
             evaluated, and the best has the best average metric.
         samples, seed: Take so many random points of the ranges instead of a grid.
@@ -79,18 +87,21 @@ def preview(
     options = complete(loading, preview)
     allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     recipe = recipe_of_models(recipe, "preview")
-    tasks = task_names(recipe)
+    recipe, fixed = with_changes(recipe, changes, method_names(methods))
     chosen = check_methods(methods, recipe)
-    ranges = parse_weights(weights, tasks, recipe)
+    sweeps = parse_sweeps(sweep, chosen)
+    space = Space(parse_weights(weights, task_names(recipe), recipe, None if sweeps else DEFAULT), sweeps, fixed)
+    space.check(chosen, recipe)
     check_objective(objective)
-    settings = grid(chosen, ranges) if samples is None else sample(chosen, ranges, samples, seed)
+    settings = grid(chosen, space) if samples is None else sample(chosen, space, samples, seed)
     with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
         with (
             shown(progress, "merges") as told,
             merged_first(recipe, out, threads, allowed) as ready,
             _looker(ready, chosen, data, options, threads, allowed) as looker,
         ):
-            found = compare(recipe, looker, settings, ranges.axis, objective=objective, progress=told)
+            found = compare(recipe, looker, settings, space.axis, objective=objective, fixed=fixed, progress=told)
+            found.notes += space.notes(chosen)
         _tell(staging, found, None, data or {}, command)
     return found
 
@@ -109,6 +120,7 @@ def suggest_weights(
     seed: int = 0,
     weights: Weights | None = None,
     methods: Sequence[str] | str | None = None,
+    changes: Sweeps | None = None,
     threads: int | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
@@ -125,7 +137,7 @@ def suggest_weights(
     losses per example.
 
     Args:
-        recipe, out, data, methods: As of :func:`gradmerge.preview`.
+        recipe, out, data, methods, changes: As of :func:`gradmerge.preview`.
         objective: What is to be small.
         shared: One weight for all tasks, instead of one for each.
         by: "layers" looks further, for weights that differ between layers: a list over the layers for each task. With
@@ -146,10 +158,12 @@ def suggest_weights(
     options = complete(loading, suggest_weights)
     allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     recipe = recipe_of_models(recipe, "preview")
+    recipe, fixed = with_changes(recipe, changes, method_names(methods))
     tasks = task_names(recipe)
     chosen = check_methods(methods, recipe)
     given = parse_weights(weights, tasks, recipe) if weights is not None else None
     ranges = search_ranges(given, tasks, recipe, shared)
+    Space(ranges, fixed=fixed).check(chosen, recipe)
     length = check_by(by, points)
     with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
         with (
@@ -160,7 +174,15 @@ def suggest_weights(
             if by is not None:
                 prepare_for_layers(looker, chosen, ranges, length)
             found = suggest(
-                recipe, looker, chosen, ranges, objective=objective, samples=samples, seed=seed, progress=told
+                recipe,
+                looker,
+                chosen,
+                ranges,
+                objective=objective,
+                samples=samples,
+                seed=seed,
+                fixed=fixed,
+                progress=told,
             )
             if by is not None:
                 found = suggest_by_layers(looker, found, ranges, points=length, progress=told)
@@ -280,7 +302,10 @@ def as_json(found: Preview, suggestion: Suggestion | None = None) -> dict[str, A
 
 def _row(found: Preview, row: Outcome) -> dict[str, Any]:
     weights = {task: plain(weight) for task, weight in found.weights(row).items()}
-    shown: dict[str, Any] = {"method": row.setting.method, "weights": weights, "rank": row.rank}
+    shown: dict[str, Any] = {"method": row.setting.method, "weights": weights}
+    if row.setting.changes:
+        shown["changes"] = {key: plain(value) for key, value in row.setting.changes}
+    shown["rank"] = row.rank
     if found.measured:
         leading = found.leading()
         apart = found.difference(row, leading) if leading is not None and row is not leading else None

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import InputError
 from ..text import one_line
-from .options import LoadingOptions, Printing, RecipeOptions, command, named
+from .options import LoadingOptions, Printing, RecipeOptions, Settings, SweepOption, command, named
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
@@ -20,7 +20,8 @@ EXAMPLE = (
     "gradmerge preview recipe.yml --weights 0:1:0.1 --methods gradient-matching,task-arithmetic -o preview   ·   "
     "gradmerge preview recipe.yml --data yelp=yelp.jsonl --data sst2=sst2.jsonl --limit 200 --save-best merged "
     "-o preview   ·   gradmerge preview recipe.yml --suggest -o preview   ·   "
-    "gradmerge preview recipe.yml --suggest --by layers -o preview"
+    "gradmerge preview recipe.yml --suggest --by layers -o preview   ·   "
+    "gradmerge preview recipe.yml --methods ties,dare --sweep density=0.1:0.9:0.2 -o preview"
 )
 
 
@@ -38,13 +39,15 @@ def preview(
             "-w",
             metavar="[NAME=]RANGE",
             help="START:STOP:STEP with both ends, a list 0,0.3,1, or one number: a weight that all tasks share, or "
-            "NAME=RANGE for one task. Repeatable; all combinations are tried. Default: 0:1:0.1, or 0:1.5 for each "
-            "task with --suggest.",
+            "NAME=RANGE for one task. Repeatable; all combinations are tried. Default: 0:1:0.1, with --sweep the "
+            "recipe's weights, or 0:1.5 for each task with --suggest.",
         ),
     ] = None,
     methods: Annotated[
         str | None, typer.Option("--methods", "-m", metavar="A,B", help="Methods to compare. Default: the recipe's.")
     ] = None,
+    sweep: SweepOption = None,
+    set_: Settings = None,
     samples: Annotated[
         int | None,
         typer.Option(
@@ -120,12 +123,17 @@ def preview(
             "--objective is for --suggest and for predictions; with --data the average metric decides which setting is "
             "best"
         )
+    if suggest and sweep:
+        raise InputError(
+            f"--sweep {sweep[0]}: --suggest searches weights alone. Sweep without it, or set one value with --set"
+        )
     sources = named(data or [])
     if save_best is not None:
         _check_free(save_best, out, force, recipe, sources)
     options: dict[str, Any] = {
         "weights": weights,
         "methods": methods,
+        "changes": set_,
         "data": sources,
         "seed": seed,
         "objective": objective or "worst",
@@ -141,7 +149,7 @@ def preview(
             suggestion = suggest_weights(recipe, out, progress=shown, **options)
             found = suggestion.evaluated
         else:
-            found = run(recipe, out, samples=samples, progress=shown, **options)
+            found = run(recipe, out, samples=samples, sweep=sweep, progress=shown, **options)
     if save_best is not None:
         with progress(printing.silent) as shown:
             merge_best(found, save_best, force=force, progress=shown, **reading.as_keywords())

@@ -33,11 +33,12 @@ from ..progress import Progress
 from ..recipe import Varying
 from ..text import nearest
 from .evaluator import Evaluator
-from .grid import Ranges, Setting, rounded, takes_weights
+from .grid import takes_weights
 from .predictor import Predictor
 from .preview import Looker, Outcome, worst_or_sum
 from .suggest import Judged, OverLayers, Suggestion, quadratic_features, suggestion_of
 from .ties import share_difference
+from .weight_ranges import Ranges, rounded
 
 WAYS = ("layers",)
 #: Points of a list; a model with fewer layers has as many as layers.
@@ -199,7 +200,8 @@ class _LayerSearch:
         asked = dict.fromkeys(weights for weights in map(self._lists.weights, places) if weights not in known)
         if not asked:
             return
-        rows = self._looker.look([Setting(self._method, weights) for weights in asked], progress.advance)
+        settings = [replace(self.best.setting, weights=weights, position=None) for weights in asked]
+        rows = self._looker.look(settings, progress.advance)
         self.looked += len(rows)
         rows = [row for row in rows if math.isfinite(worst_or_sum(row.costs, "sum"))]
         self._rows += rows

@@ -20,9 +20,10 @@ from ..progress import Progress
 from ..recipe import Recipe, Varying, leaves
 from ..tasks.uncertainty import Difference
 from ..text import Measured
-from .grid import Setting, takes_weights
+from .grid import Setting, recipe_with, takes_weights
 from .predict import task_names
 from .scores import Criterion, Ranking, headline, higher_is_better, loss_of, mean_ranks, measured, steady
+from .sweeps import Changes
 from .ties import are_tied, score_difference, score_error, simplicity
 
 Advance = Callable[[int], None]
@@ -251,10 +252,11 @@ class Looker(Protocol):
     def close(self) -> None: ...
 
 
-def reference_setting(recipe: Recipe, methods: Sequence[str]) -> Setting:
+def reference_setting(recipe: Recipe, methods: Sequence[str], fixed: Mapping[str, Changes] | None = None) -> Setting:
     """The recipe's own merge; where its method is not previewed, the first that is, at the recipe's weights."""
     method = recipe.method if recipe.method in methods else methods[0]
-    return Setting(method, tuple(recipe.weights) if takes_weights(method) else ())
+    changes = (fixed or {}).get(method, ())
+    return Setting(method, tuple(recipe.weights) if takes_weights(method) else (), changes=changes)
 
 
 def compare(
@@ -264,22 +266,27 @@ def compare(
     axis: str,
     *,
     objective: str = "worst",
+    fixed: Mapping[str, Changes] | None = None,
     progress: Progress,
 ) -> Preview:
     """Look at all settings, and at the reference, and compare them.
 
     On data, by the average of the tasks' metrics, or by the mean of their ranks where metrics differ; from curvature,
-    by the worst task (``objective`` "worst") or the sum over tasks ("sum").
+    by the worst task (``objective`` "worst") or the sum over tasks ("sum"). ``fixed`` are, by method, changes that all
+    its settings have.
     """
-    reference = reference_setting(recipe, [setting.method for setting in settings])
+    reference = reference_setting(recipe, [setting.method for setting in settings], fixed)
+    alike = (s for s in settings if (s.method, s.weights) == (reference.method, reference.weights))
+    own = recipe_with(recipe, reference).model_dump()
+    reference = next((setting for setting in alike if recipe_with(recipe, setting).model_dump() == own), reference)
     asked = list(settings)
     if not any(setting.same(reference) for setting in settings):
         asked.append(reference)
     progress.begin("previewing", len(asked))
     rows = looker.look(asked, progress.advance)
-    own = next((row for row in rows if row.setting.same(reference)), rows[0])
-    shown = [row for row in rows if row is not own] if len(asked) > len(settings) else rows
-    return make_preview(recipe, looker, shown or [own], own, axis, score_all(rows, looker.measured, objective))
+    found = next((row for row in rows if row.setting.same(reference)), rows[0])
+    shown = [row for row in rows if row is not found] if len(asked) > len(settings) else rows
+    return make_preview(recipe, looker, shown or [found], found, axis, score_all(rows, looker.measured, objective))
 
 
 def make_preview(
@@ -346,6 +353,7 @@ def _indifferent(found: Preview) -> list[str]:
     notes = []
     for method in found.methods:
         rows = [row for row in found.rows if row.setting.method == method and len(set(row.setting.weights)) == 1]
+        rows = [row for row in rows if row.setting.changes == rows[0].setting.changes]
         losses = [
             [loss_of(metrics) for metrics in row.metrics.values()] if found.measured else list(row.costs.values())
             for row in rows
