@@ -20,7 +20,8 @@ from gradmerge.diagnostics.preview import Outcome, score_all
 from gradmerge.diagnostics.scores import headline
 from gradmerge.diagnostics.weight_ranges import parse_range, parse_weights
 from gradmerge.recipe import make_recipe
-from gradmerge.report.preview_page import pareto_front, verdict
+from gradmerge.report.preview_page import pareto_front
+from gradmerge.report.preview_words import verdict
 from tests.making import random_curvature, read_model, three_models
 from tests.tasks.making import tiny_vit_checkpoint
 

@@ -23,7 +23,9 @@ from ..progress import Progress, shown
 from ..recipe import Recipe, plain
 from ..report.layer_weights_page import MEANING
 from ..report.page import write_report
-from ..report.preview_page import preview_page, settings_table, verdict
+from ..report.preview_page import preview_page
+from ..report.preview_tables import settings_table
+from ..report.preview_words import verdict
 from ..storage.staging import Staging
 from ..tasks import Loading, complete
 from ..text import to_json
@@ -183,7 +185,7 @@ def suggest_weights(
                 progress=told,
             )
             if by is not None:
-                found = suggest_by_layers(looker, found, ranges, points=length, seed=seed, progress=told)
+                found = suggest_by_layers(looker, found, ranges, points=length, progress=told)
         _tell(staging, found.evaluated, found, data or {}, command)
     return found
 
@@ -239,7 +241,7 @@ def _tell(
     (folder / "preview.json").write_text(to_json(as_json(found, suggestion)) + "\n", "utf-8")
     best = found.best()
     if best is not None:
-        what = f"# The best setting of the preview: {best.setting.name}\n"
+        what = f"# {_chosen(found, best)}: {best.setting.name}\n"
         if suggestion is not None and suggestion.over_layers is not None and suggestion.over_layers.taken:
             how = "rows of each task" if found.measured else "curvature"
             what = f"# Weights over the layers, found from {how} by gradmerge preview --suggest --by layers.\n"
@@ -247,6 +249,15 @@ def _tell(
         header = f"{what}# gradmerge merge recipe.yml -o merged\n"
         written = recipe_documents(best_recipe(found), staging.out)
         (folder / "recipe.yml").write_text(header + written, "utf-8")
+
+
+def _chosen(found: Preview, best: Outcome) -> str:
+    """What the recipe of a preview is, in a line."""
+    tied = len(found.tied(found.leading() or best)) + 1
+    if tied == 1:
+        return "The best setting of the preview"
+    which = "the recipe's own" if best is found.own else "the simplest"
+    return f"Of {tied} settings that are tied in the preview, {which}"
 
 
 def as_json(found: Preview, suggestion: Suggestion | None = None) -> dict[str, Any]:
@@ -263,6 +274,9 @@ def as_json(found: Preview, suggestion: Suggestion | None = None) -> dict[str, A
         "settings": [_row(found, row) for row in found.rows],
     }
     if found.measured:
+        leading = found.leading()
+        result["leading"] = None if leading is None else _row(found, leading)
+        result["tied_with_best"] = sum(map(found.among_best, found.rows))
         result["metrics"] = {task: found.metric(task) for task in found.tasks}
         result["alone"] = found.alone
         result["examples"] = found.examples
@@ -293,7 +307,16 @@ def _row(found: Preview, row: Outcome) -> dict[str, Any]:
         shown["changes"] = {key: plain(value) for key, value in row.setting.changes}
     shown["rank"] = row.rank
     if found.measured:
-        return {**shown, "score": row.score, "metrics": row.metrics}
+        leading = found.leading()
+        apart = found.difference(row, leading) if leading is not None and row is not leading else None
+        return {
+            **shown,
+            "score": row.score,
+            "standard_error": getattr(found.shown_score(row), "error", None),
+            "tied_with_best": found.among_best(row),
+            "more_than_best": None if apart is None else {"value": apart.value, "standard_error": apart.error},
+            "metrics": row.metrics,
+        }
     return {
         **shown,
         "times_reference": found.relative_score(row),
@@ -305,13 +328,10 @@ def _best(found: Preview, method: str | None) -> dict[str, Any] | None:
     best = found.best(method)
     if best is None:
         return None
-    close = found.as_good(best)
-    tried = {
-        task: [row.setting.weights[i] for row in close] for i, task in enumerate(found.models) if best.setting.weights
+    close = found.as_good(method if found.measured else best.setting.method)
+    same = [row for row in close if row.setting.method == best.setting.method]
+    flat = {task: list(span) for task, span in found.spans(same).items()}
+    return {
+        **_row(found, best),
+        "tied" if found.measured else "within_1_percent": {"settings": len(close), "weights": flat},
     }
-    flat = {
-        task: [min(weights), max(weights)]
-        for task, weights in tried.items()
-        if not any(isinstance(weight, tuple) for weight in weights)
-    }
-    return {**_row(found, best), "within_1_percent": {"settings": len(close), "weights": flat}}

@@ -112,7 +112,7 @@ def preview(
     """
     with heavy_imports():
         from ..api.previewing import as_json, merge_best, preview as run, suggest_weights
-        from ..report.preview_page import best_table
+        from ..report.preview_tables import best_table
 
     if shared and not suggest:
         raise InputError("--shared goes with --suggest; for a grid, --weights 0:1:0.1 is shared by all tasks")
@@ -166,7 +166,7 @@ def preview(
     say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in found.verdict))
     say(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
     if save_best is not None:
-        say(f"{save_best} holds the best setting; {out / 'recipe.yml'} is its recipe.")
+        say(f"{save_best} holds the setting that was taken; {out / 'recipe.yml'} is its recipe.")
 
 
 def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:

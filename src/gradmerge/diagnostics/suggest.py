@@ -60,7 +60,7 @@ class OverLayers:
     judged: Judged | None
     """On data: whether lists are better on rows held back."""
     taken: bool
-    """Whether the suggestion has these weights."""
+    """Whether the suggestion has these weights; on data also False where simpler ones are tied with them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,7 +75,8 @@ class Suggestion(Displayed):
     measured: bool
     """On data; else predicted from curvature."""
     costs: dict[str, float | None]
-    """Task → predicted loss as a multiple of the recipe's own merge; on data, the lost share of fine-tuning's gain."""
+    """Task → predicted loss as a multiple of that of the recipe's own merge that the objective looks at, its worst
+    task's or its sum; on data, the lost share of fine-tuning's gain."""
     evaluated: Preview
     """Every setting that was looked at; of those with lists over the layers only the one that is suggested."""
     over_layers: OverLayers | None = None
@@ -154,12 +155,16 @@ def suggest(
     own = next((row for row in rows if row.setting.same(reference)), rows[0])
     if len(rows) > 1 and reference.weights and not ranges.holds(reference.weights):
         rows = [row for row in rows if row is not own]
-    found = make_preview(recipe, looker, rows, own, ranges.axis, criterion)
+    return suggestion_of(make_preview(recipe, looker, rows, own, ranges.axis, criterion), objective)
+
+
+def suggestion_of(found: Preview, objective: str, over: OverLayers | None = None) -> Suggestion:
+    """The setting to take of those that were looked at."""
     best = found.best()
     if best is None:
         raise InputError("no setting gives a finite loss; are the models or their curvature damaged?")
-    costs = {task: best.costs[task] if looker.measured else found.relative(best, task) for task in found.tasks}
-    return Suggestion(best.setting.method, found.weights(best), objective, looker.measured, costs, found)
+    costs = {task: best.costs[task] if found.measured else found.relative(best, task) for task in found.tasks}
+    return Suggestion(best.setting.method, found.weights(best), objective, found.measured, costs, found, over)
 
 
 class _WeightSearch:
