@@ -359,6 +359,7 @@ def _indifferent(found: Preview) -> list[str]:
             for row in rows
             if min(leaves(row.setting.weights[0])) > 0
         ]
+        losses = [one for one in losses if all(map(math.isfinite, one))]
         pairs = ((a, b) for one in losses for a, b in zip(one, losses[0], strict=True))
         if len(found.models) > 1 and len(losses) > 2 and all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs):
             notes.append(
