@@ -61,12 +61,12 @@ def evaluated(
     progress: bool | Progress,
 ) -> tuple[dict[str, Any], LoadedTask | None]:
     """The numbers of a model, and what it was evaluated on if that is data."""
-    if source is None and lm_eval is None:
-        raise InputError("nothing to evaluate on: give --data SRC, or --lm-eval TASK")
     if generation is not None and source is None:
         raise InputError("--generate: answers are held against data; give some with --data SRC")
     if lm_eval_tasks is not None and lm_eval is None:
         raise InputError("--lm-eval-tasks: goes with --lm-eval TASK, which names tasks of the folder")
+    if source is None and lm_eval is None:
+        raise InputError("nothing to evaluate on: give --data SRC, or --lm-eval TASK")
     limit, batch_size = options["limit"], options["batch_size"]
     harness = None if lm_eval is None else Harness(lm_eval, lm_eval_tasks, limit, batch_size)
     found: dict[str, Any] = {}
