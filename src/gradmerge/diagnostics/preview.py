@@ -23,8 +23,8 @@ from ..text import Measured
 from .grid import Setting, recipe_with, takes_weights
 from .predict import task_names
 from .scores import Criterion, Ranking, headline, higher_is_better, loss_of, mean_ranks, measured, steady
+from .setting_ties import are_tied, score_difference, score_error, simplicity
 from .sweeps import Changes
-from .ties import are_tied, score_difference, score_error, simplicity
 
 Advance = Callable[[int], None]
 """Called with the number of merges that are done."""
