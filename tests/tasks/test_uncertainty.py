@@ -154,7 +154,7 @@ def test_a_difference_is_that_of_the_same_rows() -> None:
     apart = [a - b for a, b in zip(one.tolist(), other.tolist(), strict=True)]
     mean = sum(apart) / 50
     error = math.sqrt(sum((value - mean) ** 2 for value in apart) / 49 / 50)
-    assert (found.value, found.error) == (pytest.approx(mean), pytest.approx(error))
+    assert [found.value, found.error] == pytest.approx([mean, error])
     assert not found.tied and difference(other, one).value == -found.value
     together = math.hypot(standard_error(one), standard_error(other))
     assert found.error < together / 5, "what both have in common does not count"
@@ -188,7 +188,7 @@ def test_one_example_more_of_120_is_a_tie() -> None:
 
 def test_tasks_are_averaged_as_independent() -> None:
     found = averaged([Difference(0.1, 0.03), Difference(-0.02, 0.04)])
-    assert (found.value, found.error) == (pytest.approx(0.04), pytest.approx(0.05 / 2))
+    assert [found.value, found.error] == pytest.approx([0.04, 0.05 / 2])
 
 
 def test_intervals_of_two_errors_hold_the_truth_about_19_times_of_20() -> None:

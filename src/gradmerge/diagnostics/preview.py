@@ -188,7 +188,7 @@ class Preview(Displayed):
         own = self.own
         if own is not None and any(row is own for row in among):
             return own
-        if own is not None and not are_tied(leading, own, self.criterion):
+        if own is not None and method in (None, own.setting.method) and not are_tied(leading, own, self.criterion):
             among = [row for row in among if not are_tied(row, own, self.criterion)]
         return min(among, key=lambda row: (simplicity(row.setting), self._badness(row)))
 
