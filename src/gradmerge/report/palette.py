@@ -38,8 +38,8 @@ _METHODS = (
     "ties",
     "fisher-averaging",
     "weighted-average",
-    "average",
     "dare",
+    "average",
     "regmean",
     "removal",
     "slerp",
@@ -61,7 +61,7 @@ _METHODS = (
 )
 _PLACES = {method: place for place, method in enumerate(_METHODS)}
 #: Models that are no merge, each with a colour of its own.
-_MODELS = {"base": "soft", "tuned": "ink", "target": "c4"}
+_MODELS = {"base": "soft", "tuned": "ink", "its own model": "ink", "target": "c9"}
 _COLOURS = 10
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
 MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
@@ -77,6 +77,11 @@ def place_of(method: str) -> int:
     return zlib.crc32(method.encode("utf-8", "replace")) % 1000 if known is None else known
 
 
+def is_known(name: str) -> bool:
+    """Whether a series is one of ours: a method, or a model that is no merge."""
+    return name in _MODELS or name.partition(" ")[0] in _PLACES
+
+
 def colour_of(method: str) -> str:
     """The colour on paper of a method, or of `base`, `tuned` and `target`: one colour on every page."""
     return LIGHT[_MODELS.get(method) or f"c{place_of(method) % _COLOURS}"]
@@ -85,7 +90,7 @@ def colour_of(method: str) -> str:
 def colours_of(names: Iterable[str]) -> list[str]:
     """Colours of series: of methods their own, of other names (tasks, rounds) one after the other."""
     names = list(names)
-    if any(name in _MODELS or name.partition(" ")[0] in _PLACES for name in names):
+    if any(map(is_known, names)):
         return [colour_of(name) for name in names]
     return [LIGHT[f"c{place % _COLOURS}"] for place in range(len(names))]
 
@@ -93,7 +98,7 @@ def colours_of(names: Iterable[str]) -> list[str]:
 def places_of(names: Iterable[str]) -> list[int]:
     """What dash and marker a series has, by the same order."""
     names = list(names)
-    if any(name.partition(" ")[0] in _PLACES for name in names):
+    if any(map(is_known, names)):
         return [place_of(name) for name in names]
     return list(range(len(names)))
 
