@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..text import Measured
+
 if TYPE_CHECKING:
     from .preview import Outcome
 
@@ -30,10 +32,21 @@ def higher_is_better(name: str) -> bool:
     return name not in _LOWER
 
 
+def loss_name(metrics: Mapping[str, Any]) -> str:
+    """Mean loss of an example, nats; of a regression the mean squared error."""
+    return "loss_per_example" if "loss_per_example" in metrics else "mse"
+
+
 def loss_of(metrics: Mapping[str, Any]) -> float:
-    """Mean loss of an example, nats; the mean squared error of a regression. Infinite where there is none."""
-    found = metrics.get("loss_per_example", metrics.get("mse"))
+    """The number of that name. Infinite where there is none."""
+    found = metrics.get(loss_name(metrics))
     return math.inf if found is None else float(found)
+
+
+def measured(metrics: Mapping[str, Any], name: str) -> float | None:
+    """A metric with its standard error."""
+    value, error = metrics.get(name), metrics.get("standard_errors", {}).get(name)
+    return value if value is None or error is None else Measured(value, error)
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,8 @@ class Criterion:
     """The score is a mean of ranks, in which a distance means nothing."""
     shares: bool = False
     """The score is a share, in which 1 % is 0.01."""
+    worst: bool = False
+    """The score is that of the worst task; else an average or a sum over tasks."""
 
     def close(self, row: Outcome, best: Outcome) -> bool:
         """Whether a setting is within 1 % of the best: in its score, or, of ranks, in every task's metric."""
