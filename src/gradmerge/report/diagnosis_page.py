@@ -9,7 +9,7 @@ from typing import Any
 from ..diagnostics.diagnosis import Diagnosis
 from ..diagnostics.gauge import FAR, NEAR
 from ..diagnostics.predict import BASE
-from ..diagnostics.scores import headline, higher_is_better, loss_of
+from ..diagnostics.scores import headline, higher_is_better, loss_of, measured
 from .figures import Series, bars, heat_map, trade_off
 from .numbers import number
 from .page import Figure, Page, Section, Table, Value
@@ -216,7 +216,7 @@ def _interference_section(found: Diagnosis) -> Section:
             Figure(
                 "Opposed share of the overlap",
                 "interference",
-                heat_map(tuned, tuned, values, "% of the overlap", centre=50.0),
+                heat_map(tuned, tuned, values, "% of the overlap", centre=50.0, reach=50.0),
             )
         ],
         [
@@ -241,7 +241,7 @@ def _metrics_section(found: Diagnosis) -> Section:
         for row, model in zip(rows, models, strict=True):
             metrics = found.metrics[model][task]
             row += [metrics.get(name), metrics.get("loss_per_example")]
-    values = {model: [found.metrics[model][task].get(names[task]) for task in tasks] for model in models}
+    values = {model: [measured(found.metrics[model][task], names[task]) for task in tasks] for model in models}
     kinds = sorted(set(names.values()))
     lower = "" if any(map(higher_is_better, kinds)) else ", lower is better"
     return Section(

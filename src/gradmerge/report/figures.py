@@ -42,17 +42,15 @@ class Series:
     labels: Sequence[str] = ()
     """What the tooltip of each point says besides its numbers."""
     errors: Sequence[float | None] = ()
-    """The standard error of each y."""
+    """The standard error of each y, where the values do not have one themselves, as `Measured` ones do."""
     x_errors: Sequence[float | None] = ()
 
     def rows(self) -> list[Row]:
         found = []
         for i, (x, y) in enumerate(zip(self.x, self.y, strict=True)):
             row: Row = {"series": printable(self.name), "x": _known(x), "y": _known(y)}
-            if self.errors:
-                row |= _spread("y", y, self.errors[i])
-            if self.x_errors:
-                row |= _spread("x", x, self.x_errors[i])
+            row |= _spread("x", x, self.x_errors[i] if self.x_errors else None)
+            row |= _spread("y", y, self.errors[i] if self.errors else None)
             if self.labels:
                 row["note"] = printable(self.labels[i])
             found.append(row)
@@ -75,7 +73,10 @@ def curves(
     whole = bool(xs) and all(float(value).is_integer() for value in xs)
     count = int(max(xs) - min(xs)) if whole else 0
     axis = alt.Axis(format="d", tickCount=min(count, 10)) if whole and count else _axis("width", 90)
-    across = alt.X("x:Q", title=x, scale=alt.Scale(zero=False, nice=False, padding=12), axis=axis)
+    # Values such as 1e-6, 1e-4, 1e-2 are told apart by their powers of ten.
+    wide = bool(xs) and min(xs) > 0 and max(xs) / min(xs) >= 1000
+    size = alt.Scale(type="log", nice=False, padding=12) if wide else alt.Scale(zero=False, nice=False, padding=12)
+    across = alt.X("x:Q", title=x, scale=size, axis=axis)
     up = alt.Y("y:Q", title=y, scale=alt.Scale(zero=False, padding=10), axis=_axis("height", 50))
     names = [one.name for one in series]
     base = alt.Chart().encode(across, up, color=_colour(names))
@@ -144,7 +145,7 @@ def bars(
         for i, (group, value) in enumerate(zip(groups, values, strict=True)):
             error = errors[name][i] if errors and name in errors else None
             row: Row = {"series": printable(name), "group": printable(group), "x": _known(value)}
-            row |= _spread("x", value, error) if errors else {}
+            row |= _spread("x", value, error)
             end = row["x"] if row.get("x error") is None else row["x low" if row["x"] < 0 else "x high"]
             rows.append(row | {"text": number(value), "end": end})
     names = list(series)
@@ -153,7 +154,7 @@ def bars(
     down = alt.Y("group:N", title=None, sort=None, scale=alt.Scale(domain=_printable(groups), paddingInner=0.3))
     base = alt.Chart().encode(down, yOffset=alt.YOffset("series:N", sort=_printable(names), scale=lane))
     layers = [base.mark_bar(cornerRadiusEnd=2).encode(across, color=_colour(names), tooltip=_tooltips(rows, label, ""))]
-    if errors:
+    if any("x error" in row for row in rows):
         rule = base.mark_rule(color=palette.LIGHT["ink"], strokeWidth=1.5)
         layers.append(rule.encode(alt.X("x low:Q"), x2="x high:Q"))
     for side, sign, way in (("left", 5, ">="), ("right", -5, "<")):
@@ -172,8 +173,12 @@ def heat_map(
     label: str,
     *,
     centre: float | None = None,
+    reach: float = 0.0,
 ) -> alt.LayerChart:
-    """One cell for each row (a layer) and column (a task); blue below a ``centre`` and orange above it."""
+    """One cell for each row (a layer) and column (a task); blue below a ``centre`` and orange above it.
+
+    Colours are full at ``reach`` from the centre, or at the value that lies furthest away.
+    """
     import altair as alt
 
     cells = [
@@ -183,12 +188,12 @@ def heat_map(
     ]
     known = [cell["value"] for cell in cells if cell["value"] is not None]
     low, high = min(known, default=0.0), max(known, default=1.0)
-    legend = alt.Legend(orient="top", title=label, gradientLength=240, gradientThickness=10, titleLimit=700)
+    legend = alt.Legend(orient="top", title=label, titleLimit=700)
     if centre is None:
         scale = alt.Scale(domain=[low, high if high > low else low + 1], range=list(palette.RISING))
         dark = f"datum.value > {low + 0.5 * (high - low)!r} ? '#10161c' : '#fff'"
     else:
-        reach = max(abs(low - centre), abs(high - centre)) or 1.0
+        reach = max(reach, abs(low - centre), abs(high - centre)) or 1.0
         ends = [centre + reach * k / 3 for k in range(-3, 4)]
         scale = alt.Scale(domain=ends, range=list(palette.CENTRED))
         legend.values = [ends[0], centre, ends[-1]]
@@ -203,12 +208,8 @@ def heat_map(
     base = alt.Chart().encode(across, down)
     tips = [alt.Tooltip("row:N", title=" "), alt.Tooltip("column:N", title="  ")]
     tips.append(alt.Tooltip("value:Q", title=label, format=_FORMAT))
-    inset = 0.5 if tall > 9 else 0
-    layers = [
-        base.mark_rect(yOffset=inset, xOffset=inset).encode(
-            color=alt.Color("value:Q", scale=scale, legend=legend), tooltip=tips
-        )
-    ]
+    edge = {"stroke": palette.LIGHT["paper"], "strokeWidth": 1} if tall > 9 else {}
+    layers = [base.mark_rect(**edge).encode(color=alt.Color("value:Q", scale=scale, legend=legend), tooltip=tips)]
     if tall >= 16:
         ink = alt.ExprRef(f"isValid(datum.value) ? {dark} : '{palette.LIGHT['soft']}'")
         fits = alt.ExprRef(f"bandwidth('x') < {max(len(c['text']) for c in cells) * 6.2!r} ? 0 : 1") if cells else 1
@@ -223,8 +224,10 @@ def _known(value: float | None) -> float | None:
 
 
 def _spread(axis: str, value: float | None, error: float | None) -> Row:
+    """One standard error on each side of a value, where it is known."""
+    error = getattr(value, "error", None) if error is None else error
     if not finite(value) or not finite(error):
-        return {f"{axis} low": None, f"{axis} high": None, f"{axis} error": None}
+        return {}
     return {f"{axis} low": value - error, f"{axis} high": value + error, f"{axis} error": float(error)}
 
 
@@ -272,7 +275,7 @@ def _legend(names: Sequence[str]) -> Any:
 
     if len(names) < 2:
         return None
-    return alt.Legend(orient="top", title=None, symbolStrokeWidth=2, symbolSize=80, labelLimit=240)
+    return alt.Legend(orient="top", title=None, symbolStrokeWidth=2, symbolSize=80, symbolOpacity=1, labelLimit=240)
 
 
 def _colour(names: Sequence[str]) -> alt.Color:
@@ -302,7 +305,7 @@ def _whiskers(rows: Sequence[Row], names: Sequence[str]) -> list[alt.Chart]:
 
     found = []
     for axis, other in (("y", "x"), ("x", "y")):
-        if any(row.get(f"{axis} error") is not None for row in rows):
+        if any(f"{axis} error" in row for row in rows):
             rule = alt.Chart().mark_rule(strokeWidth=1.2, opacity=0.55).encode(color=_colour(names))
             low, high = f"{axis} low:Q", f"{axis} high"
             ends = {axis: low, f"{axis}2": high, other: f"{other}:Q"}
@@ -406,6 +409,8 @@ def theme() -> dict[str, Any]:
             "labelFontSize": 12,
             "titleFontWeight": "normal",
             "offset": 12,
+            "gradientLength": 240,
+            "gradientThickness": 10,
         },
         "title": {"color": ink, "anchor": "start", "fontSize": 16},
         "text": {"color": ink},

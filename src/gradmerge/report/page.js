@@ -46,6 +46,7 @@
       legend: {
         ...theme.legend,
         offset: 12 + 15 * above,
+        gradientLength: Math.min(theme.legend.gradientLength, width - 130),
         columns: Math.max(1, Math.floor((width - 50) / spec.usermeta.entry)),
       },
     };

@@ -61,7 +61,7 @@ _METHODS = (
 )
 _PLACES = {method: place for place, method in enumerate(_METHODS)}
 #: Models that are no merge, each with a colour of its own.
-_MODELS = {"base": "soft", "tuned": "ink", "its own model": "ink", "target": "c9"}
+_MODELS = {"base": "soft", "tuned": "ink", "its own model": "ink", "target": "c9", "best so far": "c4"}
 _COLOURS = 10
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
 MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
@@ -98,9 +98,11 @@ def colours_of(names: Iterable[str]) -> list[str]:
 def places_of(names: Iterable[str]) -> list[int]:
     """What dash and marker a series has, by the same order."""
     names = list(names)
-    if any(map(is_known, names)):
-        return [place_of(name) for name in names]
-    return list(range(len(names)))
+    if not any(map(is_known, names)):
+        return list(range(len(names)))
+    # Several series of one method have its colour, and differ in dash and marker.
+    methods = [name.partition(" ")[0] for name in names]
+    return [place_of(name) + methods[:i].count(methods[i]) for i, name in enumerate(names)]
 
 
 def dash_of(place: int) -> list[int]:
