@@ -11,6 +11,7 @@ from ..diagnostics.gauge import FAR, NEAR
 from ..diagnostics.predict import BASE
 from ..diagnostics.scores import headline, higher_is_better, loss_of, measured
 from .figures import Series, bars, heat_map, trade_off
+from .notebook import in_notebooks
 from .numbers import number
 from .page import Figure, Page, Section, Table, Value
 
@@ -288,9 +289,9 @@ def _residual_section(found: Diagnosis) -> Section:
     )
 
 
-def _percent(value: float, whole: float) -> str | None:
+def _percent(value: float, whole: float) -> Value:
     share = _ratio(100 * value, whole)
-    return None if share is None else f"{number(share, 3)} %" if share < 1000 else "over 1000 %: the base pulls harder"
+    return share if share is None or share < 1000 else "over 1000: the base pulls harder"
 
 
 def _way(step: float, way: float) -> str | None:
@@ -333,3 +334,11 @@ def _gap(metrics: dict[str, Any], goal: dict[str, Any]) -> float:
     if "accuracy" in metrics and "accuracy" in goal:
         return 100 * float(goal["accuracy"] - metrics["accuracy"])
     return loss_of(metrics) - loss_of(goal)
+
+
+def _in_notebook(found: Diagnosis) -> list[Figure]:
+    measured_ones = [_metrics_section(found)] if found.metrics else []
+    return [f for s in (*measured_ones, _prediction_section(found), _layer_section(found)) for f in s.figures]
+
+
+in_notebooks(Diagnosis, _in_notebook)

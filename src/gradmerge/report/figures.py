@@ -88,7 +88,7 @@ def curves(
     layers.append(points.encode(shape=_shape(names), tooltip=_tooltips(rows, x, y)))
     if stars:
         chosen = [{"series": n, "x": a, "y": b, "note": "★ best"} for n, a, b in stars if finite(a) and finite(b)]
-        best = alt.Chart(_data(chosen)).mark_point(shape=_STAR, filled=True, size=420, opacity=1, strokeWidth=1.2)
+        best = alt.Chart(_data(chosen)).mark_point(shape=_STAR, filled=True, size=560, opacity=1, strokeWidth=1.2)
         best = best.encode(across, up, color=_colour(names), stroke=alt.value(palette.LIGHT["paper"]))
         layers.append(best.encode(tooltip=_tooltips(chosen, x, y)))
     drawn = alt.layer(*layers, data=_data(rows)).resolve_legend(strokeDash="independent")
@@ -190,12 +190,12 @@ def heat_map(
     low, high = min(known, default=0.0), max(known, default=1.0)
     legend = alt.Legend(orient="top", title=label, titleLimit=700)
     if centre is None:
-        scale = alt.Scale(domain=[low, high if high > low else low + 1], range=list(palette.RISING))
+        scale = alt.Scale(domain=[low, high if high > low else low + 1], range=list(palette.RISING), interpolate="rgb")
         dark = f"datum.value > {low + 0.5 * (high - low)!r} ? '#10161c' : '#fff'"
     else:
         reach = max(reach, abs(low - centre), abs(high - centre)) or 1.0
         ends = [centre + reach * k / 3 for k in range(-3, 4)]
-        scale = alt.Scale(domain=ends, range=list(palette.CENTRED))
+        scale = alt.Scale(domain=ends, range=list(palette.CENTRED), interpolate="rgb")
         legend.values = [ends[0], centre, ends[-1]]
         dark = f"abs(datum.value - {centre!r}) < {0.6 * reach!r} ? '#10161c' : '#fff'"
     turned = sum(map(len, columns)) * _LETTER + 20 * len(columns) > 420

@@ -82,7 +82,7 @@ def html(page: Page) -> str:
 
     drawn = any(section.figures for section in page.sections)
     scripts = [*([library()] if drawn else []), palette.resource("page.js")]
-    return _template("page.html").render(
+    return template("page.html").render(
         page=page,
         sections=_with_file_names(page.sections),
         version=__version__,
@@ -96,7 +96,7 @@ def html(page: Page) -> str:
 
 
 @cache
-def _template(name: str) -> Template:
+def template(name: str) -> Template:
     """The layout. Jinja escapes everything but Markup, which only this room makes."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -79,7 +79,11 @@ def place_of(method: str) -> int:
 
 def is_known(name: str) -> bool:
     """Whether a series is one of ours: a method, or a model that is no merge."""
-    return name in _MODELS or name.partition(" ")[0] in _PLACES
+    return name in _MODELS or _is_method(name)
+
+
+def _is_method(name: str) -> bool:
+    return name.partition(" ")[0] in _PLACES
 
 
 def colour_of(method: str) -> str:
@@ -87,18 +91,16 @@ def colour_of(method: str) -> str:
     return LIGHT[_MODELS.get(method) or f"c{place_of(method) % _COLOURS}"]
 
 
-def colours_of(names: Iterable[str]) -> list[str]:
+def colours_of(names: Sequence[str]) -> list[str]:
     """Colours of series: of methods their own, of other names (tasks, rounds) one after the other."""
-    names = list(names)
-    if any(map(is_known, names)):
+    if any(map(_is_method, names)):
         return [colour_of(name) for name in names]
-    return [LIGHT[f"c{place % _COLOURS}"] for place in range(len(names))]
+    return [colour_of(name) if name in _MODELS else LIGHT[f"c{i % _COLOURS}"] for i, name in enumerate(names)]
 
 
-def places_of(names: Iterable[str]) -> list[int]:
+def places_of(names: Sequence[str]) -> list[int]:
     """What dash and marker a series has, by the same order."""
-    names = list(names)
-    if not any(map(is_known, names)):
+    if not any(map(_is_method, names)):
         return list(range(len(names)))
     # Several series of one method have its colour, and differ in dash and marker.
     methods = [name.partition(" ")[0] for name in names]

@@ -13,6 +13,7 @@ from ..diagnostics.suggest import Suggestion
 from ..text import Measured
 from .figures import Series, curves, heat_map, trade_off
 from .layer_weights_page import layers_section
+from .notebook import in_notebooks
 from .numbers import finite
 from .page import Figure, Page, Section
 from .preview_tables import alone_table, best_table, task_unit as _task_unit, top_table, unit_of as _unit
@@ -193,3 +194,11 @@ def pareto_front(points: Sequence[tuple[float, float]], higher: tuple[bool, bool
             front.append((signs[0] * a, signs[1] * b))
             lowest = b
     return front
+
+
+def _in_notebook(found: Preview) -> list[Figure]:
+    return [*_curves(found).figures, *_fronts(found)]
+
+
+in_notebooks(Preview, _in_notebook)
+in_notebooks(Suggestion, lambda suggestion: _in_notebook(suggestion.evaluated))
