@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
 from gradmerge.report.charts import BarChart, HeatMap, LineChart, ScatterChart, Series
+
 from gradmerge.report.page import Page, Section, Table, write_report
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ _BOTH = {
     "c3": ("#8f1f6e", "#f65cb6"),
     "c4": ("#5c4500", "#f4e067"),
     "c5": ("#71869a", "#c8ccd0"),
-    "c6": ("#0a8ba8", "#48d4ea"),
-    "c7": ("#6b4fd0", "#b6a4ff"),
-    "c8": ("#c2253c", "#ff8b93"),
-    "c9": ("#6f8400", "#bcd63f"),
+    "c6": ("#0498d1", "#79d4fb"),
+    "c7": ("#5202c4", "#a12dd4"),
+    "c8": ("#952241", "#ea5e66"),
+    "c9": ("#76a02a", "#eefda2"),
 }
 LIGHT = {name: light for name, (light, _) in _BOTH.items()}
 DARK = {name: dark for name, (_, dark) in _BOTH.items()}
@@ -109,11 +109,11 @@ def places_of(names: Sequence[str]) -> list[int]:
 
 def dash_of(place: int) -> list[int]:
     """Series that share a colour have different dashes."""
-    return list(DASHES[(place // _COLOURS + place) % len(DASHES)])
+    return list(DASHES[place % len(DASHES)])
 
 
 def marker_of(place: int) -> str:
-    return MARKERS[(place // _COLOURS + place) % len(MARKERS)]
+    return MARKERS[place % len(MARKERS)]
 
 
 def luminance(colour: str) -> float:
