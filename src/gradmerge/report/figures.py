@@ -200,7 +200,7 @@ def heat_map(
         dark = f"abs(datum.value - {centre!r}) < {0.6 * reach!r} ? '#10161c' : '#fff'"
     turned = sum(map(len, columns)) * _LETTER + 20 * len(columns) > 420
     side = {"labelAngle": -40, "labelAlign": "left"} if turned else {"labelAngle": 0}
-    top = alt.Axis(orient="top", domain=False, ticks=False, labelLimit=130, **side)
+    top = alt.Axis(orient="top", domain=False, ticks=False, labelLimit=100, **side)
     across = alt.X("column:N", title=None, scale=alt.Scale(domain=_printable(columns)), axis=top)
     tall = max(5.0, min(26.0, 1000 / max(1, len(rows))))
     order = alt.Scale(domain=_printable(rows))
@@ -213,9 +213,11 @@ def heat_map(
     if tall >= 16:
         ink = alt.ExprRef(f"isValid(datum.value) ? {dark} : '{palette.LIGHT['soft']}'")
         fits = alt.ExprRef(f"bandwidth('x') < {max(len(c['text']) for c in cells) * 6.2!r} ? 0 : 1") if cells else 1
-        layers.append(base.mark_text(fontSize=10, color=ink, opacity=fits, tooltip=None).encode(text="text:N"))
+        layers.append(base.mark_text(fontSize=10, color=ink, opacity=fits).encode(text="text:N", tooltip=tips))
     found = _finished(alt.layer(*layers, data=_data(cells)), cells, {"row": "", "column": "", "value": label}, 0)
-    return found.properties(height=alt.Step(tall), view={"fill": palette.LIGHT["hole"]})
+    found = found.properties(height=alt.Step(tall), view={"fill": palette.LIGHT["hole"]})
+    # The last of slanted names leans over the edge.
+    return found.properties(padding={"right": 60}) if turned else found
 
 
 def _known(value: float | None) -> float | None:

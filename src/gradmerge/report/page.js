@@ -78,7 +78,8 @@
   function show(handler, event, item, value) {
     tip.hidden = value === null || value === undefined || value === "";
     if (tip.hidden) return;
-    const [head, ...lines] = Object.entries(value).map(([name, text]) => (name.trim() ? `${name}: ${text}` : text));
+    const known = Object.entries(value).filter(([name, text]) => !name.trim() || text !== "null");
+    const [head, ...lines] = known.map(([name, text]) => (name.trim() ? `${name}: ${text}` : text));
     const bold = document.createElement("b");
     bold.textContent = head;
     const rest = document.createElement("div");

@@ -28,7 +28,7 @@ __all__ = ["Figure", "Page", "Section", "Table", "Value", "html", "rich", "write
 #: Before anything is shown: a figure's numbers stay hidden until it is drawn, or cannot be.
 _STARTED = 'document.documentElement.className = "js";'
 #: Points across a printed page, and of a letter and the room around a column at the usual size of print.
-_PAPER, _LETTER, _ROOM, _PRINT = 500, 4.7, 9, 8.5
+_PAPER, _LETTER, _ROOM, _PRINT = 470, 5.0, 9, 8.5
 
 
 @dataclass(frozen=True)
