@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..diagnostics.diagnosis import Diagnosis
+from ..diagnostics.gauge import FAR, NEAR
 from ..diagnostics.predict import BASE
 from ..diagnostics.scores import headline, higher_is_better, loss_of, measured
 from ..text import Measured
