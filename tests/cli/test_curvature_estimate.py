@@ -342,7 +342,7 @@ def test_a_process_of_its_own_says_one_line_and_nothing_of_transformers(place: P
 
 def test_help_has_examples_and_all_options() -> None:
     text = run("curvature", "estimate", "--help").output
-    assert "Examples: gradmerge curvature estimate" in text
+    assert "Examples:\n  gradmerge curvature estimate" in text
     for option in ("--likelihood", "--limit", "--kind", "--at-delta", "--resume", "--precision", "--json", "--debug"):
         assert option in text
 
