@@ -7,6 +7,7 @@ import io
 import json
 import math
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def every_kind(name: str = "ours", values: tuple[float | None, ...] = (0.5, 0.25
     return [Figure(name, slug, chart) for slug, chart in charts.items()]
 
 
-def rows_of(figure: Figure) -> list[dict]:
+def rows_of(figure: Figure) -> Any:
     return figure.chart.data.values
 
 
@@ -162,9 +163,9 @@ def test_figures_of_any_size_are_made(groups: int, series: int) -> None:
 def test_a_long_curve_keeps_its_lows_and_highs() -> None:
     wave = [math.sin(i / 9) * (1 + (i == 31_415)) for i in range(50_000)]
     figure = Figure("t", "t", curves([Series("a", range(50_000), wave)], "x", "y"))
-    shown = [row[2] for row in figure.table().rows]
+    shown: list[Any] = [row[2] for row in figure.table().rows]
     assert len(shown) <= MOST_POINTS and max(shown) == max(wave) and min(shown) == min(wave)
-    places = [row[1] for row in figure.table().rows]
+    places: list[Any] = [row[1] for row in figure.table().rows]
     assert places == sorted(places)
     assert len(figure.json()) < 200_000 and len(figure.shown().rows) == SHOWN_ROWS
     assert figure.shown().note == f"The first {SHOWN_ROWS} of {len(shown)} rows."

@@ -16,7 +16,7 @@ from . import palette
 from .numbers import finite, number
 
 if TYPE_CHECKING:
-    import altair as alt
+    from altair import LayerChart
 
 #: More points of one figure than this are thinned out where they would cover one another.
 MOST_POINTS = 3000
@@ -64,10 +64,9 @@ def curves(
     *,
     marks: Sequence[tuple[str, float]] = (),
     stars: Sequence[tuple[str, float, float]] = (),
-) -> alt.LayerChart:
+) -> LayerChart:
     """Curves over x, with reference lines (name, y) and starred points (name of a series, x, y)."""
-    import altair as alt
-
+    alt = _altair()
     rows = [row for one in series for row in _thinned(one.rows(), MOST_POINTS // max(1, len(series)))]
     xs = [row["x"] for row in rows if row["x"] is not None]
     whole = bool(xs) and all(float(value).is_integer() for value in xs)
@@ -103,10 +102,9 @@ def trade_off(
     front: Sequence[tuple[float, float]] = (),
     present: tuple[float, float] | None = None,
     diagonal: bool = False,
-) -> alt.LayerChart:
+) -> LayerChart:
     """Points, with a line through those that no other beats, a ring around the present one, or a line where x is y."""
-    import altair as alt
-
+    alt = _altair()
     rows = [row for one in series for row in _spaced(one.rows(), MOST_POINTS // max(1, len(series)))]
     names = [one.name for one in series]
     across = alt.X("x:Q", title=x, scale=alt.Scale(zero=False, padding=12), axis=_axis("width", 90))
@@ -136,10 +134,9 @@ def bars(
     label: str,
     *,
     errors: Mapping[str, Sequence[float | None]] | None = None,
-) -> alt.LayerChart:
+) -> LayerChart:
     """One lying bar for each group (a task) in each series (a method), with its number beside it."""
-    import altair as alt
-
+    alt = _altair()
     rows: list[Row] = []
     for name, values in series.items():
         for i, (group, value) in enumerate(zip(groups, values, strict=True)):
@@ -174,14 +171,13 @@ def heat_map(
     *,
     centre: float | None = None,
     reach: float = 0.0,
-) -> alt.LayerChart:
+) -> LayerChart:
     """One cell for each row (a layer) and column (a task); blue below a ``centre`` and orange above it.
 
     Colours are full at ``reach`` from the centre, or at the value that lies furthest away.
     """
-    import altair as alt
-
-    cells = [
+    alt = _altair()
+    cells: list[Row] = [
         {"row": printable(name), "column": printable(column), "value": _known(value), "text": number(value, 3)}
         for name, line in zip(rows, values, strict=True)
         for column, value in zip(columns, line, strict=True)
@@ -218,6 +214,13 @@ def heat_map(
     found = found.properties(height=alt.Step(tall), view={"fill": palette.LIGHT["hole"]})
     # The last of slanted names leans over the edge.
     return found.properties(padding={"right": 60}) if turned else found
+
+
+def _altair() -> Any:
+    """Loaded where something is drawn. Its annotations are too narrow for what its methods take."""
+    import altair
+
+    return altair
 
 
 def _known(value: float | None) -> float | None:
@@ -261,9 +264,8 @@ def _spaced(rows: list[Row], most: int) -> list[Row]:
     return list(squares.values())
 
 
-def _data(rows: list[Row]) -> alt.InlineData:
-    import altair as alt
-
+def _data(rows: list[Row]) -> Any:
+    alt = _altair()
     return alt.InlineData(values=rows)
 
 
@@ -273,38 +275,33 @@ def _printable(names: Sequence[str]) -> list[str]:
 
 def _legend(names: Sequence[str]) -> Any:
     """Above the figure."""
-    import altair as alt
-
+    alt = _altair()
     if len(names) < 2:
         return None
     return alt.Legend(orient="top", title=None, symbolStrokeWidth=2, symbolSize=80, symbolOpacity=1, labelLimit=240)
 
 
-def _colour(names: Sequence[str]) -> alt.Color:
-    import altair as alt
-
+def _colour(names: Sequence[str]) -> Any:
+    alt = _altair()
     scale = alt.Scale(domain=_printable(names), range=palette.colours_of(names))
     return alt.Color("series:N", scale=scale, legend=_legend(names))
 
 
-def _dash(names: Sequence[str]) -> alt.StrokeDash:
-    import altair as alt
-
+def _dash(names: Sequence[str]) -> Any:
+    alt = _altair()
     scale = alt.Scale(domain=_printable(names), range=[palette.dash_of(p) or [1, 0] for p in palette.places_of(names)])
     return alt.StrokeDash("series:N", scale=scale, legend=None)
 
 
-def _shape(names: Sequence[str]) -> alt.Shape:
-    import altair as alt
-
+def _shape(names: Sequence[str]) -> Any:
+    alt = _altair()
     scale = alt.Scale(domain=_printable(names), range=[palette.marker_of(p) for p in palette.places_of(names)])
     return alt.Shape("series:N", scale=scale, legend=_legend(names))
 
 
-def _whiskers(rows: Sequence[Row], names: Sequence[str]) -> list[alt.Chart]:
+def _whiskers(rows: Sequence[Row], names: Sequence[str]) -> list[Any]:
     """One standard error on each side of points, where errors are known."""
-    import altair as alt
-
+    alt = _altair()
     found = []
     for axis, other in (("y", "x"), ("x", "y")):
         if any(f"{axis} error" in row for row in rows):
@@ -315,10 +312,9 @@ def _whiskers(rows: Sequence[Row], names: Sequence[str]) -> list[alt.Chart]:
     return found
 
 
-def _guides(marks: Sequence[tuple[str, float]]) -> list[alt.Chart]:
+def _guides(marks: Sequence[tuple[str, float]]) -> list[Any]:
     """Reference lines with their names, at either end in turn so that neighbours do not meet."""
-    import altair as alt
-
+    alt = _altair()
     marks = sorted(marks, key=lambda mark: mark[1])
     lines = [{"name": printable(name), "y": value, "side": i % 2} for i, (name, value) in enumerate(marks)]
     shades = [palette.colour_of(name) if palette.is_known(name) else palette.LIGHT["soft"] for name, _ in marks]
@@ -334,16 +330,14 @@ def _guides(marks: Sequence[tuple[str, float]]) -> list[alt.Chart]:
     return found
 
 
-def _axis(extent: str, pixels: int, **more: Any) -> alt.Axis:
+def _axis(extent: str, pixels: int, **more: Any) -> Any:
     """A tick for about every so many pixels."""
-    import altair as alt
-
+    alt = _altair()
     return alt.Axis(tickCount=alt.ExprRef(f"ceil({extent} / {pixels})"), **more)
 
 
-def _tooltips(rows: Sequence[Row], x: str, y: str) -> list[alt.Tooltip]:
-    import altair as alt
-
+def _tooltips(rows: Sequence[Row], x: str, y: str) -> list[Any]:
+    alt = _altair()
     fields = set().union(*rows) if rows else set()
     found = [
         alt.Tooltip(f"{name}:N", title=blank) for name, blank in (("series", " "), ("group", "  ")) if name in fields
@@ -356,7 +350,7 @@ def _tooltips(rows: Sequence[Row], x: str, y: str) -> list[alt.Tooltip]:
     return [*found, *([alt.Tooltip("note:N", title="   ")] if "note" in fields else [])]
 
 
-def _finished(chart: alt.LayerChart, rows: Sequence[Row], columns: Mapping[str, str], height: int) -> alt.LayerChart:
+def _finished(chart: LayerChart, rows: Sequence[Row], columns: Mapping[str, str], height: int) -> LayerChart:
     """With the theme, the names of its columns, and the width of whatever it stands in."""
     fields = set().union(*rows) if rows else set()
     named = {field: title or field for field, title in columns.items()}
@@ -367,53 +361,7 @@ def _finished(chart: alt.LayerChart, rows: Sequence[Row], columns: Mapping[str, 
         named["note"] = "note"
     # A page sets the columns of the legend by its own width.
     entry = round(min(260.0, max((len(row["series"]) for row in rows if "series" in row), default=0) * _LETTER + 44))
-    look = theme()
+    look = palette.theme()
     look["legend"]["columns"] = max(1, 700 // entry)
     sized = chart.properties(width="container", usermeta={"columns": named, "entry": entry}, config=look)
     return sized.properties(height=height) if height else sized
-
-
-def theme() -> dict[str, Any]:
-    """How every figure looks."""
-    ink, soft, line = (palette.LIGHT[name] for name in ("ink", "soft", "line"))
-    axis = {
-        "labelColor": soft,
-        "titleColor": soft,
-        "domainColor": soft,
-        "tickColor": soft,
-        "gridColor": line,
-        "labelFontSize": 11,
-        "titleFontSize": 12,
-        "titleFontWeight": "normal",
-        "titlePadding": 8,
-    }
-    return {
-        "background": palette.LIGHT["paper"],
-        "font": 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif',
-        "view": {"stroke": None},
-        "axis": axis,
-        "axisX": {"grid": False},
-        "axisY": {
-            "domain": False,
-            "ticks": False,
-            "labelLimit": 220,
-            "labelPadding": 6,
-            # The name of the axis lies above it, where a long one has room.
-            "titleAngle": 0,
-            "titleAlign": "left",
-            "titleBaseline": "bottom",
-            "titleX": 0,
-            "titleY": -10,
-        },
-        "legend": {
-            "labelColor": ink,
-            "titleColor": soft,
-            "labelFontSize": 12,
-            "titleFontWeight": "normal",
-            "offset": 12,
-            "gradientLength": 240,
-            "gradientThickness": 10,
-        },
-        "title": {"color": ink, "anchor": "start", "fontSize": 16},
-        "text": {"color": ink},
-    }
