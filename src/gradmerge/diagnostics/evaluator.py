@@ -12,9 +12,10 @@ from torch import Tensor
 from ..engine.candidates import notes_on
 from ..errors import InputError
 from ..recipe import Recipe
-from ..tasks import Loading
+from ..tasks import Generation, Loading
 from .grid import Setting
 from .in_memory import Rows, State, TaskData, load_data, match_data, materialise, state_of
+from .lm_eval_data import HarnessData, HarnessTasks, harness_data
 from .predict import BASE, task_names
 from .preview import Advance, Outcome
 from .scores import headline, loss_name, loss_of
@@ -39,6 +40,8 @@ class Evaluator:
         data: Mapping[str, str],
         loading: Loading,
         *,
+        generation: Generation | None = None,
+        harness: HarnessTasks | None = None,
         threads: int = 1,
         **allowed: Any,
     ) -> None:
@@ -51,8 +54,12 @@ class Evaluator:
             if recipe.method in methods:
                 self.plan.note(notes_on(recipe, self.plan, threads))
             self._data = _load(recipe, {name: given[name] for name in self.tasks}, loading)
+            for one in self._data.values():
+                one.generation = generation
+            if harness is not None:
+                self._data |= harness_data(recipe, harness, loading, self._data)
+                self.tasks = [*self._data]
             self._any = next(iter(self._data.values()))
-            self.examples = {name: one.loaded.examples for name, one in self._data.items()}
             self._names, self._threads = names, threads
             self._candidates = Candidates(
                 recipe, self.plan, lambda changed: open_for(changed, [changed.method], **allowed)
@@ -60,6 +67,7 @@ class Evaluator:
             self._broken: list[str] = []
             self._own_rows: dict[str, Tensor] = {}
             self.alone = self._each_alone()
+            self.examples = {name: one.loaded.examples for name, one in self._data.items()}
         except BaseException:
             self.plan.inputs.close()
             raise
@@ -119,7 +127,7 @@ class Evaluator:
         """Task → the lost share of every row of its data; their mean is what :meth:`lost_share` gives."""
         if BASE not in self.alone:
             return {}
-        losses = {task: found[loss_name(found)] for task, found in rows.items()}
+        losses = {task: found[loss_name(found)] for task, found in rows.items() if loss_name(found) in found}
         return {
             task: (loss - self._own_rows.get(task, torch.zeros_like(loss))) / self._scale(task)[1]
             for task, loss in losses.items()
@@ -132,7 +140,7 @@ class Evaluator:
         place of the tuned model, and the mean over the tuned models that of the base. The denominator is at least 1 %
         of the larger loss, so that a task on which tuning gained nothing does not decide.
         """
-        if not metrics or BASE not in self.alone:
+        if not math.isfinite(loss_of(metrics)) or BASE not in self.alone:
             return math.inf
         best, gain = self._scale(task)
         return (loss_of(metrics) - best) / gain
@@ -152,7 +160,8 @@ class Evaluator:
         self._candidates.close()
 
     def notes(self) -> list[str]:
-        lacking = [name for name in self._names if name not in self.tasks]
+        of_tasks = {name for name, one in self._data.items() if not isinstance(one, HarnessData)}
+        lacking = [name for name in self._names if name not in of_tasks] if of_tasks else []
         notes = [*self.plan.notes, *(note for one in self._data.values() for note in one.loaded.notes)]
         if lacking:
             them = "it" if len(lacking) == 1 else "them"
