@@ -47,6 +47,9 @@ def test_a_figure_holds_the_numbers_it_is_given() -> None:
     line = Figure("t", "t", curves([Series("a", [0, 1], [2.0, None], ["p", "q"])], "λ", "loss, nats"))
     assert line.table().columns == ["series", "λ", "loss, nats", "note"]
     assert line.table().rows == [["a", 0.0, 2.0, "p"], ["a", 1.0, None, "q"]]
+    marked = curves([Series("a", [0], [2.0])], "x", "y", marks=[("base", 0.5)], stars=[("a", 0, 2.0)])
+    also = [["base", None, 0.5, "reference"], ["a", 0.0, 2.0, "★ best"]]
+    assert Figure("t", "t", marked).table().rows == [["a", 0.0, 2.0, None], *also]
     bar = Figure("t", "t", bars(["x", "y"], {"m": [1.0, 4.0], "n": [-2.0, None]}, "loss"))
     assert bar.table().rows == [["x", "m", 1.0], ["y", "m", 4.0], ["x", "n", -2.0], ["y", "n", None]]
     heat = Figure("t", "t", heat_map(["r", "s"], ["a", "b"], [[1.0, 10.0], [None, 3.0]], "v"))

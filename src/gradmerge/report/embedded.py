@@ -33,7 +33,7 @@ class Figure:
         """The numbers of the chart."""
         chart: Any = self.chart
         named: Mapping[str, str] = chart.usermeta["columns"]
-        rows: Sequence[dict[str, Value]] = chart.data.values
+        rows: Sequence[dict[str, Value]] = [*chart.data.values, *chart.usermeta["more"]]
         return Table(self.title, self.slug, [*named.values()], [[row.get(field) for field in named] for row in rows])
 
     def csv(self) -> str:

@@ -67,7 +67,7 @@ def curves(
 ) -> LayerChart:
     """Curves over x, with reference lines (name, y) and starred points (name of a series, x, y)."""
     alt = _altair()
-    rows = [row for one in series for row in _thinned(one.rows(), MOST_POINTS // max(1, len(series)))]
+    rows = [row for one in series for row in _thinned(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
     xs = [row["x"] for row in rows if row["x"] is not None]
     whole = bool(xs) and all(float(value).is_integer() for value in xs)
     count = int(max(xs) - min(xs)) if whole else 0
@@ -80,18 +80,21 @@ def curves(
     names = [one.name for one in series]
     base = alt.Chart().encode(across, up, color=_colour(names))
     known = [(name, value) for name, value in marks if finite(value)]
-    layers = [*(_guides(known) if known else []), base.mark_line(strokeWidth=2).encode(strokeDash=_dash(names))]
+    # A curve goes from point to point as they are given, not from left to right.
+    line = base.mark_line(strokeWidth=2).encode(strokeDash=_dash(names), order=alt.value(0))
+    layers = [*(_guides(known) if known else []), line]
     layers += _whiskers(rows, names)
     crowded = max((len(one.x) for one in series), default=0) > 40
     points = base.mark_point(filled=True, opacity=1, size=14 if crowded else 50)
     layers.append(points.encode(shape=_shape(names), tooltip=_tooltips(rows, x, y)))
-    if stars:
-        chosen = [{"series": n, "x": a, "y": b, "note": "★ best"} for n, a, b in stars if finite(a) and finite(b)]
+    chosen = [_named(n, a, b, "★ best") for n, a, b in stars if finite(a) and finite(b)]
+    if chosen:
         best = alt.Chart(_data(chosen)).mark_point(shape=_STAR, filled=True, size=560, opacity=1, strokeWidth=1.2)
         best = best.encode(across, up, color=_colour(names), stroke=alt.value(palette.LIGHT["paper"]))
         layers.append(best.encode(tooltip=_tooltips(chosen, x, y)))
     drawn = alt.layer(*layers, data=_data(rows)).resolve_legend(strokeDash="independent")
-    return _finished(drawn, rows, {"series": "series", "x": x, "y": y}, 300)
+    more = [*(_named(name, None, value, "reference") for name, value in known), *chosen]
+    return _finished(drawn, rows, {"series": "series", "x": x, "y": y}, 300, more)
 
 
 def trade_off(
@@ -105,12 +108,12 @@ def trade_off(
 ) -> LayerChart:
     """Points, with a line through those that no other beats, a ring around the present one, or a line where x is y."""
     alt = _altair()
-    rows = [row for one in series for row in _spaced(one.rows(), MOST_POINTS // max(1, len(series)))]
+    rows = [row for one in series for row in _spaced(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
     names = [one.name for one in series]
     across = alt.X("x:Q", title=x, scale=alt.Scale(zero=False, padding=12), axis=_axis("width", 90))
     up = alt.Y("y:Q", title=y, scale=alt.Scale(zero=False, padding=10), axis=_axis("height", 50))
     layers: list[Any] = []
-    line = [{"x": a, "y": b} for a, b in sorted(front) if finite(a) and finite(b)]
+    line = [_named("Pareto front", a, b, "") for a, b in sorted(front) if finite(a) and finite(b)]
     if len(line) > 1:
         path = alt.Chart(_data(line)).mark_line(strokeWidth=1.5, opacity=0.7, color=palette.LIGHT["ink"])
         layers.append(path.encode(across, up))
@@ -122,10 +125,10 @@ def trade_off(
     points = alt.Chart().mark_point(filled=True, opacity=0.9, size=50 if len(rows) < 400 else 18)
     layers.append(points.encode(across, up, color=_colour(names), shape=_shape(names), tooltip=_tooltips(rows, x, y)))
     if present is not None and all(map(finite, present)):
-        ring = alt.Chart(_data([{"x": present[0], "y": present[1], "note": "now"}]))
+        ring = alt.Chart(_data([_named("now", *present, "")]))
         ring = ring.mark_point(size=320, strokeWidth=2.5, color=palette.LIGHT["ink"], filled=False, opacity=1)
-        layers.append(ring.encode(across, up, tooltip=["note:N"]))
-    return _finished(alt.layer(*layers, data=_data(rows)), rows, {"series": "series", "x": x, "y": y}, 320)
+        layers.append(ring.encode(across, up, tooltip=[alt.Tooltip("series:N", title=" ")]))
+    return _finished(alt.layer(*layers, data=_data(rows)), rows, {"series": "series", "x": x, "y": y}, 320, line)
 
 
 def bars(
@@ -350,18 +353,28 @@ def _tooltips(rows: Sequence[Row], x: str, y: str) -> list[Any]:
     return [*found, *([alt.Tooltip("note:N", title="   ")] if "note" in fields else [])]
 
 
-def _finished(chart: LayerChart, rows: Sequence[Row], columns: Mapping[str, str], height: int) -> LayerChart:
-    """With the theme, the names of its columns, and the width of whatever it stands in."""
+def _named(series: str, x: float | None, y: float, note: str) -> Row:
+    return {"series": printable(series), "x": _known(x), "y": _known(y), "note": note}
+
+
+def _finished(
+    chart: LayerChart, rows: Sequence[Row], columns: Mapping[str, str], height: int, more: Sequence[Row] = ()
+) -> LayerChart:
+    """With the theme, the names of its columns, and the width of whatever it stands in.
+
+    ``more`` is what the figure shows beside its points, for its table.
+    """
     fields = set().union(*rows) if rows else set()
     named = {field: title or field for field, title in columns.items()}
     for axis in ("x", "y"):
         if f"{axis} error" in fields:
             named[f"{axis} error"] = f"{ERRORS} of {named[axis]}"
-    if "note" in fields:
+    if "note" in fields or more:
         named["note"] = "note"
     # A page sets the columns of the legend by its own width.
     entry = round(min(260.0, max((len(row["series"]) for row in rows if "series" in row), default=0) * _LETTER + 44))
     look = palette.theme()
     look["legend"]["columns"] = max(1, 700 // entry)
-    sized = chart.properties(width="container", usermeta={"columns": named, "entry": entry}, config=look)
+    facts = {"columns": named, "entry": entry, "more": list(more)}
+    sized = chart.properties(width="container", usermeta=facts, config=look)
     return sized.properties(height=height) if height else sized
