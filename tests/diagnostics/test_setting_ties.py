@@ -186,7 +186,7 @@ def test_mean_ranks_are_tied_where_no_task_tells_settings_apart() -> None:
         False,
     ]
     assert {row.rank for row in rows[:2]} == {1}
-    assert "none differs on any task by more than two standard errors" in " ".join(verdict(found))
+    assert "none of these differs by more than two standard errors on any task" in " ".join(verdict(found))
 
 
 def test_simple_is_few_changes_then_few_needs_then_few_weights() -> None:
