@@ -264,11 +264,8 @@ class Rows(Evaluator):
             losses = self.truth(lists)[:, None] + self.offsets + (self.slopes * (lists - 0.5)).sum((2, 3))
             by_task = dict(zip("ab", losses, strict=True))
             costs = {task: float(one.mean()) for task, one in by_task.items()}
-            rows.append(Outcome(setting, dict(costs), {t: {"mse": c} for t, c in costs.items()}, costs, losses=by_task))
+            rows.append(Outcome(setting, dict(costs), {t: {"mse": c} for t, c in costs.items()}, costs, shares=by_task))
         return rows
-
-    def row_shares(self, row: Outcome) -> dict[str, Tensor]:
-        return row.losses
 
     def notes(self) -> list[str]:
         return []

@@ -106,8 +106,8 @@ def test_another_rule_of_a_recipe_drops_what_only_its_own_understands() -> None:
         "exclude": ["head.*"],
     }
     recipe = make_recipe(raw)
-    assert recipe_with(recipe, "ties", [0.2, 0.4]).options == {"density": 0.3}
-    changed = recipe_with(recipe, "average", ())
+    assert recipe_with(recipe, Setting("ties", (0.2, 0.4))).options == {"density": 0.3}
+    changed = recipe_with(recipe, Setting("average", ()))
     assert (changed.options, changed.weights, changed.exclude) == ({}, [1.0, 1.0], ["head.*"])
     with pytest.raises(gm.InputError, match="slerp takes the base and one model"):
         check_methods("slerp", recipe)
@@ -270,7 +270,7 @@ def test_measured_settings_are_those_of_a_merge_on_disk(
     recipe = gm.load_recipe(texts / "recipe.yml")
     for number, row in enumerate(found.rows):
         out = tmp_path / f"{number}"
-        gm.merge(recipe_with(recipe, row.setting.method, row.setting.weights), out)
+        gm.merge(recipe_with(recipe, row.setting), out)
         assert row.metrics["base"] == row.metrics["a"], "the same rows"
         for task in ("a", "b"):
             want = gm.evaluate(str(out), data[task], device="cpu")
@@ -296,7 +296,7 @@ def test_measured_images_in_half_precision_are_those_of_a_merge_on_disk(tmp_path
     found = gm.preview(recipe, weights={"a": "1", "b": "0.5,2"}, data={"b": source}, device="cpu")
     assert any("no data for a" in note for note in found.notes)
     for number, row in enumerate(found.rows):
-        gm.merge(recipe_with(make_recipe(recipe), "weighted-average", row.setting.weights), tmp_path / f"{number}")
+        gm.merge(recipe_with(make_recipe(recipe), row.setting), tmp_path / f"{number}")
         want = gm.evaluate(str(tmp_path / f"{number}"), source, device="cpu")
         assert row.metrics["b"] == pytest.approx({name: want[name] for name in row.metrics["b"]}, abs=1e-6)
 

@@ -153,7 +153,7 @@ def suggest_weights(
         with (
             shown(progress, "merges") as told,
             merged_first(recipe, out, threads, allowed) as ready,
-            _looker(ready, chosen, data, options, threads, allowed, by is not None) as looker,
+            _looker(ready, chosen, data, options, threads, allowed) as looker,
         ):
             if by is not None:
                 prepare_for_layers(looker, chosen, ranges, length)
@@ -177,7 +177,7 @@ def best_recipe(found: Preview) -> Recipe:
     if best is None:
         none = "no setting is the best one, so that none can be merged"
         raise InputError(f"{none}; a removal's strength is yours to choose")
-    return recipe_with(found.recipe, best.setting.method, best.setting.weights)
+    return recipe_with(found.recipe, best.setting)
 
 
 @contextlib.contextmanager
@@ -188,18 +188,17 @@ def _looker(
     loading: Loading,
     threads: int | None,
     allowed: dict[str, Any],
-    by_row: bool = False,
 ) -> Iterator[Looker]:
     threads = threads or default_threads()
     looker: Looker
     if data:
-        looker = Evaluator(recipe, methods, data, loading, by_row=by_row, threads=threads, **allowed)
+        looker = Evaluator(recipe, methods, data, loading, threads=threads, **allowed)
     else:
         looker = Predictor(recipe, methods, threads=threads, **allowed)
     try:
         yield looker
     finally:
-        looker.plan.inputs.close()
+        looker.close()
 
 
 def _tell(

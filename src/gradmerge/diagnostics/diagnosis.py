@@ -27,7 +27,7 @@ from ..rules import RULES
 from ..rules.kronecker_matching import applied, diagonal_of, solve, sound
 from ..tasks import Loading
 from .gauge import Gauge, find_gauges, gradient_scale
-from .in_memory import State, TaskData, load_data, match_data, materialise, state_of
+from .in_memory import Rows, State, TaskData, load_data, match_data, materialise, state_of
 from .predict import BASE, Prediction, open_to_look, predict, task_names
 
 #: What a merge is compared with, besides itself.
@@ -62,6 +62,8 @@ class Diagnosis(Displayed):
     prediction: Prediction
     metrics: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """model → task → metrics; models are the candidates, `base` and `tuned`."""
+    rows: dict[str, dict[str, Rows]] = field(default_factory=dict)
+    """The same of every row of the data: model → task → metric → one number per row, whose mean is the metric."""
     residuals: dict[str, Residual] = field(default_factory=dict)
     """By candidate, where every task has data."""
     gauges: dict[str, Gauge] = field(default_factory=dict)
@@ -208,7 +210,8 @@ def _evaluate(
         at_goal = data.gradient(data.model_with(goal)) if goal is not None else None
         for model, state in models.items():
             module = data.model_with(state)
-            found.metrics.setdefault(model, {})[name] = data.evaluate(module)
+            found.metrics.setdefault(model, {})[name], rows = data.evaluate_rows(module)
+            found.rows.setdefault(model, {})[name] = rows
             if model not in gradients:
                 continue
             gradient = data.gradient(module)

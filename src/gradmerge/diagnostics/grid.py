@@ -8,9 +8,11 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
 from ..errors import InputError
 from ..recipe import Recipe, Varying, in_words, make_recipe, plain
+from ..recipe.changing import put
 from ..rules import RULES
 from ..text import nearest
 
@@ -185,14 +187,33 @@ class Setting:
     """One per task; empty for a method that takes none."""
     position: float | None = None
     """Where it lies on the axis of the figures."""
+    changes: tuple[tuple[str, Any], ...] = ()
+    """Keys of the recipe that are set beside these, each with its value: ("damping", 0.001), ("options.t", (0, 1)).
+
+    Lists are tuples, and a mapping is one key for each of its own: ("reduction.mean_times", 100).
+    """
+    swept: str = ""
+    """The key of ``changes`` that the figures' axis shows; empty where that is a weight."""
 
     def same(self, other: Setting) -> bool:
         """Whether both are the same merge."""
-        return (self.method, self.weights) == (other.method, other.weights)
+        own, others = ((one.method, one.weights, dict(one.changes)) for one in (self, other))
+        return own == others
 
     @property
     def name(self) -> str:
-        return f"{self.method} {self.weights_in_words}".strip()
+        return " ".join(part for part in (self.method, self.weights_in_words, self.changes_in_words) if part)
+
+    @property
+    def series(self) -> str:
+        """What all settings of one curve have in common: the method, and changes that are not on the axis."""
+        off_axis = tuple(pair for pair in self.changes if pair[0] != self.swept)
+        return f"{self.method} {in_few_words(off_axis)}".strip()
+
+    @property
+    def changes_in_words(self) -> str:
+        """`damping 0.001, density 0.2`."""
+        return in_few_words(self.changes)
 
     @property
     def weights_in_words(self) -> str:
@@ -220,7 +241,7 @@ def check_methods(methods: Sequence[str] | str | None, recipe: Recipe) -> list[s
                 f"--methods: {method} works on whole matrices and cannot be previewed block by block. "
                 "Leave it out with --methods, and use gradmerge merge and gradmerge evaluate for it."
             )
-        recipe_with(recipe, method, recipe.weights)
+        recipe_with(recipe, Setting(method, tuple(recipe.weights)))
     return chosen
 
 
@@ -257,12 +278,12 @@ def settings_of(method: str, ranges: Ranges, points: Sequence[tuple[Varying, ...
     return [Setting(method, weights, ranges.position(weights)) for weights in dict.fromkeys(points)]
 
 
-def recipe_with(recipe: Recipe, method: str, weights: Sequence[Varying]) -> Recipe:
-    """The recipe with another method and other weights; keys that only its own method understands are left out."""
-    rule = RULES[method]
+def recipe_with(recipe: Recipe, setting: Setting) -> Recipe:
+    """The recipe with a setting's method, weights and changes, less keys that only its own method understands."""
+    method, rule = setting.method, RULES[setting.method]
     raw = recipe.model_dump(mode="json", exclude_unset=True)
     raw["method"] = method
-    for model, weight in zip(raw["models"], weights or [1.0] * len(raw["models"]), strict=True):
+    for model, weight in zip(raw["models"], setting.weights or [1.0] * len(raw["models"]), strict=True):
         model.pop("weight", None)
         if takes_weights(method):
             model["weight"] = plain(weight)
@@ -274,4 +295,17 @@ def recipe_with(recipe: Recipe, method: str, weights: Sequence[Varying]) -> Reci
                 raw["base"].pop(key, None)
         if rule.precision is None and raw.get("output"):
             raw["output"].pop("curvature", None)
+    for key, value in setting.changes:
+        put(raw, key, plain(value), key)
     return make_recipe(raw, folder=recipe.folder, where=str(recipe.file or "recipe")).read_as(recipe)
+
+
+def in_few_words(changes: Sequence[tuple[str, Any]]) -> str:
+    """Changes as they are shown: `damping 0.001, density 0.2`."""
+
+    def words(value: Any) -> str:
+        if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
+            return " + ".join(value) or "nothing"
+        return in_words(value)
+
+    return ", ".join(f"{key.removeprefix('options.')} {words(value)}" for key, value in changes)

@@ -19,12 +19,14 @@ from ..engine.rounding import rounded
 from ..errors import InputError
 from ..recipe import Recipe
 from ..storage.tensorfile import local_path
-from ..tasks import LoadedTask, Loading, evaluate_model, load_task
+from ..tasks import LoadedTask, Loading, load_task, measure
 from ..tasks.models import model_with
 from ..text import nearest
-from .scores import loss_of
+from .scores import headline, loss_name
 
 State = dict[str, Tensor]
+Rows = dict[str, Tensor]
+"""Metric → one number per row of the data, whose mean is the metric."""
 #: Bytes of batches that are kept from one model to the next.
 KEPT = 1_000_000_000
 
@@ -95,16 +97,13 @@ class TaskData:
 
     def evaluate(self, model: nn.Module) -> dict[str, Any]:
         """The task's metrics for a model."""
-        return dict(evaluate_model(model, self.batches(), self.loaded.output))
+        return self.evaluate_rows(model)[0]
 
-    def evaluate_rows(self, model: nn.Module) -> tuple[dict[str, Any], Tensor]:
-        """The same, and the loss of every row; their mean is the loss that the metrics have."""
-        losses: list[Tensor] = []
-        add = lambda batch: losses.append(batch.double().cpu())  # noqa: E731
-        metrics = dict(evaluate_model(model, self.batches(), self.loaded.output, each=add))
-        rows = torch.cat(losses)
-        mean = float(rows.mean())
-        return metrics, rows * (loss_of(metrics) / mean if mean else 1.0)
+    def evaluate_rows(self, model: nn.Module) -> tuple[dict[str, Any], Rows]:
+        """The same, and what they are of every row: the metric that is shown first, and the loss."""
+        found = measure(model, self.batches(), self.loaded.output)
+        metrics, rows = found.summary(), found.rows()
+        return metrics, {name: rows[name] for name in (headline(metrics), loss_name(metrics)) if name in rows}
 
     def gradient(self, model: nn.Module) -> State:
         """∇Σ_i ℓ_i over the data, by the names of files, in float32 (float64 where the model is)."""

@@ -138,8 +138,7 @@ class _LayerSearch:
         """What the search makes small: predicted, or on the rows that it may see."""
         if not isinstance(self._looker, Evaluator) or not self._hold:
             return row.costs
-        shares = self._looker.row_shares(row)
-        return {task: float(share[~held_back(len(share))].mean()) for task, share in shares.items()}
+        return {task: float(share[~held_back(len(share))].mean()) for task, share in row.shares.items()}
 
     def score(self, row: Outcome) -> float:
         return worst_or_sum(self.costs(row), self._objective)
@@ -292,8 +291,8 @@ def suggest_by_layers(
     if isinstance(looker, Evaluator):
         without = _LayerSearch(looker, lists, method, found.rows, plain.objective, hold=True)
         without.run(progress)
-        one, other = (looker.row_shares(row) for row in (without.plain, without.best))
-        judged = Judged(without.plain, without.best, *_held_gain(one, other, plain.objective, seed))
+        shares = without.plain.shares, without.best.shares
+        judged = Judged(without.plain, without.best, *_held_gain(*shares, plain.objective, seed))
         looked, better = without.looked, judged.gain > judged.error
     search = _LayerSearch(looker, lists, method, found.rows, plain.objective)
     if better:

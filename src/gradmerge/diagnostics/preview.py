@@ -18,9 +18,11 @@ from ..display import Displayed, View
 from ..engine.plan import Plan
 from ..progress import Progress
 from ..recipe import Recipe, Varying, leaves
+from ..tasks.uncertainty import Difference
 from .grid import Setting, takes_weights
 from .predict import task_names
 from .scores import Criterion, Ranking, headline, higher_is_better, loss_of, mean_ranks, steady
+from .ties import are_tied, score_difference, simplicity
 
 Advance = Callable[[int], None]
 """Called with the number of merges that are done."""
@@ -39,8 +41,10 @@ class Outcome:
     """Task → what a search minimises: predicted excess loss, or the lost share of what fine-tuning had gained."""
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
     """Part of the model → the same of that part, which add up; without data."""
-    losses: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    """Task → the loss of every row, where rows are to be told apart."""
+    rows: dict[str, dict[str, Tensor]] = field(default_factory=dict, compare=False, repr=False)
+    """Task → metric (the one shown first, and the loss) → one number per row of its data, whose mean is the metric."""
+    shares: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """Task → the same of what a search minimises."""
     score: float | None = None
     """What settings are compared by; see the preview's criterion."""
     rank: int | None = None
@@ -109,19 +113,39 @@ class Preview(Displayed):
     def weights(self, row: Outcome) -> dict[str, Varying]:
         return dict(zip(self.models, row.setting.weights, strict=True)) if row.setting.weights else {}
 
-    def best(self, method: str | None = None) -> Outcome | None:
-        """The best setting of a method, or of all; where accuracies are the same, the smaller loss decides.
-
-        None for removal: what goes and what stays pull against each other.
-        """
-
-        def badness(row: Outcome) -> tuple[float, float]:
-            losses = [loss_of(metrics) for metrics in row.metrics.values()] or [0.0]
-            score = steady(row.score or 0.0)
-            return -score if self.criterion.higher else score, steady(sum(losses) / len(losses))
+    def leading(self, method: str | None = None) -> Outcome | None:
+        """The setting of a method, or of all, with the best score, be it by chance; of equal ones that of the smaller
+        loss. None for removal: what goes and what stays pull against each other."""
 
         known = [row for row in self.rows if row.score is not None and row.setting.method != "removal"]
-        return min((row for row in known if method in (None, row.setting.method)), key=badness, default=None)
+        return min((row for row in known if method in (None, row.setting.method)), key=self._badness, default=None)
+
+    def _badness(self, row: Outcome) -> tuple[float, float]:
+        losses = [loss_of(metrics) for metrics in row.metrics.values()] or [0.0]
+        score = steady(row.score or 0.0)
+        return -score if self.criterion.higher else score, steady(sum(losses) / len(losses))
+
+    def difference(self, row: Outcome, other: Outcome) -> Difference | None:
+        """How much larger a setting's score is than another's, on the same rows; None for what was not measured, and
+        for mean ranks, which have no error: there :meth:`tied` looks at every task."""
+        return score_difference(row, other, self.criterion) if self.measured else None
+
+    def tied(self, best: Outcome) -> list[Outcome]:
+        """The other settings that the data cannot tell from one, usually the leading one: within two standard errors.
+
+        Of mean ranks, those that no task's metric tells from it. None where nothing was measured.
+        """
+        return [row for row in self.rows if row is not best and self.measured and are_tied(row, best, self.criterion)]
+
+    def best(self, method: str | None = None) -> Outcome | None:
+        """The setting of a method, or of all, to take: of the leading one and those tied with it the recipe's own,
+        else the simplest (:func:`simplicity`), and of equally simple ones the one with the best score."""
+        leading = self.leading(method)
+        if leading is None or not self.measured:
+            return leading
+        among = [leading, *(row for row in self.tied(leading) if method in (None, row.setting.method))]
+        own = [row for row in among if row is self.reference and row.setting.method == self.recipe.method]
+        return own[0] if own else min(among, key=lambda row: (simplicity(row.setting), self._badness(row)))
 
     def as_good(self, best: Outcome) -> list[Outcome]:
         """The settings of the same method that are within 1 % of the best one."""
@@ -165,6 +189,8 @@ class Looker(Protocol):
         ...
 
     def notes(self) -> list[str]: ...
+
+    def close(self) -> None: ...
 
 
 def reference_setting(recipe: Recipe, methods: Sequence[str]) -> Setting:
@@ -247,8 +273,9 @@ def score_by_costs(rows: Sequence[Outcome], measured: bool, objective: str) -> C
         row.score = total if math.isfinite(total) else None
     if measured:
         of = "worst task" if objective == "worst" else "summed"
-        return Criterion(f"share lost of what fine-tuning gained, {of}", False, shares=True)
-    return Criterion("predicted loss of the worst task" if objective == "worst" else "sum of predicted losses", False)
+        return Criterion(f"share lost of what fine-tuning gained, {of}", False, shares=True, worst=objective == "worst")
+    name = "predicted loss of the worst task" if objective == "worst" else "sum of predicted losses"
+    return Criterion(name, False, worst=objective == "worst")
 
 
 def worst_or_sum(costs: Mapping[str, float], objective: str) -> float:

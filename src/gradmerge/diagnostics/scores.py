@@ -30,9 +30,14 @@ def higher_is_better(name: str) -> bool:
     return name not in _LOWER
 
 
+def loss_name(metrics: Mapping[str, Any]) -> str:
+    """Mean loss of an example, nats; of a regression the mean squared error."""
+    return "loss_per_example" if "loss_per_example" in metrics else "mse"
+
+
 def loss_of(metrics: Mapping[str, Any]) -> float:
-    """Mean loss of an example, nats; the mean squared error of a regression. Infinite where there is none."""
-    found = metrics.get("loss_per_example", metrics.get("mse"))
+    """The number of that name. Infinite where there is none."""
+    found = metrics.get(loss_name(metrics))
     return math.inf if found is None else float(found)
 
 
@@ -47,6 +52,8 @@ class Criterion:
     """The score is a mean of ranks, in which a distance means nothing."""
     shares: bool = False
     """The score is a share, in which 1 % is 0.01."""
+    worst: bool = False
+    """The score is that of the worst task; else an average or a sum over tasks."""
 
     def close(self, row: Outcome, best: Outcome) -> bool:
         """Whether a setting is within 1 % of the best: in its score, or, of ranks, in every task's metric."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fnmatch
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..engine.candidates import Candidate, KnownStatistics, plan_of
@@ -11,29 +14,42 @@ from ..engine.planning import open_plan
 from ..errors import InputError
 from ..recipe import Recipe
 from ..rules import RULES
-from .grid import Setting
+from .grid import Setting, recipe_with
+
+#: Keys that a plan with open files can take other values of.
+_ON_THE_SAME_FILES = ("damping", "options", "models.*.options", "models.*.weight")
 
 
 class Candidates:
-    """The settings of a recipe that can be merged."""
+    """The settings of a recipe that can be merged, each on a plan that reads what it merges.
 
-    def __init__(self, recipe: Recipe, plan: Plan) -> None:
-        self.recipe, self.plan = recipe, plan
-        self.known: KnownStatistics = {}
+    Weights, options and damping need no other plan than the recipe's. A setting that changes what is read or merged,
+    such as ``reduction`` or ``exclude``, has one of its own, which ``opened`` makes of the setting's recipe.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, opened: Callable[[Recipe], Plan]) -> None:
+        self.recipe, self.plan, self._opened = recipe, plan, opened
+        self._plans: dict[tuple[tuple[str, Any], ...], tuple[Plan, KnownStatistics]] = {(): (plan, {})}
         self.left_out: dict[str, str] = {}
 
     def candidate(self, setting: Setting, name: str = "") -> Candidate:
-        same = setting.method == self.recipe.method
-        weights = list(setting.weights) or [1.0] * len(self.recipe.models)
-        options, own = (self.recipe.options, self.recipe.own_options) if same else ({}, [])
-        return Candidate(name, setting.method, weights, options, own)
+        own = recipe_with(self.recipe, setting)
+        damping = own.damping if "damping" in dict(setting.changes) else None
+        return Candidate(name, setting.method, own.weights, own.options, own.own_options, damping)
+
+    def plan_for(self, setting: Setting) -> tuple[Plan, KnownStatistics]:
+        """What a setting is merged from, and the statistics of that which are known."""
+        key = tuple(sorted(pair for pair in setting.changes if changes_files(pair[0])))
+        if key not in self._plans:
+            self._plans[key] = self._opened(recipe_with(self.recipe, replace(setting, changes=key))), {}
+        return self._plans[key]
 
     def possible(self, settings: Sequence[Setting]) -> list[Setting]:
         """Without those that the method refuses, such as an average whose weights sum to 0."""
         found = []
         for setting in settings:
             try:
-                plan_of(self.plan, self.candidate(setting))
+                plan_of(self.plan_for(setting)[0], self.candidate(setting))
                 found.append(setting)
             except InputError as error:
                 self.left_out.setdefault(setting.name, str(error))
@@ -41,8 +57,31 @@ class Candidates:
             raise InputError(f"no setting can be merged: {next(iter(self.left_out.values()))}")
         return found
 
+    def together(self, settings: Sequence[Setting], most: int) -> Iterator[tuple[Plan, KnownStatistics, list[Setting]]]:
+        """Settings that are merged from the same files, up to ``most`` at once, in their order."""
+        for _, some in itertools.groupby(settings, key=lambda setting: id(self.plan_for(setting)[0])):
+            every = list(some)
+            for first in range(0, len(every), most):
+                part = every[first : first + most]
+                yield *self.plan_for(part[0]), part
+
     def notes(self) -> list[str]:
         return [f"{name} is left out: {why}" for name, why in list(self.left_out.items())[:5]]
+
+    def close(self) -> None:
+        """Close all plans."""
+        for plan, _ in self._plans.values():
+            plan.inputs.close()
+
+
+def changes_files(key: str) -> bool:
+    """Whether a merge with another value of a key needs files to be opened anew."""
+    parts = key.split(".")
+    return not any(
+        all(fnmatch.fnmatchcase(part, own) for part, own in zip(parts, known.split("."), strict=False))
+        for known in _ON_THE_SAME_FILES
+        if len(parts) >= len(known.split("."))
+    )
 
 
 def open_for(recipe: Recipe, methods: Sequence[str], **allowed: Any) -> Plan:

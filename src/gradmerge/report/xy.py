@@ -120,7 +120,7 @@ def _points(drawing: Drawing, series: Series, index: int, across: Scale, up: Sca
 
 
 def _shape(index: int, x: float, y: float, small: bool) -> str:
-    if small or index % len(palette.MARKERS) == 0:
+    if small or index % len(palette.MARKER_PATHS) == 0:
         return f'<circle cx="{px(x)}" cy="{px(y)}" r="{2.4 if small else 4}"'
     return f'<path d="M{px(x)} {px(y)}{palette.marker(index)}"'
 

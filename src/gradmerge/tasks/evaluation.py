@@ -13,30 +13,31 @@ from ..curvature.losses import ExampleLoss, labels_of, logits_of
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import first_line
 from .loading import LoadedTask
-from .metrics import METRICS, Number
+from .metrics import METRICS, Metrics
 
 Advance = Callable[[int], None]
 """Called with the number of examples of every batch that is done."""
 
 
 def evaluate(loaded: LoadedTask, batch_size: int | None = None, advance: Advance | None = None) -> dict[str, Any]:
-    """The metrics of a loaded model on its data; they do not depend on ``batch_size`` beyond rounding."""
+    """The metrics of a loaded model on its data, with standard errors; ``batch_size`` changes nothing but rounding."""
     numbers = evaluate_model(loaded.model, loaded.batches(batch_size), loaded.output, advance)
     return {"task": loaded.task, **numbers}
 
 
 def evaluate_model(
-    model: nn.Module,
-    batches: Iterable[Any],
-    output: ExampleLoss,
-    advance: Advance | None = None,
-    each: Callable[[Tensor], None] | None = None,
-) -> dict[str, Number]:
+    model: nn.Module, batches: Iterable[Any], output: ExampleLoss, advance: Advance | None = None
+) -> dict[str, Any]:
     """The metrics of a model on batches: keyword arguments with "labels", or sequences that end with the labels.
 
-    The model is run in eval mode and left in the mode it was in. ``MEANINGS`` of `metrics` says what each number is.
-    ``each`` is given the losses of the examples of every batch.
+    The model is run in eval mode and left in the mode it was in. ``MEANINGS`` of `metrics` says what each number is;
+    `standard_errors` has how sure each is.
     """
+    return measure(model, batches, output, advance).summary()
+
+
+def measure(model: nn.Module, batches: Iterable[Any], output: ExampleLoss, advance: Advance | None = None) -> Metrics:
+    """The same with the numbers of every example: ``numbers()``, ``rows()``, and ``summary()`` of both."""
     metrics = METRICS[output.name]()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     training = model.training
@@ -52,8 +53,6 @@ def evaluate_model(
                 losses = torch.cat([output.losses(logits[i : i + 1], labels[i : i + 1]) for i in range(len(labels))])
                 _check_finite(losses, done)
                 metrics.add(logits, labels, losses)
-                if each is not None:
-                    each(losses)
                 done += len(labels)
                 if advance is not None:
                     advance(len(labels))
@@ -61,7 +60,7 @@ def evaluate_model(
         model.train(training)
     if not done:
         raise InputError("there are no batches to evaluate on")
-    return metrics.numbers()
+    return metrics
 
 
 def _logits(model: nn.Module, batch: Any, done: int) -> Tensor:

@@ -1,0 +1,93 @@
+"""Inputs of a merge that are read from disk once and then kept in memory, so that many merges can be formed of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.model import Buffers, Checkpoint
+from ..checkpoints.views import View
+from .inputs import CurvatureInput, Digests, Inputs
+
+
+class ResidentCheckpoint(View):
+    """A checkpoint whose tensors are kept as it gives them: of an adapter the sums, which need no computing again."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        super().__init__(inner)
+        self.absent = inner.absent
+        self._whole: dict[str, Tensor] = {}
+        for name, info in inner.tensors.items():
+            self._whole[name] = inner.read(name, 0, info.numel, Buffers()).reshape(-1).clone()
+
+    def read(self, name: str, start: int, stop: int, buffers: Buffers, slot: str = "tensor") -> Tensor:
+        return self._whole[name][start:stop]
+
+
+class ResidentCurvature(CurvatureInput):
+    """Curvature that is kept as a rule takes it: reduced, and checked once."""
+
+    def __init__(self, inner: CurvatureInput) -> None:
+        super().__init__(**{one.name: getattr(inner, one.name) for one in fields(inner)})
+        self._whole: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def read(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        buffers: Buffers,
+        slot: str,
+        dtype: torch.dtype,
+        digests: Digests | None = None,
+    ) -> Tensor:
+        shapes = self.shapes
+        if shapes is None or name not in shapes or digests is not None or self.kind == "gram":
+            return super().read(name, start, stop, buffers, slot, dtype, digests)
+        if (name, dtype) not in self._whole:
+            numel = torch.Size(shapes[name]).numel()
+            self._whole[name, dtype] = super().read(name, 0, numel, Buffers(), slot, dtype).clone()
+        return self._whole[name, dtype][start:stop]
+
+
+def keep_in_memory(inputs: Inputs, limit: int) -> list[str]:
+    """Keep the models and then the curvature of a merge in memory, as far as ``limit`` bytes go.
+
+    What does not fit is read from disk each time; returned are its labels.
+    """
+    left_out: list[str] = []
+    models: dict[Checkpoint, Checkpoint] = {}
+    for model in inputs.checkpoints:
+        if model.nbytes <= limit:
+            limit -= model.nbytes
+            models[model] = ResidentCheckpoint(model)
+        else:
+            left_out.append(model.label)
+    inputs.aliases = {models.get(model, model): names for model, names in inputs.aliases.items()}
+    inputs.template = models.get(inputs.template, inputs.template)
+    inputs.base = None if inputs.base is None else models.get(inputs.base, inputs.base)
+    inputs.tuned = [models.get(model, model) for model in inputs.tuned]
+    kept: dict[CurvatureInput, CurvatureInput] = {}
+    for source in inputs.curvatures:
+        nbytes = 4 * sum(torch.Size(shape).numel() for shape in (source.shapes or {}).values())
+        if nbytes <= limit:
+            limit -= nbytes
+            kept[source] = ResidentCurvature(source)
+        else:
+            left_out.append(source.label)
+    inputs.prior = None if inputs.prior is None else kept.get(inputs.prior, inputs.prior)
+    inputs.curvature = [kept.get(source, source) for source in inputs.curvature]
+    inputs.penalty = [None if source is None else kept.get(source, source) for source in inputs.penalty]
+    return left_out
+
+
+def free_memory() -> int:
+    """Bytes of memory that can be taken, about."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
