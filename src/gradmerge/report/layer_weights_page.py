@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.suggest import OverLayers
 from ..recipe import in_words, value_at
-from .charts import LineChart, Series
+from .figures import Series, curves
 from .numbers import number
-from .page import Section, Table, Value
+from .page import Figure, Section, Table, Value
 
 MEANING = "A list is spread over the layers from first to last; what is outside them takes its first number."
 
@@ -45,7 +45,7 @@ def layers_section(found: Preview, over: OverLayers) -> Section:
         for task, weight in found.weights(over.layered).items()
     ]
     title = "Weights over the layers" + ("" if over.taken else ", not taken")
-    chart = LineChart(title, "layers", "layer", "weight", series)
+    chart = Figure(title, "layers", curves(series, "layer", "weight"))
     lists, plain = found.weights(over.layered), found.weights(over.plain)
 
     def cost(row: Outcome, task: str) -> float | None:

@@ -11,10 +11,10 @@ from ..diagnostics.predict import BASE
 from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.suggest import Suggestion
 from ..recipe import Varying, in_words
-from .charts import Chart, HeatMap, LineChart, ScatterChart, Series
+from .figures import Series, curves, heat_map, trade_off
 from .layer_weights_page import layers_section, layers_words
 from .numbers import finite, number
-from .page import Page, Section, Table, Value
+from .page import Figure, Page, Section, Table, Value
 
 TRUST = (
     "Predictions come from curvature alone and are shown as ranks and as multiples of a reference merge, never as "
@@ -235,7 +235,7 @@ def _curves(found: Preview) -> Section:
     text = "" if found.measured else f"Predicted losses as multiples of those of {_reference(found)}; lower is better."
     name = _words(found.criterion.name)
     label = _label(found, _unit(found, name), found.criterion.higher)
-    charts: list[Chart | None] = []
+    charts: list[Figure | None] = []
     if len(found.tasks) > 1 or not found.measured:
         charts.append(_chart(found, name[:1].upper() + name[1:], "score", label, _score(found)))
     for task in found.tasks:
@@ -259,7 +259,7 @@ def _marks(found: Preview, task: str) -> list[tuple[str, float]]:
 
 def _chart(
     found: Preview, title: str, slug: str, label: str, get: Get, alone: Sequence[tuple[str, float]] = ()
-) -> LineChart | None:
+) -> Figure | None:
     """A curve for each method whose weight varies, a line for each that takes none; nothing if there is no curve."""
     series, marks, stars = [], [], []
     for method in found.methods:
@@ -274,10 +274,11 @@ def _chart(
             series.append(Series(method, [x for x, _ in curve], [get(row) for _, row in curve], words))
             best = found.best(method)
             stars += [(method, x, y) for x, row in curve if row is best and (y := get(row)) is not None]
-    return LineChart(title, slug, found.axis, label, series, [*marks, *alone], stars) if series else None
+    chart = curves(series, found.axis, label, marks=[*marks, *alone], stars=stars)
+    return Figure(title, slug, chart) if series else None
 
 
-def _maps(found: Preview, name: str, label: str) -> list[HeatMap]:
+def _maps(found: Preview, name: str, label: str) -> list[Figure]:
     """The score over two weights, where exactly two vary and every combination was tried."""
     maps = []
     for method in found.methods:
@@ -292,7 +293,7 @@ def _maps(found: Preview, name: str, label: str) -> list[HeatMap]:
         if len(known) == len(tried[one]) * len(tried[other]):
             down, across = ([f"{found.models[i]} {weight:g}" for weight in tried[i]] for i in varying)
             values = [[known[a, b] for b in tried[other]] for a in tried[one]]
-            maps.append(HeatMap(f"{method}: {name}", f"map-{method}", down, across, values, label))
+            maps.append(Figure(f"{method}: {name}", f"map-{method}", heat_map(down, across, values, label)))
     return maps
 
 
@@ -303,7 +304,7 @@ class _Axis(NamedTuple):
     """Higher is better."""
 
 
-def _fronts(found: Preview) -> list[ScatterChart]:
+def _fronts(found: Preview) -> list[Figure]:
     """Settings by one task against another; with more than two tasks, also by the average against the worst task."""
     tasks = found.tasks
     axes = [_Axis(f"{task}, {_task_unit(found, task)}", _value(found, task), found.higher(task)) for task in tasks]
@@ -329,14 +330,15 @@ def _fronts(found: Preview) -> list[ScatterChart]:
     return charts
 
 
-def _front(found: Preview, title: str, slug: str, x: _Axis, y: _Axis) -> ScatterChart:
+def _front(found: Preview, title: str, slug: str, x: _Axis, y: _Axis) -> Figure:
     series, points = [], []
     for method in found.methods:
         rows = [(x.get(row), y.get(row), row) for row in found.rows if row.setting.method == method]
         known = [(a, b, _weights(found, row)) for a, b, row in rows if finite(a) and finite(b)]
         series.append(Series(method, [a for a, _, _ in known], [b for _, b, _ in known], [w for _, _, w in known]))
         points += [(a, b) for a, b, _ in known]
-    return ScatterChart(title, slug, x.label, y.label, series, pareto_front(points, (x.higher, y.higher)))
+    front = pareto_front(points, (x.higher, y.higher))
+    return Figure(title, slug, trade_off(series, x.label, y.label, front=front))
 
 
 def pareto_front(points: Sequence[tuple[float, float]], higher: tuple[bool, bool]) -> list[tuple[float, float]]:
