@@ -10,6 +10,7 @@ from typing import Any
 import gradio as gr
 
 from ..report import palette
+from ..report.embedded import library
 
 #: The numbers on the board are of an earlier move until the new ones are there.
 DIM_BOARD = "(...values) => { document.querySelectorAll('.gm-board').forEach(one => one.classList.add('stale')); return values; }"
@@ -85,9 +86,8 @@ def head() -> str:
 @cache
 def script() -> str:
     """Vega, Vega-Lite and what draws with them: the browser asks no other host for them."""
-    vega = [palette.resource(f"vendor/{name}.js") for name in ("vega.min", "vega-lite.min", "vega-interpreter")]
-    turned = {palette.LIGHT[name]: palette.DARK[name] for name in palette.LIGHT}
-    return "\n;".join([*vega, f"window.gradmergeDark = {json.dumps(turned)};", _read("studio.js")])
+    turned = {colour: f"var(--gm-{name})" for name, colour in palette.LIGHT.items()}
+    return "\n;".join([library(), f"window.gradmergeColours = {json.dumps(turned)};", _read("studio.js")])
 
 
 def _read(name: str) -> str:

@@ -15,7 +15,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -121,7 +121,13 @@ def private_files() -> Iterator[None]:
 
 
 def run(
-    blocks: Blocks, listening: socket.socket, host: str, ready: Callable[[str], None], guarded: bool, **look: Any
+    blocks: Blocks,
+    listening: socket.socket,
+    host: str,
+    ready: Callable[[str], None],
+    guarded: bool,
+    scripts: Mapping[str, str],
+    **look: Any,
 ) -> None:
     """Serve the page until SIGTERM or Ctrl-C; ``ready`` is told the address, ``look`` goes to Gradio."""
     import fastapi
@@ -134,6 +140,9 @@ def run(
             ready(address(listening, host))  # from here on signals end the server
 
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    for path, text in scripts.items():
+        answer = fastapi.Response(text, media_type="text/javascript", headers={"Cache-Control": "no-cache"})
+        app.get(path)(lambda answer=answer: answer)
     if guarded:
         app.add_middleware(SamePage, local=is_local(host))
     port = listening.getsockname()[1]

@@ -1,0 +1,98 @@
+"use strict";
+(() => {
+  const colours = window.gradmergeColours;
+  const drawn = new WeakMap();
+  let tip;
+
+  // Colours are variables of the page's style, so that the dark changes them without drawing again.
+  function turned(node, key) {
+    if (key === "datasets" || key === "tooltip" || key === "usermeta") return node;
+    if (typeof node === "string") return colours[node] ?? node;
+    if (Array.isArray(node)) return node.map((part) => turned(part, key));
+    if (node === null || typeof node !== "object") return node;
+    return Object.fromEntries(Object.entries(node).map(([name, part]) => [name, turned(part, name)]));
+  }
+
+  // A tooltip's values are text, whatever they look like.
+  function show(handler, event, item, value) {
+    if (!tip) {
+      tip = document.createElement("div");
+      tip.className = "gm-tip";
+      document.body.append(tip);
+    }
+    tip.hidden = value === null || value === undefined || value === "";
+    if (tip.hidden) return;
+    const [head, ...lines] = Object.entries(value).map(([name, text]) => (name.trim() ? `${name}: ${text}` : text));
+    const bold = document.createElement("b");
+    bold.textContent = head;
+    tip.replaceChildren(bold, ["", ...lines.filter(Boolean)].join("\n"));
+    const left = Math.min(event.clientX + 14, document.documentElement.clientWidth - tip.offsetWidth - 8);
+    tip.style.transform = `translate(${Math.max(8, left)}px, ${event.clientY + 16}px)`;
+  }
+  addEventListener("scroll", () => tip && (tip.hidden = true), { passive: true, capture: true });
+
+  function draw(box) {
+    const width = Math.floor(box.clientWidth);
+    const before = drawn.get(box);
+    if (!width || (before?.text === box.dataset.spec && before.width === width)) return;
+    before?.view.finalize();
+    // What is drawn lies in a tree of its own, which a new version of the page's HTML does not take away.
+    const root = box.shadowRoot ?? box.attachShadow({ mode: "open" });
+    const place = document.createElement("div");
+    root.replaceChildren(place);
+    const spec = { ...turned(JSON.parse(box.dataset.spec)), width, background: null };
+    const narrow = width < 520;
+    if (narrow && typeof spec.height === "number") spec.height = Math.round(0.8 * spec.height);
+    spec.config = { ...spec.config, background: null, axisY: { ...spec.config?.axisY, labelLimit: narrow ? 100 : 220 } };
+    spec.padding = { left: 0, right: 4, top: 4, bottom: 2 };
+    const compiled = { ...vegaLite.compile(spec).spec, autosize: { type: "fit-x", contains: "padding" } };
+    const view = new vega.View(vega.parse(compiled, null, { ast: true }), {
+      expr: vegaInterpreter, renderer: "svg", container: place, tooltip: show,
+    });
+    view.run();
+    if (!before) new ResizeObserver(() => requestAnimationFrame(() => draw(box))).observe(box);
+    drawn.set(box, { text: box.dataset.spec, width, view });
+  }
+
+  function look() {
+    for (const box of document.querySelectorAll(".gm-chart")) {
+      try {
+        draw(box);
+      } catch (error) {
+        console.error(error);
+      }
+    }
+  }
+  const watch = { childList: true, subtree: true, attributes: true, attributeFilter: ["data-spec", "class", "style"] };
+  let waiting = false;
+  new MutationObserver(() => {
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => ((waiting = false), look()));
+  }).observe(document.documentElement, watch);
+
+  function copyOld(text) {
+    const area = document.createElement("textarea");
+    area.value = text;
+    area.style.cssText = "position:fixed;opacity:0";
+    document.body.append(area);
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    return done;
+  }
+
+  window.gradmergeCopy = async (text, button) => {
+    let done = true;
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      // Not every browser gives the clipboard to a page without https.
+      done = copyOld(text);
+    }
+    if (!button) return;
+    const label = button.textContent;
+    button.textContent = done ? "Copied" : "Copy it from the tab Recipe";
+    setTimeout(() => (button.textContent = label), 1600);
+  };
+})();
