@@ -119,9 +119,7 @@ def trade_off(
         layers.append(same.mark_line(strokeDash=[5, 4], color=palette.LIGHT["soft"]).encode(across, up))
     layers += _whiskers(rows, names)
     points = alt.Chart().mark_point(filled=True, opacity=0.9, size=50 if len(rows) < 400 else 18)
-    layers.append(
-        points.encode(across, up, color=_colour(names), shape=_shape(names), tooltip=_tooltips(rows, x, y))
-    )
+    layers.append(points.encode(across, up, color=_colour(names), shape=_shape(names), tooltip=_tooltips(rows, x, y)))
     if present is not None and all(map(finite, present)):
         ring = alt.Chart(_data([{"x": present[0], "y": present[1], "note": "now"}]))
         ring = ring.mark_point(size=320, strokeWidth=2.5, color=palette.LIGHT["ink"], filled=False, opacity=1)
