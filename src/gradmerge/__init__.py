@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .api.converting import convert_recipe as convert_recipe
     from .api.differentiating import estimate_gradient as estimate_gradient
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
-    from .api.exploring import Answer as Answer, Explorer as Explorer, Flip as Flip, explore as explore
+    from .api.exploring import Explorer as Explorer, explore as explore
     from .api.extracting import extract_lora as extract_lora
     from .api.previewing import preview as preview, suggest_weights as suggest_weights
     from .api.refining import refine as refine
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
     from .curvature.kronecker import KroneckerCurvature as KroneckerCurvature
     from .curvature.optimizers import import_curvature as import_curvature
+    from .diagnostics.answering import Answer as Answer, Flip as Flip
     from .diagnostics.controls import Control as Control
     from .diagnostics.diagnosis import Diagnosis as Diagnosis
     from .diagnostics.grid import Setting as Setting
@@ -50,7 +51,7 @@ _NAMES = {
     "api.converting": "convert_recipe",
     "api.differentiating": "estimate_gradient",
     "api.estimating": "Estimate estimate_curvature",
-    "api.exploring": "Answer Explorer Flip explore",
+    "api.exploring": "Explorer explore",
     "api.extracting": "extract_lora",
     "api.previewing": "preview suggest_weights",
     "api.refining": "refine",
@@ -62,6 +63,7 @@ _NAMES = {
     "curvature.gram": "Gram estimate_gram",
     "curvature.kronecker": "KroneckerCurvature",
     "curvature.optimizers": "import_curvature",
+    "diagnostics.answering": "Answer Flip",
     "diagnostics.controls": "Control",
     "diagnostics.diagnosis": "Diagnosis",
     "diagnostics.grid": "Setting",

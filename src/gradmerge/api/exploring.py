@@ -4,71 +4,57 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
 
 from ..arguments import checked
+from ..curvature.summary import group_of
+from ..diagnostics.answering import Answer, Answering, Flip
 from ..diagnostics.controls import Control, controls_of, is_removal, layer_groups, methods_of, weight_control
 from ..diagnostics.grid import Setting, check_methods, recipe_with, takes_weights
 from ..diagnostics.moves import Moves, Share, Stop, Superseded
 from ..diagnostics.predict import BASE, task_names
-from ..diagnostics.predictor import Predictor
 from ..diagnostics.preview import Outcome, Preview, make_preview, reference_setting, score_all
 from ..diagnostics.scores import headline, higher_is_better
+from ..diagnostics.ties import are_tied
 from ..display import Displayed, View
 from ..engine.to_folder import MergeResult
 from ..errors import InputError
 from ..progress import Progress
-from ..recipe import Recipe, Varying, load_recipe
+from ..recipe import Recipe, Varying, mapped
 from ..tasks import Loading, complete
-from ..tasks.replies import Question, Reply, questions, replies
 from ..text import nearest
 from .converting import recipe_documents
+from .demo_folders import data_of_demo, recipe_of_demo
 from .diagnosing import report_folder
 from .merging import default_threads, merge, merged_first, recipe_of_models
-from .previewing import _tell
+from .previewing import tell
+
+if TYPE_CHECKING:
+    import altair as alt
 
 Weight = float | Sequence[float]
 """A number, or one for each of the layer groups."""
+#: Strengths of a removal that its curve is drawn through, as multiples of the recipe's.
+STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One row of the data, and what the base, the task's own tuned model and a merge say to it."""
-
-    row: int
-    """Its number in the data, from 0."""
-    text: str | None
-    image: Any
-    """A PIL image, for a task on images."""
-    truth: str
-    """What would be right."""
-    base: Reply | None
-    tuned: Reply | None
-    """Of the task's own model; None for the base's data, or where its head does not fit."""
-    merged: Reply
-
-
-@dataclass(frozen=True)
-class Flip:
-    """A row that one model gets right and another wrong."""
-
-    row: int
-    text: str | None
-    image: Any
-    truth: str
-    before: Reply
-    after: Reply
-    turned: str
-    """`right` or `wrong`."""
+def _never() -> bool:
+    return False
 
 
 class Explorer(Displayed):
-    """Merges of a recipe's models, one setting after another. See :func:`gradmerge.explore`, which makes it.
+    """Merges of a recipe's models, one setting after another.
 
-    All of it may be called from several threads: one computes at a time, and the others wait.
+    :func:`gradmerge.explore` makes it. It may be used from several threads: one computes at a time, the others wait.
+
+    Args:
+        recipe, data, loading, memory, threads: As of :func:`gradmerge.explore`, all checked.
+        allowed: What else may be read: ``allow_pickle``, ``allow_config`` and ``dequantize``.
     """
 
     def __init__(
@@ -77,25 +63,23 @@ class Explorer(Displayed):
         data: Mapping[str, str],
         loading: Loading,
         *,
-        memory: int | None,
-        threads: int,
+        memory: int | None = None,
+        threads: int = 1,
         allowed: Mapping[str, Any],
     ) -> None:
-        self._stack = contextlib.ExitStack()
-        self._lock = threading.RLock()
+        self.recipe = recipe
         self._threads, self._allowed, self._sources = threads, dict(allowed), dict(data)
-        with self._stack:
-            self.recipe = recipe
-            ready = self._stack.enter_context(merged_first(recipe, None, threads, allowed))
+        self._lock, self._predicting = threading.Lock(), threading.Lock()
+        self._torch_threads = torch.get_num_threads()
+        with contextlib.ExitStack() as stack:
+            ready = stack.enter_context(merged_first(recipe, None, threads, allowed))
             self._moves = Moves(ready, data, loading, memory=memory, threads=threads, **allowed)
-            self._stack.callback(self._moves.plan.inputs.close)
-            self._predictor: Predictor | None = None
-            with contextlib.suppress(InputError):  # no curvature of every model
-                self._predictor = Predictor(ready, [recipe.method], threads=threads, **allowed)
-                self._stack.callback(self._predictor.plan.inputs.close)
+            stack.callback(self._moves.close)
+            self._predictor = self._moves.predictor()
             self.methods = methods_of(ready, self._moves.plan)
             """The methods that can be formed here, the recipe's own first."""
-            self._stack = self._stack.pop_all()
+            self._open = stack.pop_all()
+        self._answering = Answering(self._moves)
         self.tasks = self._moves.tasks
         """The tasks with data, `base` for the base's own."""
         self.models = task_names(recipe)
@@ -106,9 +90,9 @@ class Explorer(Displayed):
         """What was measured, in the order of time; each setting once."""
         self.layer_groups = layer_groups([job.name for job in self._moves.plan.merged])
         """What the numbers of a weight that is a list are called, from first to last; empty without layers."""
-        self.removes = list(self.models) if is_removal(recipe) else []
+        self.removes = [name for name in self.models if name in self.tasks] if is_removal(recipe) else []
         """The tasks that are to be forgotten, where the recipe removes."""
-        self._own_cost: dict[str, float] = {}
+        self._own_costs: dict[str, float] = {}
 
     def __enter__(self) -> Explorer:
         return self
@@ -117,8 +101,8 @@ class Explorer(Displayed):
         self.close()
 
     def close(self) -> None:
-        """Close the files, and let the memory go."""
-        self._stack.close()
+        """Close the files."""
+        self._open.close()
 
     def _line(self) -> list[str]:
         return [f"{len(self.models)} models", f"{len(self.tasks)} tasks", f"{len(self.history)} settings measured"]
@@ -152,12 +136,7 @@ class Explorer(Displayed):
         self._check_method(method)
         return weight_control(method, self.recipe)
 
-    def _check_method(self, method: str) -> None:
-        if method not in self.methods:
-            hint = f"{nearest(method, self.methods)}\n  Methods here are {', '.join(self.methods)}."
-            raise InputError(f"{method}: cannot be formed of these models{hint}")
-
-    @checked("weights", "changes")
+    @checked("weights")
     def setting(
         self,
         method: str | None = None,
@@ -170,7 +149,7 @@ class Explorer(Displayed):
             method: One of ``methods``; by default the recipe's own.
             weights: Model → a number, or a list with one for each of ``layer_groups``; those that are not named have
                 the recipe's.
-            changes: Keys of ``controls`` with their values, as `{"damping": 1e-3, "options.density": 0.2}`.
+            changes: Keys of the recipe with their values, as `{"damping": 1e-3, "options.density": 0.2}`.
 
         Returns:
             What :meth:`measure` and the others take.
@@ -184,25 +163,53 @@ class Explorer(Displayed):
             if name not in self.models:
                 hint = f"{nearest(name, self.models)}\n  Models are {', '.join(self.models)}."
                 raise InputError(f"weights: no model is called {name!r}{hint}")
-        own = zip(self.models, self.recipe.weights, strict=True)
+        usual = self.recipe.weights if method == self.recipe.method else self._weights_of(method)
+        own = zip(self.models, usual, strict=True)
         chosen = tuple(self._weight(name, given[name]) if name in given else weight for name, weight in own)
-        made = Setting(method, chosen if takes_weights(method) else ())
-        if changes:
-            made = replace(made, changes=tuple((key, _frozen(value)) for key, value in changes.items()))  # type: ignore[call-arg]
-        self._recipe_of(made)
+        pairs = tuple((key, _frozen(value)) for key, value in (changes or {}).items())
+        made = Setting(method, chosen if takes_weights(method) else (), changes=pairs)
+        self._moves.check(made)
         return made
 
+    def _weights_of(self, method: str) -> list[Varying]:
+        """The recipe's weights for another method: what is removed has another sign in task arithmetic."""
+        removal = [one == "removal" for one in (method, self.recipe.method)]
+        turned = bool(self.removes) and removal[0] != removal[1]
+        return (
+            [mapped(weight, lambda value: -value) for weight in self.recipe.weights] if turned else self.recipe.weights
+        )
+
     def _weight(self, name: str, value: Weight) -> Varying:
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            return float(value)
-        if len(value) != len(self.layer_groups):
+        try:
+            values = (float(value),) if not isinstance(value, Sequence) else tuple(map(float, value))
+        except (TypeError, ValueError):
+            raise InputError(f"weights: {name} is {value!r}, but must be a number, or a list of them") from None
+        if len(values) not in (1, len(self.layer_groups)):
             groups = f"the models have {len(self.layer_groups)} groups of layers ({', '.join(self.layer_groups)})"
-            raise InputError(f"weights: {name} has {len(value)} numbers, but {groups}")
-        values = tuple(float(one) for one in value)
+            raise InputError(f"weights: {name} has {len(values)} numbers, but {groups}")
         return values if len(set(values)) > 1 else values[0]
 
-    def _recipe_of(self, setting: Setting) -> Recipe:
-        return recipe_with(self.recipe, setting.method, setting.weights)
+    def _check_method(self, method: str) -> None:
+        if method not in self.methods:
+            hint = f"{nearest(method, self.methods)}\n  Methods here are {', '.join(self.methods)}."
+            raise InputError(f"{method}: cannot be formed of these models{hint}")
+
+    def _check_task(self, task: str) -> None:
+        if task not in self.tasks:
+            hint = f"{nearest(task, self.tasks)}\n  Tasks are {', '.join(self.tasks)}."
+            raise InputError(f"{task}: has no data here{hint}")
+
+    @contextlib.contextmanager
+    def _computing(self, stop: Stop = _never) -> Iterator[None]:
+        """Alone, and with as many threads as in the beginning, so that numbers do not depend on who calls."""
+        while not self._lock.acquire(timeout=0.02):
+            if stop():
+                raise Superseded
+        try:
+            torch.set_num_threads(self._torch_threads)
+            yield
+        finally:
+            self._lock.release()
 
     def predict(self, setting: Setting) -> dict[str, float] | None:
         """What a setting is predicted to cost each task, from curvature alone; None without curvature of every model.
@@ -211,72 +218,92 @@ class Explorer(Displayed):
             setting: Of :meth:`setting`.
 
         Returns:
-            Task → predicted excess loss, as a multiple of the recipe's own.
+            Task → predicted excess loss, as a multiple of the recipe's own; tasks that the recipe's own costs nothing
+            are left out.
 
         >>> explorer.predict(explorer.own)["yelp"]  # doctest: +SKIP
         1.0
         """
+        found = self._predicted(setting)
+        if found is None:
+            return None
+        return {task: cost / own for task, cost in found.costs.items() if (own := self._own_costs[task]) > 0}
+
+    def _predicted(self, setting: Setting) -> Outcome | None:
         if self._predictor is None:
             return None
-        with self._lock:
-            if not self._own_cost:
-                self._own_cost = self._predictor.look([self.own], lambda done: None)[0].costs
-            costs = self._predictor.look([setting], lambda done: None)[0].costs
-        return {task: cost / own for task, cost in costs.items() if (own := self._own_cost[task]) > 0}
+        with self._predicting:
+            self._predictor.group_by = group_of
+            if not self._own_costs:
+                self._own_costs = self._predictor.look([self.own], lambda done: None)[0].costs
+            return self._predictor.look([setting], lambda done: None)[0]
 
-    def measure(self, setting: Setting, stop: Stop = lambda: False, advance: Share | None = None) -> Outcome:
+    def measure(self, setting: Setting, stop: Stop = _never, advance: Share | None = None) -> Outcome:
         """Form a setting in memory and evaluate it on the data of every task: the numbers of a merge on disk.
 
         Args:
             setting: Of :meth:`setting`.
-            stop: Asked again and again; once it says True, :class:`gradmerge.Superseded` is raised.
+            stop: Asked after every block and batch; once it says True, :class:`gradmerge.Superseded` is raised.
             advance: Told the share of the work that is done, from 0 to 1.
 
         Returns:
-            Metrics of every task. What was measured before is not measured again.
+            Metrics of every task, with what they are of every row. What was measured before is not measured again.
 
         >>> explorer.measure(explorer.setting(weights={"yelp": 0.5})).values  # doctest: +SKIP
         {'yelp': 0.91, 'sst2': 0.88}
         """
-        while not self._lock.acquire(timeout=0.02):
-            if stop():
-                raise Superseded
-        try:
+        known = self._measured(setting)
+        if known is not None:
+            return known
+        with self._computing(stop):
             known = self._measured(setting)
             if known is None:
                 known = self._moves.measure(setting, stop, advance or (lambda share: None))
                 self.history.append(known)
             return known
-        finally:
-            self._lock.release()
 
     def _measured(self, setting: Setting) -> Outcome | None:
         return next((row for row in self.history if row.setting.same(setting)), None)
 
     def preview(self) -> Preview:
         """All that was measured, compared and ranked, as :func:`gradmerge.preview` does."""
-        if not self.history:
+        rows = [replace(row) for row in self.history]
+        if not rows:
             raise InputError("nothing is measured yet")
-        with self._lock:
-            rows = list(self.history)
-            own = self._measured(self.own) or rows[0]
-            return make_preview(self.recipe, self._moves, rows, own, "weight", score_all(rows, True, "worst"))
+        own = next((row for row in rows if row.setting.same(self.own)), rows[0])
+        return make_preview(self.recipe, self._moves, rows, own, "weight", score_all(rows, True, "worst"))
 
     def best(self) -> Outcome | None:
-        """The best so far; of those that are as good within noise the recipe's own, or the simplest. None if nothing
-        is measured, and for a removal: what goes and what stays pull against each other."""
-        return self.preview().best() if self.history and not self.removes else None
+        """The best so far: of the leading setting and those tied with it the recipe's own, else the simplest.
+
+        None if nothing is measured, and for a removal: what goes and what stays pull against each other.
+        """
+        found = self.preview().best() if self.history and not self.removes else None
+        return None if found is None else self._measured(found.setting)
+
+    def tied(self, one: Outcome, other: Outcome) -> bool:
+        """Whether the rows do not tell two settings apart."""
+        found = [replace(row) for row in (one, other)]
+        return are_tied(*found, score_all(found, True, "worst"))
 
     def front(self) -> list[Outcome]:
         """The settings that no other is better than on every task; on what is to be forgotten, worse is better."""
 
         def goods(row: Outcome) -> list[float]:
             signs = [higher_is_better(headline(row.metrics[task])) != (task in self.removes) for task in self.tasks]
-            values = [row.values[task] for task in self.tasks]
-            return [value if sign else -value for value, sign in zip(values, signs, strict=True) if value is not None]
+            return [
+                (row.values[task] or 0.0) * (1 if sign else -1) for task, sign in zip(self.tasks, signs, strict=True)
+            ]
 
         every = [(row, goods(row)) for row in self.history]
         return [row for row, own in every if not any(_dominates(other, own) for _, other in every)]
+
+    def strengths(self, method: str | None = None) -> list[Setting]:
+        """Settings of a removal from nothing to more than the recipe's own: what its trade-off is measured on."""
+        method = method or self.recipe.method
+        self._check_method(method)
+        own = self._weights_of(method)
+        return [Setting(method, tuple(mapped(w, lambda v, s=s: v * s) for w in own)) for s in STRENGTHS]
 
     def shown_rows(self, task: str, n: int = 8) -> list[int]:
         """Rows of a task to show: spread evenly over its data."""
@@ -284,29 +311,14 @@ class Explorer(Displayed):
         total = self.examples[task]
         return [number * total // min(n, total) for number in range(min(n, total))]
 
-    def _check_task(self, task: str) -> None:
-        if task not in self.tasks:
-            raise InputError(
-                f"{task}: has no data here{nearest(task, self.tasks)}\n  Tasks are {', '.join(self.tasks)}."
-            )
-
-    def _replies(self, who: str | Setting, task: str, rows: Sequence[int]) -> list[Reply] | None:
-        with self._lock:
-            data = self._moves.data_of(task)
-            if who == BASE:
-                return replies(data.loaded, self._moves.base_model(), rows)
-            if isinstance(who, str):
-                model = self._moves.tuned_model(who)
-                return None if model is None else replies(data.loaded, model, rows)
-            return replies(data.loaded, self._moves.model_of(self._moves.form(who)), rows)
-
-    def answers(self, task: str, rows: Sequence[int], setting: Setting) -> list[Answer]:
+    def answers(self, task: str, rows: Sequence[int], setting: Setting, stop: Stop = _never) -> list[Answer]:
         """Some rows, and what the base, the task's own model and a merge say to them.
 
         Args:
             task: One of ``tasks``.
             rows: Their numbers, from 0; :meth:`shown_rows` gives some.
             setting: The merge.
+            stop: As of :meth:`measure`, asked while others compute.
 
         Returns:
             For each row the input, what would be right, and three replies.
@@ -315,72 +327,72 @@ class Explorer(Displayed):
         'positive'
         """
         self._check_task(task)
-        asked = questions(self._moves.data_of(task).loaded, rows)
-        base = self._replies(BASE, task, rows) if BASE in self.alone else None
-        tuned = self._replies(task, task, rows) if task != BASE else None
-        merged = self._replies(setting, task, rows) or []
-        return [
-            Answer(row, q.text, q.image, q.truth, base and base[i], tuned and tuned[i], merged[i])
-            for i, (row, q) in enumerate(zip(rows, asked, strict=True))
-        ]
+        wrong = [row for row in rows if not 0 <= row < self.examples[task]]
+        if wrong:
+            raise InputError(f"rows: {task} has {self.examples[task]} rows, from 0 on, and no row {wrong[0]}")
+        with self._computing(stop):
+            return self._answering.answers(task, rows, setting)
 
-    def flips(self, task: str, setting: Setting, against: str = "base") -> list[Flip]:
+    def flips(self, task: str, setting: Setting, against: str = "base", stop: Stop = _never) -> list[Flip]:
         """Which rows a merge gets right and another model wrong, or the other way round.
 
         Args:
             task: One of ``tasks``.
-            setting: The merge.
+            setting: The merge, which is measured if it was not.
             against: `base`, `tuned` (the task's own model), `best` (so far) or `own` (the recipe's).
+            stop: As of :meth:`measure`.
 
         Returns:
-            The rows that turned, with both replies; none for a task without right and wrong.
+            The rows that turned, with both replies; of a task without right and wrong, those whose loss changed most.
 
         >>> [flip.row for flip in explorer.flips("yelp", setting, "best")]  # doctest: +SKIP
         [3, 17]
         """
         self._check_task(task)
-        best = self.best()
-        others: dict[str, str | Setting | None]
-        others = {"base": BASE, "tuned": task, "own": self.own, "best": best and best.setting}
-        if against not in others:
+        known = ("base", "tuned", "best", "own")
+        if against not in known:
             raise InputError(
-                f"against {against!r}: not known{nearest(against, others)}\n  Known are {', '.join(others)}."
+                f"against {against!r}: not known{nearest(against, known)}\n  Known are {', '.join(known)}."
             )
-        other = others[against]
-        rows = list(range(self.examples[task]))
-        before = self._replies(other, task, rows) if other is not None else None
-        after = self._replies(setting, task, rows) or []
-        turned = [row for row in rows if before and before[row].right != after[row].right]
-        found = []
-        for row, asked in zip(turned, questions(self._moves.data_of(task).loaded, turned), strict=True):
-            assert before is not None
-            how = "right" if after[row].right else "wrong"
-            found.append(Flip(row, asked.text, asked.image, asked.truth, before[row], after[row], how))
-        return found
+        after = self.measure(setting, stop).rows[task]
+        other: Setting | str = BASE if against == "base" else task
+        if against in ("best", "own"):
+            best = self.best() if against == "best" else self.measure(self.own, stop)
+            if best is None:
+                return []
+            other, before = best.setting, best.rows[task]
+        else:
+            before = self._moves.alone_rows.get(str(other), {}).get(task, {})
+        if not before:
+            return []
+        with self._computing(stop):
+            return self._answering.flips(task, other, before, setting, after)
 
-    def tied(self, one: Outcome, other: Outcome) -> bool:
-        """Whether two settings are as good within noise, compared on the same rows."""
-        return one.values == other.values
+    def figures(self, outcome: Outcome) -> dict[str, alt.LayerChart]:
+        """Charts of what was measured, with a setting as the present one: `tasks`, `front`, `layers`, `trade-off`."""
+        from ..report.exploration import figures
 
-    def write_report(self, out: str | Path, *, force: bool = False) -> Path:
-        """Write a report of all that was measured into a new folder, as `gradmerge preview` does."""
-        found, out = self.preview(), Path(out)
-        with report_folder(self.recipe, out, self._sources, force) as staging:
-            _tell(staging, found, None, self._sources, "")
-        return out / "report.html"
+        predicted = self._predicted(outcome.setting)
+        return figures(self.preview(), outcome, self.best(), predicted, self._own_costs, self.removes)
 
     def recipe_text(self, setting: Setting, folder: str | Path | None = None) -> str:
-        """A setting as YAML that `gradmerge merge` runs from a file in a folder, by default the working folder."""
-        written = recipe_documents(self._recipe_of(setting), Path(folder) if folder is not None else Path.cwd())
+        """A setting as YAML that `gradmerge merge` runs from a file in ``folder``, by default the working folder."""
+        written = recipe_documents(recipe_with(self.recipe, setting), Path() if folder is None else Path(folder))
         return f"# {setting.name}\n# gradmerge merge recipe.yml -o merged\n{written}"
 
     def save(
         self, setting: Setting, out: str | Path, *, progress: bool | Progress = True, **settings: Any
     ) -> MergeResult:
-        """Merge a setting to disk, as `gradmerge merge` does; ``settings`` are those of :func:`gradmerge.merge`."""
-        return merge(
-            self._recipe_of(setting), out, progress=progress, threads=self._threads, **self._allowed, **settings
-        )
+        """Merge a setting to disk, as :func:`gradmerge.merge` does, whose other options ``settings`` are."""
+        given = {"threads": self._threads, **self._allowed, **settings}
+        return merge(recipe_with(self.recipe, setting), out, progress=progress, **given)
+
+    def write_report(self, out: str | Path, *, force: bool = False) -> Path:
+        """Write a report of all that was measured into a new folder, as `gradmerge preview` does; its page is returned."""
+        found, out = self.preview(), Path(out)
+        with report_folder(self.recipe, out, self._sources, force) as staging:
+            tell(staging, found, None, self._sources, "")
+        return out / "report.html"
 
 
 def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -389,23 +401,6 @@ def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
-
-
-def _data_of_demo(recipe: Path) -> dict[str, str]:
-    """The rows of a demo that weights are tried on, for a recipe of its `recipes/`: those of its models, and the base's.
-
-    A model NAME, or joint-NAME, was tuned on data/NAME.npz; the base on upright.npz, or, where NAME is removed, on it
-    and on rest.npz.
-    """
-    folder = recipe.parent.parent / "data"
-    if recipe.parent.name != "recipes" or not (folder / "upright.npz").is_file():
-        return {}
-    found, base = {}, "upright"
-    for name in task_names(load_recipe(recipe)):
-        if name.startswith("joint-"):
-            base = "rest"
-        found[name] = f"{folder / name.removeprefix('joint-')}.npz:valid"
-    return found | {BASE: f"{folder / base}.npz:valid"}
 
 
 @checked()
@@ -426,7 +421,8 @@ def explore(
 
     Args:
         recipe: A recipe file, a mapping with its keys, a :class:`Recipe`, or the folder of a demo.
-        data: Task (the name of its model's folder, or `base`) → data, as of :func:`gradmerge.preview`.
+        data: Task (the name of its model's folder, or `base`) → data, as of :func:`gradmerge.preview`; for a recipe of
+            a demo, its rows for trying weights.
         memory: Bytes that models and curvature may take in memory, by default half of what is free; what does not fit
             is read from disk for every setting.
         threads, allow_pickle, allow_config, dequantize: As of :func:`gradmerge.merge`.
@@ -440,13 +436,13 @@ def explore(
     {'yelp': 0.91}
     """
     options = complete(loading, explore)
-    if isinstance(recipe, str | Path) and Path(recipe).is_dir():
-        recipe = Path(recipe) / "recipes" / "gradient-matching.yml"
-    if not data and isinstance(recipe, str | Path):
-        data = _data_of_demo(Path(recipe))
+    if isinstance(recipe, str | Path):
+        recipe = recipe_of_demo(Path(recipe))
+        if not data and (data := data_of_demo(recipe)):
+            options["batch_size"] = loading.get("batch_size", 64)
     if not data:
-        raise InputError("explore needs data of the tasks: data={NAME: SRC}, --data NAME=SRC on the command line")
+        raise InputError("explore needs rows of the tasks to measure settings on: data={NAME: SRC}, or --data NAME=SRC")
     found = recipe_of_models(recipe, "explore")
     check_methods(None, found)
     allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
-    return Explorer(found, data or {}, options, memory=memory, threads=threads or default_threads(), allowed=allowed)
+    return Explorer(found, data, options, memory=memory, threads=threads or default_threads(), allowed=allowed)

@@ -89,7 +89,7 @@ def preview(
             _looker(ready, chosen, data, options, threads, allowed) as looker,
         ):
             found = compare(recipe, looker, settings, ranges.axis, objective=objective, progress=told)
-        _tell(staging, found, None, data or {}, command)
+        tell(staging, found, None, data or {}, command)
     return found
 
 
@@ -162,7 +162,7 @@ def suggest_weights(
             )
             if by is not None:
                 found = suggest_by_layers(looker, found, ranges, points=length, seed=seed, progress=told)
-        _tell(staging, found.evaluated, found, data or {}, command)
+        tell(staging, found.evaluated, found, data or {}, command)
     return found
 
 
@@ -201,7 +201,7 @@ def _looker(
         looker.close()
 
 
-def _tell(
+def tell(
     staging: Staging | None, found: Preview, suggestion: Suggestion | None, data: Mapping[str, str], command: str
 ) -> None:
     """The verdict, and the report if one is wanted."""

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from ..engine.candidates import plan_of
 from ..engine.resident import free_memory, keep_in_memory
 from ..errors import InputError
 from ..recipe import Recipe
 from ..rules import RULES
 from ..tasks import Loading
+from ..tasks.refilling import RefilledModel
 from ..text import size
 from .controls import to_read
 from .evaluator import Evaluator
 from .grid import Setting
 from .in_memory import State, TaskData, materialise, state_of
+from .predict import BASE
+from .predictor import Predictor
 from .preview import Outcome
 
 Stop = Callable[[], bool]
 Share = Callable[[float], None]
 """Told the share of the work that is done, from 0 to 1."""
+#: The share of a measurement that is forming the merge, for those who watch.
+FORMING = 0.3
 
 
 class Superseded(Exception):
-    """A measurement was given up, since its ``stop`` said so: something newer is asked for."""
+    """A measurement was given up because its ``stop`` said so: something newer is asked for."""
 
 
 class Moves(Evaluator):
@@ -42,32 +49,78 @@ class Moves(Evaluator):
         threads: int = 1,
         **allowed: Any,
     ) -> None:
-        super().__init__(recipe, to_read(recipe), data, loading, by_row=True, threads=threads, **allowed)
+        super().__init__(recipe, to_read(recipe), data, loading, threads=threads, **allowed)
+        inputs, self._recipe = self.plan.inputs, recipe
         limit = free_memory() // 2 if memory is None else memory
-        left_out = keep_in_memory(self.plan.inputs, limit)
+        whole = sum(source.nbytes for source in inputs.checkpoints)
+        left_out = keep_in_memory(inputs, limit)
         self.streamed = ""
         """What is read from disk for every setting, in a sentence; empty where all is in memory."""
         if left_out:
-            what = f"{len(left_out)} of {len(self.plan.inputs.sources)} inputs"
+            what = f"{len(left_out)} of {len(inputs.sources)} models and curvature files (models: {size(whole)})"
             self.streamed = f"{what} do not fit into {size(limit)} of memory: they are read from disk for every setting"
+        self._model = RefilledModel(self._any.loaded.model)
+        self._inside: Setting | str | None = None
+        """What the model in memory is."""
 
-    def form(self, setting: Setting, between: Callable[[], None] = lambda: None) -> State:
-        """The weights of a setting."""
+    def predictor(self) -> Predictor | None:
+        """What predicts settings on the same inputs; None without curvature of every model."""
+        if not self.plan.inputs.curvature or self.plan.inputs.base is None or self._recipe.method == "fa1":
+            return None
+        return Predictor(self._recipe, [], threads=self._threads, plan=replace(self.plan, notes=[]))
+
+    def check(self, setting: Setting) -> None:
+        """Raise an InputError if a setting cannot be formed."""
+        plan_of(self._candidates.plan_for(setting)[0], self._candidates.candidate(setting))
+
+    def model(self, who: Setting | str, between: Callable[[], None] = lambda: None) -> nn.Module | None:
+        """A merge, the base or a tuned model; None where the head of a tuned one does not fit the config of merges.
+
+        A model is in memory until the next one is asked for.
+        """
+        if who == BASE:
+            return self._any.loaded.model
+        if isinstance(who, str) and who not in self.alone:
+            return None
+        if self._inside != who or self._inside is None:
+            alone = isinstance(who, str)
+            state = state_of(self.plan.inputs.tuned[self._names.index(who)]) if alone else self._form(who, between)
+            self._inside = None
+            self._filled = self._model.with_state(state)
+            self._inside = who
+        return self._filled
+
+    def _form(self, setting: Setting, between: Callable[[], None]) -> State:
+        plan, known = self._candidates.plan_for(setting)
         candidate = self._candidates.candidate(setting)
-        needs = RULES[setting.method].needs(candidate.options or {}) & {"prior", "curvature", "penalty"}
-        plan = replace(self.plan, needs=needs | {"base"})
-        return materialise(plan, [candidate], self._threads, self._candidates.known)[0]
+        # What other methods need is open too, and is not read for this one.
+        needs = RULES[setting.method].needs(candidate.options or {}) & plan.needs
+        plan = replace(plan, needs=needs | {"base"} if plan.inputs.base is not None else needs)
+        return materialise(plan, [candidate], self._threads, known, between)[0]
 
     def measure(self, setting: Setting, stop: Stop, share: Share) -> Outcome:
         """Form a setting and evaluate it on the data of every task."""
-        if stop():
-            raise Superseded
-        state = self.form(setting)
-        share(0.5)
-        if stop():
-            raise Superseded
+        blocks = sum(1 for unit in self.plan.units() if unit.job.rule is not None)
+        batches = sum(math.ceil(one.loaded.examples / one.loaded.batch_size) for one in self._data.values())
+        parts = iter([FORMING * (n + 1) / blocks for n in range(blocks)])
+
+        def between() -> None:
+            if stop():
+                raise Superseded
+            share(next(parts, FORMING))
+
+        self.check(setting)
+        model = self.model(setting, between)
+        assert model is not None
+        parts = iter([FORMING + (1 - FORMING) * n / batches for n in range(batches)])
         before = len(self._broken)
-        found = self._outcome(setting, state)
+        try:
+            for one in self._data.values():
+                one.between = between
+            found = self._outcome(setting, model)
+        finally:
+            for one in self._data.values():
+                one.between = lambda: None
         if len(self._broken) > before:
             raise InputError(self._broken.pop())
         share(1.0)
@@ -75,15 +128,3 @@ class Moves(Evaluator):
 
     def data_of(self, task: str) -> TaskData:
         return self._data[task]
-
-    def base_model(self) -> nn.Module:
-        return self._any.loaded.model
-
-    def tuned_model(self, name: str) -> nn.Module | None:
-        """A tuned model alone; None where its head does not fit the config that merges have."""
-        if name not in self.alone:
-            return None
-        return self._any.model_with(state_of(self.plan.inputs.tuned[self._names.index(name)]))
-
-    def model_of(self, state: State) -> nn.Module:
-        return self._any.model_with(state)

@@ -79,8 +79,13 @@ def _named(loaded: LoadedTask, label: Tensor) -> str:
 
 
 def class_name(model: Any, number: int) -> str:
+    """What the config calls a class; a name that says nothing, LABEL_3, is 3."""
     names = getattr(model.config, "id2label", None) or {}
-    return str(names.get(number, names.get(str(number), number)))
+    return str(names.get(number, names.get(str(number), number))).removeprefix("LABEL_")
+
+
+def has_right_and_wrong(loaded: LoadedTask) -> bool:
+    return loaded.output.name in ("classes", "labels", "ranking")
 
 
 @torch.no_grad()
