@@ -27,6 +27,7 @@ from . import (
     recipe,
     refine,
     remove,
+    studio,
 )
 from .output import OUT_OF_MEMORY
 from .streams import prepare_streams, say, settle
@@ -97,6 +98,7 @@ app.command("gradient", epilog=gradient.EXAMPLE)(gradient.gradient)
 app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
 app.command("diagnose", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
 app.command("preview", epilog=preview.EXAMPLE)(preview.preview)
+app.command("studio", epilog=studio.EXAMPLE)(studio.studio)
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(curvature.app, name="curvature")
 app.add_typer(recipe.app, name="recipe")

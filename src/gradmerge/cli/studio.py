@@ -84,7 +84,6 @@ def _jobs(source: Path, data: dict[str, str]) -> dict[str, tuple[Path, dict[str,
     if not source.exists():
         make = f" `gradmerge demo -o {source}` makes the demonstration" if not source.suffix else ""
         raise InputError(f"{source}: no such recipe or folder.{make or ' Give a recipe file (YAML).'}")
-    from ..demo.commands import data_of
     from ..demo.demo_settings import REMOVED
     from ..demo.recipes import MATCHING, REMOVAL
 
@@ -96,12 +95,7 @@ def _jobs(source: Path, data: dict[str, str]) -> dict[str, tuple[Path, dict[str,
         )
     if data:
         raise InputError("--data: the demonstration has its own; give a recipe file to bring other data")
-
-    def placed(sources: dict[str, str]) -> dict[str, str]:
-        return {task: str(source / place) for task, place in sources.items()}
-
-    jobs = {"Merge three tasks": (recipes[MATCHING], placed(data_of("valid")))}
+    jobs: dict[str, tuple[Path, dict[str, str]]] = {"Merge three tasks": (recipes[MATCHING], {})}
     if recipes[REMOVAL].is_file():
-        kept = {"base": "data/rest.npz:valid", f"joint-{REMOVED}": f"data/{REMOVED}.npz:valid"}
-        jobs[f"Take {REMOVED} out"] = (recipes[REMOVAL], placed(kept))
+        jobs[f"Take {REMOVED} out again"] = (recipes[REMOVAL], {})
     return jobs

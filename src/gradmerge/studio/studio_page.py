@@ -126,8 +126,9 @@ class _Desk:
         drawn = [component.input for component in moving]
         gr.on(drawn, self._note, inputs, noted, queue=False, js=DIM_BOARD, **{**_QUIET, "trigger_mode": "always_last"})
         gr.on(drawn, self._measure, [self.version, *inputs], measured, **_MOVES)
-        gr.on([event.then for event in (shaped, layered, *words, own, best)], self._note, inputs, noted, queue=False, js=DIM_BOARD, **_QUIET)
-        gr.on([event.then for event in (shaped, layered, *words, own, best)], self._measure, [self.version, *inputs], measured, **_MOVES)
+        for event in (shaped, layered, *words, own, best):
+            event.then(self._note, inputs, noted, queue=False, js=DIM_BOARD, **_QUIET)
+            event.then(self._measure, [self.version, *inputs], measured, concurrency_limit=None, **_QUIET)
         page.load(self._note, inputs, noted, queue=False, **_QUIET)
         page.load(self._measure, [self.version, *inputs], measured, **_MOVES)
         views = [self.answers, self.flips, self.front, self.layers, self.tried]
@@ -149,7 +150,7 @@ class _Desk:
         setting = best.setting if best is not None else self._bench.explorer.own
         return self.panel.shaped(setting.method, setting)
 
-    def _note(self, *values: Any, request: gr.Request) -> tuple[Any, ...]:
+    def _note(self, request: gr.Request, *values: Any) -> tuple[Any, ...]:
         """A move was made: say what is predicted of it, before it is measured."""
         try:
             setting = self.panel.read(values)
@@ -158,7 +159,7 @@ class _Desk:
         except Exception as error:
             return "", "", markup.message(explained(error))
 
-    def _measure(self, version: int, *values: Any, request: gr.Request) -> Iterator[tuple[Any, ...]]:
+    def _measure(self, request: gr.Request, version: int, *values: Any) -> Iterator[tuple[Any, ...]]:
         bench = self._bench
         visit = bench.visit(request)
         try:
@@ -171,7 +172,7 @@ class _Desk:
         except Exception as error:
             yield gr.skip(), "", markup.message(explained(error)), gr.skip(), gr.skip()
 
-    def _look(self, active: str, task: str, flip_task: str, against: str, request: gr.Request) -> list[Any]:
+    def _look(self, request: gr.Request, active: str, task: str, flip_task: str, against: str) -> list[Any]:
         """What the open tab shows of the merge on the board; the others wait until they are opened."""
         bench, visit = self._bench, self._bench.visit(request)
         views: dict[str, Callable[[], str]] = {
