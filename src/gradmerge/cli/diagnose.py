@@ -10,13 +10,14 @@ from typing import Annotated
 import typer
 
 from ..text import one_line
-from .options import LoadingOptions, Printing, RecipeOptions, command, named
+from .options import LoadingOptions, Printing, RecipeOptions, Settings, SweepOption, command, named
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
 EXAMPLE = (
     "Examples: gradmerge diagnose recipe.yml -o report   ·   gradmerge diagnose recipe.yml --data yelp=yelp.jsonl "
-    "--data sst2=sst2.jsonl --limit 200 -o report"
+    "--data sst2=sst2.jsonl --limit 200 -o report   ·   "
+    "gradmerge diagnose recipe.yml --sweep damping=1e-6,1e-3 -o report"
 )
 
 
@@ -33,6 +34,8 @@ def diagnose(
         str | None,
         typer.Option(metavar="DIR", help="A model trained on everything, for the true mismatch (needs --data)."),
     ] = None,
+    sweep: SweepOption = None,
+    set_: Settings = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -60,6 +63,8 @@ def diagnose(
             out,
             merged=merged,
             target=target,
+            sweep=sweep,
+            changes=set_,
             data=named(data or []),
             force=force,
             progress=shown,

@@ -10,8 +10,8 @@ from ..diagnostics.diagnosis import Diagnosis
 from ..diagnostics.gauge import FAR, NEAR
 from ..diagnostics.predict import BASE
 from ..diagnostics.scores import headline, higher_is_better, loss_of
-from .charts import BarChart, HeatMap, ScatterChart, Series
-from .page import Page, Section, Table, Value
+from .figures import Series, bars, heat_map, trade_off
+from .page import Figure, Page, Section, Table, Value
 
 TRUST = (
     "Predictions come from curvature alone and are shown relative to a reference merge, because a diagonal sees little "
@@ -168,14 +168,14 @@ def _advice(found: Diagnosis) -> str:
 def _prediction_section(found: Diagnosis) -> Section:
     tasks, reference = found.prediction.tasks, found.reference
 
-    def bars(title: str, slug: str, of: Callable[[str, str], float]) -> BarChart:
+    def shown(title: str, slug: str, of: Callable[[str, str], float]) -> Figure:
         """What a merge costs a task, as a multiple of the reference's."""
         values = {c: [_ratio(of(c, task), of(reference, task)) for task in tasks] for c in found.candidates}
-        return BarChart(title, slug, f"multiple of {reference}", tasks, values)
+        return Figure(title, slug, bars(tasks, values, f"multiple of {reference}"))
 
     figures = [
-        bars("Predicted excess loss", "predicted-loss", found.prediction.excess),
-        bars("Predicted gradient mismatch", "predicted-mismatch", found.prediction.mismatch),
+        shown("Predicted excess loss", "predicted-loss", found.prediction.excess),
+        shown("Predicted gradient mismatch", "predicted-mismatch", found.prediction.mismatch),
     ]
     return Section("What each task is expected to lose", TRUST, figures, [prediction_table(found)])
 
@@ -190,7 +190,7 @@ def _layer_section(found: Diagnosis) -> Section:
         "Which layers cost most",
         f"Share of the predicted excess loss of {found.own} that each layer group has, task by task; "
         "a column adds up to 100 %.",
-        [HeatMap("Predicted cost by layer and task", "layers", groups, tasks, shares, label)],
+        [Figure("Predicted cost by layer and task", "layers", heat_map(groups, tasks, shares, label))],
         [Table("Predicted cost by layer", "layers-table", ["layer", *(f"{t}, %" for t in tasks)], rows)],
     )
 
@@ -208,7 +208,13 @@ def _interference_section(found: Diagnosis) -> Section:
         "Where tasks pull apart",
         "Two tasks overlap where both moved an entry that matters to both (√(H_s H_t) |Δ_s Δ_t|, summed). The share of "
         "the overlap with opposite signs is what a merge cannot serve both in; chance gives 50 %.",
-        [HeatMap("Opposed share of the overlap", "interference", tuned, tuned, values, "% of the overlap")],
+        [
+            Figure(
+                "Opposed share of the overlap",
+                "interference",
+                heat_map(tuned, tuned, values, "% of the overlap", centre=50.0),
+            )
+        ],
         [Table("Pairs of tasks", "interference-table", ["task", "and", "overlap, %", "opposed, % of it"], rows)],
     )
 
@@ -224,13 +230,13 @@ def _metrics_section(found: Diagnosis) -> Section:
         for row, model in zip(rows, models, strict=True):
             metrics = found.metrics[model][task]
             row += [metrics.get(name), metrics.get("loss_per_example")]
-    bars = {model: [found.metrics[model][task].get(names[task]) for task in tasks] for model in models}
+    values = {model: [found.metrics[model][task].get(names[task]) for task in tasks] for model in models}
     kinds = sorted(set(names.values()))
     lower = "" if any(map(higher_is_better, kinds)) else ", lower is better"
     return Section(
         "What data says",
         "Measured on " + ", ".join(f"{task}: {count} examples" for task, count in found.examples.items()) + ".",
-        [BarChart("Measured on data", "measured", " / ".join(kinds).replace("_", " ") + lower, tasks, bars)],
+        [Figure("Measured on data", "measured", bars(tasks, values, " / ".join(kinds).replace("_", " ") + lower))],
         [Table("Measured", "measured-table", columns, rows)],
     )
 
@@ -276,7 +282,7 @@ def _target_section(found: Diagnosis) -> Section:
         "Mismatch against error",
         "‖∇ℓ_t(θ) − ∇ℓ_t(target)‖ of the mean loss on each task's data, against how much worse the merge is than the "
         "target.",
-        [ScatterChart("Gradient mismatch and error", "mismatch", "true gradient mismatch", label, series)],
+        [Figure("Gradient mismatch and error", "mismatch", trade_off(series, "true gradient mismatch", label))],
         [Table("True mismatch", "mismatch-table", ["merge", "task", "mismatch", label], rows)],
     )
 

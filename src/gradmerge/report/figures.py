@@ -197,7 +197,7 @@ def heat_map(
     down = alt.Y("row:N", title=None, sort=None, axis=alt.Axis(labelOverlap=True))
     base = alt.Chart().encode(across, down)
     colour = alt.condition("isValid(datum.value)", _quantity("value", scale, legend), alt.value(palette.LIGHT["hole"]))
-    tips = [alt.Tooltip("row:N", title=" "), alt.Tooltip("column:N", title=" ")]
+    tips = [alt.Tooltip("row:N", title=" "), alt.Tooltip("column:N", title="  ")]
     tips.append(alt.Tooltip("value:Q", title=label, format=_FORMAT))
     inset = 0.5 if tall > 9 else 0
     layers = [base.mark_rect(yOffset=inset, xOffset=inset).encode(color=colour, tooltip=tips)]
@@ -329,13 +329,15 @@ def _tooltips(rows: Sequence[Row], x: str, y: str) -> list[alt.Tooltip]:
     import altair as alt
 
     fields = set().union(*rows) if rows else set()
-    found = [alt.Tooltip(f"{name}:N", title=" ") for name in ("series", "group") if name in fields]
+    found = [
+        alt.Tooltip(f"{name}:N", title=blank) for name, blank in (("series", " "), ("group", "  ")) if name in fields
+    ]
     for axis, title in (("x", x), ("y", y)):
         if axis in fields:
             found.append(alt.Tooltip(f"{axis}:Q", title=title or axis, format=_FORMAT))
         if f"{axis} error" in fields:
             found.append(alt.Tooltip(f"{axis} error:Q", title=ERRORS, format=",.2~r"))
-    return [*found, *([alt.Tooltip("note:N", title=" ")] if "note" in fields else [])]
+    return [*found, *([alt.Tooltip("note:N", title="   ")] if "note" in fields else [])]
 
 
 def _finished(chart: alt.LayerChart, rows: Sequence[Row], columns: Mapping[str, str], height: int) -> alt.LayerChart:
@@ -371,7 +373,18 @@ def theme() -> dict[str, Any]:
         "view": {"stroke": None},
         "axis": axis,
         "axisX": {"grid": False},
-        "axisY": {"domain": False, "ticks": False, "labelLimit": 220, "labelPadding": 6},
+        "axisY": {
+            "domain": False,
+            "ticks": False,
+            "labelLimit": 220,
+            "labelPadding": 6,
+            # The name of the axis lies above it, where a long one has room.
+            "titleAngle": 0,
+            "titleAlign": "left",
+            "titleBaseline": "bottom",
+            "titleX": 0,
+            "titleY": -10,
+        },
         "legend": {"labelColor": ink, "titleColor": soft, "labelFontSize": 12, "titleFontWeight": "normal"},
         "title": {"color": ink, "anchor": "start", "fontSize": 16},
         "text": {"color": ink},

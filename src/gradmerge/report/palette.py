@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Iterable
 from functools import cache
@@ -127,57 +126,3 @@ def variables() -> str:
 @cache
 def resource(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-COLOURS = 6
-DASH_TEXTS = ("", "7 3", "2 3", "9 3 2 3")
-#: Around a centre; each closed, so that one fill serves them all.
-MARKER_PATHS = (
-    "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
-    "m-3.5-3.5h7v7h-7z",
-    "m0-4.6l4.4 7.8h-8.8z",
-    "m0-4.9l4.4 4.9l-4.4 4.9l-4.4-4.9z",
-    "m0 4.6l4.4-7.8h-8.8z",
-    "m-1.5-4.6h3v3.1h3.1v3h-3.1v3.1h-3v-3.1h-3.1v-3h3.1z",
-    "m0-2.1l2.4-2.4l2.1 2.1l-2.4 2.4l2.4 2.4l-2.1 2.1l-2.4-2.4l-2.4 2.4l-2.1-2.1l2.4-2.4l-2.4-2.4l2.1-2.1z",
-)
-STAR = "m0-10l2.4 6.8h7.1l-5.7 4.3l2.1 6.9l-5.9-4.2l-5.9 4.2l2.1-6.9l-5.7-4.3h7.1z"
-#: Lines over the colour of a bar, in a square of 6.
-HATCHES = ("", "M-1 7L7-1M-1 1L1-1M5 7L7 5", "M0 3h6", "M-1-1L7 7M-1 5L1 7M5-1L7 1", "M3 0v6", "M0 3h6M3 0v6")
-_VIRIDIS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
-
-
-def series_class(index: int) -> str:
-    return f"c{index % COLOURS}"
-
-
-def dash(index: int) -> str:
-    return DASH_TEXTS[index % len(DASH_TEXTS)]
-
-
-def marker(index: int) -> str:
-    return MARKER_PATHS[index % len(MARKER_PATHS)]
-
-
-def hatch(index: int) -> str:
-    """Series that share a colour have different hatches."""
-    return HATCHES[(index + index // COLOURS) % len(HATCHES)]
-
-
-def shade(share: float) -> str:
-    """A colour from dark blue (0) to yellow (1), even in lightness and safe for the colour-blind."""
-    # The darkest twelfth is left out: it would vanish in the dark.
-    place = (1 / 12 + share * 11 / 12) * (len(_VIRIDIS) - 1)
-    index = min(int(place), len(_VIRIDIS) - 2)
-    left, right = _rgb(_VIRIDIS[index]), _rgb(_VIRIDIS[index + 1])
-    return "#" + bytes(round(a + (b - a) * (place - index)) for a, b in zip(left, right, strict=True)).hex()
-
-
-@cache
-def light_style() -> str:
-    """The style of a chart in a file of its own, without variables: not every program knows them."""
-    return re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found[1]], resource("chart.css"))
-
-
-def _rgb(colour: str) -> bytes:
-    return bytes.fromhex(colour.removeprefix("#"))

@@ -10,8 +10,8 @@ from .._version import __version__
 from ..diagnostics.scores import headline, loss_of
 from ..engine.card import to_yaml
 from ..refinement.rounds import Refinement
-from .charts import LineChart, Series
-from .page import Page, Section, Table, Value
+from .figures import Series, curves
+from .page import Figure, Page, Section, Table, Value
 
 
 def refinement_page(done: Refinement, start: str, facts: Mapping[str, Any], commands: Sequence[str]) -> Page:
@@ -73,12 +73,12 @@ def _curves(done: Refinement) -> Section:
     places = [float(number) for number in range(len(done.rounds))]
     series = [Series(task, places, [one.held[task] for one in done.rounds]) for task in done.rounds[0].held]
     unit = "pass" if done.method == "adamw" else "round"
-    chart = LineChart("Loss on rows held back", "losses", f"{unit}, 0 is the start", "mean loss of a row, nats", series)
+    chart = curves(series, f"{unit}, 0 is the start", "mean loss of a row, nats")
     return Section(
         "Each task's loss over the rounds",
         "These rows chose the steps and decided when to stop, so their loss is a little too good: judge the result "
         "on others.",
-        [chart],
+        [Figure("Loss on rows held back", "losses", chart)],
         [metrics_table(done)],
     )
 
