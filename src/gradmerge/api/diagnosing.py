@@ -14,13 +14,16 @@ from ..arguments import checked
 from ..diagnostics.diagnosis import Diagnosis, find_costs
 from ..diagnostics.grid import Space, grid
 from ..diagnostics.predict import task_names
+from ..diagnostics.preview import Preview
 from ..diagnostics.sweeps import Sweeps, parse_sweeps, with_changes
+from ..diagnostics.ties import are_tied
 from ..diagnostics.weight_ranges import parse_weights
 from ..engine.card import to_yaml
 from ..engine.reads import model_paths, recipe_paths
 from ..progress import Progress, shown
 from ..recipe import Recipe
-from ..report.diagnosis_page import costliest, diagnosis_page, verdict
+from ..report.diagnosis_page import diagnosis_page
+from ..report.diagnosis_words import costliest, verdict
 from ..report.page import write_report
 from ..storage.staging import Staging
 from ..tasks import Loading, complete
@@ -160,6 +163,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
             for (one, other, group), value in prediction.interference.items()
         ],
         "measured": found.metrics,
+        **({"compared": _compared(found.measured)} if found.measured is not None else {}),
         "examples": found.examples,
         "residuals": {name: asdict(residual) for name, residual in found.residuals.items()},
         "gauges": {task: asdict(gauge) for task, gauge in found.gauges.items()},
@@ -167,4 +171,19 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
             {"merge": candidate, "task": task, "norm": value} for (candidate, task), value in found.mismatch.items()
         ],
         "notes": found.notes,
+        "verdict": found.verdict,
     }
+
+
+def _compared(compared: Preview) -> dict[str, Any]:
+    """The merges on the same rows: their scores, and how much more each has than the one that is diagnosed."""
+    merges = {}
+    for row in compared.rows:
+        apart = compared.difference(row, compared.reference) if row is not compared.reference else None
+        merges[row.setting.method] = {
+            "score": row.score,
+            "standard_error": getattr(compared.shown_score(row), "error", None),
+            "more_than_own": None if apart is None else {"value": apart.value, "standard_error": apart.error},
+            "tied_with_own": row is compared.reference or are_tied(row, compared.reference, compared.criterion),
+        }
+    return {"by": compared.criterion.name, "higher_is_better": compared.criterion.higher, "merges": merges}

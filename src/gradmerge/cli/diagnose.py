@@ -55,7 +55,7 @@ def diagnose(
     with heavy_imports():
         from .. import api
         from ..api.diagnosing import as_json
-        from ..report.diagnosis_page import prediction_table
+        from ..report.diagnosis_page import measured_table, prediction_table
 
     with progress(printing.silent) as shown:
         found = api.diagnose(
@@ -79,6 +79,10 @@ def diagnose(
         note(text, printing.quiet)
     table = prediction_table(found)
     print_table(table.columns, table.rows, right=range(1, len(table.columns)), digits=3)
+    if found.measured is not None:
+        say("")
+        table = measured_table(found, losses=False)
+        print_table(table.columns, table.rows, right=range(1, len(table.columns)))
     if not printing.quiet:
-        say("\n" + "\n".join(map(one_line, found.verdict)))
+        say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in found.verdict))
         say(f"\n{out / 'report.html'} has the rest. Predictions rank; they are no losses in nats.")

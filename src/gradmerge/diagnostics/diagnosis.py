@@ -29,7 +29,9 @@ from ..tasks import Loading
 from .gauge import Gauge, find_gauges, gradient_scale
 from .grid import Setting
 from .in_memory import Rows, State, TaskData, load_data, match_data, materialise, state_of
+from .measured_merges import compare_merges, measure_without_penalty
 from .predict import BASE, Prediction, open_to_look, predict, task_names
+from .preview import Preview
 from .setting_candidates import Candidates
 from .sweeps import changes_files
 
@@ -69,6 +71,10 @@ class Diagnosis(Displayed):
     """model → task → metrics; models are the candidates, `base` and `tuned`."""
     rows: dict[str, dict[str, Rows]] = field(default_factory=dict)
     """The same of every row of the data: model → task → metric → one number per row, whose mean is the metric."""
+    without_penalty: str = ""
+    """Name of the recipe's merge with `base.penalty: none` in these, measured where the gauge suggests it."""
+    measured: Preview | None = None
+    """The merges compared on the data, as a preview does; its reference is the merge that is diagnosed."""
     residuals: dict[str, Residual] = field(default_factory=dict)
     """By candidate, where every task has data."""
     gauges: dict[str, Gauge] = field(default_factory=dict)
@@ -164,6 +170,9 @@ def find_costs(
             loaded = {name: load_data(name, recipe, models[name], given[name], loading) for name in given}
             goal = state_of(checkpoint(target)) if target is not None else None
             _evaluate(found, plan, candidates, loaded, goal, threads)
+            allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
+            measure_without_penalty(found, candidates[0], loaded, threads, allowed)
+            found.measured = compare_merges(found)
         return found
 
 
