@@ -276,7 +276,7 @@ def search_rows(rows: Rows, objective: str) -> gm.Suggestion:
     ranges = search_ranges(None, ["a", "b"], recipe, False)
     prepare_for_layers(rows, ["task-arithmetic"], ranges, 3)
     plain = suggest(recipe, rows, ["task-arithmetic"], ranges, objective=objective, progress=NoProgress())
-    return suggest_by_layers(rows, plain, ranges, points=3, seed=0, progress=NoProgress())
+    return suggest_by_layers(rows, plain, ranges, points=3, progress=NoProgress())
 
 
 @pytest.mark.parametrize("objective", ["worst", "sum"])

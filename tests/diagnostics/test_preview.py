@@ -15,11 +15,13 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.diagnostics import evaluator, predictor
-from gradmerge.diagnostics.grid import Setting, check_methods, grid, parse_range, parse_weights, recipe_with, sample
+from gradmerge.diagnostics.grid import Setting, Space, check_methods, grid, recipe_with, sample
 from gradmerge.diagnostics.preview import Outcome, score_all
 from gradmerge.diagnostics.scores import headline
+from gradmerge.diagnostics.weight_ranges import parse_range, parse_weights
 from gradmerge.recipe import make_recipe
-from gradmerge.report.preview_page import pareto_front, verdict
+from gradmerge.report.preview_page import pareto_front
+from gradmerge.report.preview_words import verdict
 from tests.making import random_curvature, read_model, three_models
 from tests.tasks.making import tiny_vit_checkpoint
 
@@ -73,20 +75,20 @@ def test_a_grid_is_the_product_and_tasks_without_a_range_keep_the_recipes_weight
     recipe = two_tasks((0.25, 0.75))
 
     def weights(*given: str) -> list[tuple[float, ...]]:
-        return [s.weights for s in grid(["task-arithmetic"], parse_weights(given, ["a", "b"], recipe))]
+        return [s.weights for s in grid(["task-arithmetic"], Space(parse_weights(given, ["a", "b"], recipe)))]
 
     assert weights("0:1:0.5") == [(0, 0), (0.5, 0.5), (1, 1)]
     assert weights("a=0:1:0.5") == [(0, 0.75), (0.5, 0.75), (1, 0.75)]
     assert weights("a=0,1", "b=0.5,2") == list(itertools.product((0, 1), (0.5, 2)))
     assert weights("0:1:0.5", "b=0.3") == [(0, 0.3), (0.5, 0.3), (1, 0.3)]
-    both = grid(["average", "task-arithmetic"], parse_weights("0:1:0.5", ["a", "b"], recipe))
+    both = grid(["average", "task-arithmetic"], Space(parse_weights("0:1:0.5", ["a", "b"], recipe)))
     assert [s.name for s in both] == ["average", "task-arithmetic 0", "task-arithmetic 0.5", "task-arithmetic 1"]
-    ranges = parse_weights(["0:1:0.5", "b=0.3"], ["a", "b"], recipe)
+    ranges = Space(parse_weights(["0:1:0.5", "b=0.3"], ["a", "b"], recipe))
     assert [s.position for s in grid(["task-arithmetic"], ranges)] == [0, 0.5, 1]
 
 
 def test_too_large_a_grid_is_refused_and_random_points_are_offered() -> None:
-    ranges = parse_weights(["a=0:1:0.01", "b=0:1:0.01"], ["a", "b"], two_tasks())
+    ranges = Space(parse_weights(["a=0:1:0.01", "b=0:1:0.01"], ["a", "b"], two_tasks()))
     with pytest.raises(gm.InputError, match=r"10,201 settings.*--samples"):
         grid(["task-arithmetic"], ranges)
     drawn = sample(["task-arithmetic", "average"], ranges, 50, seed=3)
@@ -94,7 +96,7 @@ def test_too_large_a_grid_is_refused_and_random_points_are_offered() -> None:
     assert drawn != sample(["task-arithmetic", "average"], ranges, 50, seed=4)
     assert all(0 <= w <= 1 and w == round(w, 3) for s in drawn for w in s.weights)
     with pytest.raises(gm.InputError, match="needs a step"):
-        grid(["task-arithmetic"], parse_weights("0:1", ["a", "b"], two_tasks()))
+        grid(["task-arithmetic"], Space(parse_weights("0:1", ["a", "b"], two_tasks())))
 
 
 def test_another_rule_of_a_recipe_drops_what_only_its_own_understands() -> None:

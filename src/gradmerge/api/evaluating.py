@@ -26,6 +26,7 @@ def evaluate(
 
     Returns:
         The task and its numbers by name. ``gradmerge.tasks.MEANINGS`` says what each is: its unit, and whether a mean.
+        Under `standard_errors`, how sure each is: of an accuracy binomial, else over examples.
 
     >>> evaluate("./yelp", "reviews.jsonl", columns={"text": "review", "label": "stars"})  # doctest: +SKIP
     {'task': 'classify', 'accuracy': 0.971, …}

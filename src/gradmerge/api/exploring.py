@@ -9,23 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
-
 from ..arguments import checked
 from ..curvature.summary import group_of
 from ..diagnostics.answering import Answer, Answering, Flip
-from ..diagnostics.controls import Control, controls_of, is_removal, layer_groups, methods_of, weight_control
-from ..diagnostics.grid import Setting, check_methods, recipe_with, takes_weights
+from ..diagnostics.controls import Choices, Control, is_removal
+from ..diagnostics.grid import Setting, check_methods, recipe_with
 from ..diagnostics.moves import Moves, Share, Stop, Superseded
-from ..diagnostics.predict import BASE, task_names
+from ..diagnostics.pareto import front
+from ..diagnostics.predict import BASE
 from ..diagnostics.preview import Outcome, Preview, make_preview, reference_setting, score_all
-from ..diagnostics.scores import headline, higher_is_better
 from ..diagnostics.ties import are_tied
 from ..display import Displayed, View
 from ..engine.to_folder import MergeResult
 from ..errors import InputError
 from ..progress import Progress
-from ..recipe import Recipe, Varying, mapped
+from ..recipe import Recipe
 from ..tasks import Loading, complete
 from ..text import nearest
 from .converting import recipe_documents
@@ -36,11 +34,6 @@ from .previewing import tell
 
 if TYPE_CHECKING:
     import altair as alt
-
-Weight = float | Sequence[float]
-"""A number, or one for each of the layer groups."""
-#: Strengths of a removal that its curve is drawn through, as multiples of the recipe's.
-STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 
 
 def _never() -> bool:
@@ -70,25 +63,25 @@ class Explorer(Displayed):
         self.recipe = recipe
         self._threads, self._allowed, self._sources = threads, dict(allowed), dict(data)
         self._lock, self._predicting = threading.Lock(), threading.Lock()
-        self._torch_threads = torch.get_num_threads()
         with contextlib.ExitStack() as stack:
             ready = stack.enter_context(merged_first(recipe, None, threads, allowed))
             self._moves = Moves(ready, data, loading, memory=memory, threads=threads, **allowed)
             stack.callback(self._moves.close)
             self._predictor = self._moves.predictor()
-            self.methods = methods_of(ready, self._moves.plan)
-            """The methods that can be formed here, the recipe's own first."""
+            self._choices = Choices(ready, self._moves.plan)
             self._open = stack.pop_all()
         self._answering = Answering(self._moves)
+        self.methods = self._choices.methods
+        """The methods that can be formed here, the recipe's own first."""
         self.tasks = self._moves.tasks
         """The tasks with data, `base` for the base's own."""
-        self.models = task_names(recipe)
+        self.models = self._choices.models
         """The tuned models, in the order of the recipe."""
         self.own = reference_setting(recipe, [recipe.method])
         """The recipe's own setting."""
         self.history: list[Outcome] = []
         """What was measured, in the order of time; each setting once."""
-        self.layer_groups = layer_groups([job.name for job in self._moves.plan.merged])
+        self.layer_groups = self._choices.layer_groups
         """What the numbers of a weight that is a list are called, from first to last; empty without layers."""
         self.removes = [name for name in self.models if name in self.tasks] if is_removal(recipe) else []
         """The tasks that are to be forgotten, where the recipe removes."""
@@ -128,19 +121,17 @@ class Explorer(Displayed):
 
     def controls(self, method: str) -> list[Control]:
         """What can be moved beside the weights: the damping, and the method's options."""
-        self._check_method(method)
-        return controls_of(method, self.recipe)
+        return self._choices.controls(method)
 
     def weight_control(self, method: str) -> Control | None:
         """The range of a model's weight; None for a method that takes none."""
-        self._check_method(method)
-        return weight_control(method, self.recipe)
+        return self._choices.weight_control(method)
 
     @checked("weights")
     def setting(
         self,
         method: str | None = None,
-        weights: Mapping[str, Weight] | None = None,
+        weights: Mapping[str, float | Sequence[float]] | None = None,
         changes: Mapping[str, Any] | None = None,
     ) -> Setting:
         """A setting of the recipe, checked.
@@ -156,43 +147,13 @@ class Explorer(Displayed):
 
         >>> explorer.setting("ties", {"yelp": 0.5}, {"options.density": 0.2})  # doctest: +SKIP
         """
-        method = method or self.recipe.method
-        self._check_method(method)
-        given = dict(weights or {})
-        for name in given:
-            if name not in self.models:
-                hint = f"{nearest(name, self.models)}\n  Models are {', '.join(self.models)}."
-                raise InputError(f"weights: no model is called {name!r}{hint}")
-        usual = self.recipe.weights if method == self.recipe.method else self._weights_of(method)
-        own = zip(self.models, usual, strict=True)
-        chosen = tuple(self._weight(name, given[name]) if name in given else weight for name, weight in own)
-        pairs = tuple((key, _frozen(value)) for key, value in (changes or {}).items())
-        made = Setting(method, chosen if takes_weights(method) else (), changes=pairs)
+        made = self._choices.setting(method, weights or {}, changes or {})
         self._moves.check(made)
         return made
 
-    def _weights_of(self, method: str) -> list[Varying]:
-        """The recipe's weights for another method: what is removed has another sign in task arithmetic."""
-        removal = [one == "removal" for one in (method, self.recipe.method)]
-        turned = bool(self.removes) and removal[0] != removal[1]
-        return (
-            [mapped(weight, lambda value: -value) for weight in self.recipe.weights] if turned else self.recipe.weights
-        )
-
-    def _weight(self, name: str, value: Weight) -> Varying:
-        try:
-            values = (float(value),) if not isinstance(value, Sequence) else tuple(map(float, value))
-        except (TypeError, ValueError):
-            raise InputError(f"weights: {name} is {value!r}, but must be a number, or a list of them") from None
-        if len(values) not in (1, len(self.layer_groups)):
-            groups = f"the models have {len(self.layer_groups)} groups of layers ({', '.join(self.layer_groups)})"
-            raise InputError(f"weights: {name} has {len(values)} numbers, but {groups}")
-        return values if len(set(values)) > 1 else values[0]
-
-    def _check_method(self, method: str) -> None:
-        if method not in self.methods:
-            hint = f"{nearest(method, self.methods)}\n  Methods here are {', '.join(self.methods)}."
-            raise InputError(f"{method}: cannot be formed of these models{hint}")
+    def strengths(self, method: str | None = None) -> list[Setting]:
+        """Settings of a removal from nothing to more than the recipe's own: what its trade-off is measured on."""
+        return self._choices.strengths(method)
 
     def _check_task(self, task: str) -> None:
         if task not in self.tasks:
@@ -201,13 +162,13 @@ class Explorer(Displayed):
 
     @contextlib.contextmanager
     def _computing(self, stop: Stop = _never) -> Iterator[None]:
-        """Alone, and with as many threads as in the beginning, so that numbers do not depend on who calls."""
+        """Alone, and always on as many threads, so that numbers do not depend on who calls."""
         while not self._lock.acquire(timeout=0.02):
             if stop():
                 raise Superseded
         try:
-            torch.set_num_threads(self._torch_threads)
-            yield
+            with self._moves.threads():
+                yield
         finally:
             self._lock.release()
 
@@ -283,27 +244,12 @@ class Explorer(Displayed):
 
     def tied(self, one: Outcome, other: Outcome) -> bool:
         """Whether the rows do not tell two settings apart."""
-        found = [replace(row) for row in (one, other)]
-        return are_tied(*found, score_all(found, True, "worst"))
+        a, b = replace(one), replace(other)
+        return are_tied(a, b, score_all([a, b], True, "worst"))
 
     def front(self) -> list[Outcome]:
         """The settings that no other is better than on every task; on what is to be forgotten, worse is better."""
-
-        def goods(row: Outcome) -> list[float]:
-            signs = [higher_is_better(headline(row.metrics[task])) != (task in self.removes) for task in self.tasks]
-            return [
-                (row.values[task] or 0.0) * (1 if sign else -1) for task, sign in zip(self.tasks, signs, strict=True)
-            ]
-
-        every = [(row, goods(row)) for row in self.history]
-        return [row for row, own in every if not any(_dominates(other, own) for _, other in every)]
-
-    def strengths(self, method: str | None = None) -> list[Setting]:
-        """Settings of a removal from nothing to more than the recipe's own: what its trade-off is measured on."""
-        method = method or self.recipe.method
-        self._check_method(method)
-        own = self._weights_of(method)
-        return [Setting(method, tuple(mapped(w, lambda v, s=s: v * s) for w in own)) for s in STRENGTHS]
+        return front(list(self.history), self.tasks, self.removes)
 
     def shown_rows(self, task: str, n: int = 8) -> list[int]:
         """Rows of a task to show: spread evenly over its data."""
@@ -369,11 +315,17 @@ class Explorer(Displayed):
             return self._answering.flips(task, other, before, setting, after)
 
     def figures(self, outcome: Outcome) -> dict[str, alt.LayerChart]:
-        """Charts of what was measured, with a setting as the present one: `tasks`, `front`, `layers`, `trade-off`."""
-        from ..report.exploration import figures
+        """Charts of all that was measured, with one setting as the present: `tasks`, `front`, `layers`, `trade-off`."""
+        from ..report.exploration import figures, predicted_layers, remaining_layers
 
         predicted = self._predicted(outcome.setting)
-        return figures(self.preview(), outcome, self.best(), predicted, self._own_costs, self.removes)
+        found = figures(self.preview(), outcome, self.best(), self.removes)
+        if predicted is not None:
+            found["layers"] = predicted_layers(predicted, self._own_costs)
+        elif BASE in self.alone:
+            with self._computing():
+                found["layers"] = remaining_layers(self._moves.remaining(outcome.setting), self.models)
+        return found
 
     def recipe_text(self, setting: Setting, folder: str | Path | None = None) -> str:
         """A setting as YAML that `gradmerge merge` runs from a file in ``folder``, by default the working folder."""
@@ -388,19 +340,11 @@ class Explorer(Displayed):
         return merge(recipe_with(self.recipe, setting), out, progress=progress, **given)
 
     def write_report(self, out: str | Path, *, force: bool = False) -> Path:
-        """Write a report of all that was measured into a new folder, as `gradmerge preview` does; its page is returned."""
+        """Write a report of all that was measured into a new folder, as `gradmerge preview` does; returns its page."""
         found, out = self.preview(), Path(out)
         with report_folder(self.recipe, out, self._sources, force) as staging:
             tell(staging, found, None, self._sources, "")
         return out / "report.html"
-
-
-def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
-    return all(a >= b for a, b in zip(one, other, strict=True)) and list(one) != list(other)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 @checked()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ..text import one_line
+from ..text import Measured, one_line
 from .options import Data, LoadingOptions, Model, Printing, command
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
@@ -46,5 +46,7 @@ def evaluate(*, model: Model, data: Data, loading: LoadingOptions, printing: Pri
         read = ", ".join(f"{role} from {' + '.join(names)}" for role, names in loaded.columns.items())
         say(one_line(f"{model} on {data}: {loaded.task}, {read}"))
     told = {name: value for name, value in numbers.items() if name in tasks.MEANINGS}
-    rows = [[name, "undefined" if value is None else value, tasks.MEANINGS[name]] for name, value in told.items()]
-    print_table(["metric", "value", "meaning"], rows, right=(1,), digits=5)
+    errors = numbers["standard_errors"]
+    shown_as = {name: Measured(value, errors[name]) if name in errors else value for name, value in told.items()}
+    rows = [[name, "undefined" if value is None else value, tasks.MEANINGS[name]] for name, value in shown_as.items()]
+    print_table(["metric", "value ± standard error", "meaning"], rows, right=(1,), digits=5)

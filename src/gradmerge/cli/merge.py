@@ -10,7 +10,7 @@ import typer
 
 from ..errors import InputError
 from ..text import count, size
-from .options import Force, Printing, RecipeOptions, command
+from .options import Force, Printing, RecipeOptions, Settings, command
 from .output import Durable, continued, heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
@@ -32,10 +32,6 @@ CurvatureOption = Annotated[
         help="Curvature of the base (base=PATH) or of a model (MODEL=PATH; or plain paths in order, the base first); "
         "identity:1.0 for a constant. Default: the curvature/ folder inside a model.",
     ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the recipe, such as damping=1e-8 or density=0.2."),
 ]
 
 

@@ -37,6 +37,20 @@ Precision = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or it is empty.")]
 
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the recipe, such as damping=1e-8 or density=0.2."),
+]
+SweepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sweep",
+        metavar="KEY=RANGE",
+        help="Try values of a key of the recipe, such as density=0.1:0.9:0.2 (both ends), damping=1e-6,1e-3, "
+        "rescale=none,l1, or t=[0,1],[1,0] over the layers. Repeatable; all combinations are tried.",
+    ),
+]
+
 
 @dataclass(frozen=True)
 class Printing:

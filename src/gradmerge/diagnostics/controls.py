@@ -11,16 +11,20 @@ from ..curvature.files import default_curvature
 from ..engine.candidates import Candidate, plan_of
 from ..engine.plan import Plan
 from ..errors import InputError
-from ..recipe import Base, Model, Recipe, leaves
+from ..recipe import Base, Model, Recipe, Varying, leaves, mapped
 from ..rules import RULES
 from ..rules.spec import Auto, Option, OrNone
 from ..storage.tensorfile import local_path
-from .grid import takes_weights
+from ..text import nearest
+from .grid import Setting, takes_weights
+from .predict import task_names
 
 #: Methods that take something away from the base.
 REMOVING = ("removal", "task-arithmetic")
 #: Points that weights may have over the layers.
 GROUPS = ("first layers", "middle layers", "last layers")
+#: Strengths of a removal that its curve is drawn through, as multiples of the recipe's.
+STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 _HIGHEST = {"epsilon": 1e-3, "r": 2.0, "alpha": 1.0, "t": 1e-2, "cap": 4.0, "scale": 2.0}
 
 
@@ -139,3 +143,70 @@ def layer_groups(names: Sequence[str]) -> list[str]:
     """What the points of a weight that is a list over the layers are called; none for a model without layers."""
     layers = max(layer_stacks(names).values(), default=0)
     return [] if layers < 2 else [GROUPS[0], GROUPS[-1]] if layers == 2 else list(GROUPS)
+
+
+class Choices:
+    """The settings that can be chosen of a recipe: its methods, their controls, weights by model and layer group."""
+
+    def __init__(self, recipe: Recipe, plan: Plan) -> None:
+        self._recipe = recipe
+        self.methods = methods_of(recipe, plan)
+        self.models = task_names(recipe)
+        self.layer_groups = layer_groups([job.name for job in plan.merged])
+
+    def controls(self, method: str) -> list[Control]:
+        self._check(method)
+        return controls_of(method, self._recipe)
+
+    def weight_control(self, method: str) -> Control | None:
+        self._check(method)
+        return weight_control(method, self._recipe)
+
+    def setting(
+        self, method: str | None, weights: Mapping[str, float | Sequence[float]], changes: Mapping[str, Any]
+    ) -> Setting:
+        """A setting by names; what is not said is as in the recipe."""
+        method = method or self._recipe.method
+        self._check(method)
+        for name in weights:
+            if name not in self.models:
+                hint = f"{nearest(name, self.models)}\n  Models are {', '.join(self.models)}."
+                raise InputError(f"weights: no model is called {name!r}{hint}")
+        own = zip(self.models, self._weights_of(method), strict=True)
+        chosen = tuple(self._weight(name, weights[name]) if name in weights else weight for name, weight in own)
+        pairs = tuple((key, _frozen(value)) for key, value in changes.items())
+        return Setting(method, chosen if takes_weights(method) else (), changes=pairs)
+
+    def strengths(self, method: str | None) -> list[Setting]:
+        """The recipe's weights times several factors."""
+        method = method or self._recipe.method
+        self._check(method)
+        return [
+            Setting(method, tuple(mapped(weight, strength.__mul__) for weight in self._weights_of(method)))
+            for strength in STRENGTHS
+        ]
+
+    def _check(self, method: str) -> None:
+        if method not in self.methods:
+            hint = f"{nearest(method, self.methods)}\n  Methods here are {', '.join(self.methods)}."
+            raise InputError(f"{method}: cannot be formed of these models{hint}")
+
+    def _weights_of(self, method: str) -> list[Varying]:
+        """The recipe's weights for another method: what is removed has another sign in task arithmetic."""
+        turned = is_removal(self._recipe) and (method == "removal") != (self._recipe.method == "removal")
+        weights = self._recipe.weights
+        return [mapped(weight, (-1.0).__mul__) for weight in weights] if turned else weights
+
+    def _weight(self, name: str, value: float | Sequence[float]) -> Varying:
+        try:
+            values = tuple(map(float, value)) if isinstance(value, Sequence) else (float(value),)
+        except (TypeError, ValueError):
+            raise InputError(f"weights: {name} is {value!r}, but must be a number, or a list of them") from None
+        if len(values) not in (1, len(self.layer_groups)):
+            groups = f"the models have {len(self.layer_groups)} groups of layers ({', '.join(self.layer_groups)})"
+            raise InputError(f"weights: {name} has {len(values)} numbers, but {groups}")
+        return values if len(set(values)) > 1 else values[0]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value

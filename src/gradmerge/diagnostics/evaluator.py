@@ -54,7 +54,9 @@ class Evaluator:
             self._any = next(iter(self._data.values()))
             self.examples = {name: one.loaded.examples for name, one in self._data.items()}
             self._names, self._threads = names, threads
-            self._candidates = Candidates(recipe, self.plan, lambda changed: open_for(changed, methods, **allowed))
+            self._candidates = Candidates(
+                recipe, self.plan, lambda changed: open_for(changed, [changed.method], **allowed)
+            )
             self._broken: list[str] = []
             self.alone_rows: dict[str, dict[str, Rows]] = {}
             """The same as ``alone``, of every row."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from ..engine.candidates import plan_of
+from ..curvature.summary import group_of
+from ..engine.candidates import Block, Candidate, KnownStatistics, look_at, plan_of
+from ..engine.plan import Plan
 from ..engine.resident import free_memory, keep_in_memory
 from ..errors import InputError
 from ..recipe import Recipe
@@ -28,6 +34,9 @@ from .preview import Outcome
 Stop = Callable[[], bool]
 Share = Callable[[float], None]
 """Told the share of the work that is done, from 0 to 1."""
+#: Models of fewer parameters are evaluated on one thread: others have too little to do, and where something else takes
+#: the processor, a browser for one, they all wait for the last.
+SMALL = 5_000_000
 #: The share of a measurement that is forming the merge, for those who watch.
 FORMING = 0.3
 
@@ -49,6 +58,7 @@ class Moves(Evaluator):
         threads: int = 1,
         **allowed: Any,
     ) -> None:
+        self._torch_threads = torch.get_num_threads()
         super().__init__(recipe, to_read(recipe), data, loading, threads=threads, **allowed)
         inputs, self._recipe = self.plan.inputs, recipe
         limit = free_memory() // 2 if memory is None else memory
@@ -62,6 +72,20 @@ class Moves(Evaluator):
         self._model = RefilledModel(self._any.loaded.model)
         self._inside: Setting | str | None = None
         """What the model in memory is."""
+
+    @contextlib.contextmanager
+    def threads(self) -> Iterator[None]:
+        """As many threads for each evaluation, whoever asks for it: one for a small model."""
+        before, parameters = torch.get_num_threads(), sum(job.info.numel for job in self.plan.jobs)
+        torch.set_num_threads(self._torch_threads if parameters > SMALL else 1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def _each_alone(self) -> dict[str, dict[str, dict[str, Any]]]:
+        with self.threads():
+            return super()._each_alone()
 
     def predictor(self) -> Predictor | None:
         """What predicts settings on the same inputs; None without curvature of every model."""
@@ -83,20 +107,48 @@ class Moves(Evaluator):
         if isinstance(who, str) and who not in self.alone:
             return None
         if self._inside != who or self._inside is None:
-            alone = isinstance(who, str)
-            state = state_of(self.plan.inputs.tuned[self._names.index(who)]) if alone else self._form(who, between)
+            if isinstance(who, str):
+                state = state_of(self.plan.inputs.tuned[self._names.index(who)])
+            else:
+                state = self._form(who, between)
             self._inside = None
             self._filled = self._model.with_state(state)
             self._inside = who
         return self._filled
 
     def _form(self, setting: Setting, between: Callable[[], None]) -> State:
+        plan, known, candidate = self._ready(setting)
+        return materialise(plan, [candidate], self._threads, known, between)[0]
+
+    def _ready(self, setting: Setting) -> tuple[Plan, KnownStatistics, Candidate]:
         plan, known = self._candidates.plan_for(setting)
         candidate = self._candidates.candidate(setting)
         # What other methods need is open too, and is not read for this one.
         needs = RULES[setting.method].needs(candidate.options or {}) & plan.needs
-        plan = replace(plan, needs=needs | {"base"} if plan.inputs.base is not None else needs)
-        return materialise(plan, [candidate], self._threads, known, between)[0]
+        return replace(plan, needs=needs | {"base"}), known, candidate
+
+    def remaining(self, setting: Setting) -> dict[str, dict[str, float]]:
+        """Layer → model → ‖θ̂ − θ_t‖ / ‖θ_0 − θ_t‖ there: 0 is the tuned model, 1 as far from it as the base."""
+        plan, known, candidate = self._ready(setting)
+        sums: dict[tuple[str, str], list[float]] = {}
+        lock = threading.Lock()
+
+        def visit(block: Block) -> None:
+            found = [
+                [float((place - tuned).double().square().sum()) for place in (block.merged[0], block.base)]
+                for tuned in block.tuned
+            ]
+            with lock:
+                for name, squares in zip(self._names, found, strict=True):
+                    own = sums.setdefault((group_of(block.job.name), name), [0.0, 0.0])
+                    own[:] = map(operator.add, own, squares)
+
+        look_at(plan, [candidate], visit, threads=self._threads, measured=known)
+        layers: dict[str, dict[str, float]] = {}
+        for (layer, name), (now, before) in sums.items():
+            if before:
+                layers.setdefault(layer, {})[name] = math.sqrt(now / before)
+        return layers
 
     def measure(self, setting: Setting, stop: Stop, share: Share) -> Outcome:
         """Form a setting and evaluate it on the data of every task."""

@@ -15,6 +15,7 @@ from .grid import Setting
 from .predict import BASE, open_to_look, predict, task_names
 from .preview import Advance, Outcome
 from .setting_candidates import Candidates, check_prior
+from .sweeps import changes_files
 
 #: Candidates of one pass over the files; their blocks are cut smaller as they become more.
 PASS = 256
@@ -65,6 +66,7 @@ class Predictor:
 
     def look(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
         rows: list[Outcome] = []
+        _check_comparable(settings)
         for plan, known, some in self._candidates.together(self._candidates.possible(settings), PASS):
             rows += self._one_pass(plan, known, some, advance)
         return rows
@@ -116,3 +118,14 @@ class Predictor:
 
     def notes(self) -> list[str]:
         return [*self.plan.notes, *self._candidates.notes()]
+
+
+def _check_comparable(settings: Sequence[Setting]) -> None:
+    """Predictions compare merges by the same curvature on the same tensors, as far as those are merged."""
+    changed = {key: setting.name for setting in settings for key, _ in setting.changes if changes_files(key)}
+    for key, name in changed.items():
+        if key.partition(".")[0] != "reduction" and key not in ("options.include_base", "base.examples"):
+            raise InputError(
+                f"{name}: another {key} changes what losses are predicted from, so that predictions do not compare. "
+                "Give data of the tasks: --data NAME=SRC"
+            )

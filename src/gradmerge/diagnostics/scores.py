@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..text import Measured
+
 if TYPE_CHECKING:
     from .preview import Outcome
 
@@ -39,6 +41,12 @@ def loss_of(metrics: Mapping[str, Any]) -> float:
     """The number of that name. Infinite where there is none."""
     found = metrics.get(loss_name(metrics))
     return math.inf if found is None else float(found)
+
+
+def measured(metrics: Mapping[str, Any], name: str) -> float | None:
+    """A metric with its standard error."""
+    value, error = metrics.get(name), metrics.get("standard_errors", {}).get(name)
+    return value if value is None or error is None else Measured(value, error)
 
 
 @dataclass(frozen=True)

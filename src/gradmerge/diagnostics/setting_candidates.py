@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,9 +14,10 @@ from ..errors import InputError
 from ..recipe import Recipe
 from ..rules import RULES
 from .grid import Setting, recipe_with
+from .sweeps import changes_files
 
-#: Keys that a plan with open files can take other values of.
-_ON_THE_SAME_FILES = ("damping", "options", "models.*.options", "models.*.weight")
+#: Plans of settings that change what is read, open at a time.
+OPEN = 8
 
 
 class Candidates:
@@ -29,7 +29,7 @@ class Candidates:
 
     def __init__(self, recipe: Recipe, plan: Plan, opened: Callable[[Recipe], Plan]) -> None:
         self.recipe, self.plan, self._opened = recipe, plan, opened
-        self._plans: dict[tuple[tuple[str, Any], ...], tuple[Plan, KnownStatistics]] = {(): (plan, {})}
+        self._plans: dict[tuple[Any, ...], tuple[Plan, KnownStatistics]] = {(): (plan, {})}
         self.left_out: dict[str, str] = {}
 
     def candidate(self, setting: Setting, name: str = "") -> Candidate:
@@ -39,10 +39,19 @@ class Candidates:
 
     def plan_for(self, setting: Setting) -> tuple[Plan, KnownStatistics]:
         """What a setting is merged from, and the statistics of that which are known."""
-        key = tuple(sorted(pair for pair in setting.changes if changes_files(pair[0])))
+        key = self._files(setting)
         if key not in self._plans:
-            self._plans[key] = self._opened(recipe_with(self.recipe, replace(setting, changes=key))), {}
+            others = [other for other in self._plans if other]
+            if len(others) >= OPEN:
+                self._plans.pop(others[0])[0].inputs.close()
+            self._plans[key] = self._opened(recipe_with(self.recipe, replace(setting, changes=key[1:]))), {}
         return self._plans[key]
+
+    @staticmethod
+    def _files(setting: Setting) -> tuple[Any, ...]:
+        """What tells the plan of one setting from that of another: nothing for one on the recipe's."""
+        changed = sorted((pair for pair in setting.changes if changes_files(pair[0])), key=repr)
+        return (setting.method, *changed) if changed else ()
 
     def possible(self, settings: Sequence[Setting]) -> list[Setting]:
         """Without those that the method refuses, such as an average whose weights sum to 0."""
@@ -59,7 +68,7 @@ class Candidates:
 
     def together(self, settings: Sequence[Setting], most: int) -> Iterator[tuple[Plan, KnownStatistics, list[Setting]]]:
         """Settings that are merged from the same files, up to ``most`` at once, in their order."""
-        for _, some in itertools.groupby(settings, key=lambda setting: id(self.plan_for(setting)[0])):
+        for _, some in itertools.groupby(settings, key=self._files):
             every = list(some)
             for first in range(0, len(every), most):
                 part = every[first : first + most]
@@ -72,16 +81,6 @@ class Candidates:
         """Close all plans."""
         for plan, _ in self._plans.values():
             plan.inputs.close()
-
-
-def changes_files(key: str) -> bool:
-    """Whether a merge with another value of a key needs files to be opened anew."""
-    parts = key.split(".")
-    return not any(
-        all(fnmatch.fnmatchcase(part, own) for part, own in zip(parts, known.split("."), strict=False))
-        for known in _ON_THE_SAME_FILES
-        if len(parts) >= len(known.split("."))
-    )
 
 
 def open_for(recipe: Recipe, methods: Sequence[str], **allowed: Any) -> Plan:

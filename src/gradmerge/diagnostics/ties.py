@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from ..recipe import leaves
 from ..rules import RULES
@@ -13,6 +17,9 @@ from .scores import Criterion, headline
 
 if TYPE_CHECKING:
     from .preview import Outcome
+
+#: Draws of means, for the error of the worst of them.
+DRAWS = 1000
 
 
 def task_differences(row: Outcome, other: Outcome) -> dict[str, Difference]:
@@ -32,14 +39,29 @@ def score_difference(row: Outcome, other: Outcome, criterion: Criterion) -> Diff
     if not criterion.shares:
         apart = list(task_differences(row, other).values())
         return averaged(apart) if apart and len(apart) == len(row.values) else None
-    if criterion.worst:
-        one, two = (max(each.costs, key=lambda task: each.costs[task]) for each in (row, other))
-        if one == two:
-            return difference(row.shares[one], other.shares[one])
-        errors = standard_error(row.shares[one]), standard_error(other.shares[two])
-        return Difference(row.score - other.score, math.hypot(*errors))
-    apart = [difference(row.shares[task], other.shares[task]) for task in row.shares]
-    return Difference(sum(one.value for one in apart), math.hypot(*(one.error for one in apart)))
+    return share_difference(row.shares, other.shares, criterion.worst)
+
+
+def share_difference(shares: Mapping[str, Tensor], others: Mapping[str, Tensor], worst: bool) -> Difference:
+    """How much larger the mean of the worst task is, or the sum over tasks, of one number per row than of another.
+
+    Which task is worst may change with the rows: the error is that of means drawn from the normal distribution that
+    they have, which for both settings depends on the same rows.
+    """
+    if not worst:
+        apart = [difference(rows, others[task]) for task, rows in shares.items()]
+        return Difference(sum(one.value for one in apart), math.hypot(*(one.error for one in apart)))
+    generator = torch.Generator().manual_seed(0)
+    means, drawn = [], []
+    for task, rows in shares.items():
+        both = torch.stack([rows, others[task]]).double()
+        sizes, axes = torch.linalg.eigh(both.cov() / len(rows)) if len(rows) > 1 else (both[:, 0] * math.nan, both)
+        noise = torch.randn(DRAWS, 2, generator=generator, dtype=torch.float64)
+        means.append(both.mean(1))
+        drawn.append(means[-1] + (noise * sizes.clamp(min=0).sqrt()) @ axes.T)
+    one, other = torch.stack(means).amax(0)
+    ones, others_ = torch.stack(drawn).amax(0).T
+    return Difference(float(one - other), float((ones - others_).std()))
 
 
 def score_error(row: Outcome, criterion: Criterion) -> float | None:

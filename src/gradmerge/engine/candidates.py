@@ -23,7 +23,7 @@ from .inputs import USUAL_DAMPING
 from .layers import joined, parted, pieces_of, read_layer, solve_layer
 from .measuring import Advance
 from .plan import Job, Plan, Unit, rule_arguments
-from .planning import rehearse
+from .planning import problems_of_layers, problems_of_scope, rehearse
 from .reading import random_inputs, read_block, shaped
 from .statistics import Statistics, find_statistics
 from .trust import trust_notes
@@ -152,6 +152,16 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
         raise InputError(f"{rule.name} needs the curvature of the base, which has none here")
     if plan.layers and rule.layers is None and rule.needs(options) & {"prior", "curvature"}:
         raise InputError(f"{rule.name} takes diagonals, and the curvature of these models is Kronecker")
+    layers = {
+        job.name: (job.layer.transposed, job.layer.bias.name if job.layer.bias else None)
+        for job in plan.layers
+        if job.layer
+    }
+    problems = problems_of_scope(inputs)
+    if rule.layers is not None:
+        problems += problems_of_layers(candidate.options or {}, inputs, layers)
+    if problems:
+        raise InputError(problems[0])
     needs = frozenset(rule.needs(options)) - (set() if inputs.penalty else rule.optional & {"penalty"})
     jobs = [
         job if job.rule is None else replace(job, rule=rule, grain=rule.cut(settings.of(job.name).options))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ def keep_in_memory(inputs: Inputs, limit: int) -> list[str]:
 def free_memory() -> int:
     """Bytes of memory that can be taken, about."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            return 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

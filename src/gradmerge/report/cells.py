@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..text import one_line
+from ..text import one_line, plus_minus
 from .numbers import NONE, column, shorten
 
 Value = str | float | int | None
@@ -32,10 +32,14 @@ class Table:
                 raise ValueError(f"{self.title}: a row has {len(row)} values for {len(self.columns)} columns")
 
     def csv(self) -> str:
-        """Numbers in full, so that reading gives them back; a missing one is empty."""
+        """Numbers in full, so that reading gives them back; a missing one is empty. Errors have their own columns."""
         out = io.StringIO()
-        lines: Iterable[Sequence[object]] = [self.columns, *self.rows]
-        csv.writer(out, lineterminator="\n").writerows([_written(value) for value in line] for line in lines)
+        columns: list[Sequence[object]] = []
+        for title, *values in zip(self.columns, *self.rows, strict=True):
+            errors = [getattr(value, "error", None) for value in values]
+            columns += [[title, *values]]
+            columns += [[f"{title}, standard error", *errors]] if any(error is not None for error in errors) else []
+        csv.writer(out, lineterminator="\n").writerows(map(_written, line) for line in zip(*columns, strict=True))
         return out.getvalue()
 
 
@@ -89,7 +93,7 @@ def _column(title: str, values: Sequence[Value]) -> Column:
     known = [value for value in values if value is not None]
     numbers = [value for value in known if not isinstance(value, str)]
     numeric = bool(known) and len(numbers) == len(known)
-    texts = iter(column(numbers))
+    texts = map(plus_minus, column([value if isinstance(value, int) else float(value) for value in numbers]), numbers)
     cells = []
     for value in values:
         if value is None:

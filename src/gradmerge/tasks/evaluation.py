@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,15 +14,34 @@ from ..errors import GradmergeError, InputError, MachineError
 from ..text import first_line
 from .loading import LoadedTask
 from .metrics import METRICS, Metrics
+from .text_metrics import Generation, written_rows
+from .uncertainty import standard_errors
 
 Advance = Callable[[int], None]
 """Called with the number of examples of every batch that is done."""
 
 
-def evaluate(loaded: LoadedTask, batch_size: int | None = None, advance: Advance | None = None) -> dict[str, Any]:
-    """The metrics of a loaded model on its data, with standard errors; ``batch_size`` changes nothing but rounding."""
-    numbers = evaluate_model(loaded.model, loaded.batches(batch_size), loaded.output, advance)
-    return {"task": loaded.task, **numbers}
+def evaluate(
+    loaded: LoadedTask,
+    batch_size: int | None = None,
+    advance: Advance | None = None,
+    generation: Generation | None = None,
+) -> dict[str, Any]:
+    """The metrics of a loaded model on its data, with standard errors; ``batch_size`` changes nothing but rounding.
+
+    With ``generation`` also those of what it writes; every row is then counted twice as done.
+    """
+    found = measure(loaded.model, loaded.batches(batch_size), loaded.output, advance)
+    if generation is None:
+        return {"task": loaded.task, **found.summary()}
+    written = written_rows(loaded, loaded.model, generation, advance)
+    return {"task": loaded.task, **with_written(found.summary(), written)}
+
+
+def with_written(metrics: dict[str, Any], written: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Metrics with those of generated text before them."""
+    errors = standard_errors(written) | metrics["standard_errors"]
+    return {name: rows.mean().item() for name, rows in written.items()} | metrics | {"standard_errors": errors}
 
 
 def evaluate_model(

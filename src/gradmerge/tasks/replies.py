@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..curvature.batches import moved
 from ..curvature.losses import labels_of, logits_of
+from .generating import generate, prompts
 from .loading import LoadedTask
 
 
@@ -45,18 +46,10 @@ def _question(loaded: LoadedTask, row: int) -> Question:
     data: Any = loaded.data
     if loaded.task == "image":
         return Question(None, data.seen(row), _truth(loaded, row))
+    if _writes(loaded):
+        asked = data.prompt(row)
+        return Question(asked.text, None, asked.reference or "")
     fields = loaded.columns
-    if loaded.task == "causal-lm":
-        if "messages" in fields:
-            said = data.rows.cell(row, fields["messages"][0])
-            lines = [f"{one.get('role', '')}: {one.get('content', '')}" for one in said if isinstance(one, dict)]
-            asked = lines[:-1] if len(lines) > 1 else lines
-            return Question("\n".join(asked), None, lines[-1] if len(lines) > 1 else "")
-        if "prompt" in fields:
-            return Question(data.rows.text(row, fields["prompt"]), None, data.rows.text(row, fields["completion"]))
-        return Question(data.rows.text(row, fields["text"]), None, "")
-    if loaded.task == "seq2seq":
-        return Question(data.rows.text(row, fields["source"]), None, data.rows.text(row, fields["target"]))
     roles = [role for role in ("text", "text2", "anchor", "positive", "negative") if role in fields]
     texts = [data.rows.text(row, [name]) for role in roles for name in fields[role]]
     return Question("\n— ".join(texts), None, _truth(loaded, row))
@@ -84,13 +77,26 @@ def class_name(model: Any, number: int) -> str:
     return str(names.get(number, names.get(str(number), number))).removeprefix("LABEL_")
 
 
+def _writes(loaded: LoadedTask) -> bool:
+    return loaded.task in ("causal-lm", "seq2seq")
+
+
+def _same(text: str, right: str | None) -> bool | None:
+    """Whether an answer is the one in the data, but for spaces around it."""
+    return None if right is None else text.strip() == right.strip()
+
+
 def has_right_and_wrong(loaded: LoadedTask) -> bool:
     return loaded.output.name in ("classes", "labels", "ranking")
 
 
 @torch.no_grad()
 def replies(loaded: LoadedTask, model: nn.Module, rows: Sequence[int]) -> list[Reply]:
-    """What a model says to some rows of the data; to texts that go on it says how they do."""
+    """What a model says to some rows of the data; a language model writes."""
+    if _writes(loaded):
+        wanted = [one.reference for one in prompts(loaded, rows)]
+        written = generate(loaded, model, rows)
+        return [Reply(text, None, _same(text, right)) for text, right in zip(written, wanted, strict=True)]
     found: list[Reply] = []
     for first in range(0, len(rows), loaded.batch_size):
         some = rows[first : first + loaded.batch_size]
