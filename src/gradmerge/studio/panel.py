@@ -55,7 +55,7 @@ class Panel:
         self.weights = [self._weight(model) for model in explorer.models]
         self.without = gr.HTML("This method takes no weights.", visible=not self._takes(own.method), elem_classes="gm-hint")
         self.by_layers = gr.Checkbox(
-            False, label="Weights by layer", info="one for each third of the layers", visible=self._layered(own.method)
+            False, label="Weights by layer", info=", ".join(explorer.layer_groups), visible=self._layered(own.method)
         )
         self.layers: list[list[gr.Slider]] = []
         for model in explorer.models if explorer.layer_groups else ():

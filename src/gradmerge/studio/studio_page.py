@@ -24,10 +24,10 @@ def build(benches: Mapping[str, Workbench], read_only: bool) -> gr.Blocks:
     with gr.Blocks(title="gradmerge studio", analytics_enabled=False, fill_width=True) as page:
         if len(benches) == 1:
             for title, bench in benches.items():
-                gr.HTML(header(title, bench), elem_classes="gm-header")
+                _html("gm-header", header(title, bench))
                 _Desk(page, bench, read_only)
         else:
-            gr.HTML(header("", None), elem_classes="gm-header")
+            _html("gm-header", header("", None))
             with gr.Tabs(elem_classes="gm-jobs"):
                 for title, bench in benches.items():
                     with gr.Tab(title):
@@ -42,6 +42,10 @@ def header(title: str, bench: Workbench | None) -> str:
         rows = sum(explorer.examples.values())
         facts = f"<span>{markup.esc(title)} · {len(explorer.models)} models · {len(explorer.tasks)} tasks · {rows:,} rows</span>"
     return f"<header><h1><b>gradmerge</b> studio</h1>{facts}</header>"
+
+
+def _html(kind: str = "", value: str = "") -> gr.HTML:
+    return gr.HTML(value, elem_classes=["gm-html", *kind.split()])
 
 
 class _Desk:
@@ -59,28 +63,30 @@ class _Desk:
                     self.best = gr.Button("Best so far", size="sm", visible=not removes)
                 self._keeping(read_only)
             with gr.Column(scale=1, min_width=320, elem_classes="gm-main"):
-                self.error = gr.HTML(visible=True, elem_classes="gm-errors")
-                self.board = gr.HTML(markup.state("measuring"), elem_classes="gm-board-box")
-                self.predicted = gr.HTML(elem_classes="gm-predicted-box")
-                self.state = gr.HTML(elem_classes="gm-state-box")
+                self.error = _html("gm-errors")
+                self.board = _html("gm-board-box", markup.state("measuring"))
+                self.predicted = _html("gm-predicted-box")
+                self.state = _html("gm-state-box")
                 self._views(removes)
                 if explorer.notes:
                     notes = "".join(f"<li>{markup.esc(text)}</li>" for text in explorer.notes)
                     with gr.Accordion("Notes", open=False):
-                        gr.HTML(f'<ul class="gm-notes">{notes}</ul>')
+                        _html("", f'<ul class="gm-notes">{notes}</ul>')
         self.version = gr.State(0)
         self._wire(page)
 
     def _keeping(self, read_only: bool) -> None:
-        with gr.Group(elem_classes="gm-keep"):
+        self._read_only = read_only
+        with gr.Column(elem_classes="gm-keep"):
             self.copy = gr.Button("Copy recipe", size="sm")
             if not read_only:
-                self.folder = gr.Textbox("merged-by-studio", label="New folder for the merge", max_lines=1)
-                self.save = gr.Button("Save merge", size="sm", variant="primary")
-                self.report_folder = gr.Textbox("studio-report", label="New folder for a report of all that was tried", max_lines=1)
-                self.report = gr.Button("Write report", size="sm")
-        self.kept = gr.HTML(elem_classes="gm-kept")
-        self._read_only = read_only
+                with gr.Row(elem_classes="gm-pair"):
+                    self.folder = gr.Textbox("studio-merged", label="New folder for the merge", max_lines=1)
+                    self.save = gr.Button("Save merge", size="sm", variant="primary")
+                with gr.Row(elem_classes="gm-pair"):
+                    self.report_folder = gr.Textbox("studio-report", label="New folder for a report", max_lines=1)
+                    self.report = gr.Button("Write report", size="sm")
+            self.kept = _html("gm-kept")
 
     def _views(self, removes: bool) -> None:
         explorer = self._bench.explorer
@@ -90,21 +96,21 @@ class _Desk:
             self.tabs: dict[str, gr.Tab] = {}
             with gr.Tab("Answers") as self.tabs["answers"]:
                 self.task = gr.Radio(explorer.tasks, value=explorer.tasks[0], show_label=False, container=False, elem_classes="gm-pick")
-                self.answers = gr.HTML()
+                self.answers = _html()
             with gr.Tab("What flipped") as self.tabs["flips"]:
                 with gr.Row(elem_classes="gm-picks"):
                     self.flip_task = gr.Radio(explorer.tasks, value=explorer.tasks[0], show_label=False, container=False, elem_classes="gm-pick")
                     against = [("against the base", "base"), ("its tuned model", "tuned"), ("the recipe", "own")]
                     against += [] if removes else [("the best so far", "best")]
                     self.against = gr.Dropdown(against, value="base", show_label=False, container=False, min_width=160, scale=0)
-                self.flips = gr.HTML()
+                self.flips = _html()
             with gr.Tab("Forgetting" if removes else "Trade-offs") as self.tabs["front"]:
-                self.front = gr.HTML()
+                self.front = _html()
                 self._chart = chart
             with gr.Tab("Layers") as self.tabs["layers"]:
-                self.layers = gr.HTML()
+                self.layers = _html()
             with gr.Tab("Tried") as self.tabs["tried"]:
-                self.tried = gr.HTML()
+                self.tried = _html()
             with gr.Tab("Recipe") as self.tabs["recipe"]:
                 self.recipe = gr.Code(language="yaml", show_label=False, interactive=False, elem_classes="gm-recipe")
 

@@ -178,17 +178,17 @@ class Workbench:
         return f'<div class="gm-cards">{cards}{pinned}</div>'
 
     def _named(self, setting: Any, found: Any) -> str:
-        ties = found.tied(found.best()) if found.best() is not None else []
-        others = len(ties) - 1
-        more = f' <span class="gm-tied">tied with {others} other{"s" if others > 1 else ""}, and the simplest</span>' if others > 0 else ""
+        """A setting's name, and how many others are as good."""
+        ties = len(found.tied(_row(found, setting)))
+        more = f" · {ties} other{'s' if ties > 1 else ''} tried tie{'' if ties > 1 else 's'} with it" if ties else ""
         return f"<code>{esc(setting.name)}</code>{more}"
 
     def _compared(self, now: Any, best: Any, found: Any) -> tuple[str, str]:
-        if now is best or now.setting == best.setting:
+        if now.setting.same(best.setting):
             return "good", "the best so far"
-        gap = found.difference(now, best)
+        gap = found.difference(_row(found, now.setting), _row(found, best.setting))
         if gap is None:
-            return "open", "not comparable"
+            return "tied", "tied with the best" if self.explorer.tied(now, best) else "differs from the best"
         metric = found.metric(self.explorer.tasks[0])
         apart = f"{markup.number(metric, abs(gap.value))} ± {markup.number(metric, gap.error)}"
         if gap.tied:
@@ -286,6 +286,10 @@ FIGURES = {
     "trade-off": ("Forgetting against keeping", "What removal costs the rest, for every strength tried."),
     "layers": ("Layers", "How much each layer of this merge costs each task, predicted from curvature."),
 }
+
+
+def _row(found: Any, setting: Any) -> Any:
+    return next(row for row in found.rows if row.setting.same(setting))
 
 
 def esc_name(setting: Any) -> str:
