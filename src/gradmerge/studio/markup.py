@@ -177,7 +177,7 @@ def predictions(found: Mapping[str, float] | None) -> str:
     return (
         '<div class="gm-predicted" title="Excess loss of a task, predicted from curvature, as a multiple of what is '
         f'predicted for the recipe as it is. It ranks merges; what is measured decides."><b>Predicted</b>{parts}'
-        "<small>excess loss, times the recipe’s · a guess from curvature</small></div>"
+        "<small>times the recipe’s loss; a guess from curvature</small></div>"
     )
 
 

@@ -157,7 +157,8 @@ class Workbench:
             top = of(best.metrics) if best is not None and best is not now else None
             lane = Lane(task, explorer.examples[task], metric, of(now.metrics), of(explorer.alone.get("base")), own, top)
             lanes.append(lane if task not in explorer.removes else _forgotten(lane))
-        how = f"measured on {sum(explorer.examples.values()):,} rows in {visit.seconds or 0:.2g} s · bars: ± 1 standard error"
+        took = f"in {visit.seconds:.2f} s" if visit.seconds and visit.seconds >= 0.005 else "before"
+        how = f"measured on {sum(explorer.examples.values()):,} rows {took} · bars: ± 1 standard error"
         return markup.board(lanes, self._cards(lanes, now, best, found), how, visit.moves)
 
     def _cards(self, lanes: Sequence[Lane], now: Any, best: Any, found: Any) -> str:
