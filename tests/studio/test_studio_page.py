@@ -86,7 +86,12 @@ def test_names_labels_and_texts_are_shown_and_never_run(page: Page) -> None:
     for name in ("What flipped", "Tried", "Recipe"):
         page.get_by_role("tab", name=name, exact=True).click()
         page.wait_for_timeout(300)
-    assert page.evaluate("document.querySelectorAll('img[src=\"x\"], .gm-answers script, .gm-answers b[onmouseover]').length") == 0
+    assert (
+        page.evaluate(
+            "document.querySelectorAll('img[src=\"x\"], .gm-answers script, .gm-answers b[onmouseover]').length"
+        )
+        == 0
+    )
 
 
 def test_what_goes_wrong_is_said_in_the_page_which_lives_on(page: Page, folder: Path) -> None:
@@ -105,7 +110,7 @@ def test_another_method_brings_its_options_and_the_recipe_follows(page: Page, tm
     page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
     page.get_by_label("Method").click()
     page.get_by_role("option", name="ties", exact=True).click()
-    page.get_by_text("Options of the method").click()
+    page.get_by_text("More options").click()
     density = page.get_by_label("number input for density", exact=True)
     density.fill("0.3")
     page.wait_for_function("document.querySelector('.gm-board:not(.stale)')")

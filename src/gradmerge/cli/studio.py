@@ -37,13 +37,15 @@ def studio(
         ),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(metavar="N", help="Port of the page; 0 is any.", show_default="the first free from 7860")
+        int | None,
+        typer.Option(metavar="N", help="Port of the page; 0 is any.", show_default="the first free from 7860"),
     ] = None,
     host: Annotated[
         str, typer.Option(metavar="H", help="Address to serve at; by default no other machine can reach the page.")
     ] = "127.0.0.1",
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="The page writes nothing: no merges, no reports. For pages that others see.")
+        bool,
+        typer.Option("--read-only", help="The page writes nothing: no merges, no reports. For pages that others see."),
     ] = False,
     loading: LoadingOptions,
     reading: RecipeOptions,
@@ -74,7 +76,15 @@ def studio(
 
         with heavy_imports():
             from ..studio import serve
-        serve(jobs, listening, host=host, read_only=read_only, ready=ready, **reading.as_keywords(), **loading.as_keywords())
+        serve(
+            jobs,
+            listening,
+            host=host,
+            read_only=read_only,
+            ready=ready,
+            **reading.as_keywords(),
+            **loading.as_keywords(),
+        )
 
 
 def _jobs(source: Path, data: dict[str, str]) -> dict[str, tuple[Path, dict[str, str]]]:

@@ -57,6 +57,13 @@ def serve(
             open_until_end.callback(benches[title].close)
         page = build(benches, read_only)
         run(
-            page, listening, host, ready, not read_only, {look.SCRIPT: look.script()},
-            theme=look.theme(), css=look.style(), head=look.head(),
+            page,
+            listening,
+            host,
+            ready,
+            not read_only,
+            {look.SCRIPT: look.script()},
+            theme=look.theme(),
+            css=look.style(),
+            head=look.head(),
         )

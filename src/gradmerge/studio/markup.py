@@ -57,7 +57,7 @@ class Score:
     error: float | None = None
 
     def __str__(self) -> str:
-        spread = f' <i>± {number(self.metric, self.error)}</i>' if self.error is not None else ""
+        spread = f" <i>± {number(self.metric, self.error)}</i>" if self.error is not None else ""
         return f"{number(self.metric, self.value)}{spread}"
 
     @property
@@ -160,8 +160,8 @@ def _lane(lane: Lane, span: tuple[float, float]) -> str:
 
 def card(kind: str, title: str, score: Score | None, below: str, chip: tuple[str, str] | None = None) -> str:
     """One of the numbers on top. ``below`` is HTML; a chip is a kind and its words."""
-    big = f'{number(score.metric, score.value)}<small>{unit(score.metric)}</small>' if score is not None else "–"
-    spread = f'<i>± {number(score.metric, score.error)}</i>' if score is not None and score.error is not None else ""
+    big = f"{number(score.metric, score.value)}<small>{unit(score.metric)}</small>" if score is not None else "–"
+    spread = f"<i>± {number(score.metric, score.error)}</i>" if score is not None and score.error is not None else ""
     said = f'<span class="gm-chip {chip[0]}">{esc(chip[1])}</span>' if chip else ""
     return f'<div class="gm-card {kind}"><h3>{esc(title)}{said}</h3><p class="gm-big">{big} {spread}</p><p>{below}</p></div>'
 
@@ -171,7 +171,9 @@ def predictions(found: Mapping[str, float] | None) -> str:
     if not found:
         return ""
     parts = "".join(
-        f'<span><em>{esc(task)}</em> ×{value:.2f}</span>' if value < 100 else f"<span><em>{esc(task)}</em> ×{value:.3g}</span>"
+        f"<span><em>{esc(task)}</em> ×{value:.2f}</span>"
+        if value < 100
+        else f"<span><em>{esc(task)}</em> ×{value:.3g}</span>"
         for task, value in found.items()
     )
     return (
@@ -206,9 +208,7 @@ def passage(text: str) -> str:
     """A text, the rest of a long one behind a click."""
     if len(text) <= _LETTERS:
         return f'<span class="gm-text">{esc(text)}</span>'
-    return (
-        f'<details class="gm-text"><summary>{esc(text[:_LETTERS])}…</summary>{esc(text[_LETTERS:])}</details>'
-    )
+    return f'<details class="gm-text"><summary>{esc(text[:_LETTERS])}…</summary>{esc(text[_LETTERS:])}</details>'
 
 
 def reply(said: Any) -> str:

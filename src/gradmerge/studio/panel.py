@@ -11,6 +11,7 @@ import gradio as gr
 
 #: Decimals that a slider's number is rounded to: browsers add steps up in binary.
 _DIGITS = 10
+_NEAR = ("damping", "options.density", "options.t", "options.cap")
 
 
 def _plain(value: Any) -> float | None:
@@ -50,10 +51,16 @@ class Panel:
         own = explorer.own
         self._own_weights = dict(zip(explorer.models, own.weights, strict=True)) if own.weights else {}
         self.method = gr.Dropdown(
-            explorer.methods, value=own.method, label="Method", filterable=len(explorer.methods) > 8, elem_classes="gm-method"
+            explorer.methods,
+            value=own.method,
+            label="Method",
+            filterable=len(explorer.methods) > 8,
+            elem_classes="gm-method",
         )
         self.weights = [self._weight(model) for model in explorer.models]
-        self.without = gr.HTML("This method takes no weights.", visible=not self._takes(own.method), elem_classes="gm-hint")
+        self.without = gr.HTML(
+            "This method takes no weights.", visible=not self._takes(own.method), elem_classes="gm-hint"
+        )
         self.by_layers = gr.Checkbox(
             False, label="Weights by layer", info=", ".join(explorer.layer_groups), visible=self._layered(own.method)
         )
@@ -61,8 +68,13 @@ class Panel:
         for model in explorer.models if explorer.layer_groups else ():
             names = [f"{model}: {group}" for group in explorer.layer_groups]
             self.layers.append([self._weight(model, name, visible=False) for name in names])
-        with gr.Accordion("Options of the method", open=False, visible=bool(explorer.controls(own.method))) as self.options:
-            self.knobs = [self._knob(key, controls) for key, controls in self._controls().items()]
+        # The numbers that decide most are at hand, the rest is behind a click.
+        every = self._controls()
+        near = sorted((key for key in every if key[0] in _NEAR and key[1]), key=lambda key: _NEAR.index(key[0]))
+        self.knobs = [self._knob(key, every[key]) for key in near]
+        with gr.Accordion("More options", open=False, visible=self._more(own.method)) as self.options:
+            rest = sorted((key for key in every if key not in near), key=lambda key: not key[1])
+            self.knobs += [self._knob(key, every[key]) for key in rest]
 
     @property
     def inputs(self) -> list[Any]:
@@ -74,6 +86,10 @@ class Panel:
     def outputs(self) -> list[Any]:
         """What :meth:`shaped` gives updates for."""
         return [*self.inputs, self.without, self.options]
+
+    def _more(self, method: str) -> bool:
+        """Whether a method has options besides those at hand."""
+        return any(control.key not in _NEAR or control.low is None for control in self._explorer.controls(method))
 
     def _takes(self, method: str) -> bool:
         return self._explorer.weight_control(method) is not None
@@ -99,7 +115,14 @@ class Panel:
         visible = visible and control is not None
         kinds = ["gm-weight", "gm-layer"] if label else ["gm-weight"]
         return gr.Slider(
-            low, high, self._start(model), step=step, label=label or model, visible=visible, buttons=[], elem_classes=kinds
+            low,
+            high,
+            self._start(model),
+            step=step,
+            label=label or model,
+            visible=visible,
+            buttons=[],
+            elem_classes=kinds,
         )
 
     def _controls(self) -> dict[tuple[str, bool], dict[str, Any]]:
@@ -116,7 +139,9 @@ class Panel:
         control = controls.get(method, any_control)
         seen = method in controls
         if not key[1]:
-            knob.choice = gr.Dropdown(_choices(control), value=str(control.value), label=control.label, info=control.meaning, visible=seen)
+            knob.choice = gr.Dropdown(
+                _choices(control), value=str(control.value), label=control.label, info=control.meaning, visible=seen
+            )
             return knob
         if any(_word(one) for one in controls.values()):
             knob.word = gr.Checkbox(**_word_look(control, seen))
@@ -129,13 +154,19 @@ class Panel:
         method = next(given)
         flat = dict(zip(explorer.models, (next(given) for _ in self.weights), strict=True))
         by_layers = next(given)
-        layered = {model: [next(given) for _ in some] for model, some in zip(explorer.models, self.layers, strict=False)}
+        layered = {
+            model: [next(given) for _ in some] for model, some in zip(explorer.models, self.layers, strict=False)
+        }
         weights: dict[str, Any] = {}
         if self._takes(method):
             for model in explorer.models:
                 if by_layers and self.layers:
                     weights[model] = [round(float(one), _DIGITS) for one in layered[model]]
-                elif flat[model] != self._start(model) or _plain(self._own_weights.get(model)) is not None or not self._own_weights:
+                elif (
+                    flat[model] != self._start(model)
+                    or _plain(self._own_weights.get(model)) is not None
+                    or not self._own_weights
+                ):
                     weights[model] = round(float(flat[model]), _DIGITS)
         changes: dict[str, Any] = {}
         for knob in self.knobs:
@@ -150,20 +181,34 @@ class Panel:
         takes = control is not None
         layered = setting is not None and any(isinstance(weight, tuple) for weight in setting.weights)
         updates: list[Any] = [gr.update(value=method)]
-        chosen = dict(zip(self._explorer.models, setting.weights, strict=True)) if setting is not None and setting.weights else {}
+        chosen = (
+            dict(zip(self._explorer.models, setting.weights, strict=True))
+            if setting is not None and setting.weights
+            else {}
+        )
         ranges = {"minimum": control.low, "maximum": control.high, "step": control.step} if control is not None else {}
         for model in self._explorer.models:
-            updates.append(gr.update(**ranges, **self._moved(chosen.get(model), model, control, setting), visible=takes and not layered))
-        updates.append(gr.update(visible=self._layered(method), **({"value": layered} if setting is not None else {"value": False})))
+            updates.append(
+                gr.update(
+                    **ranges, **self._moved(chosen.get(model), model, control, setting), visible=takes and not layered
+                )
+            )
+        updates.append(
+            gr.update(
+                visible=self._layered(method), **({"value": layered} if setting is not None else {"value": False})
+            )
+        )
         for model, some in zip(self._explorer.models, self.layers, strict=False):
             weight = chosen.get(model)
             each = weight if isinstance(weight, tuple) and len(weight) == len(some) else [weight] * len(some)
             for value in each:
-                updates.append(gr.update(**ranges, **self._moved(value, model, control, setting), visible=takes and layered))
+                updates.append(
+                    gr.update(**ranges, **self._moved(value, model, control, setting), visible=takes and layered)
+                )
         changes = dict(setting.changes) if setting is not None else {}
         for knob in self.knobs:
             updates += _knob_updates(knob, method, changes)
-        return [*updates, gr.update(visible=not takes), gr.update(visible=bool(self._explorer.controls(method)))]
+        return [*updates, gr.update(visible=not takes), gr.update(visible=self._more(method))]
 
     def _moved(self, weight: Any, model: str, control: Any, setting: Any) -> dict[str, Any]:
         """The value that a slider takes with a new method: that of the setting, else one that its range has."""
@@ -187,7 +232,10 @@ class Panel:
 
 
 def _choices(control: Any) -> list[tuple[str, str]]:
-    return [({True: "yes", False: "no"}.get(one, str(one)) if isinstance(one, bool) else str(one), str(one)) for one in control.choices]
+    return [
+        ({True: "yes", False: "no"}.get(one, str(one)) if isinstance(one, bool) else str(one), str(one))
+        for one in control.choices
+    ]
 
 
 def _slider_look(control: Any, seen: bool, value: Any = None) -> dict[str, Any]:
@@ -202,8 +250,13 @@ def _slider_look(control: Any, seen: bool, value: Any = None) -> dict[str, Any]:
         given = round((low + high) / 2, 1) if control.logarithmic else min(high, max(low, 1.0))
     words = isinstance(value, str)
     return {
-        "minimum": min(low, given), "maximum": max(high, given), "step": step or (high - low) / 100, "value": given,
-        "label": label, "info": control.meaning, "visible": seen and not words,
+        "minimum": min(low, given),
+        "maximum": max(high, given),
+        "step": step or (high - low) / 100,
+        "value": given,
+        "label": label,
+        "info": control.meaning,
+        "visible": seen and not words,
     }
 
 
@@ -219,7 +272,9 @@ def _knob_updates(knob: Knob, method: str, changes: dict[str, Any]) -> Iterator[
             yield gr.update(visible=False)
         elif component is knob.choice:
             value = changes.get(knob.key, control.value)
-            yield gr.update(choices=_choices(control), value=str(value), label=control.label, info=control.meaning, visible=True)
+            yield gr.update(
+                choices=_choices(control), value=str(value), label=control.label, info=control.meaning, visible=True
+            )
         elif component is knob.word:
             yield gr.update(**_word_look(control, True, changes.get(knob.key)))
         else:

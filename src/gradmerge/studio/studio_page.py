@@ -95,18 +95,31 @@ class _Desk:
         with gr.Tabs(elem_classes="gm-views"):
             self.tabs: dict[str, gr.Tab] = {}
             with gr.Tab("Answers") as self.tabs["answers"]:
-                self.task = gr.Radio(explorer.tasks, value=explorer.tasks[0], show_label=False, container=False, elem_classes="gm-pick")
+                self.task = gr.Radio(
+                    explorer.tasks, value=explorer.tasks[0], show_label=False, container=False, elem_classes="gm-pick"
+                )
                 self.answers = _html()
             with gr.Tab("What flipped") as self.tabs["flips"]:
                 with gr.Row(elem_classes="gm-picks"):
-                    self.flip_task = gr.Radio(explorer.tasks, value=explorer.tasks[0], show_label=False, container=False, elem_classes="gm-pick")
+                    self.flip_task = gr.Radio(
+                        explorer.tasks,
+                        value=explorer.tasks[0],
+                        show_label=False,
+                        container=False,
+                        elem_classes="gm-pick",
+                    )
                     against = [("against the base", "base"), ("its tuned model", "tuned"), ("the recipe", "own")]
                     against += [] if removes else [("the best so far", "best")]
-                    self.against = gr.Dropdown(against, value="base", show_label=False, container=False, min_width=160, scale=0)
+                    self.against = gr.Dropdown(
+                        against, value="base", show_label=False, container=False, min_width=160, scale=0
+                    )
                 self.flips = _html()
             with gr.Tab("Forgetting" if removes else "Trade-offs") as self.tabs["front"]:
                 self.front = _html()
                 self._chart = chart
+                with gr.Row(elem_classes="gm-buttons"):
+                    curve = "Measure the curve" if removes else "Sweep one weight for all"
+                    self.curve, self.every = gr.Button(curve, size="sm"), gr.Button("Try every method", size="sm")
             with gr.Tab("Layers") as self.tabs["layers"]:
                 self.layers = _html()
             with gr.Tab("Tried") as self.tabs["tried"]:
@@ -117,14 +130,26 @@ class _Desk:
     def _wire(self, page: gr.Blocks) -> None:
         panel, inputs = self.panel, self.panel.inputs
         # Which options there are changes first, then what they say is measured.
-        shaped = panel.method.input(lambda method: panel.shaped(method), panel.method, panel.outputs, queue=False, **_QUIET)
+        shaped = panel.method.input(
+            lambda method: panel.shaped(method), panel.method, panel.outputs, queue=False, **_QUIET
+        )
         flat = [slider for some in panel.layers for slider in some]
-        layered = panel.by_layers.input(panel.layers_shown, [panel.by_layers, *panel.weights], [*panel.weights, *flat], queue=False, **_QUIET)
+        layered = panel.by_layers.input(
+            panel.layers_shown, [panel.by_layers, *panel.weights], [*panel.weights, *flat], queue=False, **_QUIET
+        )
         words = []
         for knob in panel.knobs:
             if knob.word is not None:
-                words.append(knob.word.input(lambda on: gr.update(visible=not on), knob.word, knob.number, queue=False, **_QUIET))
-        own = self.own.click(lambda: panel.shaped(self._bench.explorer.own.method, self._bench.explorer.own), None, panel.outputs, queue=False, **_QUIET)
+                words.append(
+                    knob.word.input(lambda on: gr.update(visible=not on), knob.word, knob.number, queue=False, **_QUIET)
+                )
+        own = self.own.click(
+            lambda: panel.shaped(self._bench.explorer.own.method, self._bench.explorer.own),
+            None,
+            panel.outputs,
+            queue=False,
+            **_QUIET,
+        )
         best = self.best.click(self._to_best, None, panel.outputs, queue=False, **_QUIET)
         moving = [c for c in inputs if c not in (panel.method, panel.by_layers, *(k.word for k in panel.knobs))]
         noted = [self.predicted, self.state, self.error]
@@ -145,6 +170,8 @@ class _Desk:
             chosen.then(self._look, picked, [*views, self.error], **_QUIET, concurrency_limit=None)
         for component in (self.task, self.flip_task, self.against):
             component.input(self._look, picked, [*views, self.error], **_MOVES)
+        for button, sweep in ((self.curve, self._sweep), (self.every, self._try_all)):
+            button.click(sweep, panel.method, [self.state, self.front, self.error], concurrency_limit=None, **_QUIET)
         self.copy.click(None, self.recipe, None, js=COPY, **_QUIET)
         if not self._read_only:
             self.save.click(self._save, [self.folder, *inputs], self.kept, **_QUIET, concurrency_limit=None)
@@ -194,6 +221,20 @@ class _Desk:
             return [views[name]() if name == active else gr.skip() for name in views] + [gr.skip()]
         except Exception as error:
             return [gr.skip()] * len(views) + [markup.message(explained(error))]
+
+    def _sweep(self, request: gr.Request, method: str) -> Iterator[tuple[Any, ...]]:
+        yield from self._swept(request, lambda: self._bench.sweep(method))
+
+    def _try_all(self, request: gr.Request, method: str) -> Iterator[tuple[Any, ...]]:
+        explorer = self._bench.explorer
+        yield from self._swept(request, lambda: [explorer.setting(name) for name in explorer.methods])
+
+    def _swept(self, request: gr.Request, settings: Callable[[], Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+        try:
+            for state, drawn in self._bench.swept(self._bench.visit(request), settings(), self._chart):
+                yield state, drawn or gr.skip(), gr.skip()
+        except Exception as error:
+            yield "", gr.skip(), markup.message(explained(error))
 
     def _save(self, folder: str, *values: Any) -> Iterator[str]:
         yield from self._told(lambda: self._bench.saved(self.panel.read(values), folder))

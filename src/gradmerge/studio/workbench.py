@@ -32,6 +32,8 @@ BEAT = 0.25
 #: Rows of a table of the page.
 MOST_ROWS = 24
 ANSWERS = 8
+#: Steps of a sweep over the weight.
+POINTS = 10
 
 
 @dataclass
@@ -155,8 +157,9 @@ class Workbench:
 
             own = None if task == "base" else of(explorer.alone.get(task))
             top = of(best.metrics) if best is not None and best is not now else None
-            lane = Lane(task, explorer.examples[task], metric, of(now.metrics), of(explorer.alone.get("base")), own, top)
-            lanes.append(lane if task not in explorer.removes else _forgotten(lane))
+            scores = of(now.metrics), of(explorer.alone.get("base")), own, top
+            lane = Lane(task, explorer.examples[task], metric, *scores, removed=task in explorer.removes)
+            lanes.append(lane)
         took = f"in {visit.seconds:.2f} s" if visit.seconds and visit.seconds >= 0.005 else "before"
         how = f"measured on {sum(explorer.examples.values()):,} rows {took} · bars: ± 1 standard error"
         return markup.board(lanes, self._cards(lanes, now, best, found), how, visit.moves)
@@ -169,7 +172,9 @@ class Workbench:
         chip = None
         if best is not None and len(self.explorer.history) > 1:
             chip = self._compared(now, best, found)
-        cards = markup.card("now", "This merge", mean, over if mean is not None else "tasks have different metrics", chip)
+        cards = markup.card(
+            "now", "This merge", mean, over if mean is not None else "tasks have different metrics", chip
+        )
         if best is None:
             return f'<div class="gm-cards">{cards}</div>'
         metrics = [(lane.task, lane.metric) for lane in lanes]
@@ -200,9 +205,15 @@ class Workbench:
     def _removal_cards(self, lanes: Sequence[Lane]) -> str:
         cards = []
         for lane in lanes:
-            title = f"Forgotten: {lane.task}" if lane.removed else f"Kept: {'what stays' if lane.task == 'base' else lane.task}"
-            was = f"was {number(lane.base)} before" if (number := _brief) and lane.base is not None else ""
-            cards.append(markup.card("gone" if lane.removed else "kept", title, lane.now, f"{markup.words(lane.metric)}, {was}"))
+            title = (
+                f"Forgotten: {lane.task}"
+                if lane.removed
+                else f"Kept: {'what stays' if lane.task == 'base' else lane.task}"
+            )
+            was = f", was {_brief(lane.base)} before" if lane.base is not None else ""
+            cards.append(
+                markup.card("gone" if lane.removed else "kept", title, lane.now, f"{markup.words(lane.metric)}{was}")
+            )
         return f'<div class="gm-cards">{"".join(cards)}</div>'
 
     def answers(self, visit: Visit, task: str) -> str:
@@ -222,7 +233,12 @@ class Workbench:
         found = self.explorer.flips(task, visit.shown.setting, against)
         right = sum(one.turned == "right" for one in found)
         of = self.explorer.examples[task]
-        other = {"base": "the base", "tuned": f"the model tuned on {task}", "best": "the best so far", "own": "the recipe"}[against]
+        other = {
+            "base": "the base",
+            "tuned": f"the model tuned on {task}",
+            "best": "the best so far",
+            "own": "the recipe",
+        }[against]
         rows = [
             [
                 markup.picture(one.image) if one.image is not None else markup.passage(one.text or ""),
@@ -237,7 +253,9 @@ class Workbench:
         if len(found) > MOST_ROWS:
             told += f" The first {MOST_ROWS} are shown."
         empty = "No row is answered otherwise." if not found else ""
-        return f'<p class="gm-told">{esc(told)}</p>' + markup.table(["row", "truth", "before", "this merge", ""], rows, "gm-answers", empty)
+        return f'<p class="gm-told">{esc(told)}</p>' + markup.table(
+            ["row", "truth", "before", "this merge", ""], rows, "gm-answers", empty
+        )
 
     def tried(self) -> str:
         """Every setting that was measured, the best first."""
@@ -248,9 +266,19 @@ class Workbench:
             scores = [markup.score_of(row.metrics.get(task), found.metric(task)) for task in explorer.tasks]
             mean = markup.average([score for score in scores if score is not None])
             signs = ("★ " if row is best else "") + ("◇" if id(row) in front else "")
-            rows.append([signs or "", f"<code>{esc(row.setting.name)}</code>", f"<b>{mean}</b>" if mean else "–", *map(str, scores)])
+            rows.append(
+                [
+                    signs or "",
+                    f"<code>{esc(row.setting.name)}</code>",
+                    f"<b>{mean}</b>" if mean else "–",
+                    *map(str, scores),
+                ]
+            )
         said = "★ the best so far; ◇ on the front: nothing tried is better on every task. Shares in per cent, ± 1 standard error."
-        return markup.table(["", "setting", "average", *explorer.tasks], rows, "gm-tried") + f'<p class="gm-told">{said}</p>'
+        return (
+            markup.table(["", "setting", "average", *explorer.tasks], rows, "gm-tried")
+            + f'<p class="gm-told">{said}</p>'
+        )
 
     def figures(self, visit: Visit, names: Sequence[str]) -> str:
         """Charts of the explorer, each with what it shows."""
@@ -258,10 +286,38 @@ class Workbench:
         made = [markup.figure(drawn[name], *FIGURES[name]) for name in names if name in drawn]
         return "".join(made) or '<p class="gm-empty">There is nothing to draw here.</p>'
 
+    def sweep(self, method: str) -> list[Any]:
+        """Settings to measure in a row: the same weight for all models, or strengths of a removal."""
+        explorer = self.explorer
+        if explorer.removes:
+            return list(explorer.strengths(method))
+        control = explorer.weight_control(method)
+        if control is None:
+            return [explorer.setting(method)]
+        weights = [round(control.low + step * (control.high - control.low) / POINTS, 3) for step in range(POINTS + 1)]
+        return [explorer.setting(method, dict.fromkeys(explorer.models, weight)) for weight in weights]
+
+    def swept(self, visit: Visit, settings: Sequence[Any], chart: str) -> Iterator[tuple[str, str]]:
+        """Measure settings one after another: (state, figure); moves that are made meanwhile come in between."""
+        work = Work("measuring")
+        for number, setting in enumerate(settings, 1):
+            work.text, work.share = (
+                f"measuring {number} of {len(settings)}: {setting.name}",
+                (number - 1) / len(settings),
+            )
+            for outcome in self.running(work, lambda _, one=setting: self.explorer.measure(one, lambda: visit.closed)):
+                if outcome is None:
+                    yield work.shown(), ""
+            yield work.shown(), self.figures(visit, [chart])
+        yield "", self.figures(visit, [chart])
+
     def saved(self, setting: Any, out: str) -> Iterator[str]:
         """Merge a setting to disk: how far it is again and again, at last where it lies."""
         yield from self._written(
-            out, "merging", lambda work: self.explorer.save(setting, out.strip(), progress=work), f"Saved {esc_name(setting)} in "
+            out,
+            "merging",
+            lambda work: self.explorer.save(setting, out.strip(), progress=work),
+            f"Saved {setting.name} in ",
         )
 
     def reported(self, out: str) -> Iterator[str]:
@@ -283,7 +339,10 @@ class Workbench:
 #: Chart → its title and what it shows.
 FIGURES = {
     "tasks": ("Every task", "Measured, with one standard error on each side."),
-    "front": ("Trade-offs", "Everything tried; the line joins what nothing else beats on every task, the ring is this merge."),
+    "front": (
+        "Trade-offs",
+        "Everything tried; the line joins what nothing else beats on every task, the ring is this merge.",
+    ),
     "trade-off": ("Forgetting against keeping", "What removal costs the rest, for every strength tried."),
     "layers": ("Layers", "How much each layer of this merge costs each task, predicted from curvature."),
 }
@@ -293,15 +352,5 @@ def _row(found: Any, setting: Any) -> Any:
     return next(row for row in found.rows if row.setting.same(setting))
 
 
-def esc_name(setting: Any) -> str:
-    return str(setting.name)
-
-
 def _brief(score: Score) -> str:
     return f"{markup.number(score.metric, score.value)}{markup.unit(score.metric)}"
-
-
-def _forgotten(lane: Lane) -> Lane:
-    from dataclasses import replace
-
-    return replace(lane, removed=True)
