@@ -98,7 +98,7 @@ def test_what_goes_wrong_is_said_in_the_page_which_lives_on(page: Page, folder: 
     page.get_by_label("New folder for the merge").fill("base")
     page.get_by_role("button", name="Save merge").click()
     page.wait_for_selector(".gm-message.error")
-    assert "exists already" in (page.locator(".gm-message.error").text_content() or "")
+    assert "Choose another place" in (page.locator(".gm-message.error").text_content() or "")
     page.get_by_label("New folder for the merge").fill("")
     page.get_by_role("button", name="Save merge").click()
     page.wait_for_function("document.querySelector('.gm-message.error')?.textContent.startsWith('Name a new folder')")

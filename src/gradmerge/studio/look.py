@@ -13,7 +13,7 @@ from ..report import palette
 from ..report.embedded import library
 
 #: The numbers on the board are of an earlier move until the new ones are there.
-DIM_BOARD = "(...values) => { document.querySelectorAll('.gm-board').forEach(one => one.classList.add('stale')); return values; }"
+DIM_BOARD = "(...values) => { window.gradmergeDim(); return values; }"
 COPY = "(text) => { window.gradmergeCopy(text); return []; }"
 _SANS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]

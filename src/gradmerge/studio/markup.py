@@ -149,9 +149,10 @@ def _lane(lane: Lane, span: tuple[float, float]) -> str:
     worth = "forget: lower is better" if lane.removed else words(lane.metric)
     if not lane.removed and not higher_is_better(lane.metric):
         worth += ", lower is better"
-    ends = f'<i class="gm-end">{number(lane.metric, low)}</i><i class="gm-end">{number(lane.metric, high)}{unit(lane.metric)}</i>'
+    ends = f"<i>{number(lane.metric, low)}</i><i>{number(lane.metric, high)}{unit(lane.metric)}</i>"
+    about = f"<b>{esc(lane.task)}</b><span>{worth} · {lane.rows:,} rows</span>"
     return (
-        f'<div class="gm-lane"><div class="gm-task"><b>{esc(lane.task)}</b><span>{worth} · {lane.rows:,} rows</span></div>'
+        f'<div class="gm-lane"><div class="gm-task">{about}</div>'
         f'<div class="gm-track"><div class="gm-line">{"".join(marks)}</div><div class="gm-ends">{ends}</div></div>'
         f'<div class="gm-value">{lane.now if lane.now is not None else "–"}{unit(lane.metric)}</div>'
         f'<div class="gm-others">{numbers}</div></div>'
@@ -163,7 +164,8 @@ def card(kind: str, title: str, score: Score | None, below: str, chip: tuple[str
     big = f"{number(score.metric, score.value)}<small>{unit(score.metric)}</small>" if score is not None else "–"
     spread = f"<i>± {number(score.metric, score.error)}</i>" if score is not None and score.error is not None else ""
     said = f'<span class="gm-chip {chip[0]}">{esc(chip[1])}</span>' if chip else ""
-    return f'<div class="gm-card {kind}"><h3>{esc(title)}{said}</h3><p class="gm-big">{big} {spread}</p><p>{below}</p></div>'
+    top = f'<h3>{esc(title)}{said}</h3><p class="gm-big">{big} {spread}</p>'
+    return f'<div class="gm-card {kind}">{top}<p>{below}</p></div>'
 
 
 def predictions(found: Mapping[str, float] | None) -> str:
@@ -229,7 +231,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "",
     if not made:
         return f'<p class="gm-empty">{esc(empty)}</p>'
     head = "".join(f"<th>{esc(column)}</th>" for column in columns)
-    return f'<div class="gm-scroll"><table class="gm-table {kind}"><thead><tr>{head}</tr></thead><tbody>{"".join(made)}</tbody></table></div>'
+    whole = f"<thead><tr>{head}</tr></thead><tbody>{''.join(made)}</tbody>"
+    return f'<div class="gm-scroll"><table class="gm-table {kind}">{whole}</table></div>'
 
 
 def figure(chart: Any, title: str, text: str) -> str:

@@ -176,7 +176,7 @@ class Panel:
         return explorer.setting(method, weights, changes)
 
     def shaped(self, method: str, setting: Any | None = None) -> list[Any]:
-        """Updates of ``outputs`` for a method: its own options appear, at the values of a setting or as the recipe has them."""
+        """Updates of ``outputs`` for a method: its options appear, with the values of a setting or the recipe's."""
         control = self._explorer.weight_control(method)
         takes = control is not None
         layered = setting is not None and any(isinstance(weight, tuple) for weight in setting.weights)

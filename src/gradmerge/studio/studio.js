@@ -82,7 +82,9 @@
     return done;
   }
 
-  window.gradmergeCopy = async (text, button) => {
+  window.gradmergeDim = () => document.querySelectorAll(".gm-board").forEach((one) => one.classList.add("stale"));
+
+  window.gradmergeCopy = async (text) => {
     let done = true;
     try {
       await navigator.clipboard.writeText(text);
@@ -90,9 +92,9 @@
       // Not every browser gives the clipboard to a page without https.
       done = copyOld(text);
     }
-    if (!button) return;
-    const label = button.textContent;
-    button.textContent = done ? "Copied" : "Copy it from the tab Recipe";
-    setTimeout(() => (button.textContent = label), 1600);
+    for (const button of document.querySelectorAll("button.gm-copy")) {
+      button.textContent = done ? "Copied" : "Copy it from the tab Recipe";
+      setTimeout(() => (button.textContent = "Copy recipe"), 1600);
+    }
   };
 })();

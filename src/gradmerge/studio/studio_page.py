@@ -8,8 +8,9 @@ from typing import Any
 
 import gradio as gr
 
+from ..text import counted
 from . import markup
-from .look import DIM_BOARD, COPY
+from .look import COPY, DIM_BOARD
 from .panel import Panel
 from .workbench import Workbench, explained
 
@@ -39,8 +40,8 @@ def header(title: str, bench: Workbench | None) -> str:
     facts = ""
     if bench is not None:
         explorer = bench.explorer
-        rows = sum(explorer.examples.values())
-        facts = f"<span>{markup.esc(title)} · {len(explorer.models)} models · {len(explorer.tasks)} tasks · {rows:,} rows</span>"
+        models, tasks = counted(explorer.models, "model"), counted(explorer.tasks, "task")
+        facts = f"<span>{markup.esc(title)} · {models} · {tasks}</span>"
     return f"<header><h1><b>gradmerge</b> studio</h1>{facts}</header>"
 
 
@@ -78,7 +79,7 @@ class _Desk:
     def _keeping(self, read_only: bool) -> None:
         self._read_only = read_only
         with gr.Column(elem_classes="gm-keep"):
-            self.copy = gr.Button("Copy recipe", size="sm")
+            self.copy = gr.Button("Copy recipe", size="sm", elem_classes="gm-copy")
             if not read_only:
                 with gr.Row(elem_classes="gm-pair"):
                     self.folder = gr.Textbox("studio-merged", label="New folder for the merge", max_lines=1)
@@ -171,7 +172,9 @@ class _Desk:
         for component in (self.task, self.flip_task, self.against):
             component.input(self._look, picked, [*views, self.error], **_MOVES)
         for button, sweep in ((self.curve, self._sweep), (self.every, self._try_all)):
-            button.click(sweep, panel.method, [self.state, self.front, self.error], concurrency_limit=None, **_QUIET)
+            button.click(
+                sweep, panel.method, [self.state, self.front, self.board, self.error], concurrency_limit=None, **_QUIET
+            )
         self.copy.click(None, self.recipe, None, js=COPY, **_QUIET)
         if not self._read_only:
             self.save.click(self._save, [self.folder, *inputs], self.kept, **_QUIET, concurrency_limit=None)
@@ -231,10 +234,13 @@ class _Desk:
 
     def _swept(self, request: gr.Request, settings: Callable[[], Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
         try:
-            for state, drawn in self._bench.swept(self._bench.visit(request), settings(), self._chart):
-                yield state, drawn or gr.skip(), gr.skip()
+            visit = self._bench.visit(request)
+            for state, drawn in self._bench.swept(visit, settings(), self._chart):
+                yield state, drawn or gr.skip(), gr.skip(), gr.skip()
+            visit.moves += 1
+            yield "", gr.skip(), self._bench.board(visit), gr.skip()
         except Exception as error:
-            yield "", gr.skip(), markup.message(explained(error))
+            yield "", gr.skip(), gr.skip(), markup.message(explained(error))
 
     def _save(self, folder: str, *values: Any) -> Iterator[str]:
         yield from self._told(lambda: self._bench.saved(self.panel.read(values), folder))

@@ -274,7 +274,7 @@ class Workbench:
                     *map(str, scores),
                 ]
             )
-        said = "★ the best so far; ◇ on the front: nothing tried is better on every task. Shares in per cent, ± 1 standard error."
+        said = "★ the best so far; ◇ nothing tried is better on every task. Shares in per cent, ± 1 standard error."
         return (
             markup.table(["", "setting", "average", *explorer.tasks], rows, "gm-tried")
             + f'<p class="gm-told">{said}</p>'
