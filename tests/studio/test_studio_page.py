@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,8 @@ def page(tab: Page, address: str) -> Iterator[Page]:
     assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
 
 
-def opened(tab: Page, address: str) -> None:
-    tab.set_viewport_size({"width": 1280, "height": 900})
+def opened(tab: Page, address: str, width: int = 1280) -> None:
+    tab.set_viewport_size({"width": width, "height": 900})
     tab.goto(address)
     tab.wait_for_selector(".gm-board[data-move]")
 
@@ -40,11 +41,17 @@ def lane(page: Page, task: str) -> Locator:
     return page.locator(".gm-lane").filter(has=page.locator(".gm-task b", has_text=task))
 
 
-def move(page: Page, model: str, value: float) -> None:
-    """Give a slider a number, and wait until what is measured is shown."""
+@contextmanager
+def measured(page: Page) -> Iterator[None]:
+    """Wait until what was done is measured and shown."""
     before = page.locator(".gm-board").get_attribute("data-move")
-    page.get_by_label(f"number input for {model}", exact=True).fill(str(value))
+    yield
     page.wait_for_function(f"document.querySelector('.gm-board:not(.stale)')?.dataset.move > {before}")
+
+
+def move(page: Page, model: str, value: float) -> None:
+    with measured(page):
+        page.get_by_label(f"number input for {model}", exact=True).fill(str(value))
 
 
 def share(texts: list[str], labels: list[int], model: Path) -> str:
@@ -71,9 +78,8 @@ def test_a_moved_slider_is_measured_and_what_is_saved_answers_as_the_page_says(p
 
 
 def test_a_slider_answers_to_the_keyboard(page: Page) -> None:
-    before = int(page.locator(".gm-board").get_attribute("data-move") or 0)
-    page.get_by_label("range slider for yelp", exact=True).press("End")
-    page.wait_for_function(f"document.querySelector('.gm-board:not(.stale)')?.dataset.move > {before}")
+    with measured(page):
+        page.get_by_label("range slider for yelp", exact=True).press("End")
     assert page.get_by_label("number input for yelp", exact=True).input_value() == "1.5"
 
 
@@ -108,12 +114,10 @@ def test_what_goes_wrong_is_said_in_the_page_which_lives_on(page: Page, folder: 
 
 def test_another_method_brings_its_options_and_the_recipe_follows(page: Page, tmp_path: Path) -> None:
     page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
-    page.get_by_label("Method").click()
-    page.get_by_role("option", name="ties", exact=True).click()
-    page.get_by_text("More options").click()
-    density = page.get_by_label("number input for density", exact=True)
-    density.fill("0.3")
-    page.wait_for_function("document.querySelector('.gm-board:not(.stale)')")
+    with measured(page):
+        page.get_by_label("Method").click()
+        page.get_by_role("option", name="ties", exact=True).click()
+    move(page, "density", 0.3)
     move(page, "yelp", 0.5)
     page.get_by_role("button", name="Copy recipe").click()
     page.wait_for_function("window.copied")
@@ -140,10 +144,10 @@ def test_two_tabs_have_sliders_of_their_own(page: Page, address: str, chromium: 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_needs_no_sideways_scrolling(page: Page, scheme: str) -> None:
+def test_a_phone_needs_no_sideways_scrolling(tab: Page, address: str, scheme: str) -> None:
+    page = tab
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-    page.set_viewport_size({"width": 390, "height": 800})
-    page.reload()
+    opened(page, address, 390)
     page.wait_for_selector(".gm-answers td")
     for name in ("What flipped", "Trade-offs", "Layers", "Tried"):
         if page.get_by_role("tab", name=name, exact=True).is_visible():

@@ -153,8 +153,8 @@ class _Desk:
         )
         best = self.best.click(self._to_best, None, panel.outputs, queue=False, **_QUIET)
         moving = [c for c in inputs if c not in (panel.method, panel.by_layers, *(k.word for k in panel.knobs))]
-        noted = [self.predicted, self.state, self.error]
-        measured = [self.board, self.state, self.error, self.recipe, self.version]
+        noted = [self.predicted, self.recipe, self.error]
+        measured = [self.board, self.state, self.error, self.version]
         drawn = [component.input for component in moving]
         gr.on(drawn, self._note, inputs, noted, queue=False, js=DIM_BOARD, **{**_QUIET, "trigger_mode": "always_last"})
         gr.on(drawn, self._measure, [self.version, *inputs], measured, **_MOVES)
@@ -191,9 +191,10 @@ class _Desk:
         try:
             setting = self.panel.read(values)
             self._bench.visit(request).wanted = setting
-            return markup.predictions(self._bench.explorer.predict(setting)), gr.skip(), ""
+            explorer = self._bench.explorer
+            return markup.predictions(explorer.predict(setting)), explorer.recipe_text(setting), ""
         except Exception as error:
-            return "", "", markup.message(explained(error))
+            return "", gr.skip(), markup.message(explained(error))
 
     def _measure(self, request: gr.Request, version: int, *values: Any) -> Iterator[tuple[Any, ...]]:
         bench = self._bench
@@ -202,11 +203,11 @@ class _Desk:
             setting = self.panel.read(values)
             for board, state in bench.measured(visit, setting):
                 if board is None:
-                    yield gr.skip(), state, gr.skip(), gr.skip(), gr.skip()
+                    yield gr.skip(), state, gr.skip(), gr.skip()
                 else:
-                    yield board, state, "", bench.explorer.recipe_text(setting), version + 1
+                    yield board, state, "", version + 1
         except Exception as error:
-            yield gr.skip(), "", markup.message(explained(error)), gr.skip(), gr.skip()
+            yield gr.skip(), "", markup.message(explained(error)), gr.skip()
 
     def _look(self, request: gr.Request, active: str, task: str, flip_task: str, against: str) -> list[Any]:
         """What the open tab shows of the merge on the board; the others wait until they are opened."""
