@@ -367,7 +367,10 @@ def test_controls_are_those_of_the_method_s_signature(shared: gm.Explorer) -> No
                 values = list(control.choices or ())
             assert len(values) > 1
             for value in values:
-                if method != "della" or control.key not in ("options.epsilon", "options.density"):  # which bound each other
+                if method != "della" or control.key not in (
+                    "options.epsilon",
+                    "options.density",
+                ):  # which bound each other
                     shared.setting(method, {}, {control.key: value})
     density = {control.key: control for control in shared.controls("ties")}["options.density"]
     assert (density.low, density.high, density.value, density.choices) == (0, 1, 0.2, None)

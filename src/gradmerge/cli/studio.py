@@ -74,17 +74,14 @@ def studio(
             else:
                 say(address if printing.quiet else f"gradmerge studio: {address} (Ctrl-C ends it)")
 
+        options = {**reading.as_keywords(), **loading.as_keywords()}
+        if (
+            source.is_dir()
+        ):  # the demonstration's own batches: small ones would cost its small models most of their time
+            options["batch_size"] = max(64, loading.batch_size)
         with heavy_imports():
             from ..studio import serve
-        serve(
-            jobs,
-            listening,
-            host=host,
-            read_only=read_only,
-            ready=ready,
-            **reading.as_keywords(),
-            **loading.as_keywords(),
-        )
+        serve(jobs, listening, host=host, read_only=read_only, ready=ready, **options)
 
 
 def _jobs(source: Path, data: dict[str, str]) -> dict[str, tuple[Path, dict[str, str]]]:
