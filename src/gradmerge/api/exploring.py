@@ -25,7 +25,7 @@ from ..errors import InputError
 from ..progress import Progress
 from ..recipe import Recipe
 from ..tasks import Loading, complete
-from ..text import nearest
+from ..text import nearest, one_line
 from .converting import recipe_documents
 from .demo_folders import data_of_demo, recipe_of_demo
 from .diagnosing import report_folder
@@ -86,6 +86,7 @@ class Explorer(Displayed):
         self.removes = [name for name in self.models if name in self.tasks] if is_removal(recipe) else []
         """The tasks that are to be forgotten, where the recipe removes."""
         self._own_costs: dict[str, float] = {}
+        self._compared: Preview | None = None
 
     def __enter__(self) -> Explorer:
         return self
@@ -231,8 +232,11 @@ class Explorer(Displayed):
         rows = [replace(row) for row in self.history]
         if not rows:
             raise InputError("nothing is measured yet")
-        own = next((row for row in rows if row.setting.same(self.own)), rows[0])
-        return make_preview(self.recipe, self._moves, rows, own, "weight", score_all(rows, True, "worst"))
+        if self._compared is None or len(self._compared.rows) < len(rows):
+            own = next((row for row in rows if row.setting.same(self.own)), rows[0])
+            criterion = score_all(rows, True, "worst")
+            self._compared = make_preview(self.recipe, self._moves, rows, own, "weight", criterion)
+        return self._compared
 
     def best(self) -> Outcome | None:
         """The best so far: of the leading setting and those tied with it the recipe's own, else the simplest.
@@ -330,7 +334,7 @@ class Explorer(Displayed):
     def recipe_text(self, setting: Setting, folder: str | Path | None = None) -> str:
         """A setting as YAML that `gradmerge merge` runs from a file in ``folder``, by default the working folder."""
         written = recipe_documents(recipe_with(self.recipe, setting), Path() if folder is None else Path(folder))
-        return f"# {setting.name}\n# gradmerge merge recipe.yml -o merged\n{written}"
+        return f"# {one_line(setting.name)}\n# gradmerge merge recipe.yml -o merged\n{written}"
 
     def save(
         self, setting: Setting, out: str | Path, *, progress: bool | Progress = True, **settings: Any
