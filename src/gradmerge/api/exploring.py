@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ..arguments import checked
-from ..curvature.summary import group_of
 from ..diagnostics.answering import Answer, Answering, Flip
 from ..diagnostics.controls import Choices, Control, is_removal
 from ..diagnostics.grid import Setting, check_methods, recipe_with
@@ -18,6 +17,7 @@ from ..diagnostics.moves import Moves, Share, Stop, Superseded
 from ..diagnostics.pareto import front
 from ..diagnostics.predict import BASE
 from ..diagnostics.preview import Outcome, Preview, make_preview, reference_setting, score_all
+from ..diagnostics.setting_candidates import changes_files
 from ..diagnostics.ties import are_tied
 from ..display import Displayed, View
 from ..engine.to_folder import MergeResult
@@ -174,14 +174,14 @@ class Explorer(Displayed):
             self._lock.release()
 
     def predict(self, setting: Setting) -> dict[str, float] | None:
-        """What a setting is predicted to cost each task, from curvature alone; None without curvature of every model.
+        """What a setting is predicted to cost each task, from curvature alone.
 
         Args:
             setting: Of :meth:`setting`.
 
         Returns:
             Task → predicted excess loss, as a multiple of the recipe's own; tasks that the recipe's own costs nothing
-            are left out.
+            are left out. None without curvature of every model, and for a setting that merges other tensors.
 
         >>> explorer.predict(explorer.own)["yelp"]  # doctest: +SKIP
         1.0
@@ -192,13 +192,12 @@ class Explorer(Displayed):
         return {task: cost / own for task, cost in found.costs.items() if (own := self._own_costs[task]) > 0}
 
     def _predicted(self, setting: Setting) -> Outcome | None:
-        if self._predictor is None:
+        if self._predictor is None or any(changes_files(key) for key, _ in setting.changes):
             return None
         with self._predicting:
-            self._predictor.group_by = group_of
             if not self._own_costs:
-                self._own_costs = self._predictor.look([self.own], lambda done: None)[0].costs
-            return self._predictor.look([setting], lambda done: None)[0]
+                self._own_costs = self._predictor.look([self.own])[0].costs
+            return self._predictor.look([setting])[0]
 
     def measure(self, setting: Setting, stop: Stop = _never, advance: Share | None = None) -> Outcome:
         """Form a setting in memory and evaluate it on the data of every task: the numbers of a merge on disk.
