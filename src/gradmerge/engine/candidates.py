@@ -160,7 +160,7 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
         if job.layer
     }
     problems = problems_of_scope(inputs)
-    if rule.layers is not None:
+    if layers and rule.layers is not None:
         problems += problems_of_layers(candidate.options or {}, inputs, layers)
     if problems:
         raise InputError(problems[0])
