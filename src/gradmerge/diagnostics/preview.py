@@ -23,8 +23,8 @@ from ..text import Measured
 from .grid import Setting, recipe_with, takes_weights
 from .predict import task_names
 from .scores import Criterion, Ranking, headline, higher_is_better, loss_of, mean_ranks, measured, steady
+from .setting_ties import are_tied, score_difference, score_error, simplicity
 from .sweeps import Changes
-from .ties import are_tied, score_difference, score_error, simplicity
 
 Advance = Callable[[int], None]
 """Called with the number of merges that are done."""
@@ -188,7 +188,7 @@ class Preview(Displayed):
         own = self.own
         if own is not None and any(row is own for row in among):
             return own
-        if own is not None and not are_tied(leading, own, self.criterion):
+        if own is not None and method in (None, own.setting.method) and not are_tied(leading, own, self.criterion):
             among = [row for row in among if not are_tied(row, own, self.criterion)]
         return min(among, key=lambda row: (simplicity(row.setting), self._badness(row)))
 
