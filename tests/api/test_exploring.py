@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import threading
@@ -16,6 +17,7 @@ import yaml
 from safetensors.torch import save_file
 
 import gradmerge as gm
+from gradmerge.diagnostics import quick_predictor
 from gradmerge.diagnostics.answering import KEPT, Answering
 from gradmerge.diagnostics.pareto import unbeaten
 from gradmerge.tasks.refilling import RefilledModel
@@ -143,6 +145,34 @@ def test_a_prediction_is_a_multiple_of_the_recipe_s_own(shared: gm.Explorer, tex
     one, own = rows["task-arithmetic", (0.5, 0.5)], rows["gradient-matching", (1.0, 1.0)]
     wanted = {task: one.costs[task] / own.costs[task] for task in one.costs}
     assert shared.predict(setting) == pytest.approx(wanted)
+
+
+def test_of_a_large_model_a_sample_is_predicted(
+    shared: gm.Explorer, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = [shared.setting("task-arithmetic", {"a": 0.5, "b": 0.5}), shared.setting(weights={"a": 0.2})]
+    whole = [shared._predicted(setting) for setting in settings]
+    monkeypatch.setattr(quick_predictor, "ENTRIES", 2400)
+    monkeypatch.setattr(quick_predictor, "RUN", 16)
+    sampled = quick_predictor.QuickPredictor(shared.recipe, shared._moves.plan, 1)
+    assert isinstance(sampled.plan, quick_predictor.SampledPlan)
+    seen: dict[str, list[tuple[int, int]]] = {}
+    for unit in sampled.plan.units():
+        seen.setdefault(unit.job.name, []).append((unit.start, unit.stop))
+    assert {*seen} == {job.name for job in sampled.plan.jobs}
+    for job in sampled.plan.jobs:
+        stretches = seen[job.name]
+        assert all(a < b <= c for (a, b), (c, _) in itertools.pairwise(stretches))
+        assert stretches[-1][1] <= job.info.numel
+        total = sum(stop - start for start, stop in stretches)
+        assert sampled.plan.scale(job) == pytest.approx(job.info.numel / total)
+    assert 2000 < sum(stop - start for stretches in seen.values() for start, stop in stretches) < 3200
+    for setting, wanted in zip(settings, whole, strict=True):
+        found = sampled.look([setting])[0]
+        assert wanted is not None and found.parts.keys() == wanted.parts.keys()
+        for task, cost in wanted.costs.items():
+            assert found.costs[task] == pytest.approx(cost, rel=0.25)
+            assert found.costs[task] != cost
 
 
 def test_without_curvature_there_are_no_predictions_and_no_methods_that_need_it(texts: Path) -> None:
@@ -367,10 +397,8 @@ def test_controls_are_those_of_the_method_s_signature(shared: gm.Explorer) -> No
                 values = list(control.choices or ())
             assert len(values) > 1
             for value in values:
-                if method != "della" or control.key not in (
-                    "options.epsilon",
-                    "options.density",
-                ):  # which bound each other
+                # Of della, these two bound each other.
+                if method != "della" or control.key not in ("options.epsilon", "options.density"):
                     shared.setting(method, {}, {control.key: value})
     density = {control.key: control for control in shared.controls("ties")}["options.density"]
     assert (density.low, density.high, density.value, density.choices) == (0, 1, 0.2, None)

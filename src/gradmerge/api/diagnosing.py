@@ -15,8 +15,8 @@ from ..diagnostics.diagnosis import Diagnosis, find_costs
 from ..diagnostics.grid import Space, grid
 from ..diagnostics.predict import task_names
 from ..diagnostics.preview import Preview
+from ..diagnostics.setting_ties import are_tied
 from ..diagnostics.sweeps import Sweeps, parse_sweeps, with_changes
-from ..diagnostics.ties import are_tied
 from ..diagnostics.weight_ranges import parse_weights
 from ..engine.card import to_yaml
 from ..engine.reads import model_paths, recipe_paths

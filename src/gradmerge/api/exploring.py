@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ..arguments import checked
-from ..curvature.summary import group_of
 from ..diagnostics.answering import Answer, Answering, Flip
 from ..diagnostics.controls import Choices, Control, is_removal
 from ..diagnostics.grid import Setting, check_methods, recipe_with
@@ -18,6 +17,7 @@ from ..diagnostics.moves import Moves, Share, Stop, Superseded
 from ..diagnostics.pareto import front
 from ..diagnostics.predict import BASE
 from ..diagnostics.preview import Outcome, Preview, make_preview, reference_setting, score_all
+from ..diagnostics.setting_candidates import changes_files
 from ..diagnostics.ties import are_tied
 from ..display import Displayed, View
 from ..engine.to_folder import MergeResult
@@ -25,7 +25,7 @@ from ..errors import InputError
 from ..progress import Progress
 from ..recipe import Recipe
 from ..tasks import Loading, complete
-from ..text import nearest
+from ..text import nearest, one_line
 from .converting import recipe_documents
 from .demo_folders import data_of_demo, recipe_of_demo
 from .diagnosing import report_folder
@@ -86,6 +86,7 @@ class Explorer(Displayed):
         self.removes = [name for name in self.models if name in self.tasks] if is_removal(recipe) else []
         """The tasks that are to be forgotten, where the recipe removes."""
         self._own_costs: dict[str, float] = {}
+        self._compared: Preview | None = None
 
     def __enter__(self) -> Explorer:
         return self
@@ -173,14 +174,14 @@ class Explorer(Displayed):
             self._lock.release()
 
     def predict(self, setting: Setting) -> dict[str, float] | None:
-        """What a setting is predicted to cost each task, from curvature alone; None without curvature of every model.
+        """What a setting is predicted to cost each task, from curvature alone.
 
         Args:
             setting: Of :meth:`setting`.
 
         Returns:
             Task → predicted excess loss, as a multiple of the recipe's own; tasks that the recipe's own costs nothing
-            are left out.
+            are left out. None without curvature of every model, and for a setting that merges other tensors.
 
         >>> explorer.predict(explorer.own)["yelp"]  # doctest: +SKIP
         1.0
@@ -191,13 +192,12 @@ class Explorer(Displayed):
         return {task: cost / own for task, cost in found.costs.items() if (own := self._own_costs[task]) > 0}
 
     def _predicted(self, setting: Setting) -> Outcome | None:
-        if self._predictor is None:
+        if self._predictor is None or any(changes_files(key) for key, _ in setting.changes):
             return None
         with self._predicting:
-            self._predictor.group_by = group_of
             if not self._own_costs:
-                self._own_costs = self._predictor.look([self.own], lambda done: None)[0].costs
-            return self._predictor.look([setting], lambda done: None)[0]
+                self._own_costs = self._predictor.look([self.own])[0].costs
+            return self._predictor.look([setting])[0]
 
     def measure(self, setting: Setting, stop: Stop = _never, advance: Share | None = None) -> Outcome:
         """Form a setting in memory and evaluate it on the data of every task: the numbers of a merge on disk.
@@ -231,8 +231,11 @@ class Explorer(Displayed):
         rows = [replace(row) for row in self.history]
         if not rows:
             raise InputError("nothing is measured yet")
-        own = next((row for row in rows if row.setting.same(self.own)), rows[0])
-        return make_preview(self.recipe, self._moves, rows, own, "weight", score_all(rows, True, "worst"))
+        if self._compared is None or len(self._compared.rows) < len(rows):
+            own = next((row for row in rows if row.setting.same(self.own)), rows[0])
+            criterion = score_all(rows, True, "worst")
+            self._compared = make_preview(self.recipe, self._moves, rows, own, "weight", criterion)
+        return self._compared
 
     def best(self) -> Outcome | None:
         """The best so far: of the leading setting and those tied with it the recipe's own, else the simplest.
@@ -330,7 +333,7 @@ class Explorer(Displayed):
     def recipe_text(self, setting: Setting, folder: str | Path | None = None) -> str:
         """A setting as YAML that `gradmerge merge` runs from a file in ``folder``, by default the working folder."""
         written = recipe_documents(recipe_with(self.recipe, setting), Path() if folder is None else Path(folder))
-        return f"# {setting.name}\n# gradmerge merge recipe.yml -o merged\n{written}"
+        return f"# {one_line(setting.name)}\n# gradmerge merge recipe.yml -o merged\n{written}"
 
     def save(
         self, setting: Setting, out: str | Path, *, progress: bool | Progress = True, **settings: Any

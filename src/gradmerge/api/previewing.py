@@ -11,6 +11,7 @@ from ..arguments import checked
 from ..diagnostics.evaluator import Evaluator
 from ..diagnostics.grid import Space, check_methods, grid, method_names, recipe_with, sample
 from ..diagnostics.layer_weights import check_by, prepare_for_layers, suggest_by_layers
+from ..diagnostics.lm_eval_data import HarnessTasks
 from ..diagnostics.predict import task_names
 from ..diagnostics.predictor import Predictor
 from ..diagnostics.preview import Looker, Outcome, Preview, compare
@@ -27,7 +28,7 @@ from ..report.preview_page import preview_page
 from ..report.preview_tables import settings_table
 from ..report.preview_words import verdict
 from ..storage.staging import Staging
-from ..tasks import Loading, complete
+from ..tasks import Generation, Loading, complete
 from ..text import to_json
 from .converting import recipe_documents
 from .diagnosing import provenance, recipe_text, report_folder
@@ -44,6 +45,9 @@ def preview(
     sweep: Sweeps | None = None,
     changes: Sweeps | None = None,
     data: Mapping[str, str] | None = None,
+    generation: Generation | None = None,
+    lm_eval: Sequence[str] | str | None = None,
+    lm_eval_tasks: str | Path | None = None,
     samples: int | None = None,
     seed: int = 0,
     objective: str = "worst",
@@ -71,6 +75,9 @@ def preview(
             option is set for every method that knows it.
         data: Task (the name of its model's folder, or `base`) → data. Each merge is then formed in memory and
             evaluated, and the best has the best average metric.
+        generation: With data, have every merge write answers too: what these are worth then decides.
+        lm_eval: Tasks of the lm-evaluation-harness to evaluate every merge on, a list or `"arc_easy,hellaswag"`.
+        lm_eval_tasks: A folder with task files of the harness.
         samples, seed: Take so many random points of the ranges instead of a grid.
         objective: Without data, the best has the smallest loss of its worst task ("worst") or of all ("sum").
         threads, allow_pickle, allow_config, dequantize, force: As of :func:`gradmerge.merge`.
@@ -94,11 +101,16 @@ def preview(
     space.check(chosen, recipe)
     check_objective(objective)
     settings = grid(chosen, space) if samples is None else sample(chosen, space, samples, seed)
+    if generation is not None and not data:
+        raise InputError("--generate: answers are held against data of the tasks; give some with --data NAME=SRC")
+    if lm_eval_tasks is not None and lm_eval is None:
+        raise InputError("--lm-eval-tasks: goes with --lm-eval TASK, which names tasks of the folder")
+    harness = None if lm_eval is None else HarnessTasks(lm_eval, lm_eval_tasks)
     with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
         with (
             shown(progress, "merges") as told,
             merged_first(recipe, out, threads, allowed) as ready,
-            _looker(ready, chosen, data, options, threads, allowed) as looker,
+            _looker(ready, chosen, data, options, threads, allowed, generation, harness) as looker,
         ):
             found = compare(recipe, looker, settings, space.axis, objective=objective, fixed=fixed, progress=told)
             found.notes += space.notes(chosen)
@@ -212,11 +224,14 @@ def _looker(
     loading: Loading,
     threads: int | None,
     allowed: dict[str, Any],
+    generation: Generation | None = None,
+    harness: HarnessTasks | None = None,
 ) -> Iterator[Looker]:
     threads = threads or default_threads()
     looker: Looker
-    if data:
-        looker = Evaluator(recipe, methods, data, loading, threads=threads, **allowed)
+    if data or harness is not None:
+        more: dict[str, Any] = {"generation": generation, "harness": harness}
+        looker = Evaluator(recipe, methods, data or {}, loading, threads=threads, **more, **allowed)
     else:
         looker = Predictor(recipe, methods, threads=threads, **allowed)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,17 @@ import typer
 
 from ..errors import InputError
 from ..text import one_line
-from .options import LoadingOptions, Printing, RecipeOptions, Settings, SweepOption, command, named
+from .options import (
+    GenerationOptions,
+    HarnessOptions,
+    LoadingOptions,
+    Printing,
+    RecipeOptions,
+    Settings,
+    SweepOption,
+    command,
+    named,
+)
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
@@ -96,6 +107,8 @@ def preview(
         ),
     ] = None,
     loading: LoadingOptions,
+    writing: GenerationOptions,
+    harness: HarnessOptions,
     save_best: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Merge the best setting into this new folder.")
     ] = None,
@@ -118,7 +131,7 @@ def preview(
         raise InputError("--shared goes with --suggest; for a grid, --weights 0:1:0.1 is shared by all tasks")
     if not suggest and (by is not None or points is not None):
         raise InputError(f"--{'by' if by is not None else 'points'} goes with --suggest, which searches for weights")
-    if objective is not None and data and not suggest:
+    if objective is not None and (data or harness.lm_eval) and not suggest:
         raise InputError(
             "--objective is for --suggest and for predictions; with --data the average metric decides which setting is "
             "best"
@@ -127,6 +140,10 @@ def preview(
         raise InputError(
             f"--sweep {sweep[0]}: --suggest searches weights alone. Sweep without it, or set one value with --set"
         )
+    generation = writing.as_generation()
+    if suggest and (generation is not None or harness.lm_eval is not None):
+        option = "--generate" if generation is not None else "--lm-eval"
+        raise InputError(f"{option}: --suggest searches by losses on --data. Compare weights without it")
     sources = named(data or [])
     if save_best is not None:
         _check_free(save_best, out, force, recipe, sources)
@@ -149,7 +166,8 @@ def preview(
             suggestion = suggest_weights(recipe, out, progress=shown, **options)
             found = suggestion.evaluated
         else:
-            found = run(recipe, out, samples=samples, sweep=sweep, progress=shown, **options)
+            options |= {"generation": generation, "sweep": sweep, **asdict(harness)}
+            found = run(recipe, out, samples=samples, progress=shown, **options)
     if save_best is not None:
         with progress(printing.silent) as shown:
             merge_best(found, save_best, force=force, progress=shown, **reading.as_keywords())

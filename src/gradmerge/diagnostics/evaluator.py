@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from ..engine.candidates import notes_on
 from ..errors import InputError
 from ..recipe import Recipe
-from ..tasks import Loading
+from ..tasks import Generation, Loading
 from .grid import Setting
 from .in_memory import Rows, TaskData, load_data, match_data, materialise, state_of
+from .lm_eval_data import HarnessData, HarnessTasks, harness_data
 from .predict import BASE, task_names
 from .preview import Advance, Outcome
 from .scores import headline, loss_name, loss_of
@@ -39,6 +40,8 @@ class Evaluator:
         data: Mapping[str, str],
         loading: Loading,
         *,
+        generation: Generation | None = None,
+        harness: HarnessTasks | None = None,
         threads: int = 1,
         **allowed: Any,
     ) -> None:
@@ -51,8 +54,12 @@ class Evaluator:
             if recipe.method in methods:
                 self.plan.note(notes_on(recipe, self.plan, threads))
             self._data = _load(recipe, {name: given[name] for name in self.tasks}, loading)
+            for one in self._data.values():
+                one.generation = generation
+            if harness is not None:
+                self._data |= harness_data(recipe, harness, loading, self._data)
+                self.tasks = [*self._data]
             self._any = next(iter(self._data.values()))
-            self.examples = {name: one.loaded.examples for name, one in self._data.items()}
             self._names, self._threads = names, threads
             self._candidates = Candidates(
                 recipe, self.plan, lambda changed: open_for(changed, [changed.method], **allowed)
@@ -61,6 +68,7 @@ class Evaluator:
             self.alone_rows: dict[str, dict[str, Rows]] = {}
             """The same as ``alone``, of every row."""
             self.alone = self._each_alone()
+            self.examples = {name: one.loaded.examples for name, one in self._data.items()}
         except BaseException:
             self.plan.inputs.close()
             raise
@@ -117,6 +125,8 @@ class Evaluator:
             return {}
         shares = {}
         for task, found in rows.items():
+            if loss_name(found) not in found:
+                continue
             own = self.alone_rows.get(task, {}).get(task)
             loss, best = (torch.zeros(()) if one is None else one[loss_name(one)] for one in (found, own))
             shares[task] = (loss - best) / self._scale(task)[1]
@@ -129,7 +139,7 @@ class Evaluator:
         place of the tuned model, and the mean over the tuned models that of the base. The denominator is at least 1 %
         of the larger loss, so that a task on which tuning gained nothing does not decide.
         """
-        if not metrics or BASE not in self.alone:
+        if not math.isfinite(loss_of(metrics)) or BASE not in self.alone:
             return math.inf
         best, gain = self._scale(task)
         return (loss_of(metrics) - best) / gain
@@ -149,7 +159,8 @@ class Evaluator:
         self._candidates.close()
 
     def notes(self) -> list[str]:
-        lacking = [name for name in self._names if name not in self.tasks]
+        of_tasks = {name for name, one in self._data.items() if not isinstance(one, HarnessData)}
+        lacking = [name for name in self._names if name not in of_tasks] if of_tasks else []
         notes = [*self.plan.notes, *(note for one in self._data.values() for note in one.loaded.notes)]
         if lacking:
             them = "it" if len(lacking) == 1 else "them"

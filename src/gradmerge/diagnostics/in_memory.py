@@ -19,8 +19,10 @@ from ..engine.rounding import rounded
 from ..errors import InputError
 from ..recipe import Recipe
 from ..storage.tensorfile import local_path
-from ..tasks import LoadedTask, Loading, load_task, measure
+from ..tasks import Generation, LoadedTask, Loading, load_task, measure
+from ..tasks.evaluation import with_written
 from ..tasks.models import model_with
+from ..tasks.text_metrics import written_rows
 from ..text import nearest
 from .scores import headline, loss_name
 
@@ -75,6 +77,8 @@ class TaskData:
 
     name: str
     loaded: LoadedTask
+    generation: Generation | None = None
+    """Answers are generated and scored too."""
     between: Callable[[], None] = lambda: None
     """Called before every batch; what it raises ends the evaluation."""
     _kept: list[dict[str, Tensor]] | None = field(default=None, init=False, repr=False)
@@ -116,6 +120,9 @@ class TaskData:
         """The same, and what they are of every row: the metric that is shown first, and the loss."""
         found = measure(model, self.batches(), self.loaded.output)
         metrics, rows = found.summary(), found.rows()
+        if self.generation is not None:
+            written = written_rows(self.loaded, model, self.generation)
+            metrics, rows = with_written(metrics, written), rows | written
         return metrics, {name: rows[name] for name in (headline(metrics), loss_name(metrics)) if name in rows}
 
     def gradient(self, model: nn.Module) -> State:
@@ -133,13 +140,17 @@ class TaskData:
         return {name: value.cpu() for name, value in stored_tensors(model, totals).items()}
 
 
-def load_data(name: str, recipe: Recipe, model: str, source: str, loading: Loading) -> TaskData:
-    """Data of a task, and a model as the recipe names it."""
+def check_vocabulary(recipe: Recipe) -> None:
     if recipe.tokenizer is not None:
         raise InputError(
             "tokenizer: a merge with a vocabulary of its own is not evaluated in memory, where the data are encoded as "
             "the models do. Merge it, and use `gradmerge evaluate` on the result"
         )
+
+
+def load_data(name: str, recipe: Recipe, model: str, source: str, loading: Loading) -> TaskData:
+    """Data of a task, and a model as the recipe names it."""
+    check_vocabulary(recipe)
     path = local_path(model, recipe.folder)
     return TaskData(name, load_task(str(path) if path.exists() else model, source, **loading))
 

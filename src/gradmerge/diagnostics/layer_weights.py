@@ -36,8 +36,8 @@ from .evaluator import Evaluator
 from .grid import takes_weights
 from .predictor import Predictor
 from .preview import Looker, Outcome, worst_or_sum
+from .setting_ties import share_difference
 from .suggest import Judged, OverLayers, Suggestion, quadratic_features, suggestion_of
-from .ties import share_difference
 from .weight_ranges import Ranges, rounded
 
 WAYS = ("layers",)

@@ -28,8 +28,8 @@ from .evaluator import Evaluator
 from .grid import Setting
 from .in_memory import State, TaskData, materialise, state_of
 from .predict import BASE
-from .predictor import Predictor
 from .preview import Outcome
+from .quick_predictor import QuickPredictor
 
 Stop = Callable[[], bool]
 Share = Callable[[float], None]
@@ -87,11 +87,11 @@ class Moves(Evaluator):
         with self.threads():
             return super()._each_alone()
 
-    def predictor(self) -> Predictor | None:
+    def predictor(self) -> QuickPredictor | None:
         """What predicts settings on the same inputs; None without curvature of every model."""
         if not self.plan.inputs.curvature or self.plan.inputs.base is None or self._recipe.method == "fa1":
             return None
-        return Predictor(self._recipe, [], threads=self._threads, plan=replace(self.plan, notes=[]))
+        return QuickPredictor(self._recipe, self.plan, self._threads)
 
     def check(self, setting: Setting) -> None:
         """Raise an InputError if a setting cannot be formed."""

@@ -17,7 +17,12 @@ def unbeaten(items: Sequence[tuple[Item, Sequence[float]]]) -> list[Item]:
     def beats(one: Sequence[float], other: Sequence[float]) -> bool:
         return all(a >= b for a, b in zip(one, other, strict=True)) and list(one) != list(other)
 
-    return [item for item, own in items if not any(beats(other, own) for _, other in items)]
+    kept: list[int] = []
+    # What beats another has a larger sum, and what is beaten is so by one of those that are not.
+    for place in sorted(range(len(items)), key=lambda place: -sum(items[place][1])):
+        if not any(beats(items[other][1], items[place][1]) for other in kept):
+            kept.append(place)
+    return [items[place][0] for place in sorted(kept)]
 
 
 def front(rows: Sequence[Outcome], tasks: Sequence[str], forgotten: Sequence[str] = ()) -> list[Outcome]:

@@ -23,8 +23,8 @@ from ..text import Measured
 from .grid import Setting, recipe_with, takes_weights
 from .predict import task_names
 from .scores import Criterion, Ranking, headline, higher_is_better, loss_of, mean_ranks, measured, steady
+from .setting_ties import are_tied, score_difference, score_error, simplicity
 from .sweeps import Changes
-from .ties import are_tied, score_difference, score_error, simplicity
 
 Advance = Callable[[int], None]
 """Called with the number of merges that are done."""
@@ -188,7 +188,7 @@ class Preview(Displayed):
         own = self.own
         if own is not None and any(row is own for row in among):
             return own
-        if own is not None and not are_tied(leading, own, self.criterion):
+        if own is not None and method in (None, own.setting.method) and not are_tied(leading, own, self.criterion):
             among = [row for row in among if not are_tied(row, own, self.criterion)]
         return min(among, key=lambda row: (simplicity(row.setting), self._badness(row)))
 
@@ -259,6 +259,11 @@ def reference_setting(recipe: Recipe, methods: Sequence[str], fixed: Mapping[str
     return Setting(method, tuple(recipe.weights) if takes_weights(method) else (), changes=changes)
 
 
+def _meaning(recipe: Recipe) -> dict[str, Any]:
+    """A recipe with all defaults filled in, so that two that mean the same are the same."""
+    return {**recipe.model_dump(), "options": recipe.resolved_options}
+
+
 def compare(
     recipe: Recipe,
     looker: Looker,
@@ -277,8 +282,8 @@ def compare(
     """
     reference = reference_setting(recipe, [setting.method for setting in settings], fixed)
     alike = (s for s in settings if (s.method, s.weights) == (reference.method, reference.weights))
-    own = recipe_with(recipe, reference).model_dump()
-    reference = next((setting for setting in alike if recipe_with(recipe, setting).model_dump() == own), reference)
+    same = _meaning(recipe_with(recipe, reference))
+    reference = next((setting for setting in alike if _meaning(recipe_with(recipe, setting)) == same), reference)
     asked = list(settings)
     if not any(setting.same(reference) for setting in settings):
         asked.append(reference)
@@ -359,6 +364,7 @@ def _indifferent(found: Preview) -> list[str]:
             for row in rows
             if min(leaves(row.setting.weights[0])) > 0
         ]
+        losses = [one for one in losses if all(map(math.isfinite, one))]
         pairs = ((a, b) for one in losses for a, b in zip(one, losses[0], strict=True))
         if len(found.models) > 1 and len(losses) > 2 and all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs):
             notes.append(

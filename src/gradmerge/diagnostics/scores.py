@@ -15,17 +15,25 @@ if TYPE_CHECKING:
 
 #: The metric of a task that is shown first: the first of these that its metrics have. A perplexity averages badly over
 #: tasks, its logarithm does not.
-HEADLINES = ("accuracy", "micro_f1", "spearman_r", "r2", "loss_per_token", "mse", "loss_per_example")
-_LOWER = ("loss_per_token", "mse", "loss_per_example", "perplexity")
+HEADLINES = (
+    *("accuracy", "micro_f1", "spearman_r", "r2", "judge", "exact_match", "rougeL", "bleu", "chrf"),
+    *("loss_per_token", "mse", "loss_per_example"),
+)
+_LOWER = (
+    *("loss_per_token", "mse", "loss_per_example", "perplexity"),
+    *("word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "ter", "wer", "cer"),  # of the harness
+)
 #: Settings as close to the best as this are as good.
 CLOSE = 0.01
 
 
 def headline(metrics: Mapping[str, Any]) -> str:
     """Accuracy (classes, images, candidates), micro F1 (several labels), loss per token in nats; of a regression R², of
-    scored pairs the correlation of ranks, and of both the squared error where all labels are the same."""
+    scored pairs the correlation of ranks, and of both the squared error where all labels are the same. Of generated
+    text what a judge says, or else exact match, ROUGE-L, BLEU or chrF; of a task of the harness the first it gives."""
     optional = ("r2", "spearman_r")
-    return next(name for name in HEADLINES if name in metrics and (name not in optional or metrics[name] is not None))
+    known = (name for name in HEADLINES if name in metrics and (name not in optional or metrics[name] is not None))
+    return next(known, next(iter(metrics)))
 
 
 def higher_is_better(name: str) -> bool:

@@ -51,7 +51,7 @@ def rounded(weight: float, width: float) -> float:
 
 def parse_range(text: str, option: str = "--weights", word: str = "weight", most: float = 1000) -> Range:
     """`0:1:0.1` with both ends, `0:1`, `0,0.3,1`, or `0.5`. Decimals stay what they are: three steps of 0.1 are 0.3."""
-    where = f"{option} {text}"
+    where = f"{option}{'' if option.endswith('=') else ' '}{text}"
 
     def number(part: str) -> Decimal:
         try:

@@ -10,7 +10,7 @@ from ..diagnostics.gauge import FAR, NEAR
 from ..diagnostics.predict import BASE
 from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.scores import headline, higher_is_better, measured
-from ..diagnostics.ties import are_tied
+from ..diagnostics.setting_ties import are_tied
 from ..tasks.uncertainty import Difference, difference
 from ..text import plus_minus
 from .numbers import number

@@ -19,7 +19,7 @@ TRUST = (
     "on average (0.9 on one task, 0 on another), and hardly ranked accuracy. A handful of labelled rows "
     "(`--data NAME=SRC`) overrides them."
 )
-#: What simple means, as `diagnostics/ties.py` has it.
+#: What simple means, as `diagnostics/setting_ties.py` has it.
 SIMPLEST = "fewest changed keys, then the method that needs least, then the fewest different weights"
 #: With more tied settings than this, their ranges are told instead of their names.
 NAMED = 3

@@ -1,7 +1,7 @@
 """How good texts are that a model wrote: against references, or by a judge.
 
-- `exact_match`: 1 where answer and reference are the same but for case, runs of white space, punctuation at both ends,
-  and how characters are composed (Unicode NFKC).
+- `exact_match`: 1 where answer and reference are the same but for case, runs of white space, how characters are
+  composed (Unicode NFKC), and stops, commas, quotation marks and brackets at both ends. A minus or % counts.
 - `rouge1`, `rouge2`, `rougeL`: F-measures of ROUGE, without stemming (rouge-score), from 0 to 1.
 - `bleu`, `chrf`: of the corpus, by sacrebleu with its defaults, from 0 to 100. They are no means over rows; each row
   stands for the corpus' score plus (n − 1) times what the score falls when it is left out, so that the standard error
@@ -35,6 +35,8 @@ Judge = Callable[..., Any]
 names, a list of them."""
 
 
+#: What does not count at the ends of a text.
+_EDGES = " .,;:!?…\"'`“”„‘’«»()[]{}"
 #: The packages that metrics come from.
 _NEEDS = {"rouge": "rouge_score", "bleu": "sacrebleu", "chrf": "sacrebleu"}
 
@@ -163,8 +165,7 @@ def _called(judge: Judge, where: str, *arguments: Any) -> Any:
 def normalised(text: str) -> str:
     """A text as exact match compares it."""
     words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-    inside = [place for place, one in enumerate(words) if not unicodedata.category(one).startswith("P")]
-    return words[inside[0] : inside[-1] + 1].strip() if inside else words
+    return words.strip(_EDGES) or words
 
 
 def _exact(answers: Sequence[str], references: Sequence[str]) -> dict[str, Tensor]:
