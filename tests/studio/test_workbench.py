@@ -16,7 +16,7 @@ import gradmerge as gm
 
 from .making import HOSTILE, tiny_recipe
 
-pytest.importorskip("gradio", reason="needs Gradio: pip install 'gradmerge[studio]'")
+gradio = pytest.importorskip("gradio", reason="needs Gradio: pip install 'gradmerge[studio]'")
 
 from gradmerge.studio import markup
 from gradmerge.studio.panel import Panel
@@ -73,6 +73,12 @@ def test_a_closed_page_is_not_measured_for() -> None:
     bench.close()
 
 
+@pytest.fixture(scope="module")
+def panel(explorer: Any) -> Panel:
+    with gradio.Blocks(analytics_enabled=False):
+        return Panel(explorer)
+
+
 def values(panel: Panel) -> list[Any]:
     return [component.value for component in panel.inputs]
 
@@ -83,12 +89,12 @@ def moved(panel: Panel, updates: list[Any]) -> list[Any]:
     return [update.get("value", old) for update, old in zip(updates, before, strict=False)]
 
 
-def test_untouched_controls_are_the_recipes_own_setting(explorer: Any) -> None:
-    assert Panel(explorer).read(values(Panel(explorer))).same(explorer.own)
+def test_untouched_controls_are_the_recipes_own_setting(explorer: Any, panel: Panel) -> None:
+    assert panel.read(values(panel)).same(explorer.own)
 
 
-def test_every_setting_can_be_put_back_into_the_controls(explorer: Any) -> None:
-    panel, groups = Panel(explorer), len(explorer.layer_groups)
+def test_every_setting_can_be_put_back_into_the_controls(explorer: Any, panel: Panel) -> None:
+    groups = len(explorer.layer_groups)
     by_layers = [0.1 * number for number in range(1, groups + 1)]
     settings = [
         explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 1.1}),

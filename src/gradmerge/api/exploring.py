@@ -17,8 +17,8 @@ from ..diagnostics.moves import Moves, Share, Stop, Superseded
 from ..diagnostics.pareto import front
 from ..diagnostics.predict import BASE
 from ..diagnostics.preview import Outcome, Preview, make_preview, reference_setting, score_all
-from ..diagnostics.setting_candidates import changes_files
-from ..diagnostics.ties import are_tied
+from ..diagnostics.sweeps import changes_files
+from ..diagnostics.setting_ties import are_tied
 from ..display import Displayed, View
 from ..engine.to_folder import MergeResult
 from ..errors import InputError

@@ -50,7 +50,7 @@ class Visit:
 
 
 @dataclass
-class Work:
+class LongWork:
     """Something long, in a thread of its own: what it does now, and how far it is."""
 
     text: str
@@ -106,7 +106,7 @@ class Workbench:
         if gone is not None:
             gone.closed = True
 
-    def running(self, work: Work, do: Callable[[Work], T]) -> Iterator[T | None]:
+    def running(self, work: LongWork, do: Callable[[LongWork], T]) -> Iterator[T | None]:
         """Do something in a thread: nothing again and again while it runs, at last its result."""
         future = self._threads.submit(do, work)
         while True:
@@ -126,10 +126,10 @@ class Workbench:
             late = time.perf_counter() - begun > PATIENCE
             return visit.closed or (late and visit.wanted != setting)
 
-        def do(work: Work) -> Any:
+        def do(work: LongWork) -> Any:
             return self.explorer.measure(setting, stop, functools.partial(setattr, work, "share"))
 
-        work = Work("measuring")
+        work = LongWork("measuring")
         try:
             for outcome in self.running(work, do):
                 if outcome is None:
@@ -299,7 +299,7 @@ class Workbench:
 
     def swept(self, visit: Visit, settings: Sequence[Any], chart: str) -> Iterator[tuple[str, str]]:
         """Measure settings one after another: (state, figure); moves that are made meanwhile come in between."""
-        work = Work("measuring")
+        work = LongWork("measuring")
         for number, setting in enumerate(settings, 1):
             work.text, work.share = (
                 f"measuring {number} of {len(settings)}: {setting.name}",
@@ -324,11 +324,11 @@ class Workbench:
         """Write a report of all that was measured."""
         yield from self._written(out, "writing", lambda work: self.explorer.write_report(out.strip()), "The report is ")
 
-    def _written(self, out: str, doing: str, do: Callable[[Work], Any], done: str) -> Iterator[str]:
+    def _written(self, out: str, doing: str, do: Callable[[LongWork], Any], done: str) -> Iterator[str]:
         if not out.strip():
             yield markup.message("Name a new folder to write to.")
             return
-        work = Work(doing)
+        work = LongWork(doing)
         for result in self.running(work, do):
             place = Path(out.strip()).absolute()
             if isinstance(result, Path):
