@@ -40,7 +40,7 @@ def number(metric: str, value: float | None) -> str:
 
 
 def unit(metric: str) -> str:
-    return " %" if is_share(metric) else ""
+    return " %" if is_share(metric) else " nats" if "loss" in metric else ""
 
 
 def words(metric: str) -> str:
@@ -159,11 +159,15 @@ def _lane(lane: Lane, span: tuple[float, float]) -> str:
     )
 
 
-def card(kind: str, title: str, score: Score | None, below: str, chip: tuple[str, str] | None = None) -> str:
-    """One of the numbers on top. ``below`` is HTML; a chip is a kind and its words."""
+def chip(kind: str, text: str) -> str:
+    return f'<span class="gm-chip {kind}">{esc(text)}</span>'
+
+
+def card(kind: str, title: str, score: Score | None, below: str, remark: tuple[str, str] | None = None) -> str:
+    """One of the numbers on top. ``below`` is HTML; a remark is a kind and its words."""
     big = f"{number(score.metric, score.value)}<small>{unit(score.metric)}</small>" if score is not None else "–"
     spread = f"<i>± {number(score.metric, score.error)}</i>" if score is not None and score.error is not None else ""
-    said = f'<span class="gm-chip {chip[0]}">{esc(chip[1])}</span>' if chip else ""
+    said = chip(*remark) if remark else ""
     top = f'<h3>{esc(title)}{said}</h3><p class="gm-big">{big} {spread}</p>'
     return f'<div class="gm-card {kind}">{top}<p>{below}</p></div>'
 

@@ -19,7 +19,7 @@ import gradio as gr
 
 import gradmerge as gm
 
-from ..errors import GradmergeError
+from ..errors import GradmergeError, MachineError
 from ..text import size
 from . import markup
 from .markup import Lane, Score, esc
@@ -54,6 +54,8 @@ class LongWork:
     """Something long, in a thread of its own: what it does now, and how far it is."""
 
     text: str
+    ended: Callable[[], bool] = lambda: False
+    """Whether the page is being closed: then work that tells how far it is gives up, and cleans up behind itself."""
     share: float | None = None
     _total: int = 0
     _done: int = field(default=0, repr=False)
@@ -63,6 +65,8 @@ class LongWork:
         self._tell()
 
     def advance(self, amount: int) -> None:
+        if self.ended():
+            raise MachineError("the page was closed")
         self._done += amount
         self._tell()
 
@@ -90,10 +94,12 @@ class Workbench:
     def __init__(self, explorer: Any) -> None:
         self.explorer = explorer
         self._visits: dict[str, Visit] = {}
+        self._closed = False
         self._threads = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="studio")
 
     def close(self) -> None:
-        for visit in self._visits.values():
+        self._closed = True
+        for visit in list(self._visits.values()):
             visit.closed = True
         self._threads.shutdown(cancel_futures=True)
 
@@ -229,43 +235,44 @@ class Workbench:
         return markup.table(["row", "truth", "base", *tuned, "this merge"], rows, "gm-answers")
 
     def flips(self, visit: Visit, task: str, against: str) -> str:
-        """Which rows turned right or wrong."""
+        """Which rows turned right or wrong; of a task without right and wrong, whose loss changed most."""
         found = self.explorer.flips(task, visit.shown.setting, against)
-        right = sum(one.turned == "right" for one in found)
-        of = self.explorer.examples[task]
         other = {
             "base": "the base",
             "tuned": f"the model tuned on {task}",
             "best": "the best so far",
             "own": "the recipe",
-        }[against]
+        }
+        turns = {kind: sum(one.turned == kind for one in found) for kind in dict.fromkeys(one.turned for one in found)}
+        counts = (
+            " and ".join(f"{count:,} turned {kind}" for kind, count in turns.items()) or "none is answered otherwise"
+        )
+        told = f"Against {other[against]}, of {self.explorer.examples[task]:,} rows {counts}."
+        if len(found) > MOST_ROWS:
+            told += f" The first {MOST_ROWS} are shown."
         rows = [
             [
                 markup.picture(one.image) if one.image is not None else markup.passage(one.text or ""),
                 esc(one.truth) or "–",
                 markup.reply(one.before),
                 markup.reply(one.after),
-                f'<span class="gm-chip {"good" if one.turned == "right" else "bad"}">turned {one.turned}</span>',
+                markup.chip("good" if one.turned in ("right", "better") else "bad", one.turned),
             ]
             for one in found[:MOST_ROWS]
         ]
-        told = f"Against {other}, {right} of {of:,} rows turned right and {len(found) - right} turned wrong."
-        if len(found) > MOST_ROWS:
-            told += f" The first {MOST_ROWS} are shown."
-        empty = "No row is answered otherwise." if not found else ""
-        return f'<p class="gm-told">{esc(told)}</p>' + markup.table(
-            ["row", "truth", "before", "this merge", ""], rows, "gm-answers", empty
-        )
+        shown = markup.table(["row", "truth", "before", "this merge", ""], rows, "gm-answers") if rows else ""
+        return f'<p class="gm-told">{esc(told)}</p>{shown}'
 
     def tried(self) -> str:
         """Every setting that was measured, the best first."""
         explorer = self.explorer
-        found, front, best = explorer.preview(), {id(row) for row in explorer.front()}, explorer.best()
+        found, front, best = explorer.preview(), [row.setting for row in explorer.front()], explorer.best()
         rows = []
         for row in sorted(found.rows, key=lambda row: row.rank or 0)[:100]:
             scores = [markup.score_of(row.metrics.get(task), found.metric(task)) for task in explorer.tasks]
             mean = markup.average([score for score in scores if score is not None])
-            signs = ("★ " if row is best else "") + ("◇" if id(row) in front else "")
+            signs = "★ " if best is not None and row.setting.same(best.setting) else ""
+            signs += "◇" if any(row.setting.same(one) for one in front) else ""
             rows.append(
                 [
                     signs or "",
@@ -328,7 +335,7 @@ class Workbench:
         if not out.strip():
             yield markup.message("Name a new folder to write to.")
             return
-        work = LongWork(doing)
+        work = LongWork(doing, lambda: self._closed)
         for result in self.running(work, do):
             place = Path(out.strip()).absolute()
             if isinstance(result, Path):
