@@ -20,6 +20,7 @@ import gradmerge as gm
 from gradmerge.diagnostics import quick_predictor
 from gradmerge.diagnostics.answering import KEPT, Answering
 from gradmerge.diagnostics.pareto import unbeaten
+from gradmerge.tasks import Generation
 from gradmerge.tasks.refilling import RefilledModel
 
 from ..making import near, random_curvature, read_model, weight_bytes, write_recipe
@@ -498,6 +499,27 @@ def test_every_task_is_measured_and_answered(tmp_path: Path, make: Any) -> None:
             assert answer.merged.probability is not None
             right = [one.merged.right for one in found.answers("a", list(range(6)), setting)]
             assert sum(map(bool, right)) / 6 == pytest.approx(outcome.values["a"])
+
+
+def test_answers_that_are_written_can_be_what_settings_are_compared_by(tmp_path: Path) -> None:
+    data = make_prompts(tmp_path)
+    tuned(tmp_path / "base", tmp_path / "a", 1)
+    recipe = {"method": "task-arithmetic", "base": str(tmp_path / "base"), "models": [str(tmp_path / "a")]}
+    rows = gm.read_rows(data["a"]).rows
+    with gm.explore(recipe, data) as found:  # what the tuned model writes is right from now on
+        said = [answer.tuned.text for answer in found.answers("a", list(range(6)), found.own) if answer.tuned]
+    completed = [{"prompt": row["prompt"], "completion": text} for row, text in zip(rows, said, strict=True)]
+    write_jsonl(Path(data["a"]), completed)
+    how = Generation(metrics=["exact-match"])
+    with gm.explore(recipe, data, generation=how) as found:
+        assert found.alone["a"]["a"]["exact_match"] == 1
+        shares: list[float] = []
+        setting = found.setting(weights={"a": 0.0})
+        outcome = found.measure(setting, advance=shares.append)
+        assert outcome.values == {"a": found.alone["base"]["a"]["exact_match"]} and shares == sorted(shares)
+        flips = found.flips("a", setting, "tuned")
+        assert len(flips) == 6 * (1 - outcome.values["a"]) > 0
+        assert all(flip.turned == "wrong" and flip.before.text == said[flip.row] for flip in flips)
 
 
 def test_a_refilled_model_is_the_one_that_transformers_loads(texts: Path) -> None:

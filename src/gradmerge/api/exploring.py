@@ -17,14 +17,14 @@ from ..diagnostics.moves import Moves, Share, Stop, Superseded
 from ..diagnostics.pareto import front
 from ..diagnostics.predict import BASE
 from ..diagnostics.preview import Outcome, Preview, make_preview, reference_setting, score_all
-from ..diagnostics.sweeps import changes_files
 from ..diagnostics.setting_ties import are_tied
+from ..diagnostics.sweeps import changes_files
 from ..display import Displayed, View
 from ..engine.to_folder import MergeResult
 from ..errors import InputError
 from ..progress import Progress
 from ..recipe import Recipe
-from ..tasks import Loading, complete
+from ..tasks import Generation, Loading, complete
 from ..text import nearest, one_line
 from .converting import recipe_documents
 from .demo_folders import data_of_demo, recipe_of_demo
@@ -46,7 +46,7 @@ class Explorer(Displayed):
     :func:`gradmerge.explore` makes it. It may be used from several threads: one computes at a time, the others wait.
 
     Args:
-        recipe, data, loading, memory, threads: As of :func:`gradmerge.explore`, all checked.
+        recipe, data, loading, generation, memory, threads: As of :func:`gradmerge.explore`, all checked.
         allowed: What else may be read: ``allow_pickle``, ``allow_config`` and ``dequantize``.
     """
 
@@ -56,6 +56,7 @@ class Explorer(Displayed):
         data: Mapping[str, str],
         loading: Loading,
         *,
+        generation: Generation | None = None,
         memory: int | None = None,
         threads: int = 1,
         allowed: Mapping[str, Any],
@@ -65,7 +66,8 @@ class Explorer(Displayed):
         self._lock, self._predicting = threading.Lock(), threading.Lock()
         with contextlib.ExitStack() as stack:
             ready = stack.enter_context(merged_first(recipe, None, threads, allowed))
-            self._moves = Moves(ready, data, loading, memory=memory, threads=threads, **allowed)
+            how: dict[str, Any] = {"generation": generation, "memory": memory, "threads": threads}
+            self._moves = Moves(ready, data, loading, **how, **allowed)
             stack.callback(self._moves.close)
             self._predictor = self._moves.predictor()
             self._choices = Choices(ready, self._moves.plan)
@@ -355,6 +357,7 @@ def explore(
     recipe: str | Path | Recipe | Mapping[str, Any],
     data: Mapping[str, str] | None = None,
     *,
+    generation: Generation | None = None,
     memory: int | None = None,
     threads: int | None = None,
     allow_pickle: bool = False,
@@ -370,6 +373,7 @@ def explore(
         recipe: A recipe file, a mapping with its keys, a :class:`Recipe`, or the folder of a demo.
         data: Task (the name of its model's folder, or `base`) → data, as of :func:`gradmerge.preview`; for a recipe of
             a demo, its rows for trying weights.
+        generation: Have every merge write answers too, as of :func:`gradmerge.preview`.
         memory: Bytes that models and curvature may take in memory, by default half of what is free; what does not fit
             is read from disk for every setting.
         threads, allow_pickle, allow_config, dequantize: As of :func:`gradmerge.merge`.
@@ -392,4 +396,5 @@ def explore(
     found = recipe_of_models(recipe, "explore")
     check_methods(None, found)
     allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
-    return Explorer(found, data, options, memory=memory, threads=threads or default_threads(), allowed=allowed)
+    how: dict[str, Any] = {"generation": generation, "memory": memory, "threads": threads or default_threads()}
+    return Explorer(found, data, options, **how, allowed=allowed)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..tasks.replies import Reply, has_right_and_wrong, questions, replies
+from ..tasks.uncertainty import SHARES
 from .grid import Setting
 from .in_memory import Rows
 from .moves import Moves
@@ -76,10 +77,11 @@ class Answering:
         """Rows that two models see differently, by the numbers that both have for every row."""
         loaded = self._moves.data_of(task).loaded
         every = list(range(loaded.examples))
-        if not has_right_and_wrong(loaded):
+        share = next((name for name in SHARES if name in before and name in after), None)
+        if share is not None:
+            turned = (before[share] != after[share]).nonzero().flatten().tolist()
+        elif not has_right_and_wrong(loaded):
             return self._changed(task, before[loss_name(before)], after[loss_name(after)])
-        if "accuracy" in before:
-            turned = (before["accuracy"] != after["accuracy"]).nonzero().flatten().tolist()
         else:
             pairs = zip(self._ask(one, task, every), self._ask(other, task, every), strict=True)
             turned = [row for row, (a, b) in enumerate(pairs) if a and b and a.right != b.right]
@@ -87,7 +89,8 @@ class Answering:
         found = []
         for row, asked, a, b in zip(turned, questions(loaded, turned), old, new, strict=True):
             if a is not None and b is not None:
-                how = "right" if b.right else "wrong"
+                better = b.right if share is None else after[share][row] > before[share][row]
+                how = "right" if better else "wrong"
                 found.append(Flip(row, asked.text, asked.image, asked.truth, a, b, how))
         return found
 

@@ -121,7 +121,7 @@ class TaskData:
         found = measure(model, self.batches(), self.loaded.output)
         metrics, rows = found.summary(), found.rows()
         if self.generation is not None:
-            written = written_rows(self.loaded, model, self.generation)
+            written = written_rows(self.loaded, model, self.generation, lambda done: self.between())
             metrics, rows = with_written(metrics, written), rows | written
         return metrics, {name: rows[name] for name in (headline(metrics), loss_name(metrics)) if name in rows}
 

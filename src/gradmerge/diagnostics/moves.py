@@ -20,7 +20,7 @@ from ..engine.resident import free_memory, keep_in_memory
 from ..errors import InputError
 from ..recipe import Recipe
 from ..rules import RULES
-from ..tasks import Loading
+from ..tasks import Generation, Loading
 from ..tasks.refilling import RefilledModel
 from ..text import size
 from .controls import to_read
@@ -54,12 +54,13 @@ class Moves(Evaluator):
         data: Mapping[str, str],
         loading: Loading,
         *,
+        generation: Generation | None = None,
         memory: int | None = None,
         threads: int = 1,
         **allowed: Any,
     ) -> None:
         self._torch_threads = torch.get_num_threads()
-        super().__init__(recipe, to_read(recipe), data, loading, threads=threads, **allowed)
+        super().__init__(recipe, to_read(recipe), data, loading, generation=generation, threads=threads, **allowed)
         inputs, self._recipe = self.plan.inputs, recipe
         limit = free_memory() // 2 if memory is None else memory
         whole = sum(source.nbytes for source in inputs.checkpoints)
@@ -153,18 +154,21 @@ class Moves(Evaluator):
     def measure(self, setting: Setting, stop: Stop, share: Share) -> Outcome:
         """Form a setting and evaluate it on the data of every task."""
         blocks = sum(1 for unit in self.plan.units() if unit.job.rule is not None)
-        batches = sum(math.ceil(one.loaded.examples / one.loaded.batch_size) for one in self._data.values())
-        parts = iter([FORMING * (n + 1) / blocks for n in range(blocks)])
+        # Answers are written in about as many batches as there are.
+        every = [(2 if one.generation else 1, one.loaded) for one in self._data.values()]
+        batches = sum(times * math.ceil(loaded.examples / loaded.batch_size) for times, loaded in every)
+        parts, last = iter([FORMING * (n + 1) / blocks for n in range(blocks)]), FORMING
 
         def between() -> None:
             if stop():
                 raise Superseded
-            share(next(parts, FORMING))
+            share(next(parts, last))
 
         self.check(setting)
         model = self.model(setting, between)
         assert model is not None
-        parts = iter([FORMING + (1 - FORMING) * n / batches for n in range(batches)])
+        shares = [FORMING + (1 - FORMING) * n / batches for n in range(batches)]
+        parts, last = iter(shares), shares[-1]
         before = len(self._broken)
         try:
             for one in self._data.values():

@@ -72,5 +72,6 @@ class QuickPredictor(Predictor):
                 for task, cost in costs.items():
                     layer[task] += cost * scales.get(name, 1.0)
             row.parts = layers
-            row.values = row.costs = {task: sum(layer[task] for layer in layers.values()) for task in row.costs}
+            row.costs = {task: sum(layer[task] for layer in layers.values()) for task in row.costs}
+            row.values = dict(row.costs)
         return rows

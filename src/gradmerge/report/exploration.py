@@ -40,7 +40,7 @@ def _tasks(found: Preview, present: Outcome, best: Outcome | None) -> alt.LayerC
     series: dict[str, list[Point | None]] = {}
     if BASE in found.alone:
         series["base"] = [_metric(found.alone[BASE].get(task)) for task in found.tasks]
-    series["tuned"] = [_metric(found.alone.get(task, {}).get(task)) for task in found.tasks]
+    series["tuned"] = [None if task == BASE else _metric(found.alone.get(task, {}).get(task)) for task in found.tasks]
     if best is not None and not best.setting.same(present.setting):
         series["best so far"] = [_metric(best.metrics.get(task)) for task in found.tasks]
     series[f"{present.setting.method} now"] = [_metric(present.metrics.get(task)) for task in found.tasks]

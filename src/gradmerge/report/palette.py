@@ -61,7 +61,7 @@ _METHODS = (
 )
 _PLACES = {method: place for place, method in enumerate(_METHODS)}
 #: Models that are no merge, each with a colour of its own.
-_MODELS = {"base": "soft", "tuned": "ink", "target": "c4"}
+_MODELS = {"base": "soft", "tuned": "ink", "target": "c4", "best so far": "c5"}
 _COLOURS = 10
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
 MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
