@@ -85,7 +85,7 @@ def methods_of(recipe: Recipe, plan: Plan) -> list[str]:
         lacking = ("prior" in needs and plan.inputs.prior is None) or (
             "curvature" in needs and not plan.inputs.curvature
         )
-        if lacking or ("base" in needs and plan.inputs.base is None):
+        if lacking or ("base" in needs - rule.optional and plan.inputs.base is None):
             continue
         try:
             plan_of(plan, Candidate(name, name, [1.0] * len(recipe.models)))

@@ -104,7 +104,7 @@ class Moves(Evaluator):
         A model is in memory until the next one is asked for.
         """
         if who == BASE:
-            return self._any.loaded.model
+            return self._any.loaded.model if self.plan.inputs.base is not None else None
         if isinstance(who, str) and who not in self.alone:
             return None
         if self._inside != who or self._inside is None:

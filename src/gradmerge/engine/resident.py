@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoints.model import Buffers, Checkpoint
 from ..checkpoints.views import View
-from .inputs import CurvatureInput, Digests, Inputs
+from .inputs import CurvatureInput, Inputs
 
 
 class ResidentCheckpoint(View):
@@ -29,29 +29,24 @@ class ResidentCheckpoint(View):
 
 
 class ResidentCurvature(CurvatureInput):
-    """Curvature that is kept as a rule takes it: reduced, and checked once."""
+    """Curvature whose tensors are kept as its file gives them, once they are read, and are checked once."""
 
     def __init__(self, inner: CurvatureInput) -> None:
         super().__init__(**{one.name: getattr(inner, one.name) for one in fields(inner)})
-        self._whole: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._whole: dict[str, Tensor] = {}
+        self._checked: set[str] = set()
 
-    def read(
-        self,
-        name: str,
-        start: int,
-        stop: int,
-        buffers: Buffers,
-        slot: str,
-        dtype: torch.dtype,
-        digests: Digests | None = None,
-    ) -> Tensor:
-        shapes = self.shapes
-        if shapes is None or name not in shapes or digests is not None or self.kind == "gram":
-            return super().read(name, start, stop, buffers, slot, dtype, digests)
-        if (name, dtype) not in self._whole:
-            numel = torch.Size(shapes[name]).numel()
-            self._whole[name, dtype] = super().read(name, 0, numel, Buffers(), slot, dtype).clone()
-        return self._whole[name, dtype][start:stop]
+    def _stored(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
+        if name not in self._whole:
+            assert self._own_shapes is not None
+            numel = torch.Size(self._own_shapes[name]).numel()
+            self._whole[name] = super()._stored(name, 0, numel, Buffers(), slot).reshape(-1).clone()
+        return self._whole[name][start:stop]
+
+    def _check(self, values: Tensor, name: str) -> None:
+        if name not in self._checked:
+            super()._check(self._whole.get(name, values), name)
+            self._checked.add(name)
 
 
 def keep_in_memory(inputs: Inputs, limit: int) -> list[str]:
