@@ -31,6 +31,29 @@
   }
   addEventListener("scroll", () => tip && (tip.hidden = true), { passive: true, capture: true });
 
+  // As in reports: the legend in as many columns as there is room for, the name of the upward axis below it.
+  function sized(spec, width) {
+    const narrow = width < 520;
+    const named = spec.layer?.some(({ encoding }) => encoding?.y?.title);
+    const legend = { offset: named ? 27 : 12, columns: Math.max(1, Math.floor((width - 50) / (spec.usermeta?.entry ?? 150))) };
+    const length = Math.min(spec.config.legend?.gradientLength ?? 240, width - 130);
+    const config = {
+      ...spec.config,
+      background: null,
+      axisY: { ...spec.config.axisY, labelLimit: narrow ? 100 : 220 },
+      legend: { ...spec.config.legend, ...legend, gradientLength: length },
+    };
+    const height = narrow && typeof spec.height === "number" ? Math.round(0.8 * spec.height) : spec.height;
+    const padding = { left: 2, right: 4, top: 2, bottom: 2, ...spec.padding };
+    return { ...spec, width, height, padding, config, background: null };
+  }
+
+  function viewOf(spec, container) {
+    const compiled = { ...vegaLite.compile(spec).spec, autosize: { type: "fit-x", contains: "padding" } };
+    const parsed = vega.parse(compiled, null, { ast: true });
+    return new vega.View(parsed, { expr: vegaInterpreter, renderer: "svg", container, tooltip: show });
+  }
+
   function draw(box) {
     const width = Math.floor(box.clientWidth);
     const before = drawn.get(box);
@@ -40,16 +63,7 @@
     const root = box.shadowRoot ?? box.attachShadow({ mode: "open" });
     const place = document.createElement("div");
     root.replaceChildren(place);
-    const spec = { ...turned(JSON.parse(box.dataset.spec)), width, background: null };
-    const narrow = width < 520;
-    if (narrow && typeof spec.height === "number") spec.height = Math.round(0.8 * spec.height);
-    spec.config = { ...spec.config, background: null, axisY: { ...spec.config?.axisY, labelLimit: narrow ? 100 : 220 } };
-    spec.padding = { left: 0, right: 4, top: 4, bottom: 2 };
-    const compiled = { ...vegaLite.compile(spec).spec, autosize: { type: "fit-x", contains: "padding" } };
-    const view = new vega.View(vega.parse(compiled, null, { ast: true }), {
-      expr: vegaInterpreter, renderer: "svg", container: place, tooltip: show,
-    });
-    view.run();
+    const view = viewOf(sized(turned(JSON.parse(box.dataset.spec)), width), place).run();
     if (!before) new ResizeObserver(() => requestAnimationFrame(() => draw(box))).observe(box);
     drawn.set(box, { text: box.dataset.spec, width, view });
   }
