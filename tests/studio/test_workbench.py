@@ -10,19 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gradio
 import pytest
 
 import gradmerge as gm
-
-from .making import HOSTILE, tiny_recipe
-
-gradio = pytest.importorskip("gradio", reason="needs Gradio: pip install 'gradmerge[studio]'")
-
 from gradmerge.studio import markup
 from gradmerge.studio.panel import Panel
 from gradmerge.studio.serving import address, is_local, listen
 from gradmerge.studio.studio_page import build
 from gradmerge.studio.workbench import Visit, Workbench, explained
+
+from .making import HOSTILE, tiny_recipe
 
 SPACE = Path(__file__).parents[2] / "examples" / "space"
 
@@ -105,7 +103,13 @@ def test_every_setting_can_be_put_back_into_the_controls(explorer: Any, panel: P
         explorer.own,
     ]
     for setting in settings:
-        assert panel.read(moved(panel, panel.shaped(setting.method, setting))).same(setting), setting.name
+        assert panel.read(moved(panel, panel.shaped(setting))).same(setting), setting.name
+
+
+def test_weights_stay_with_another_method_where_its_range_has_them(explorer: Any, panel: Panel) -> None:
+    before = moved(panel, panel.shaped(explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 1.1})))
+    setting = panel.read(moved(panel, panel.changed("ties", *before[1 : len(panel.movable)])))
+    assert setting.same(explorer.setting("ties", {"yelp": 0.4, HOSTILE: 1.1}))
 
 
 def test_a_read_only_page_cannot_write(explorer: Any) -> None:

@@ -84,7 +84,7 @@ class Panel:
 
     @property
     def outputs(self) -> list[Any]:
-        """What :meth:`shaped` gives updates for."""
+        """What :meth:`shaped` and :meth:`changed` give updates for."""
         return [*self.inputs, self.without, self.options]
 
     def _more(self, method: str) -> bool:
@@ -175,60 +175,58 @@ class Panel:
                 changes[knob.key] = value[0]
         return explorer.setting(method, weights, changes)
 
-    def shaped(self, method: str, setting: Any | None = None) -> list[Any]:
-        """Updates of ``outputs`` for a method: its options appear, with the values of a setting or the recipe's."""
-        control = self._explorer.weight_control(method)
-        takes = control is not None
-        layered = setting is not None and any(isinstance(weight, tuple) for weight in setting.weights)
-        updates: list[Any] = [gr.update(value=method)]
-        chosen = (
-            dict(zip(self._explorer.models, setting.weights, strict=True))
-            if setting is not None and setting.weights
-            else {}
-        )
-        ranges = {"minimum": control.low, "maximum": control.high, "step": control.step} if control is not None else {}
-        for model in self._explorer.models:
-            updates.append(
-                gr.update(
-                    **ranges, **self._moved(chosen.get(model), model, control, setting), visible=takes and not layered
-                )
-            )
-        updates.append(
-            gr.update(
-                visible=self._layered(method), **({"value": layered} if setting is not None else {"value": False})
-            )
-        )
-        for model, some in zip(self._explorer.models, self.layers, strict=False):
+    def shaped(self, setting: Any) -> list[Any]:
+        """Updates of ``outputs`` that show a setting."""
+        models = self._explorer.models
+        chosen = dict(zip(models, setting.weights, strict=True)) if setting.weights else {}
+        layered = bool(self.layers) and any(isinstance(weight, tuple) for weight in chosen.values())
+        plain = [_plain(chosen.get(model)) for model in models]
+        flat = [self._start(model) if weight is None else weight for model, weight in zip(models, plain, strict=True)]
+        by_layers = []
+        for model, start, some in zip(models, flat, self.layers, strict=False):
             weight = chosen.get(model)
-            each = weight if isinstance(weight, tuple) and len(weight) == len(some) else [weight] * len(some)
-            for value in each:
-                updates.append(
-                    gr.update(**ranges, **self._moved(value, model, control, setting), visible=takes and layered)
-                )
-        changes = dict(setting.changes) if setting is not None else {}
+            by_layers += weight if isinstance(weight, tuple) and len(weight) == len(some) else [start] * len(some)
+        return self._updates(setting.method, [*flat, layered, *by_layers], dict(setting.changes))
+
+    def changed(self, method: str, *values: Any) -> list[Any]:
+        """Updates of ``outputs`` for another method: its options appear; weights stay where its range has them."""
+        return self._updates(method, values, {})
+
+    def _updates(self, method: str, weights: Sequence[Any], changes: dict[str, Any]) -> list[Any]:
+        control = self._explorer.weight_control(method)
+        takes, count = control is not None, len(self.weights)
+        layered = takes and bool(self.layers) and bool(weights[count])
+
+        def slider(value: float, seen: bool) -> Any:
+            if control is None:
+                return _update(visible=False)
+            inside = control.low <= value <= control.high
+            ranges = {"minimum": control.low, "maximum": control.high, "step": control.step}
+            return _update(**ranges, value=value if inside else control.value, visible=seen)
+
+        updates = [_update(value=method), *(slider(value, not layered) for value in weights[:count])]
+        updates.append(_update(value=layered, visible=self._layered(method)))
+        updates += [slider(value, layered) for value in weights[count + 1 :]]
         for knob in self.knobs:
             updates += _knob_updates(knob, method, changes)
-        return [*updates, gr.update(visible=not takes), gr.update(visible=self._more(method))]
+        return [*updates, _update(visible=not takes), _update(visible=self._more(method))]
 
-    def _moved(self, weight: Any, model: str, control: Any, setting: Any) -> dict[str, Any]:
-        """The value that a slider takes with a new method: that of the setting, else one that its range has."""
-        if control is None:
-            return {}
-        if setting is not None:
-            plain = _plain(weight)
-            return {"value": plain if plain is not None else self._start(model)}
-        start = self._start(model)
-        return {"value": start if control.low <= start <= control.high else control.value}
+    @property
+    def movable(self) -> list[Any]:
+        """What :meth:`changed` is given the values of."""
+        return self.inputs[: 2 + len(self.weights) + sum(map(len, self.layers))]
 
     def layers_shown(self, by_layers: bool, *weights: float) -> list[Any]:
         """Updates of the weights and of those by layers, which begin where the others are."""
-        plain = [gr.update(visible=not by_layers) for _ in self.weights]
-        start = {"value": None}
+        plain = [_update(visible=not by_layers) for _ in self.weights]
         layered = []
         for weight, some in zip(weights, self.layers, strict=False):
-            start = {"value": weight} if by_layers else {}
-            layered += [gr.update(visible=by_layers, **start) for _ in some]
+            layered += [_update(visible=by_layers, **({"value": weight} if by_layers else {})) for _ in some]
         return plain + layered
+
+
+def _update(**how: Any) -> Any:
+    return gr.update(**how)
 
 
 def _choices(control: Any) -> list[tuple[str, str]]:
@@ -269,16 +267,16 @@ def _knob_updates(knob: Knob, method: str, changes: dict[str, Any]) -> Iterator[
     control = knob.by_method.get(method)
     for component in knob.components:
         if control is None:
-            yield gr.update(visible=False)
+            yield _update(visible=False)
         elif component is knob.choice:
             value = changes.get(knob.key, control.value)
-            yield gr.update(
+            yield _update(
                 choices=_choices(control), value=str(value), label=control.label, info=control.meaning, visible=True
             )
         elif component is knob.word:
-            yield gr.update(**_word_look(control, True, changes.get(knob.key)))
+            yield _update(**_word_look(control, True, changes.get(knob.key)))
         else:
-            yield gr.update(**_slider_look(control, True, changes.get(knob.key)))
+            yield _update(**_slider_look(control, True, changes.get(knob.key)))
 
 
 def knob_value(knob: Knob, method: str, given: Iterator[Any]) -> tuple[Any] | None:

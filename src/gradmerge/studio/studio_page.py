@@ -22,6 +22,7 @@ _MOVES: dict[str, Any] = {**_QUIET, "trigger_mode": "always_last", "concurrency_
 
 def build(benches: Mapping[str, Workbench], read_only: bool) -> gr.Blocks:
     """The page of one or several workbenches, each by its title."""
+    page: gr.Blocks
     with gr.Blocks(title="gradmerge studio", analytics_enabled=False, fill_width=True) as page:
         if len(benches) == 1:
             for title, bench in benches.items():
@@ -112,7 +113,7 @@ class _Desk:
                     against = [("against the base", "base"), ("its tuned model", "tuned"), ("the recipe", "own")]
                     against += [] if removes else [("the best so far", "best")]
                     self.against = gr.Dropdown(
-                        against, value="base", show_label=False, container=False, min_width=160, scale=0
+                        against, value="base", show_label=False, container=False, min_width=200, scale=0
                     )
                 self.flips = _html()
             with gr.Tab("Forgetting" if removes else "Trade-offs") as self.tabs["front"]:
@@ -131,9 +132,7 @@ class _Desk:
     def _wire(self, page: gr.Blocks) -> None:
         panel, inputs = self.panel, self.panel.inputs
         # Which options there are changes first, then what they say is measured.
-        shaped = panel.method.input(
-            lambda method: panel.shaped(method), panel.method, panel.outputs, queue=False, **_QUIET
-        )
+        shaped = panel.method.input(panel.changed, panel.movable, panel.outputs, queue=False, **_QUIET)
         flat = [slider for some in panel.layers for slider in some]
         layered = panel.by_layers.input(
             panel.layers_shown, [panel.by_layers, *panel.weights], [*panel.weights, *flat], queue=False, **_QUIET
@@ -144,13 +143,8 @@ class _Desk:
                 words.append(
                     knob.word.input(lambda on: gr.update(visible=not on), knob.word, knob.number, queue=False, **_QUIET)
                 )
-        own = self.own.click(
-            lambda: panel.shaped(self._bench.explorer.own.method, self._bench.explorer.own),
-            None,
-            panel.outputs,
-            queue=False,
-            **_QUIET,
-        )
+        explorer = self._bench.explorer
+        own = self.own.click(lambda: panel.shaped(explorer.own), None, panel.outputs, queue=False, **_QUIET)
         best = self.best.click(self._to_best, None, panel.outputs, queue=False, **_QUIET)
         moving = [c for c in inputs if c not in (panel.method, panel.by_layers, *(k.word for k in panel.knobs))]
         noted = [self.predicted, self.recipe, self.error]
@@ -183,8 +177,7 @@ class _Desk:
 
     def _to_best(self) -> list[Any]:
         best = self._bench.explorer.best()
-        setting = best.setting if best is not None else self._bench.explorer.own
-        return self.panel.shaped(setting.method, setting)
+        return self.panel.shaped(best.setting if best is not None else self._bench.explorer.own)
 
     def _note(self, request: gr.Request, *values: Any) -> tuple[Any, ...]:
         """A move was made: say what is predicted of it, before it is measured."""

@@ -112,9 +112,9 @@ class Workbench:
         if gone is not None:
             gone.closed = True
 
-    def running(self, work: LongWork, do: Callable[[LongWork], T]) -> Iterator[T | None]:
+    def running(self, do: Callable[[], T]) -> Iterator[T | None]:
         """Do something in a thread: nothing again and again while it runs, at last its result."""
-        future = self._threads.submit(do, work)
+        future = self._threads.submit(do)
         while True:
             try:
                 yield future.result(timeout=BEAT)
@@ -132,12 +132,10 @@ class Workbench:
             late = time.perf_counter() - begun > PATIENCE
             return visit.closed or (late and visit.wanted != setting)
 
-        def do(work: LongWork) -> Any:
-            return self.explorer.measure(setting, stop, functools.partial(setattr, work, "share"))
-
         work = LongWork("measuring")
+        told = functools.partial(setattr, work, "share")
         try:
-            for outcome in self.running(work, do):
+            for outcome in self.running(functools.partial(self.explorer.measure, setting, stop, told)):
                 if outcome is None:
                     yield None, work.shown()
                     continue
@@ -166,8 +164,8 @@ class Workbench:
             scores = of(now.metrics), of(explorer.alone.get("base")), own, top
             lane = Lane(task, explorer.examples[task], metric, *scores, removed=task in explorer.removes)
             lanes.append(lane)
-        took = f"in {visit.seconds:.2f} s" if visit.seconds and visit.seconds >= 0.005 else "before"
-        how = f"measured on {sum(explorer.examples.values()):,} rows {took} · bars: ± 1 standard error"
+        took = f" in {visit.seconds:.2f} s" if visit.seconds and visit.seconds >= 0.005 else ""
+        how = f"measured on {sum(explorer.examples.values()):,} rows{took} · bars: ± 1 standard error"
         return markup.board(lanes, self._cards(lanes, now, best, found), how, visit.moves)
 
     def _cards(self, lanes: Sequence[Lane], now: Any, best: Any, found: Any) -> str:
@@ -308,11 +306,10 @@ class Workbench:
         """Measure settings one after another: (state, figure); moves that are made meanwhile come in between."""
         work = LongWork("measuring")
         for number, setting in enumerate(settings, 1):
-            work.text, work.share = (
-                f"measuring {number} of {len(settings)}: {setting.name}",
-                (number - 1) / len(settings),
-            )
-            for outcome in self.running(work, lambda _, one=setting: self.explorer.measure(one, lambda: visit.closed)):
+            work.text = f"measuring {number} of {len(settings)}: {setting.name}"
+            work.share = (number - 1) / len(settings)
+            measure = functools.partial(self.explorer.measure, setting, lambda: visit.closed)
+            for outcome in self.running(measure):
                 if outcome is None:
                     yield work.shown(), ""
             yield work.shown(), self.figures(visit, [chart])
@@ -320,27 +317,22 @@ class Workbench:
 
     def saved(self, setting: Any, out: str) -> Iterator[str]:
         """Merge a setting to disk: how far it is again and again, at last where it lies."""
-        yield from self._written(
-            out,
-            "merging",
-            lambda work: self.explorer.save(setting, out.strip(), progress=work),
-            f"Saved {setting.name} in ",
-        )
+        work = LongWork("merging", lambda: self._closed)
+        save = functools.partial(self.explorer.save, setting, out.strip(), progress=work)
+        yield from self._written(out, work, save, f"Saved {setting.name} in {Path(out.strip()).absolute()}")
 
     def reported(self, out: str) -> Iterator[str]:
         """Write a report of all that was measured."""
-        yield from self._written(out, "writing", lambda work: self.explorer.write_report(out.strip()), "The report is ")
+        write = functools.partial(self.explorer.write_report, out.strip())
+        done = f"The report is {Path(out.strip()).absolute() / 'report.html'}"
+        yield from self._written(out, LongWork("writing"), write, done)
 
-    def _written(self, out: str, doing: str, do: Callable[[LongWork], Any], done: str) -> Iterator[str]:
+    def _written(self, out: str, work: LongWork, write: Callable[[], Any], done: str) -> Iterator[str]:
         if not out.strip():
             yield markup.message("Name a new folder to write to.")
             return
-        work = LongWork(doing, lambda: self._closed)
-        for result in self.running(work, do):
-            place = Path(out.strip()).absolute()
-            if isinstance(result, Path):
-                place = result.absolute()
-            yield work.shown() if result is None else markup.message(f"{done}{place}", "good")
+        for result in self.running(write):
+            yield work.shown() if result is None else markup.message(done, "good")
 
 
 #: Chart → its title and what it shows.
