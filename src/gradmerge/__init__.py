@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .api.converting import convert_recipe as convert_recipe
     from .api.differentiating import estimate_gradient as estimate_gradient
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
+    from .api.exploring import Explorer as Explorer, explore as explore
     from .api.extracting import extract_lora as extract_lora
     from .api.previewing import preview as preview, suggest_weights as suggest_weights
     from .api.refining import refine as refine
@@ -22,8 +23,12 @@ if TYPE_CHECKING:
     from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
     from .curvature.kronecker import KroneckerCurvature as KroneckerCurvature
     from .curvature.optimizers import import_curvature as import_curvature
+    from .diagnostics.answering import Answer as Answer, Flip as Flip
+    from .diagnostics.controls import Control as Control
     from .diagnostics.diagnosis import Diagnosis as Diagnosis
-    from .diagnostics.preview import Preview as Preview
+    from .diagnostics.grid import Setting as Setting
+    from .diagnostics.moves import Superseded as Superseded
+    from .diagnostics.preview import Outcome as Outcome, Preview as Preview
     from .diagnostics.suggest import Suggestion as Suggestion
     from .engine.to_folder import MergeResult as MergeResult
     from .errors import GradmergeError as GradmergeError, InputError as InputError, MachineError as MachineError
@@ -47,6 +52,7 @@ _NAMES = {
     "api.converting": "convert_recipe",
     "api.differentiating": "estimate_gradient",
     "api.estimating": "Estimate estimate_curvature",
+    "api.exploring": "Explorer explore",
     "api.extracting": "extract_lora",
     "api.previewing": "preview suggest_weights",
     "api.refining": "refine",
@@ -58,8 +64,12 @@ _NAMES = {
     "curvature.gram": "Gram estimate_gram",
     "curvature.kronecker": "KroneckerCurvature",
     "curvature.optimizers": "import_curvature",
+    "diagnostics.answering": "Answer Flip",
+    "diagnostics.controls": "Control",
     "diagnostics.diagnosis": "Diagnosis",
-    "diagnostics.preview": "Preview",
+    "diagnostics.grid": "Setting",
+    "diagnostics.moves": "Superseded",
+    "diagnostics.preview": "Outcome Preview",
     "diagnostics.suggest": "Suggestion",
     "engine.to_folder": "MergeResult",
     "errors": "GradmergeError InputError MachineError",

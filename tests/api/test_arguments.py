@@ -132,7 +132,13 @@ def test_a_long_value_is_cut() -> None:
 
 #: Made by functions, and only looked at; or told by their fields.
 TOLD_BY_FIELDS = {
+    "Answer",
+    "Control",
+    "Flip",
+    "Outcome",
     "Refinement",
+    "Setting",
+    "Superseded",
     "Checkpoint",
     "Diagnosis",
     "Estimate",

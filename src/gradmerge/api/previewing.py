@@ -114,7 +114,7 @@ def preview(
         ):
             found = compare(recipe, looker, settings, space.axis, objective=objective, fixed=fixed, progress=told)
             found.notes += space.notes(chosen)
-        _tell(staging, found, None, data or {}, command)
+        tell(staging, found, None, data or {}, command)
     return found
 
 
@@ -198,7 +198,7 @@ def suggest_weights(
             )
             if by is not None:
                 found = suggest_by_layers(looker, found, ranges, points=length, progress=told)
-        _tell(staging, found.evaluated, found, data or {}, command)
+        tell(staging, found.evaluated, found, data or {}, command)
     return found
 
 
@@ -240,7 +240,7 @@ def _looker(
         looker.close()
 
 
-def _tell(
+def tell(
     staging: Staging | None, found: Preview, suggestion: Suggestion | None, data: Mapping[str, str], command: str
 ) -> None:
     """The verdict, and the report if one is wanted."""

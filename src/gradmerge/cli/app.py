@@ -28,6 +28,7 @@ from . import (
     recipe,
     refine,
     remove,
+    studio,
 )
 from .help import Commands, GroupWithHelp
 from .output import OUT_OF_MEMORY
@@ -117,6 +118,7 @@ app.command("diagnose", short_help="Report what a merge costs each task.", epilo
 app.command("preview", short_help="Compare weights and methods before merging.", epilog=preview.EXAMPLE)(
     preview.preview
 )
+app.command("studio", short_help="Try weights and methods on a local page.", epilog=studio.EXAMPLE)(studio.studio)
 app.command("demo", short_help="See the whole job on small models.", epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(curvature.app, name="curvature", short_help="Estimate, import and look at curvature.")
 app.add_typer(recipe.app, name="recipe", short_help="Write mergekit's recipes as ours.")

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..engine.candidates import notes_on
 from ..errors import InputError
 from ..recipe import Recipe
 from ..tasks import Generation, Loading
 from .grid import Setting
-from .in_memory import Rows, State, TaskData, load_data, match_data, materialise, state_of
+from .in_memory import Rows, TaskData, load_data, match_data, materialise, state_of
 from .lm_eval_data import HarnessData, HarnessTasks, harness_data
 from .predict import BASE, task_names
 from .preview import Advance, Outcome
@@ -65,7 +65,8 @@ class Evaluator:
                 recipe, self.plan, lambda changed: open_for(changed, [changed.method], **allowed)
             )
             self._broken: list[str] = []
-            self._own_rows: dict[str, Tensor] = {}
+            self.alone_rows: dict[str, dict[str, Rows]] = {}
+            """The same as ``alone``, of every row."""
             self.alone = self._each_alone()
             self.examples = {name: one.loaded.examples for name, one in self._data.items()}
         except BaseException:
@@ -80,14 +81,13 @@ class Evaluator:
             candidates = [self._candidates.candidate(setting) for setting in some]
             states = materialise(plan, candidates, self._threads, known)
             for setting in some:
-                rows.append(self._outcome(setting, states.pop(0)))  # which frees its memory
+                rows.append(self._outcome(setting, self._any.model_with(states.pop(0))))  # which frees its memory
                 advance(1)
         return rows
 
-    def _outcome(self, setting: Setting, state: State) -> Outcome:
+    def _outcome(self, setting: Setting, model: nn.Module) -> Outcome:
         metrics: dict[str, dict[str, Any]] = {}
         rows: dict[str, Rows] = {}
-        model = self._any.model_with(state)
         for task in self.tasks:
             try:
                 metrics[task], rows[task] = self._data[task].evaluate_rows(model)
@@ -103,35 +103,34 @@ class Evaluator:
         inputs = self.plan.inputs
         found: dict[str, dict[str, dict[str, Any]]] = {}
         if inputs.base is not None:
-            found[BASE] = {}
+            found[BASE], rows = {}, self.alone_rows.setdefault(BASE, {})
             for task in self.tasks:
                 try:
-                    found[BASE][task], rows = self._data[task].evaluate_rows(self._any.loaded.model)
+                    found[BASE][task], rows[task] = self._data[task].evaluate_rows(self._any.loaded.model)
                 except InputError as error:
                     raise InputError(f"data of {task}: {error}") from error
-                if task == BASE:
-                    self._own_rows[BASE] = rows[loss_name(rows)]
         for name, checkpoint in zip(self._names, inputs.tuned, strict=True):
             try:
                 model = self._any.model_with(state_of(checkpoint))
             except InputError:  # its own head does not fit the config that all merges share
                 continue
-            found[name] = {}
+            found[name], rows = {}, self.alone_rows.setdefault(name, {})
             for task in self.tasks:
-                found[name][task], rows = self._data[task].evaluate_rows(model)
-                if task == name:
-                    self._own_rows[name] = rows[loss_name(rows)]
+                found[name][task], rows[task] = self._data[task].evaluate_rows(model)
         return found
 
     def _row_shares(self, rows: Mapping[str, Rows]) -> dict[str, Tensor]:
         """Task → the lost share of every row of its data; their mean is what :meth:`lost_share` gives."""
         if BASE not in self.alone:
             return {}
-        losses = {task: found[loss_name(found)] for task, found in rows.items() if loss_name(found) in found}
-        return {
-            task: (loss - self._own_rows.get(task, torch.zeros_like(loss))) / self._scale(task)[1]
-            for task, loss in losses.items()
-        }
+        shares = {}
+        for task, found in rows.items():
+            if loss_name(found) not in found:
+                continue
+            own = self.alone_rows.get(task, {}).get(task)
+            loss, best = (torch.zeros(()) if one is None else one[loss_name(one)] for one in (found, own))
+            shares[task] = (loss - best) / self._scale(task)[1]
+        return shares
 
     def lost_share(self, task: str, metrics: Mapping[str, Any]) -> float:
         """(loss − tuned model's loss) / (base's loss − tuned model's loss): 0 for the task's own model, 1 for the base.

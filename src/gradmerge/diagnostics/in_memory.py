@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +34,16 @@ KEPT = 1_000_000_000
 
 
 def materialise(
-    plan: Plan, candidates: Sequence[Candidate], threads: int = 1, measured: KnownStatistics | None = None
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    threads: int = 1,
+    measured: KnownStatistics | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> list[State]:
-    """The weights of every candidate, by the names and in the types of a merge on disk."""
+    """The weights of every candidate, by the names and in the types of a merge on disk.
+
+    ``between`` is called after every block, from several threads; what it raises ends the work.
+    """
     states: list[State] = [{} for _ in candidates]
     for job in plan.jobs:
         copied = _whole(plan.inputs.template, job.name) if job.rule is None else None
@@ -47,6 +54,7 @@ def materialise(
         for state, merged in zip(states, block.merged, strict=True):
             for job, start, stop, values in block.tensors_of(merged):
                 state[job.name].view(-1)[start:stop] = rounded(values, torch_type(job.info))
+        between()
 
     look_at(plan, candidates, visit, threads=threads, measured=measured)
     return states
@@ -71,6 +79,8 @@ class TaskData:
     loaded: LoadedTask
     generation: Generation | None = None
     """Answers are generated and scored too."""
+    between: Callable[[], None] = lambda: None
+    """Called before every batch; what it raises ends the evaluation."""
     _kept: list[dict[str, Tensor]] | None = field(default=None, init=False, repr=False)
 
     def model_with(self, state: Mapping[str, Tensor]) -> nn.Module:
@@ -81,11 +91,14 @@ class TaskData:
     def batches(self) -> Iterator[dict[str, Tensor]]:
         """The batches of the data, kept from one model to the next if they are not too large."""
         if self._kept is not None:
-            yield from self._kept
+            for batch in self._kept:
+                self.between()
+                yield batch
             return
         kept: list[dict[str, Tensor]] = []
         nbytes = 0
         for batch in self.loaded.batches():
+            self.between()
             nbytes += sum(value.nbytes for value in batch.values())
             if nbytes <= KEPT:
                 kept.append(batch)
@@ -108,7 +121,7 @@ class TaskData:
         found = measure(model, self.batches(), self.loaded.output)
         metrics, rows = found.summary(), found.rows()
         if self.generation is not None:
-            written = written_rows(self.loaded, model, self.generation)
+            written = written_rows(self.loaded, model, self.generation, lambda done: self.between())
             metrics, rows = with_written(metrics, written), rows | written
         return metrics, {name: rows[name] for name in (headline(metrics), loss_name(metrics)) if name in rows}
 

@@ -166,8 +166,6 @@ def predict(
     names = [*tasks, *([BASE] if plan.inputs.prior is not None else [])]
     result = Prediction([c.name for c in candidates], names)
     # Sums are added up in the order of the blocks, so that they do not depend on which thread is first.
-    units = (unit for unit in plan.units() if unit.job.rule is not None)
-    places = {(unit.job.name, unit.start): place for place, unit in enumerate(units)}
     waiting: dict[int, Prediction] = {}
     following = 0
     lock = threading.Lock()
@@ -176,7 +174,7 @@ def predict(
         nonlocal following
         found = _look_at_block(block, names, result.candidates, group_by(block.job.name))
         with lock:
-            waiting[places[block.job.name, block.start]] = found
+            waiting[block.number] = found
             while following in waiting:
                 part = waiting.pop(following)
                 _add(result.costs, part.costs)

@@ -34,14 +34,16 @@ class Predictor:
         methods: Sequence[str],
         *,
         threads: int = 1,
+        plan: Plan | None = None,
         **allowed: Any,
     ) -> None:
+        """``plan`` is one that reads what :func:`open_to_look` does, and is open already."""
         if "fa1" in methods:
             raise InputError(
                 "fa1: its curvature is estimated at the differences to the base, and says nothing about the loss of a "
                 "merge. Give data of the tasks: --data NAME=SRC"
             )
-        self.plan = open_to_look(recipe, **allowed)
+        self.plan = open_to_look(recipe, **allowed) if plan is None else plan
         try:
             check_prior(recipe, methods, self.plan)
             if recipe.method in methods:

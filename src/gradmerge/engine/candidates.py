@@ -63,6 +63,8 @@ class Block:
 
     Of a layer with Kronecker curvature all of these are matrices [W b], in float64, and ``job`` is its weight's.
     """
+    number: int = 0
+    """Its place among all blocks that are handed over, from 0; they come in any order."""
 
     def part_of(self, state: Mapping[str, Tensor]) -> Tensor:
         """The same stretch of other tensors by these names, such as a gradient; 0 where there are none."""
@@ -105,10 +107,9 @@ def look_at(
     grain = coarsest(runner.grain for runner in runners)
     cut = [job if job.rule is None or job.layer or job.inside else replace(job, grain=grain) for job in plan.jobs]
 
-    def work(buffers: Buffers, unit: Unit) -> None:
+    def work(buffers: Buffers, item: tuple[int, Unit]) -> None:
+        number, unit = item
         job = unit.job
-        if job.rule is None:
-            return
         masks: Masks = {}
         if job.layer is not None:
             tensors = read_layer(plan, job, {})
@@ -118,10 +119,11 @@ def look_at(
             merged = [runner.block(unit, tensors, masks, buffers) for runner in runners]
         read = (tensors["base"], tensors["tuned"], tensors.get("prior"))
         more = (tensors.get("curvature") or [], tensors.get("penalty") or [])
-        visit(Block(job, unit.start, unit.stop, *read, *more, merged))
+        visit(Block(job, unit.start, unit.stop, *read, *more, merged, number))
         advance(plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel))
 
-    run_parallel(replace(plan, jobs=cut).units(), with_buffers(work), threads)
+    units = (unit for unit in replace(plan, jobs=cut).units() if unit.job.rule is not None)
+    run_parallel(enumerate(units), with_buffers(work), threads)
 
 
 def coarsest(grains: Iterable[Grain]) -> Grain:
