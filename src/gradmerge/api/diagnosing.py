@@ -12,8 +12,8 @@ from typing import Any, Unpack
 from .._version import __version__
 from ..arguments import checked
 from ..diagnostics.diagnosis import Diagnosis, find_costs
-from ..engine.card import to_yaml
 from ..engine.reads import model_paths, recipe_paths
+from ..markdown import to_yaml
 from ..progress import Progress, shown
 from ..recipe import Recipe
 from ..report.diagnosis_page import costliest, diagnosis_page, verdict

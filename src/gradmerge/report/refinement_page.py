@@ -8,7 +8,7 @@ from typing import Any
 
 from .._version import __version__
 from ..diagnostics.scores import headline, loss_of
-from ..engine.card import to_yaml
+from ..markdown import to_yaml
 from ..refinement.rounds import Refinement
 from .charts import LineChart, Series
 from .page import Page, Section, Table, Value
