@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ..errors import InputError
 from ..markdown import split_card
 from ..storage.links import lies_within
 from ..storage.smallfile import MAX_TOKENIZER, read_bounded, read_json
+from ..storage.tensorfile import local_path
 from .lora import AdapterCheckpoint
 from .model import Checkpoint
 from .opening import HUB_ID
@@ -62,7 +63,7 @@ def published(checkpoint: Checkpoint) -> Published:
     front = front_matter(folder)
     hub_id = (checkpoint.hub_id or "").partition("@")[0] or _own_id(folder)
     return Published(
-        name=hub_id or name_of(label),
+        name=hub_id or _last(label),
         hub_id=hub_id,
         origins=tuple(_origins(checkpoint, front)),
         license=_license(front),
@@ -86,19 +87,24 @@ def _models(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
             yield below
 
 
-def name_of(reference: str) -> str:
+def name_of(reference: str, relative_to: Path | None = None) -> str:
     """A model without the path to it: an id of the Hub as it is, of a folder or file its name."""
-    if HUB_ID.fullmatch(reference) and not Path(reference).exists():
-        return reference
+    on_the_hub = HUB_ID.fullmatch(reference) and not local_path(reference, relative_to).exists()
+    return reference if on_the_hub else _last(reference)
+
+
+def _last(reference: str) -> str:
     path = Path(reference)
     return path.name if path.name not in ("", "..") else path.resolve().name or reference
 
 
-def short_names(references: Sequence[str], ids: Mapping[str, str | None] | None = None) -> dict[str, str]:
+def short_names(
+    references: Iterable[str], relative_to: Path | None = None, ids: Mapping[str, str | None] | None = None
+) -> dict[str, str]:
     """Models by names that differ: ids as they are, of paths the shortest ends that tell them apart."""
     known = {text: found for text, found in (ids or {}).items() if found}
     parts = {text: Path(text).parts for text in dict.fromkeys(references) if text not in known}
-    names = {text: name_of(text) for text in parts}
+    names = {text: name_of(text, relative_to) for text in parts}
     for depth in range(2, 6):
         twice = {name for name in names.values() if list(names.values()).count(name) > 1}
         names |= {

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .._version import __version__
 from ..checkpoints.model import Checkpoint
-from ..checkpoints.published import Published, all_published, published, short_names
+from ..checkpoints.published import Published, all_published, name_of, published, short_names
 from ..checkpoints.sidecars import library_of
 from ..markdown import as_block, as_card, as_code, as_text, to_yaml
 from ..recipe import NONE, Base, Identity, Model, Recipe, in_words
@@ -46,32 +46,31 @@ def merge_card(
     if adapter_of is not None and base is not None:
         on = next(iter(base.ids), base.name), adapter_of.config
     more += licence_text(parts, recipe.output.license) + usage(folder, name, on)
-    return model_card(recipe, name, front, parts, plan.inputs, used(recipe, plan), more)
+    return model_card(recipe, name, front, plan.inputs, used(recipe, plan), more)
 
 
 def model_card(
     recipe: Recipe,
     name: str,
     front: Mapping[str, Any],
-    parts: Sequence[Published] = (),
     inputs: Inputs | None = None,
     facts: Mapping[str, Any] | None = None,
     more: str = "",
 ) -> str:
     """README.md: what was merged, by which method, with what, and the recipe. The same inputs give the same text.
 
-    ``parts`` and ``inputs`` are what was opened, ``facts`` what the record says of damping and penalty, and ``more`` is
+    ``inputs`` are what was opened, ``facts`` what the record says of damping and penalty, and ``more`` is
     text of its own on the result.
     """
     rule = recipe.rule
-    shown = _names(recipe, inputs)
-    origins = {part.name: part.origins for part in parts}
+    known = {checkpoint.label: published(checkpoint) for checkpoint in inputs.checkpoints} if inputs else {}
+    shown = _names(recipe, known)
     every: list[tuple[Base | Model, CurvatureInput | None]] = []
     every += [(recipe.base, inputs.prior if inputs else None)] if recipe.base else []
     found = (inputs.curvature or inputs.grams) if inputs else []
     every += [(model, found[i] if i < len(found) else None) for i, model in enumerate(recipe.models)]
     rows = [
-        f"| {'base' if part is recipe.base else 'tuned'} | {_row(part, read, shown, origins)} |" for part, read in every
+        f"| {'base' if part is recipe.base else 'tuned'} | {_row(part, read, shown, known)} |" for part, read in every
     ]
     table = "\n".join(["| | model | weight | curvature |", "|---|---|---|---|", *rows])
     table = _slices(recipe, shown) if recipe.slices else table
@@ -103,18 +102,19 @@ def model_card(
     )
 
 
-def _names(recipe: Recipe, inputs: Inputs | None) -> Shown:
+def _names(recipe: Recipe, known: Mapping[str, Published]) -> Shown:
     recipes = [*recipe.merges.values(), recipe]
     every = [m for one in recipes for m in (one.base, *one.sources) if m is not None]
-    texts = [text for m in every for text in (m.model, m.adapter, m.curvature) if isinstance(text, str)]
-    ids = {c.label: published(c).hub_id for c in inputs.checkpoints if "@" not in c.label} if inputs else {}
-    names = short_names(texts, {text: found for text, found in ids.items() if text in texts})
+    models = [text for m in every for text in (m.model, m.adapter) if text is not None]
+    ids = {text: known[text].hub_id for text in models if text in known and "@" not in text}
+    names = short_names([m.curvature for m in every if isinstance(m.curvature, str)], recipe.folder)
+    names |= short_names(models, recipe.folder, ids)
 
     def shown(text: str) -> str:
         if text in names:
             return names[text]
         model = next((label for label in names if text.startswith(f"{label}/")), None)  # a folder inside a model's
-        return short_names([text])[text] if model is None else names[model] + text[len(model) :]
+        return name_of(text, recipe.folder) if model is None else names[model] + text[len(model) :]
 
     return shown
 
@@ -170,12 +170,13 @@ def recipe_as_written(recipe: Recipe) -> dict[str, Any]:
     return written
 
 
-def _row(part: Base | Model, read: CurvatureInput | None, shown: Shown, origins: Mapping[str, Sequence[str]]) -> str:
+def _row(part: Base | Model, read: CurvatureInput | None, shown: Shown, known: Mapping[str, Published]) -> str:
     weight = "" if part.weight is None else as_text(in_words(part.weight))
-    name = shown(part.model)
-    model = as_code(name) if part.adapter is None else f"{as_code(name)} with {as_code(shown(part.adapter))}"
-    if ids := origins.get(name):
-        model += f", made from {', '.join(map(as_code, ids))}"
+    model = as_code(shown(part.model))
+    if part.adapter is not None:
+        model += f" with {as_code(shown(part.adapter))}"
+    elif (found := known.get(part.model)) is not None and found.hub_id is None and found.origins:
+        model += f", made from {', '.join(map(as_code, found.origins))}"
     return f"{model} | {weight} | {_curvature(part, read, shown)}"
 
 

@@ -13,7 +13,7 @@ from ..text import one_line
 
 #: Where the table goes.
 _BEGIN, _END = "<!-- gradmerge: evaluations -->", "<!-- end of evaluations -->"
-PLACE = f"\n{_BEGIN}\n{_END}\n"
+PLACE = f"{_BEGIN}\n{_END}\n"
 _PLACE = re.compile(re.escape(_BEGIN) + ".*?" + re.escape(_END), re.S)
 #: Tasks as the Hub calls them.
 TASKS = {

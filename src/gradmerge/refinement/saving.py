@@ -199,7 +199,7 @@ def _card(staging: Staging, start: Start, what: str, text: str) -> str:
         pipeline=part.pipeline_tag or pipeline_tag(start.info.base_folder),
     )
     name = staging.out.name
-    return as_card(front, f"# {as_text(name)}\n\n{text.rstrip()}\n{usage(staging.folder, name, on)}{PLACE}")
+    return as_card(front, f"# {as_text(name)}\n\n{text.rstrip()}\n{usage(staging.folder, name, on)}\n{PLACE}")
 
 
 def write_weights(folder: Path, start: Start, changed: Collection[str]) -> dict[str, int]:
