@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import InputError
 from ..markdown import split_card
 from ..storage.links import lies_within
-from ..storage.smallfile import MAX_TOKENIZER, read_bounded, read_json
+from ..storage.smallfile import read_bounded, read_json
 from ..storage.tensorfile import local_path
 from .lora import AdapterCheckpoint
 from .model import Checkpoint
@@ -162,7 +162,7 @@ def _origins(checkpoint: Checkpoint, front: Mapping[str, Any]) -> Iterator[str]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return read_json(path, MAX_TOKENIZER) if path.is_file() and lies_within(path, path.parent) else {}
+        return read_json(path) if path.is_file() and lies_within(path, path.parent) else {}
     except InputError:
         return {}
 

@@ -24,6 +24,7 @@ from . import (
     merge,
     methods,
     preview,
+    push,
     recipe,
     refine,
     remove,
@@ -97,6 +98,7 @@ app.command("gradient", epilog=gradient.EXAMPLE)(gradient.gradient)
 app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
 app.command("diagnose", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
 app.command("preview", epilog=preview.EXAMPLE)(preview.preview)
+app.command("push", epilog=push.EXAMPLE)(push.push)
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(curvature.app, name="curvature")
 app.add_typer(recipe.app, name="recipe")

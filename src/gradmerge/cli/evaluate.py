@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from ..text import one_line
 from .options import Data, LoadingOptions, Model, Printing, command
@@ -18,16 +20,29 @@ EXAMPLE = (
 
 
 @command
-def evaluate(*, model: Model, data: Data, loading: LoadingOptions, printing: Printing) -> None:
+def evaluate(
+    *,
+    model: Model,
+    data: Data,
+    card: Annotated[
+        bool, typer.Option("--card", help="Also put the numbers into the model card of a folder that gradmerge wrote.")
+    ] = False,
+    loading: LoadingOptions,
+    printing: Printing,
+) -> None:
     """Evaluate a model on data: accuracy and F1, errors of a regression, or loss and perplexity."""
     with heavy_imports():
         from .. import tasks
+        from ..api.publishing import MeasuredCard
 
+    measured = MeasuredCard(model) if card else None
     begun = time.perf_counter()
     loaded = tasks.load_task(model, data, **loading.as_keywords())
     with progress(printing.silent, "examples") as shown:
         shown.begin("evaluating", loaded.examples)
         numbers = tasks.evaluate(loaded, advance=shown.advance)
+    if measured is not None:
+        measured.add(data, numbers)
     facts: dict[str, Any] = {
         "model": model,
         "data": data,
