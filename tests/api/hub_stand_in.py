@@ -123,7 +123,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _create(self, asked: dict[str, Any]) -> None:
         repo = f"{asked['organization']}/{asked['name']}"
         if asked["organization"] == "others":
-            return self._answer(403, {"error": "no rights"}, X_Error_Message="You don't have the rights to create a model")
+            return self._answer(
+                403, {"error": "no rights"}, X_Error_Message="You don't have the rights to create a model"
+            )
         if repo in self.hub.repos:
             return self._answer(409, {"error": "exists", "url": f"{self.hub.endpoint}/{repo}"})
         self.hub.make(repo, asked.get("visibility") == "private" or asked.get("private") is True)

@@ -155,6 +155,8 @@ def _explained(repo: str, endpoint: str, token: str) -> Iterator[None]:
             chain, cause = [*chain, cause], cause.__cause__
         if any(isinstance(one, OfflineModeIsEnabled) for one in chain):
             raise InputError("HF_HUB_OFFLINE is set, so that nothing can be sent; unset it") from None
+        if isinstance(error, ValueError) and not isinstance(error, HfHubHTTPError):  # of the card, mostly
+            raise InputError(f"{repo}: {str(error).strip().replace(token, '…')[:600]}") from None
         refused = next((one for one in chain if isinstance(one, HfHubHTTPError) and one.response is not None), None)
         if isinstance(refused, HfHubHTTPError):
             said = one_line(refused.server_message or first_line(refused)).replace(token, "…")[:300]
@@ -162,8 +164,6 @@ def _explained(repo: str, endpoint: str, token: str) -> Iterator[None]:
         if any(type(one).__module__.partition(".")[0] in ("httpx", "httpx2") for one in chain):
             why = first_line(chain[-1]).replace(token, "…")
             raise MachineError(f"{endpoint}: cannot be reached: {why}. Push again; what has arrived stays.") from None
-        if isinstance(error, ValueError):
-            raise InputError(f"{repo}: {str(error).strip().replace(token, '…')[:600]}") from None
         raise
 
 
