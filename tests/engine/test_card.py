@@ -293,7 +293,7 @@ def test_metrics_that_were_measured_are_in_the_card_with_errors_and_rows(tmp_pat
     rows = [{"text": text, "label": place % 2} for place, text in enumerate(sentences(12))]
     data = write_jsonl(tmp_path / "dir/some data.jsonl", rows)
     numbers = gm.evaluate(out, data, card=True, device="cpu")
-    card = ModelCard((out / "README.md").read_text())
+    card: Any = ModelCard((out / "README.md").read_text())
     found = {one.metric_name: one for one in card.data.eval_results}
     assert found.keys() == numbers.keys() - {"task", "examples", "standard_errors"}
     for name, one in found.items():
@@ -313,9 +313,12 @@ def test_metrics_that_were_measured_are_in_the_card_with_errors_and_rows(tmp_pat
     card = ModelCard((out / "README.md").read_text())
     assert len(card.data.eval_results) == 2 * len(found) and "# My model" in card.text
     assert card.text.count("## Evaluation") == 1 and card.text.index("## Evaluation") < card.text.index("## Recipe")
-    for wrong, said in ((tmp_path / "a", "is no folder with README.md and gradmerge.json"),):
-        with pytest.raises(gm.InputError, match=said):
-            gm.evaluate(wrong, data, card=True)
+    gm.evaluate(out, write_jsonl(tmp_path / "other/more.jsonl", rows[:4]), card=True, device="cpu")
+    card = ModelCard((out / "README.md").read_text())
+    names = {one.dataset_name for one in card.data.eval_results}
+    assert names == {"some data.jsonl", "more.jsonl", "other/more.jsonl"}
+    with pytest.raises(gm.InputError, match="is no folder with README"):
+        gm.evaluate(tmp_path / "a", data, card=True)
     (out / "README.md").write_text("---\nmodel-index: 5\n---\n# M\n")
     with pytest.raises(gm.InputError, match="its model-index is not one model with its results"):
         gm.evaluate(out, data, card=True)

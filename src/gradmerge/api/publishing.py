@@ -130,9 +130,14 @@ class MeasuredCard:
     def add(self, source: str, numbers: Mapping[str, Any]) -> None:
         """Put metrics on data into both; they take the place of earlier ones on the same data."""
         card, record = self._read()
-        name, dataset = named_data(source)
-        new = evaluation(name, dataset, numbers)
-        record["evaluations"] = [one for one in record["evaluations"] if one.get("dataset") != dataset] + [new]
+        place, earlier = str(Path(source).absolute()), record["evaluations"]
+        for parts in range(1, 6):  # as many as tell it apart from other files that are called the same
+            name, dataset = named_data(source, parts)
+            same = [one for one in earlier if one.get("dataset") == dataset]
+            if all(one.get("source") == place for one in same):
+                break
+        new = evaluation(name, dataset, numbers) | {"source": place if name != source else source}
+        record["evaluations"] = [one for one in earlier if one.get("dataset") != dataset] + [new]
         card = with_evaluations(card, self._folder.resolve().name, record["evaluations"], str(self._folder / CARD))
         with whole_file(self._folder / CARD) as partial:
             partial.write_text(card, "utf-8")

@@ -31,9 +31,12 @@ from ..report.page import write_report
 from ..report.refinement_page import refinement_page
 from ..storage.staging import Staging
 from ..tasks import Loading, complete, evaluate_model
-from ..tasks.data_names import named_data
+from ..tasks.data_names import dataset_type, named_data
 from ..tasks.data_sources import data_paths
 from ..text import nearest
+
+#: What a reader of metrics should know.
+CHOSEN_BY = "rows held back: no step was taken on them, but by them the steps were chosen"
 
 
 @checked()
@@ -357,8 +360,10 @@ def _measured(
     found = []
     for owner in owners:
         shown, dataset = named_data(valid.get(owner.name, data[owner.name]))
-        how = "" if owner.name in valid else "rows held back, by which the steps were chosen"
-        found.append(evaluation(shown, dataset, {"task": start.info.task, **done.after[owner.name]}, how))
+        if "split" not in dataset:  # a file, which may be called as that of another task
+            dataset = {"type": dataset_type(owner.name), "name": f"{owner.name} ({shown})"}
+        numbers = {"task": start.info.task, **done.after[owner.name]}
+        found.append(evaluation(dataset["name"], dataset, numbers, CHOSEN_BY))
     return found
 
 

@@ -233,7 +233,11 @@ def _measured(start: Start, done: InfluenceRemoval, keep: str) -> list[dict[str,
     if not done.rows["held_rows"]:
         return []
     numbers = {"task": start.info.task, "loss_per_example": done.after.kept, "examples": done.rows["held_rows"]}
-    return [evaluation(*named_data(keep), numbers, "examples to keep, of rows held back by which steps were chosen")]
+    return [
+        evaluation(
+            *named_data(keep), numbers, "examples to keep, held back: by them the lengths of the steps were chosen"
+        )
+    ]
 
 
 @dataclass(frozen=True)
