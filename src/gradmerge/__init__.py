@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
     from .api.extracting import extract_lora as extract_lora
     from .api.previewing import preview as preview, suggest_weights as suggest_weights
-    from .api.publishing import Push as Push, push as push
+    from .api.publishing import push as push
     from .api.refining import refine as refine
     from .api.removing import remove as remove
     from .api.sampling import sample_posterior as sample_posterior
@@ -49,7 +49,7 @@ _NAMES = {
     "api.estimating": "Estimate estimate_curvature",
     "api.extracting": "extract_lora",
     "api.previewing": "preview suggest_weights",
-    "api.publishing": "Push push",
+    "api.publishing": "push",
     "api.refining": "refine",
     "api.removing": "remove",
     "api.sampling": "sample_posterior",
