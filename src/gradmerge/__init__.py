@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .tasks.data_sources import read_rows as read_rows
     from .tasks.loading import Loading as Loading
     from .tasks.rows import Rows as Rows
+    from .tasks.text_metrics import Generation as Generation
     from .training.callback import CurvatureCallback as CurvatureCallback
     from .training.prior_adamw import PriorAdamW as PriorAdamW
     from .training.prior_trainer import PriorTrainer as PriorTrainer
@@ -73,6 +74,7 @@ _NAMES = {
     "tasks.data_sources": "read_rows",
     "tasks.loading": "Loading",
     "tasks.rows": "Rows",
+    "tasks.text_metrics": "Generation",
     "training.callback": "CurvatureCallback",
     "training.prior_adamw": "PriorAdamW",
     "training.prior_trainer": "PriorTrainer",

@@ -106,7 +106,8 @@ def test_measured_settings_show_their_metric(tmp_path: Path) -> None:
     assert float(row["a accuracy"]) == base["accuracy"] and row["weight b"] == "0.0"
     assert "The models alone" in (out / "report.html").read_text()
     others = invoke(tmp_path / "recipe.yml", "-m", "average,ties", "--weights", "0.4", *data, "-o", tmp_path / "others")
-    assert "average accuracy: " in others.stdout and "the recipe's own merge" not in others.stdout
+    assert "2 of 2 settings are tied" in others.stdout and "the recipe's own merge" not in others.stdout
+    assert "average is taken, as it is the simplest of them" in others.stdout, "it needs no weights"
 
 
 def test_suggested_weights_are_printed_and_kept_in_the_recipe(place: Path) -> None:
@@ -124,7 +125,7 @@ def test_suggested_weights_are_printed_and_kept_in_the_recipe(place: Path) -> No
 def test_quiet_prints_the_table_alone_and_force_replaces_a_report(place: Path) -> None:
     for _ in range(2):
         result = invoke(place / "recipe.yml", "-w", "0:1:0.5", "-o", place / "report", "-q", "--force")
-        assert result.exit_code == 0 and len(result.stdout.splitlines()) == 2 and not result.stderr
+        assert result.exit_code == 0 and len(result.stdout.splitlines()) == 3 and not result.stderr
 
 
 def test_weights_over_the_layers_are_found_told_and_merged(place: Path) -> None:

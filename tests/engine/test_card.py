@@ -16,6 +16,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 import gradmerge as gm
+from gradmerge.api.publishing import MeasuredCard
 from gradmerge.engine.card import model_card
 from gradmerge.markdown import split_card
 from gradmerge.recipe import make_recipe
@@ -319,6 +320,9 @@ def test_metrics_that_were_measured_are_in_the_card_with_errors_and_rows(tmp_pat
     assert names == {"some data.jsonl", "more.jsonl", "other/more.jsonl"}
     with pytest.raises(gm.InputError, match="is no folder with README"):
         gm.evaluate(tmp_path / "a", data, card=True)
+    MeasuredCard(out).add(None, {"lm_eval": {"arc": {"acc": 0.5, "examples": 8, "standard_errors": {"acc": 0.25}}}})
+    text = (out / "README.md").read_text()
+    assert "| `arc` | 8 | `acc` | 0.5 | 0.25 |" in text and "`arc`: by the lm-evaluation-harness." in text
     (out / "README.md").write_text("---\nmodel-index: 5\n---\n# M\n")
     with pytest.raises(gm.InputError, match="its model-index is not one model with its results"):
         gm.evaluate(out, data, card=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ..errors import InputError, MachineError
 from ..progress import Progress, shown
 from ..report.whole_file import whole_file
 from ..storage.smallfile import MAX_TOKENIZER, read_bounded, read_json
-from ..tasks.data_names import named_data
+from ..tasks.data_names import dataset_type, named_data
 from ..text import size, to_json
 from .package import pack
 from .sending import send
@@ -127,21 +127,28 @@ class MeasuredCard:
         with_evaluations(card, "", [], str(self._folder / CARD))  # whether it can be read
         return card, record
 
-    def add(self, source: str, numbers: Mapping[str, Any]) -> None:
-        """Put metrics on data into both; they take the place of earlier ones on the same data."""
+    def add(self, source: str | None, numbers: Mapping[str, Any]) -> None:
+        """Put metrics on data, and of the harness, into both; they take the place of earlier ones on the same data."""
         card, record = self._read()
-        place, earlier = str(Path(source).absolute()), record["evaluations"]
-        for parts in range(1, 6):  # as many as tell it apart from other files that are called the same
-            name, dataset = named_data(source, parts)
-            same = [one for one in earlier if one.get("dataset") == dataset]
-            if all(one.get("source") == place for one in same):
-                break
-        new = evaluation(name, dataset, numbers) | {"source": place if name != source else source}
-        record["evaluations"] = [one for one in earlier if one.get("dataset") != dataset] + [new]
+        new = [self._of_data(source, numbers, record["evaluations"])] if source is not None else []
+        for task, one in (numbers.get("lm_eval") or {}).items():
+            new.append(
+                evaluation(task, {"type": dataset_type(task), "name": task}, one, "by the lm-evaluation-harness")
+            )
+        known = [one["dataset"] for one in new]
+        record["evaluations"] = [one for one in record["evaluations"] if one.get("dataset") not in known] + new
         card = with_evaluations(card, self._folder.resolve().name, record["evaluations"], str(self._folder / CARD))
         with whole_file(self._folder / CARD) as partial:
             partial.write_text(card, "utf-8")
         _write_record(self._folder, record)
+
+    def _of_data(self, source: str, numbers: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        place = str(Path(source).absolute())
+        for parts in range(1, 6):  # as many as tell it apart from other files that are called the same
+            name, dataset = named_data(source, parts)
+            if all(one.get("source") == place for one in earlier if one.get("dataset") == dataset):
+                break
+        return evaluation(name, dataset, numbers) | {"source": place}
 
 
 def _write_record(folder: Path, record: Mapping[str, Any]) -> None:

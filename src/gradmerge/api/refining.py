@@ -30,9 +30,11 @@ from ..refinement.splitting import RowBatches, as_batches, split_batches, split_
 from ..report.page import write_report
 from ..report.refinement_page import refinement_page
 from ..storage.staging import Staging
-from ..tasks import Loading, complete, evaluate_model
+from ..tasks import Loading, complete, measure
 from ..tasks.data_names import dataset_type, named_data
 from ..tasks.data_sources import data_paths
+from ..tasks.metrics import Metrics
+from ..tasks.uncertainty import difference
 from ..text import nearest
 
 #: What a reader of metrics should know.
@@ -280,8 +282,12 @@ def _refine_folder(
             told=saved.write,
             progress=told,
         )
-        moved = _rounded(start, owners, back, before, done)
-        done.before, done.after = before, _metrics(start, owners, back) if moved else before
+        moved = _rounded(start, owners, done)
+        after = _metrics(start, owners, back) if moved else before
+        done.before, done.after = ({name: one.summary() for name, one in found.items()} for found in (before, after))
+        for name in before:
+            now, then = after[name].rows(), before[name].rows()
+            done.gains[name] = {metric: difference(now[metric], then[metric]) for metric in now if metric in then}
         if path := changed(files, state_of(models) + state_of(sources, deep=True)):
             staging.keep = False
             raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Refine again.")
@@ -305,18 +311,12 @@ def _refine_folder(
     return done
 
 
-def _metrics(start: Start, owners: list[DataOwner], back: Mapping[str, RowBatches]) -> dict[str, dict[str, Any]]:
+def _metrics(start: Start, owners: list[DataOwner], back: Mapping[str, RowBatches]) -> dict[str, Metrics]:
     """Task → metrics on its rows held back."""
-    return {o.name: dict(evaluate_model(start.model, back[o.name], o.loss_of_rows(start.model))) for o in owners}
+    return {o.name: measure(start.model, back[o.name], o.loss_of_rows(start.model)) for o in owners}
 
 
-def _rounded(
-    start: Start,
-    owners: list[DataOwner],
-    back: Mapping[str, RowBatches],
-    before: Mapping[str, Mapping[str, Any]],
-    done: Refinement,
-) -> list[str]:
+def _rounded(start: Start, owners: list[DataOwner], done: Refinement) -> list[str]:
     """Round the model as it will be stored; the parameters that are written, none if rounding undoes the gain."""
     if not done.improved:
         return []
@@ -345,6 +345,7 @@ def _facts(
             "examples": owner.examples,
             "before": done.before[owner.name],
             "after": done.after[owner.name],
+            "gained": {metric: asdict(gain) for metric, gain in done.gains[owner.name].items()},
         }
         for owner in owners
     }

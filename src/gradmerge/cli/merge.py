@@ -10,7 +10,7 @@ import typer
 
 from ..errors import InputError
 from ..text import count, size
-from .options import Force, Printing, RecipeOptions, command
+from .options import Force, Printing, RecipeOptions, Settings, command
 from .output import Durable, continued, heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
@@ -32,10 +32,6 @@ CurvatureOption = Annotated[
         help="Curvature of the base (base=PATH) or of a model (MODEL=PATH; or plain paths in order, the base first); "
         "identity:1.0 for a constant. Default: the curvature/ folder inside a model.",
     ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the recipe, such as damping=1e-8 or density=0.2."),
 ]
 
 
@@ -99,7 +95,9 @@ def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOpti
     """Merge, or print the plan."""
     with heavy_imports():
         from .. import api
+        from ..checkpoints.published import all_published
         from ..engine.coefficients import coefficient_notes
+        from ..engine.front_matter import licence_notes
         from ..engine.trust import trust_notes
 
     settings = options.as_keywords()
@@ -110,6 +108,7 @@ def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOpti
             read = plan.total_read + plan.statistics_read + plan.damping_read
             plan.note(trust_notes(plan, threads))
             plan.note(coefficient_notes(recipe, plan, threads))
+            plan.note(licence_notes(all_published(plan.inputs.checkpoints), recipe.output.license))
             _print_plan(recipe, plan, out, threads, read, printing.json)
         return
     if out is None:

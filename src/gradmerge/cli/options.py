@@ -15,7 +15,7 @@ from ..errors import InputError
 from .output import AllowConfig, AllowPickle, Debug, Dequantize, Json, Quiet, guarded
 
 if TYPE_CHECKING:
-    from ..tasks import Loading
+    from ..tasks import Generation, Loading
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Model folder, Hub id (org/name@revision) or PEFT adapter folder.")
@@ -36,6 +36,20 @@ Precision = Annotated[
     str, typer.Option("--precision", metavar="P", help="How to store it: float32, bfloat16 or log8 (one byte).")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or it is empty.")]
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the recipe, such as damping=1e-8 or density=0.2."),
+]
+SweepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sweep",
+        metavar="KEY=RANGE",
+        help="Try values of a key of the recipe, such as density=0.1:0.9:0.2 (both ends), damping=1e-6,1e-3, "
+        "rescale=none,l1, or t=[0,1],[1,0] over the layers. Repeatable; all combinations are tried.",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -97,6 +111,58 @@ class LoadingOptions:
         from ..tasks import parse_columns
 
         return {**asdict(self), "columns": parse_columns(self.columns)}  # type: ignore[typeddict-item]
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """Whether models write answers, and how these are judged."""
+
+    generate: Annotated[
+        bool,
+        typer.Option("--generate", help="Also have the model write an answer to every row, greedily, and score it."),
+    ] = False
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help="With --generate: exact-match (default), rouge, bleu, chrf.", show_default=False
+        ),
+    ] = None
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="With --generate: a function of yours, called with prompt, answer and reference, that gives a number.",
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="With --generate: tokens of an answer at most.", show_default="64"),
+    ] = None
+
+    def as_generation(self) -> Generation | None:
+        """As it is given to the Python functions; any of these options asks for answers."""
+        from ..tasks import Generation, judge_of
+
+        if not self.generate and self.metrics is None and self.judge is None and self.max_new_tokens is None:
+            return None
+        judge = None if self.judge is None else judge_of(self.judge)
+        return Generation([self.metrics] if self.metrics is not None else [], judge, self.max_new_tokens)
+
+
+@dataclass(frozen=True)
+class HarnessOptions:
+    """Tasks of the lm-evaluation-harness."""
+
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASK,...", help="Tasks of the lm-evaluation-harness; --limit, --batch-size and --device hold too."
+        ),
+    ] = None
+    lm_eval_tasks: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A folder of task files for it. Functions that they name are run."),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InputError
-from .merge import CurvatureOption, MergeOptions, Out, Settings, run_recipe
-from .options import LoadingOptions, Printing, command
+from .merge import CurvatureOption, MergeOptions, Out, run_recipe
+from .options import LoadingOptions, Printing, Settings, command
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 

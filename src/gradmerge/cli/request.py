@@ -10,9 +10,8 @@ from typing import Any
 
 from ..errors import InputError
 from ..recipe import Recipe, load_recipe, make_recipe
-from ..rules import RULES
+from ..recipe.changing import apply_settings
 from ..safe_yaml import parse_yaml
-from ..text import nearest
 
 
 def split_weight(text: str) -> tuple[str, float]:
@@ -63,43 +62,6 @@ def _source(text: str) -> Any:
     """A path, or `identity:1.0` for a constant."""
     match = re.fullmatch(r"identity[:=](.+)", text)
     return {"identity": parse_yaml(match[1], "--curvature")} if match else text
-
-
-def apply_settings(recipe: dict[str, Any], settings: Sequence[str]) -> None:
-    """Change keys by `--set key=value`; a key may be dotted, and a method's option needs no `options.`."""
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        words = [word for word in re.split(r"[.\[\]]+", key) if word]
-        if not equals or not words:
-            raise InputError(f"--set {setting}: write key=value, such as --set options.density=0.2")
-        value = parse_yaml(text, f"--set {key}") if text.strip() else ""
-        parts: list[str | int] = [int(p) if p.isdecimal() and len(p) < 10 else p for p in words]
-        rule = RULES.get(str(recipe.get("method")))
-        if parts[0] not in Recipe.model_fields and rule is not None:
-            options = [option.name for option in rule.options]
-            if parts[0] not in options:
-                near = nearest(str(parts[0]), [*options, *Recipe.model_fields])
-                known = f"{', '.join(Recipe.model_fields)}, and of {rule.name}: {', '.join(options) or 'none'}"
-                raise InputError(f"--set {setting}: there is no key {parts[0]}{near}; known are {known}")
-            parts.insert(0, "options")
-        _put(recipe, parts, value, setting)
-
-
-def _put(target: Any, parts: list[str | int], value: Any, setting: str) -> None:
-    for depth, part in enumerate(parts):
-        if isinstance(target, list):
-            if not isinstance(part, int) or part >= len(target):
-                raise InputError(f"--set {setting}: there is no item {part} in a list of {len(target)}")
-        elif isinstance(target, dict):
-            target.setdefault(part, {})
-        else:
-            raise InputError(f"--set {setting}: {parts[depth - 1]} is a single value and has no {part}")
-        if depth == len(parts) - 1:
-            target[part] = value
-        elif isinstance(target[part], str):  # a model that is given by its path alone, or a word instead of a mapping
-            is_model = part == "base" or isinstance(target, list)
-            target[part] = {"model": target[part]} if is_model else {}
-        target = target[part]
 
 
 def build_recipe(

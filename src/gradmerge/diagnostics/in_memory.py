@@ -19,12 +19,16 @@ from ..engine.rounding import rounded
 from ..errors import InputError
 from ..recipe import Recipe
 from ..storage.tensorfile import local_path
-from ..tasks import LoadedTask, Loading, evaluate_model, load_task
+from ..tasks import Generation, LoadedTask, Loading, load_task, measure
+from ..tasks.evaluation import with_written
 from ..tasks.models import model_with
+from ..tasks.text_metrics import written_rows
 from ..text import nearest
-from .scores import loss_of
+from .scores import headline, loss_name
 
 State = dict[str, Tensor]
+Rows = dict[str, Tensor]
+"""Metric → one number per row of the data, whose mean is the metric."""
 #: Bytes of batches that are kept from one model to the next.
 KEPT = 1_000_000_000
 
@@ -65,6 +69,8 @@ class TaskData:
 
     name: str
     loaded: LoadedTask
+    generation: Generation | None = None
+    """Answers are generated and scored too."""
     _kept: list[dict[str, Tensor]] | None = field(default=None, init=False, repr=False)
 
     def model_with(self, state: Mapping[str, Tensor]) -> nn.Module:
@@ -95,16 +101,16 @@ class TaskData:
 
     def evaluate(self, model: nn.Module) -> dict[str, Any]:
         """The task's metrics for a model."""
-        return dict(evaluate_model(model, self.batches(), self.loaded.output))
+        return self.evaluate_rows(model)[0]
 
-    def evaluate_rows(self, model: nn.Module) -> tuple[dict[str, Any], Tensor]:
-        """The same, and the loss of every row; their mean is the loss that the metrics have."""
-        losses: list[Tensor] = []
-        add = lambda batch: losses.append(batch.double().cpu())  # noqa: E731
-        metrics = dict(evaluate_model(model, self.batches(), self.loaded.output, each=add))
-        rows = torch.cat(losses)
-        mean = float(rows.mean())
-        return metrics, rows * (loss_of(metrics) / mean if mean else 1.0)
+    def evaluate_rows(self, model: nn.Module) -> tuple[dict[str, Any], Rows]:
+        """The same, and what they are of every row: the metric that is shown first, and the loss."""
+        found = measure(model, self.batches(), self.loaded.output)
+        metrics, rows = found.summary(), found.rows()
+        if self.generation is not None:
+            written = written_rows(self.loaded, model, self.generation)
+            metrics, rows = with_written(metrics, written), rows | written
+        return metrics, {name: rows[name] for name in (headline(metrics), loss_name(metrics)) if name in rows}
 
     def gradient(self, model: nn.Module) -> State:
         """∇Σ_i ℓ_i over the data, by the names of files, in float32 (float64 where the model is)."""
@@ -121,13 +127,17 @@ class TaskData:
         return {name: value.cpu() for name, value in stored_tensors(model, totals).items()}
 
 
-def load_data(name: str, recipe: Recipe, model: str, source: str, loading: Loading) -> TaskData:
-    """Data of a task, and a model as the recipe names it."""
+def check_vocabulary(recipe: Recipe) -> None:
     if recipe.tokenizer is not None:
         raise InputError(
             "tokenizer: a merge with a vocabulary of its own is not evaluated in memory, where the data are encoded as "
             "the models do. Merge it, and use `gradmerge evaluate` on the result"
         )
+
+
+def load_data(name: str, recipe: Recipe, model: str, source: str, loading: Loading) -> TaskData:
+    """Data of a task, and a model as the recipe names it."""
+    check_vocabulary(recipe)
     path = local_path(model, recipe.folder)
     return TaskData(name, load_task(str(path) if path.exists() else model, source, **loading))
 

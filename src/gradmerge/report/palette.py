@@ -1,8 +1,9 @@
-"""The colours of a report, on paper and in the dark, and the marks that say the same without colour."""
+"""The colours of reports, on paper and in the dark, and the marks that say the same without colour."""
 
 from __future__ import annotations
 
-import re
+import zlib
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 
@@ -23,56 +24,93 @@ _BOTH = {
     "c3": ("#8f1f6e", "#f65cb6"),
     "c4": ("#5c4500", "#f4e067"),
     "c5": ("#71869a", "#c8ccd0"),
+    "c6": ("#0a8ba8", "#48d4ea"),
+    "c7": ("#6b4fd0", "#b6a4ff"),
+    "c8": ("#c2253c", "#ff8b93"),
+    "c9": ("#6f8400", "#bcd63f"),
 }
 LIGHT = {name: light for name, (light, _) in _BOTH.items()}
 DARK = {name: dark for name, (_, dark) in _BOTH.items()}
-COLOURS = 6
-DASHES = ("", "7 3", "2 3", "9 3 2 3")
-#: Around a centre; each closed, so that one fill serves them all.
-MARKERS = (
-    "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
-    "m-3.5-3.5h7v7h-7z",
-    "m0-4.6l4.4 7.8h-8.8z",
-    "m0-4.9l4.4 4.9l-4.4 4.9l-4.4-4.9z",
-    "m0 4.6l4.4-7.8h-8.8z",
-    "m-1.5-4.6h3v3.1h3.1v3h-3.1v3.1h-3v-3.1h-3.1v-3h3.1z",
-    "m0-2.1l2.4-2.4l2.1 2.1l-2.4 2.4l2.4 2.4l-2.1 2.1l-2.4-2.4l-2.4 2.4l-2.1-2.1l2.4-2.4l-2.4-2.4l2.1-2.1z",
+#: Every method has its place: ten colours in turn, then the same with other dashes and markers.
+_METHODS = (
+    "gradient-matching",
+    "task-arithmetic",
+    "ties",
+    "fisher-averaging",
+    "weighted-average",
+    "average",
+    "dare",
+    "regmean",
+    "removal",
+    "slerp",
+    "fa1",
+    "sparse-finetuning",
+    "breadcrumbs",
+    "model-stock",
+    "nuslerp",
+    "passthrough",
+    "della",
+    "iso-c",
+    "sce",
+    "tsv",
+    "multislerp",
+    "karcher",
+    "ram",
+    "arcee-fusion",
+    "nearswap",
 )
-STAR = "m0-10l2.4 6.8h7.1l-5.7 4.3l2.1 6.9l-5.9-4.2l-5.9 4.2l2.1-6.9l-5.7-4.3h7.1z"
-#: Lines over the colour of a bar, in a square of 6.
-HATCHES = ("", "M-1 7L7-1M-1 1L1-1M5 7L7 5", "M0 3h6", "M-1-1L7 7M-1 5L1 7M5-1L7 1", "M3 0v6", "M0 3h6M3 0v6")
-_VIRIDIS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
+_PLACES = {method: place for place, method in enumerate(_METHODS)}
+#: Models that are no merge, each with a colour of its own.
+_MODELS = {"base": "soft", "tuned": "ink", "target": "c4"}
+_COLOURS = 10
+DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
+MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
+#: Dark blue to yellow, even in lightness and safe for the colour-blind; the darkest would vanish in the dark.
+RISING = ("#46226b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
+#: Blue below a centre, orange above it, both safe for the colour-blind.
+CENTRED = ("#1c5c99", "#5f9bd0", "#b5d2ea", "#f4f3ef", "#f3c294", "#e0853a", "#a8480a")
 
 
-def series_class(index: int) -> str:
-    return f"c{index % COLOURS}"
+def place_of(method: str) -> int:
+    """The place of a method, also of one that a user has added: the same on every page."""
+    known = _PLACES.get(method.partition(" ")[0])
+    return zlib.crc32(method.encode("utf-8", "replace")) % 1000 if known is None else known
 
 
-def dash(index: int) -> str:
-    return DASHES[index % len(DASHES)]
+def colour_of(method: str) -> str:
+    """The colour on paper of a method, or of `base`, `tuned` and `target`: one colour on every page."""
+    return LIGHT[_MODELS.get(method) or f"c{place_of(method) % _COLOURS}"]
 
 
-def marker(index: int) -> str:
-    return MARKERS[index % len(MARKERS)]
+def colours_of(names: Iterable[str]) -> list[str]:
+    """Colours of series: of methods their own, of other names (tasks, rounds) one after the other."""
+    names = list(names)
+    if any(name in _MODELS or name.partition(" ")[0] in _PLACES for name in names):
+        return [colour_of(name) for name in names]
+    return [LIGHT[f"c{place % _COLOURS}"] for place in range(len(names))]
 
 
-def hatch(index: int) -> str:
-    """Series that share a colour have different hatches."""
-    return HATCHES[(index + index // COLOURS) % len(HATCHES)]
+def places_of(names: Iterable[str]) -> list[int]:
+    """What dash and marker a series has, by the same order."""
+    names = list(names)
+    if any(name.partition(" ")[0] in _PLACES for name in names):
+        return [place_of(name) for name in names]
+    return list(range(len(names)))
 
 
-def shade(share: float) -> str:
-    """A colour from dark blue (0) to yellow (1), even in lightness and safe for the colour-blind."""
-    # The darkest twelfth is left out: it would vanish in the dark.
-    place = (1 / 12 + share * 11 / 12) * (len(_VIRIDIS) - 1)
-    index = min(int(place), len(_VIRIDIS) - 2)
-    left, right = _rgb(_VIRIDIS[index]), _rgb(_VIRIDIS[index + 1])
-    return "#" + bytes(round(a + (b - a) * (place - index)) for a, b in zip(left, right, strict=True)).hex()
+def dash_of(place: int) -> list[int]:
+    """Series that share a colour have different dashes."""
+    return list(DASHES[(place // _COLOURS + place) % len(DASHES)])
+
+
+def marker_of(place: int) -> str:
+    return MARKERS[(place // _COLOURS + place) % len(MARKERS)]
 
 
 def luminance(colour: str) -> float:
     """Relative luminance as WCAG defines it, 0 to 1."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in _rgb(colour))]
+    channels = (value / 255 for value in bytes.fromhex(colour.removeprefix("#")))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -88,13 +126,3 @@ def variables() -> str:
 @cache
 def resource(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def light_style() -> str:
-    """The style of a chart in a file of its own, without variables: not every program knows them."""
-    return re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found[1]], resource("chart.css"))
-
-
-def _rgb(colour: str) -> bytes:
-    return bytes.fromhex(colour.removeprefix("#"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..refinement.influence import InfluenceRemoval
-from .charts import LineChart, Series
+from .figures import Series, curves
 from .numbers import number
-from .page import Page, Section, Table, Value
+from .page import Figure, Page, Section, Table, Value
 
 HOW = (
     "Each step goes along (S + λ)⁻¹ g: g the gradient of what is to be forgotten, S the Kronecker curvature of what is "
@@ -69,7 +69,7 @@ def _curve_text(found: InfluenceRemoval) -> str:
     return text if len(found.rounds) == 1 else text + " Between two rounds, steps on the kept rows go down again."
 
 
-def _chart(found: InfluenceRemoval) -> LineChart:
+def _chart(found: InfluenceRemoval) -> Figure:
     series = []
     for place, one in enumerate(found.rounds, 1):
         # Beyond twice the budget a curve says nothing more, and would hide the others.
@@ -83,15 +83,12 @@ def _chart(found: InfluenceRemoval) -> LineChart:
         marks.append((f"budget, +{100 * found.budget:.3g} %", found.before.kept * (1 + found.budget)))
     last = series[-1].name
     stars = [(last, found.rounds[-1].chosen.forget, found.rounds[-1].chosen.kept)]
-    return LineChart(
-        "Kept loss against the loss of what is forgotten",
-        "trade-off",
+    forgotten, kept = (
         "mean loss of an example to forget, higher is better",
         "mean loss of a kept example, lower is better",
-        series,
-        marks,
-        stars,
     )
+    chart = curves(series, forgotten, kept, marks=marks, stars=stars)
+    return Figure("Kept loss against the loss of what is forgotten", "trade-off", chart)
 
 
 def _losses(found: InfluenceRemoval) -> Table:
