@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..diagnostics.predict import BASE
 from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.suggest import Suggestion
+from ..text import Measured
 from .figures import Series, curves, heat_map, trade_off
 from .layer_weights_page import layers_section
+from .notebook import in_notebooks
 from .numbers import finite
 from .page import Figure, Page, Section
 from .preview_tables import alone_table, best_table, task_unit as _task_unit, top_table, unit_of as _unit
@@ -22,8 +24,11 @@ from .preview_words import (
     weights_words as _weights,
 )
 
+WHISKERS = "Lines through points reach one standard error to each side."
 #: With more tasks than this, pairs of tasks are not drawn one by one.
 PAIRS = 4
+#: With more values of other keys than this, only the curve with the best setting of a method is drawn.
+CURVES = 6
 
 Get = Callable[[Outcome], float | None]
 
@@ -56,33 +61,27 @@ def preview_page(
     )
 
 
-def _score(found: Preview) -> Get:
-    """What tables and figures show of a score: itself if it was measured, else a multiple of the reference's."""
-    return (lambda row: row.score) if found.measured else found.relative_score
-
-
 def _value(found: Preview, task: str) -> Get:
-    """The same of one task."""
-    return lambda row: row.values.get(task) if found.measured else found.relative(row, task)
-
-
-def _values(found: Preview, row: Outcome) -> list[float | None]:
-    return [_value(found, task)(row) for task in found.tasks]
+    return lambda row: found.shown_value(row, task)
 
 
 def _curves(found: Preview) -> Section:
     """The score and every task against the weight that varies, all methods in one figure."""
-    text = "" if found.measured else f"Predicted losses as multiples of those of {_reference(found)}; lower is better."
+    text = (
+        WHISKERS
+        if found.measured
+        else f"Predicted losses as multiples of those of {_reference(found)}; lower is better."
+    )
     name = _words(found.criterion.name)
     label = _label(found, _unit(found, name), found.criterion.higher)
     charts: list[Figure | None] = []
     if len(found.tasks) > 1 or not found.measured:
-        charts.append(_chart(found, name[:1].upper() + name[1:], "score", label, _score(found)))
+        charts.append(_chart(found, name[:1].upper() + name[1:], "score", label, found.shown_score))
     for task in found.tasks:
         unit = _label(found, _task_unit(found, task), found.higher(task))
         charts.append(_chart(found, f"Task {task}", f"task-{task}", unit, _value(found, task), _marks(found, task)))
     shown = [chart for chart in (*charts, *_maps(found, name, label)) if chart is not None]
-    return Section("Against the weight" if shown else "What was looked at", text, shown)
+    return Section(f"Against the {found.axis.partition(',')[0]}" if shown else "What was looked at", text, shown)
 
 
 def _label(found: Preview, unit: str, higher: bool) -> str:
@@ -100,41 +99,59 @@ def _marks(found: Preview, task: str) -> list[tuple[str, float]]:
 def _chart(
     found: Preview, title: str, slug: str, label: str, get: Get, alone: Sequence[tuple[str, float]] = ()
 ) -> Figure | None:
-    """A curve for each method whose weight varies, a line for each that takes none; nothing if there is no curve."""
+    """A curve for each method and values of keys that are not on the axis, a line where nothing varies; or nothing."""
     series, marks, stars = [], [], []
     for method in found.methods:
         rows = [row for row in found.rows if row.setting.method == method]
-        if not rows[0].setting.weights:
+        best = found.best(method)
+        names = list(dict.fromkeys(row.setting.series for row in rows))
+        for name in names if len(names) <= CURVES or best is None else [best.setting.series]:
+            placed = ((row.setting.position, row) for row in rows if row.setting.series == name)
+            curve = sorted(((x, row) for x, row in placed if x is not None), key=lambda point: point[0])
+            if len(curve) > 1:
+                words = [_setting(found, row) for _, row in curve]
+                series.append(Series(name, [x for x, _ in curve], [get(row) for _, row in curve], words))
+                stars += [(name, x, y) for x, row in curve if row is best and (y := get(row)) is not None]
+        if len(rows) == 1 and (not rows[0].setting.weights or rows[0].setting.position is None):
             marks += [(method, value) for value in [get(rows[0])] if value is not None]
-            continue
-        placed = ((row.setting.position, row) for row in rows if row.setting.position is not None)
-        curve = sorted(placed, key=lambda point: point[0])
-        if len(curve) > 1:
-            words = [_weights(found, row) for _, row in curve]
-            series.append(Series(method, [x for x, _ in curve], [get(row) for _, row in curve], words))
-            best = found.best(method)
-            stars += [(method, x, y) for x, row in curve if row is best and (y := get(row)) is not None]
     chart = curves(series, found.axis, label, marks=[*marks, *alone], stars=stars)
     return Figure(title, slug, chart) if series else None
 
 
+def _setting(found: Preview, row: Outcome) -> str:
+    """The weights and what else is changed."""
+    return ", ".join(part for part in (_weights(found, row), row.setting.changes_in_words) if part)
+
+
 def _maps(found: Preview, name: str, label: str) -> list[Figure]:
-    """The score over two weights, where exactly two vary and every combination was tried."""
+    """The score over two weights or other keys, where exactly two vary and every combination was tried."""
     maps = []
     for method in found.methods:
-        rows = [row for row in found.rows if row.setting.method == method and row.setting.weights]
-        rows = [row for row in rows if not any(isinstance(weight, tuple) for weight in row.setting.weights)]
-        tried = [sorted({row.setting.weights[i] for row in rows}) for i in range(len(found.models))]
-        varying = [i for i, weights in enumerate(tried) if len(weights) > 1]
-        if len(varying) != 2:
+        rows = [row for row in found.rows if row.setting.method == method]
+        places = {key: values for key, values in _places(found, rows).items() if len(set(values)) > 1}
+        if len(places) != 2:
             continue
-        one, other = varying
-        known = {(row.setting.weights[one], row.setting.weights[other]): _score(found)(row) for row in rows}
-        if len(known) == len(tried[one]) * len(tried[other]):
-            down, across = ([f"{found.models[i]} {weight:g}" for weight in tried[i]] for i in varying)
-            values = [[known[a, b] for b in tried[other]] for a in tried[one]]
+        (one, downs), (other, acrosses) = places.items()
+        known = {(a, b): found.shown_score(row) for a, b, row in zip(downs, acrosses, rows, strict=True)}
+        tried = [sorted(set(values)) for values in (downs, acrosses)]
+        if len(known) == len(tried[0]) * len(tried[1]):
+            down, across = ([f"{key} {x:g}" for x in xs] for key, xs in zip((one, other), tried, strict=True))
+            values = [[known[a, b] for b in tried[1]] for a in tried[0]]
             maps.append(Figure(f"{method}: {name}", f"map-{method}", heat_map(down, across, values, label)))
     return maps
+
+
+def _places(found: Preview, rows: Sequence[Outcome]) -> dict[str, list[float]]:
+    """What some settings differ in, as far as all of them have numbers there: weights, and other keys."""
+    every = [row.setting for row in rows]
+    if len({len(set(setting.weights)) == 1 for setting in every}) == 1 and len(set(every[0].weights)) == 1:
+        columns: dict[str, list[Any]] = {"weight": [setting.weights[0] for setting in every]}
+    else:
+        columns = {model: [s.weights[i] if s.weights else None for s in every] for i, model in enumerate(found.models)}
+    keys = dict.fromkeys(key for setting in every for key, _ in setting.changes)
+    columns |= {key.removeprefix("options."): [dict(s.changes).get(key) for s in every] for key in keys}
+    plain = {key: values for key, values in columns.items() if not any(isinstance(value, bool) for value in values)}
+    return {key: values for key, values in plain.items() if all(isinstance(value, int | float) for value in values)}
 
 
 class _Axis(NamedTuple):
@@ -157,10 +174,14 @@ def _fronts(found: Preview) -> list[Figure]:
         unit, higher = units.pop(), found.higher(tasks[0])
 
         def values(row: Outcome) -> list[float]:
-            return [value for value in _values(found, row) if value is not None]
+            shown = (found.shown_value(row, task) for task in tasks)
+            return [value for value in shown if value is not None]
 
         def mean(row: Outcome) -> float | None:
-            return sum(values(row)) / len(values(row)) if values(row) else None
+            known = values(row)
+            errors = [error for value in known if (error := getattr(value, "error", None)) is not None]
+            error = math.hypot(*errors) / len(known) if known and len(errors) == len(known) else None
+            return Measured(sum(known) / len(known), error) if known else None
 
         def worst(row: Outcome) -> float | None:
             return (min if higher else max)(values(row), default=None)
@@ -174,7 +195,7 @@ def _front(found: Preview, title: str, slug: str, x: _Axis, y: _Axis) -> Figure:
     series, points = [], []
     for method in found.methods:
         rows = [(x.get(row), y.get(row), row) for row in found.rows if row.setting.method == method]
-        known = [(a, b, _weights(found, row)) for a, b, row in rows if finite(a) and finite(b)]
+        known = [(a, b, _setting(found, row)) for a, b, row in rows if finite(a) and finite(b)]
         series.append(Series(method, [a for a, _, _ in known], [b for _, b, _ in known], [w for _, _, w in known]))
         points += [(a, b) for a, b, _ in known]
     front = pareto_front(points, (x.higher, y.higher))
@@ -194,3 +215,11 @@ def pareto_front(points: Sequence[tuple[float, float]], higher: tuple[bool, bool
             front.append((signs[0] * a, signs[1] * b))
             lowest = b
     return front
+
+
+def _in_notebook(found: Preview) -> list[Figure]:
+    return [*_curves(found).figures, *_fronts(found)]
+
+
+in_notebooks(Preview, _in_notebook)
+in_notebooks(Suggestion, lambda suggestion: _in_notebook(suggestion.evaluated))
