@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .api.exploring import Explorer as Explorer, explore as explore
     from .api.extracting import extract_lora as extract_lora
     from .api.previewing import preview as preview, suggest_weights as suggest_weights
+    from .api.publishing import push as push
     from .api.refining import refine as refine
     from .api.removing import remove as remove
     from .api.sampling import sample_posterior as sample_posterior
@@ -55,6 +56,7 @@ _NAMES = {
     "api.exploring": "Explorer explore",
     "api.extracting": "extract_lora",
     "api.previewing": "preview suggest_weights",
+    "api.publishing": "push",
     "api.refining": "refine",
     "api.removing": "remove",
     "api.sampling": "sample_posterior",

@@ -9,8 +9,9 @@ from typing import Any
 
 from .._version import __version__
 from ..arguments import checked
-from ..engine.card import recipe_as_written, to_yaml
+from ..engine.card import recipe_as_written
 from ..errors import InputError
+from ..markdown import to_yaml
 from ..recipe import NONE, Identity, Recipe, load_recipe
 from ..report.whole_file import whole_file
 from ..storage.tensorfile import local_path

@@ -18,8 +18,8 @@ from ..diagnostics.preview import Preview
 from ..diagnostics.setting_ties import are_tied
 from ..diagnostics.sweeps import Sweeps, parse_sweeps, with_changes
 from ..diagnostics.weight_ranges import parse_weights
-from ..engine.card import to_yaml
 from ..engine.reads import model_paths, recipe_paths
+from ..markdown import to_yaml
 from ..progress import Progress, shown
 from ..recipe import Recipe
 from ..report.diagnosis_page import diagnosis_page

@@ -12,6 +12,7 @@ from ..errors import InputError
 from ..progress import Progress, shown
 from ..tasks import Generation, LoadedTask, Loading
 from ..tasks.harness import Harness, language_model
+from .publishing import MeasuredCard
 
 
 @checked()
@@ -22,6 +23,7 @@ def evaluate(
     generation: Generation | None = None,
     lm_eval: Sequence[str] | str | None = None,
     lm_eval_tasks: str | Path | None = None,
+    card: bool = False,
     progress: bool | Progress = True,
     **loading: Unpack[Loading],
 ) -> dict[str, Any]:
@@ -33,6 +35,7 @@ def evaluate(
         generation: Have the model write an answer to every row of the data too, and how answers are scored.
         lm_eval: Tasks of the lm-evaluation-harness, a list or `"arc_easy,hellaswag"`; with or without data.
         lm_eval_tasks: A folder with task files of the harness.
+        card: Also put the numbers into the model card, and the record, of a folder that gradmerge wrote.
         progress: A bar on long work; False for none; or what is told how far it is, in examples.
         loading: How both are loaded, as :class:`gradmerge.Loading` says: ``task``, ``columns``, ``limit``,
             ``batch_size``, ``max_length``, ``device``, ``dtype``, ``attn``, ``tokenizer``.
@@ -48,7 +51,7 @@ def evaluate(
     0.412
     """
     options = tasks.complete(loading, evaluate)
-    return evaluated(model, source, generation, lm_eval, lm_eval_tasks, options, progress)[0]
+    return evaluated(model, source, generation, lm_eval, lm_eval_tasks, options, progress, card)[0]
 
 
 def evaluated(
@@ -59,8 +62,10 @@ def evaluated(
     lm_eval_tasks: str | Path | None,
     options: Loading,
     progress: bool | Progress,
+    card: bool,
 ) -> tuple[dict[str, Any], LoadedTask | None]:
     """The numbers of a model, and what it was evaluated on if that is data."""
+    measured = MeasuredCard(model) if card else None
     if generation is not None and source is None:
         raise InputError("--generate: answers are held against data; give some with --data SRC")
     if lm_eval_tasks is not None and lm_eval is None:
@@ -79,4 +84,6 @@ def evaluated(
     if harness is not None:
         module, tokenizer, _ = language_model(str(model), options, loaded)
         found["lm_eval"] = {task: one.summary() for task, one in harness.run(module, tokenizer).items()}
+    if measured is not None:
+        measured.add(None if source is None else str(source), found)
     return found, loaded

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..arguments import checked
 from ..curvature.losses import LOSSES, ExampleLoss
-from ..engine.card import as_code, as_table
+from ..engine.evaluations import evaluation
 from ..engine.reads import changed, digest_of_state, model_paths, state_of
 from ..errors import InputError, MachineError
+from ..markdown import as_code, as_table
 from ..progress import Progress, shown
 from ..refinement.guarded import check_request, refine_model
 from ..refinement.held_to_base import penalty_of
@@ -30,10 +31,14 @@ from ..report.page import write_report
 from ..report.refinement_page import refinement_page
 from ..storage.staging import Staging
 from ..tasks import Loading, complete, measure
+from ..tasks.data_names import dataset_type, named_data
 from ..tasks.data_sources import data_paths
 from ..tasks.metrics import Metrics
 from ..tasks.uncertainty import difference
 from ..text import nearest
+
+#: What a reader of metrics should know.
+CHOSEN_BY = "rows held back: no step was taken on them, but by them the steps were chosen"
 
 
 @checked()
@@ -289,9 +294,16 @@ def _refine_folder(
         done.notes = [*staging.notes, *start.notes, *notes, *read_notes, *done.notes, *notes_of_folder(start)]
         done.seconds = time.perf_counter() - begun
         facts = _facts(done, owners, data, valid, {"penalty_of": penalty_facts, "seed": seed, "resumed": resumed})
-        card = _card(start, done, owners)
         write_folder(
-            staging, start, moved, what="refinement", facts=facts, card=card, seconds=done.seconds, notes=done.notes
+            staging,
+            start,
+            moved,
+            what="refinement",
+            facts=facts,
+            card=_card(start, done, owners),
+            measured=_measured(start, done, owners, data, valid),
+            seconds=done.seconds,
+            notes=done.notes,
         )
         write_report(staging.folder, refinement_page(done, reference, facts, [command] if command else []))
         saved.remove()
@@ -342,6 +354,20 @@ def _facts(
     return {**facts, "passes": dict(done.passes), **more, "unit": "loss: nats, the mean over rows held back"}
 
 
+def _measured(
+    start: Start, done: Refinement, owners: list[DataOwner], data: Mapping[str, str], valid: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """The metrics after refinement: on rows that no step was taken on."""
+    found = []
+    for owner in owners:
+        shown, dataset = named_data(valid.get(owner.name, data[owner.name]))
+        if "split" not in dataset:  # a file, which may be called as that of another task
+            dataset = {"type": dataset_type(owner.name), "name": f"{owner.name} ({shown})"}
+        numbers = {"task": start.info.task, **done.after[owner.name]}
+        found.append(evaluation(dataset["name"], dataset, numbers, CHOSEN_BY))
+    return found
+
+
 def _card(start: Start, done: Refinement, owners: list[DataOwner]) -> str:
     name = start.reference if not Path(start.reference).exists() else Path(start.reference).resolve().name
     columns = ["task", "rows", "held back", "loss before", "loss after"]
@@ -356,5 +382,5 @@ held back, in nats.
 
 {as_table(columns, rows)}
 
-`gradmerge.json` in this repository holds every round, and `report.html` shows them.
+`gradmerge.json` in this repository holds every round.
 """

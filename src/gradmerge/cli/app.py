@@ -25,6 +25,7 @@ from . import (
     merge,
     methods,
     preview,
+    push,
     recipe,
     refine,
     remove,
@@ -119,6 +120,7 @@ app.command("preview", short_help="Compare weights and methods before merging.",
     preview.preview
 )
 app.command("studio", short_help="Try weights and methods on a local page.", epilog=studio.EXAMPLE)(studio.studio)
+app.command("push", short_help="Upload a result to the Hub, with its card.", epilog=push.EXAMPLE)(push.push)
 app.command("demo", short_help="See the whole job on small models.", epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(curvature.app, name="curvature", short_help="Estimate, import and look at curvature.")
 app.add_typer(recipe.app, name="recipe", short_help="Write mergekit's recipes as ours.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
+import typer
+
 from ..text import Measured, one_line
 from .options import Data, GenerationOptions, HarnessOptions, LoadingOptions, Model, Printing, command
 from .output import heavy_imports, note, print_json, print_table, progress
@@ -27,6 +29,9 @@ def evaluate(
     *,
     model: Model,
     data: Annotated[str | None, *get_args(Data)[1:]] = None,
+    card: Annotated[
+        bool, typer.Option("--card", help="Also put the numbers into the model card of a folder that gradmerge wrote.")
+    ] = False,
     loading: LoadingOptions,
     writing: GenerationOptions,
     harness: HarnessOptions,
@@ -42,7 +47,7 @@ def evaluate(
     begun = time.perf_counter()
     with progress(printing.silent, "examples") as shown:
         generation, asked = writing.as_generation(), (harness.lm_eval, harness.lm_eval_tasks)
-        found, loaded = evaluated(model, data, generation, *asked, loading.as_keywords(), shown)
+        found, loaded = evaluated(model, data, generation, *asked, loading.as_keywords(), shown, card)
     notes = loaded.notes if loaded is not None else []
     facts: dict[str, Any] = {"model": model, **({"data": data} if data is not None else {}), **found}
     if loaded is not None:

@@ -111,7 +111,9 @@ def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOpti
     """Merge, or print the plan."""
     with heavy_imports():
         from .. import api
+        from ..checkpoints.published import all_published
         from ..engine.coefficients import coefficient_notes
+        from ..engine.front_matter import licence_notes
         from ..engine.trust import trust_notes
 
     if device == "auto" or (device == "mps" and from_environment("device", device)):
@@ -124,6 +126,7 @@ def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOpti
             read = plan.total_read + plan.statistics_read + plan.damping_read
             plan.note(trust_notes(plan, threads))
             plan.note(coefficient_notes(recipe, plan, threads))
+            plan.note(licence_notes(all_published(plan.inputs.checkpoints), recipe.output.license))
             _print_plan(recipe, plan, out, threads, read, printing.json)
         return
     if out is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .._version import __version__
 from ..diagnostics.scores import headline, loss_name, measured
-from ..engine.card import to_yaml
+from ..markdown import to_yaml
 from ..refinement.rounds import Refinement
 from ..text import Measured
 from .figures import Series, curves

@@ -41,7 +41,7 @@ What the model had learned from {rows["forget_rows"]} examples was taken out by 
 | to be forgotten | {before.forget:.4g} | {after.forget:.4g} |
 | kept | {before.kept:.4g} | {after.kept:.4g} |
 
-{_budget_words(found)} `gradmerge.json` holds every step, `report.html` the trade-off.
+{_budget_words(found)} `gradmerge.json` in this repository holds every step.
 """
 
 
