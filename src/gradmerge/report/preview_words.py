@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.suggest import Suggestion
@@ -148,10 +149,20 @@ def capital(text: str) -> str:
 
 
 def range_words(found: Preview, rows: Sequence[Outcome]) -> str:
-    """The weights of some settings: `0.3–0.6`, or by task; nothing on those that differ between layers."""
-    spans = {
-        task: f"{low:g}" if low == high else f"{low:g}–{high:g}" for task, (low, high) in found.spans(rows).items()
-    }
+    """What some settings have: `0.3–0.6`, or weights by task where they do not differ by layer, and other keys."""
+    spans = {task: _span([low, high]) for task, (low, high) in found.spans(rows).items()}
+    parts = [f"{task} {span}" for task, span in spans.items()]
     if len(spans) == len(found.models) and len(set(spans.values())) == 1:
-        return spans[found.models[0]]
-    return ", ".join(f"{task} {span}" for task, span in spans.items())
+        parts = [spans[found.models[0]]]
+    changes = [dict(row.setting.changes) for row in rows]
+    for key in dict.fromkeys(key for one in changes for key in one):
+        parts.append(f"{key.removeprefix('options.')} {_span([one[key] for one in changes if key in one])}")
+    return ", ".join(parts)
+
+
+def _span(values: Sequence[Any]) -> str:
+    """`0.3–0.6`, or the values one by one where they are no numbers."""
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        return " or ".join(dict.fromkeys(map(in_words, values)))
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g}–{high:g}"
