@@ -7,6 +7,7 @@ import io
 import json
 import math
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def every_kind(name: str = "ours", values: tuple[float | None, ...] = (0.5, 0.25
     return [Figure(name, slug, chart) for slug, chart in charts.items()]
 
 
-def rows_of(figure: Figure) -> list[dict]:
+def rows_of(figure: Figure) -> Any:
     return figure.chart.data.values
 
 
@@ -46,6 +47,9 @@ def test_a_figure_holds_the_numbers_it_is_given() -> None:
     line = Figure("t", "t", curves([Series("a", [0, 1], [2.0, None], ["p", "q"])], "λ", "loss, nats"))
     assert line.table().columns == ["series", "λ", "loss, nats", "note"]
     assert line.table().rows == [["a", 0.0, 2.0, "p"], ["a", 1.0, None, "q"]]
+    marked = curves([Series("a", [0], [2.0])], "x", "y", marks=[("base", 0.5)], stars=[("a", 0, 2.0)])
+    also = [["base", None, 0.5, "reference"], ["a", 0.0, 2.0, "★ best"]]
+    assert Figure("t", "t", marked).table().rows == [["a", 0.0, 2.0, None], *also]
     bar = Figure("t", "t", bars(["x", "y"], {"m": [1.0, 4.0], "n": [-2.0, None]}, "loss"))
     assert bar.table().rows == [["x", "m", 1.0], ["y", "m", 4.0], ["x", "n", -2.0], ["y", "n", None]]
     heat = Figure("t", "t", heat_map(["r", "s"], ["a", "b"], [[1.0, 10.0], [None, 3.0]], "v"))
@@ -162,9 +166,9 @@ def test_figures_of_any_size_are_made(groups: int, series: int) -> None:
 def test_a_long_curve_keeps_its_lows_and_highs() -> None:
     wave = [math.sin(i / 9) * (1 + (i == 31_415)) for i in range(50_000)]
     figure = Figure("t", "t", curves([Series("a", range(50_000), wave)], "x", "y"))
-    shown = [row[2] for row in figure.table().rows]
+    shown: list[Any] = [row[2] for row in figure.table().rows]
     assert len(shown) <= MOST_POINTS and max(shown) == max(wave) and min(shown) == min(wave)
-    places = [row[1] for row in figure.table().rows]
+    places: list[Any] = [row[1] for row in figure.table().rows]
     assert places == sorted(places)
     assert len(figure.json()) < 200_000 and len(figure.shown().rows) == SHOWN_ROWS
     assert figure.shown().note == f"The first {SHOWN_ROWS} of {len(shown)} rows."

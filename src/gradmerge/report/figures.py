@@ -16,7 +16,7 @@ from . import palette
 from .numbers import finite, number
 
 if TYPE_CHECKING:
-    import altair as alt
+    from altair import LayerChart
 
 #: More points of one figure than this are thinned out where they would cover one another.
 MOST_POINTS = 3000
@@ -64,11 +64,10 @@ def curves(
     *,
     marks: Sequence[tuple[str, float]] = (),
     stars: Sequence[tuple[str, float, float]] = (),
-) -> alt.LayerChart:
+) -> LayerChart:
     """Curves over x, with reference lines (name, y) and starred points (name of a series, x, y)."""
-    import altair as alt
-
-    rows = [row for one in series for row in _thinned(one.rows(), MOST_POINTS // max(1, len(series)))]
+    alt = _altair()
+    rows = [row for one in series for row in _thinned(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
     xs = [row["x"] for row in rows if row["x"] is not None]
     whole = bool(xs) and all(float(value).is_integer() for value in xs)
     count = int(max(xs) - min(xs)) if whole else 0
@@ -81,18 +80,21 @@ def curves(
     names = [one.name for one in series]
     base = alt.Chart().encode(across, up, color=_colour(names))
     known = [(name, value) for name, value in marks if finite(value)]
-    layers = [*(_guides(known) if known else []), base.mark_line(strokeWidth=2).encode(strokeDash=_dash(names))]
+    # A curve goes from point to point as they are given, not from left to right.
+    line = base.mark_line(strokeWidth=2).encode(strokeDash=_dash(names), order=alt.value(0))
+    layers = [*(_guides(known) if known else []), line]
     layers += _whiskers(rows, names)
     crowded = max((len(one.x) for one in series), default=0) > 40
     points = base.mark_point(filled=True, opacity=1, size=14 if crowded else 50)
     layers.append(points.encode(shape=_shape(names), tooltip=_tooltips(rows, x, y)))
-    if stars:
-        chosen = [{"series": n, "x": a, "y": b, "note": "★ best"} for n, a, b in stars if finite(a) and finite(b)]
+    chosen = [_named(n, a, b, "★ best") for n, a, b in stars if finite(a) and finite(b)]
+    if chosen:
         best = alt.Chart(_data(chosen)).mark_point(shape=_STAR, filled=True, size=560, opacity=1, strokeWidth=1.2)
         best = best.encode(across, up, color=_colour(names), stroke=alt.value(palette.LIGHT["paper"]))
         layers.append(best.encode(tooltip=_tooltips(chosen, x, y)))
     drawn = alt.layer(*layers, data=_data(rows)).resolve_legend(strokeDash="independent")
-    return _finished(drawn, rows, {"series": "series", "x": x, "y": y}, 300)
+    more = [*(_named(name, None, value, "reference") for name, value in known), *chosen]
+    return _finished(drawn, rows, {"series": "series", "x": x, "y": y}, 300, more)
 
 
 def trade_off(
@@ -103,16 +105,15 @@ def trade_off(
     front: Sequence[tuple[float, float]] = (),
     present: tuple[float, float] | None = None,
     diagonal: bool = False,
-) -> alt.LayerChart:
+) -> LayerChart:
     """Points, with a line through those that no other beats, a ring around the present one, or a line where x is y."""
-    import altair as alt
-
-    rows = [row for one in series for row in _spaced(one.rows(), MOST_POINTS // max(1, len(series)))]
+    alt = _altair()
+    rows = [row for one in series for row in _spaced(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
     names = [one.name for one in series]
     across = alt.X("x:Q", title=x, scale=alt.Scale(zero=False, padding=12), axis=_axis("width", 90))
     up = alt.Y("y:Q", title=y, scale=alt.Scale(zero=False, padding=10), axis=_axis("height", 50))
     layers: list[Any] = []
-    line = [{"x": a, "y": b} for a, b in sorted(front) if finite(a) and finite(b)]
+    line = [_named("Pareto front", a, b, "") for a, b in sorted(front) if finite(a) and finite(b)]
     if len(line) > 1:
         path = alt.Chart(_data(line)).mark_line(strokeWidth=1.5, opacity=0.7, color=palette.LIGHT["ink"])
         layers.append(path.encode(across, up))
@@ -124,10 +125,10 @@ def trade_off(
     points = alt.Chart().mark_point(filled=True, opacity=0.9, size=50 if len(rows) < 400 else 18)
     layers.append(points.encode(across, up, color=_colour(names), shape=_shape(names), tooltip=_tooltips(rows, x, y)))
     if present is not None and all(map(finite, present)):
-        ring = alt.Chart(_data([{"x": present[0], "y": present[1], "note": "now"}]))
+        ring = alt.Chart(_data([_named("now", *present, "")]))
         ring = ring.mark_point(size=320, strokeWidth=2.5, color=palette.LIGHT["ink"], filled=False, opacity=1)
-        layers.append(ring.encode(across, up, tooltip=["note:N"]))
-    return _finished(alt.layer(*layers, data=_data(rows)), rows, {"series": "series", "x": x, "y": y}, 320)
+        layers.append(ring.encode(across, up, tooltip=[alt.Tooltip("series:N", title=" ")]))
+    return _finished(alt.layer(*layers, data=_data(rows)), rows, {"series": "series", "x": x, "y": y}, 320, line)
 
 
 def bars(
@@ -136,10 +137,9 @@ def bars(
     label: str,
     *,
     errors: Mapping[str, Sequence[float | None]] | None = None,
-) -> alt.LayerChart:
+) -> LayerChart:
     """One lying bar for each group (a task) in each series (a method), with its number beside it."""
-    import altair as alt
-
+    alt = _altair()
     rows: list[Row] = []
     for name, values in series.items():
         for i, (group, value) in enumerate(zip(groups, values, strict=True)):
@@ -174,14 +174,13 @@ def heat_map(
     *,
     centre: float | None = None,
     reach: float = 0.0,
-) -> alt.LayerChart:
+) -> LayerChart:
     """One cell for each row (a layer) and column (a task); blue below a ``centre`` and orange above it.
 
     Colours are full at ``reach`` from the centre, or at the value that lies furthest away.
     """
-    import altair as alt
-
-    cells = [
+    alt = _altair()
+    cells: list[Row] = [
         {"row": printable(name), "column": printable(column), "value": _known(value), "text": number(value, 3)}
         for name, line in zip(rows, values, strict=True)
         for column, value in zip(columns, line, strict=True)
@@ -218,6 +217,13 @@ def heat_map(
     found = found.properties(height=alt.Step(tall), view={"fill": palette.LIGHT["hole"]})
     # The last of slanted names leans over the edge.
     return found.properties(padding={"right": 60}) if turned else found
+
+
+def _altair() -> Any:
+    """Loaded where something is drawn. Its annotations are too narrow for what its methods take."""
+    import altair
+
+    return altair
 
 
 def _known(value: float | None) -> float | None:
@@ -261,9 +267,8 @@ def _spaced(rows: list[Row], most: int) -> list[Row]:
     return list(squares.values())
 
 
-def _data(rows: list[Row]) -> alt.InlineData:
-    import altair as alt
-
+def _data(rows: list[Row]) -> Any:
+    alt = _altair()
     return alt.InlineData(values=rows)
 
 
@@ -273,38 +278,33 @@ def _printable(names: Sequence[str]) -> list[str]:
 
 def _legend(names: Sequence[str]) -> Any:
     """Above the figure."""
-    import altair as alt
-
+    alt = _altair()
     if len(names) < 2:
         return None
     return alt.Legend(orient="top", title=None, symbolStrokeWidth=2, symbolSize=80, symbolOpacity=1, labelLimit=240)
 
 
-def _colour(names: Sequence[str]) -> alt.Color:
-    import altair as alt
-
+def _colour(names: Sequence[str]) -> Any:
+    alt = _altair()
     scale = alt.Scale(domain=_printable(names), range=palette.colours_of(names))
     return alt.Color("series:N", scale=scale, legend=_legend(names))
 
 
-def _dash(names: Sequence[str]) -> alt.StrokeDash:
-    import altair as alt
-
+def _dash(names: Sequence[str]) -> Any:
+    alt = _altair()
     scale = alt.Scale(domain=_printable(names), range=[palette.dash_of(p) or [1, 0] for p in palette.places_of(names)])
     return alt.StrokeDash("series:N", scale=scale, legend=None)
 
 
-def _shape(names: Sequence[str]) -> alt.Shape:
-    import altair as alt
-
+def _shape(names: Sequence[str]) -> Any:
+    alt = _altair()
     scale = alt.Scale(domain=_printable(names), range=[palette.marker_of(p) for p in palette.places_of(names)])
     return alt.Shape("series:N", scale=scale, legend=_legend(names))
 
 
-def _whiskers(rows: Sequence[Row], names: Sequence[str]) -> list[alt.Chart]:
+def _whiskers(rows: Sequence[Row], names: Sequence[str]) -> list[Any]:
     """One standard error on each side of points, where errors are known."""
-    import altair as alt
-
+    alt = _altair()
     found = []
     for axis, other in (("y", "x"), ("x", "y")):
         if any(f"{axis} error" in row for row in rows):
@@ -315,10 +315,9 @@ def _whiskers(rows: Sequence[Row], names: Sequence[str]) -> list[alt.Chart]:
     return found
 
 
-def _guides(marks: Sequence[tuple[str, float]]) -> list[alt.Chart]:
+def _guides(marks: Sequence[tuple[str, float]]) -> list[Any]:
     """Reference lines with their names, at either end in turn so that neighbours do not meet."""
-    import altair as alt
-
+    alt = _altair()
     marks = sorted(marks, key=lambda mark: mark[1])
     lines = [{"name": printable(name), "y": value, "side": i % 2} for i, (name, value) in enumerate(marks)]
     shades = [palette.colour_of(name) if palette.is_known(name) else palette.LIGHT["soft"] for name, _ in marks]
@@ -334,16 +333,14 @@ def _guides(marks: Sequence[tuple[str, float]]) -> list[alt.Chart]:
     return found
 
 
-def _axis(extent: str, pixels: int, **more: Any) -> alt.Axis:
+def _axis(extent: str, pixels: int, **more: Any) -> Any:
     """A tick for about every so many pixels."""
-    import altair as alt
-
+    alt = _altair()
     return alt.Axis(tickCount=alt.ExprRef(f"ceil({extent} / {pixels})"), **more)
 
 
-def _tooltips(rows: Sequence[Row], x: str, y: str) -> list[alt.Tooltip]:
-    import altair as alt
-
+def _tooltips(rows: Sequence[Row], x: str, y: str) -> list[Any]:
+    alt = _altair()
     fields = set().union(*rows) if rows else set()
     found = [
         alt.Tooltip(f"{name}:N", title=blank) for name, blank in (("series", " "), ("group", "  ")) if name in fields
@@ -356,64 +353,28 @@ def _tooltips(rows: Sequence[Row], x: str, y: str) -> list[alt.Tooltip]:
     return [*found, *([alt.Tooltip("note:N", title="   ")] if "note" in fields else [])]
 
 
-def _finished(chart: alt.LayerChart, rows: Sequence[Row], columns: Mapping[str, str], height: int) -> alt.LayerChart:
-    """With the theme, the names of its columns, and the width of whatever it stands in."""
+def _named(series: str, x: float | None, y: float, note: str) -> Row:
+    return {"series": printable(series), "x": _known(x), "y": _known(y), "note": note}
+
+
+def _finished(
+    chart: LayerChart, rows: Sequence[Row], columns: Mapping[str, str], height: int, more: Sequence[Row] = ()
+) -> LayerChart:
+    """With the theme, the names of its columns, and the width of whatever it stands in.
+
+    ``more`` is what the figure shows beside its points, for its table.
+    """
     fields = set().union(*rows) if rows else set()
     named = {field: title or field for field, title in columns.items()}
     for axis in ("x", "y"):
         if f"{axis} error" in fields:
             named[f"{axis} error"] = f"{ERRORS} of {named[axis]}"
-    if "note" in fields:
+    if "note" in fields or more:
         named["note"] = "note"
     # A page sets the columns of the legend by its own width.
     entry = round(min(260.0, max((len(row["series"]) for row in rows if "series" in row), default=0) * _LETTER + 44))
-    look = theme()
+    look = palette.theme()
     look["legend"]["columns"] = max(1, 700 // entry)
-    sized = chart.properties(width="container", usermeta={"columns": named, "entry": entry}, config=look)
+    facts = {"columns": named, "entry": entry, "more": list(more)}
+    sized = chart.properties(width="container", usermeta=facts, config=look)
     return sized.properties(height=height) if height else sized
-
-
-def theme() -> dict[str, Any]:
-    """How every figure looks."""
-    ink, soft, line = (palette.LIGHT[name] for name in ("ink", "soft", "line"))
-    axis = {
-        "labelColor": soft,
-        "titleColor": soft,
-        "domainColor": soft,
-        "tickColor": soft,
-        "gridColor": line,
-        "labelFontSize": 11,
-        "titleFontSize": 12,
-        "titleFontWeight": "normal",
-        "titlePadding": 8,
-    }
-    return {
-        "background": palette.LIGHT["paper"],
-        "font": 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif',
-        "view": {"stroke": None},
-        "axis": axis,
-        "axisX": {"grid": False},
-        "axisY": {
-            "domain": False,
-            "ticks": False,
-            "labelLimit": 220,
-            "labelPadding": 6,
-            # The name of the axis lies above it, where a long one has room.
-            "titleAngle": 0,
-            "titleAlign": "left",
-            "titleBaseline": "bottom",
-            "titleX": 0,
-            "titleY": -10,
-        },
-        "legend": {
-            "labelColor": ink,
-            "titleColor": soft,
-            "labelFontSize": 12,
-            "titleFontWeight": "normal",
-            "offset": 12,
-            "gradientLength": 240,
-            "gradientThickness": 10,
-        },
-        "title": {"color": ink, "anchor": "start", "fontSize": 16},
-        "text": {"color": ink},
-    }

@@ -16,7 +16,6 @@ from typing import Any
 from ..display import DRAWN
 from . import palette
 from .embedded import Figure, colours, digest, in_script, library
-from .figures import theme
 from .page import template
 
 #: Figures that a result shows; a report has all.
@@ -41,7 +40,7 @@ def frame(figures: Sequence[Figure]) -> str:
         packed=packed,
         loader=Markup(palette.resource("frame.js")),
         policy=Markup(" ".join(f"'{digest(script)}'" for script in (palette.resource("frame.js"), scripts))),
-        theme=Markup(in_script(theme())),
+        theme=Markup(in_script(palette.theme())),
         colours=Markup(colours()),
     )
     height = sum(_height(figure) for figure in figures)
@@ -58,10 +57,9 @@ def _packed() -> tuple[str, str]:
 
 def _height(figure: Figure) -> int:
     """About how tall a figure is in a page."""
-    spec = figure.chart.to_dict()
-    height = spec["height"]
+    height: Any = figure.chart.to_dict()["height"]
     if isinstance(height, dict):
         rows = figure.table().rows
         lanes = len(rows) if height.get("for") == "offset" else len({row[0] for row in rows})
         height = 1.25 * height["step"] * lanes
-    return round(height + 210)
+    return int(height) + 210

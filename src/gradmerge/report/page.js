@@ -110,7 +110,8 @@
 
   function numbersOf(spec) {
     const columns = Object.entries(spec.usermeta.columns);
-    const rows = spec.datasets[spec.data.name].map((row) => columns.map(([field]) => row[field]));
+    const given = [...spec.datasets[spec.data.name], ...spec.usermeta.more];
+    const rows = given.map((row) => columns.map(([field]) => row[field]));
     return [columns.map(([, title]) => title), ...rows];
   }
   const fullText = (cell) => (cell.classList.contains("none") ? "" : (cell.dataset.v ?? cell.textContent));

@@ -16,7 +16,6 @@ from ..text import printable
 from . import palette
 from .cells import Column, Table, Value, columns_of
 from .embedded import Figure, colours, digest, in_script, library
-from .figures import theme
 from .whole_file import whole_file
 
 if TYPE_CHECKING:
@@ -63,11 +62,10 @@ def write_report(folder: Path, page: Page) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"{folder}: cannot be made: {error.strerror or error}") from error
-    beside = {
-        folder / f"{item.slug}.csv": item.csv()
-        for section in _with_file_names(page.sections)
-        for item in (*section.figures, *section.tables)
-    }
+    items: list[Figure | Table] = []
+    for section in _with_file_names(page.sections):
+        items += [*section.figures, *section.tables]
+    beside = {folder / f"{item.slug}.csv": item.csv() for item in items}
     report = folder / "report.html"
     for path, content in (*beside.items(), (report, html(page))):
         with whole_file(path) as partial:
@@ -90,7 +88,7 @@ def html(page: Page) -> str:
         scripts=[Markup(script) for script in scripts],
         started=Markup(_STARTED),
         policy=Markup(" ".join(f"'{digest(script)}'" for script in (_STARTED, *scripts))),
-        theme=Markup(in_script(theme())),
+        theme=Markup(in_script(palette.theme())),
         colours=Markup(colours()),
     )
 

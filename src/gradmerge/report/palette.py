@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 #: Name → colour on paper and in the dark. Those of series differ in lightness too, and have a contrast of 3:1 or more
 #: with `paper`.
@@ -130,6 +131,52 @@ def variables() -> str:
         return ":root{" + "".join(f"--{name}:{value};" for name, value in colours.items()) + "}"
 
     return f"{listed(LIGHT)}\n@media screen and (prefers-color-scheme:dark){{{listed(DARK)}}}\n"
+
+
+def theme() -> dict[str, Any]:
+    """How every figure looks."""
+    ink, soft, line = (LIGHT[name] for name in ("ink", "soft", "line"))
+    axis = {
+        "labelColor": soft,
+        "titleColor": soft,
+        "domainColor": soft,
+        "tickColor": soft,
+        "gridColor": line,
+        "labelFontSize": 11,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
+        "titlePadding": 8,
+    }
+    return {
+        "background": LIGHT["paper"],
+        "font": 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif',
+        "view": {"stroke": None},
+        "axis": axis,
+        "axisX": {"grid": False},
+        "axisY": {
+            "domain": False,
+            "ticks": False,
+            "labelLimit": 220,
+            "labelPadding": 6,
+            # The name of the axis lies above it, where a long one has room.
+            "titleAngle": 0,
+            "titleAlign": "left",
+            "titleBaseline": "bottom",
+            "titleX": 0,
+            "titleY": -10,
+        },
+        "legend": {
+            "labelColor": ink,
+            "titleColor": soft,
+            "labelFontSize": 12,
+            "titleFontWeight": "normal",
+            "offset": 12,
+            "gradientLength": 240,
+            "gradientThickness": 10,
+        },
+        "title": {"color": ink, "anchor": "start", "fontSize": 16},
+        "text": {"color": ink},
+    }
 
 
 @cache
