@@ -64,6 +64,12 @@ class Setting:
         return ", ".join(map(in_words, self.weights))
 
 
+def is_removal(recipe: Recipe) -> bool:
+    """Whether a recipe takes something away: `removal`, or task arithmetic with weights below 0."""
+    below = all(leaf < 0 for weight in recipe.weights for leaf in leaves(weight))
+    return recipe.method == "removal" or (recipe.method == "task-arithmetic" and below)
+
+
 def takes_weights(method: str) -> bool:
     return "weights" in RULES[method].inputs
 

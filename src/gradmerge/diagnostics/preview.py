@@ -20,7 +20,7 @@ from ..progress import Progress
 from ..recipe import Recipe, Varying, leaves
 from ..tasks.uncertainty import Difference
 from ..text import Measured
-from .grid import Setting, recipe_with, takes_weights
+from .grid import Setting, is_removal, recipe_with, takes_weights
 from .predict import task_names
 from .scores import Criterion, Ranking, headline, higher_is_better, loss_of, mean_ranks, measured, steady
 from .setting_ties import are_tied, score_difference, score_error, simplicity
@@ -143,8 +143,9 @@ class Preview(Displayed):
 
     def leading(self, method: str | None = None) -> Outcome | None:
         """The setting of a method, or of all, with the best score, be it by chance; of equal ones that of the smaller
-        loss. None for removal: what goes and what stays pull against each other."""
-
+        loss. None for removal, be it by negation: what goes and what stays pull against each other."""
+        if is_removal(self.recipe):
+            return None
         known = [row for row in self.rows if row.score is not None and row.setting.method != "removal"]
         return min((row for row in known if method in (None, row.setting.method)), key=self._badness, default=None)
 
