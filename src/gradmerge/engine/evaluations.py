@@ -33,6 +33,9 @@ METRICS = {
     "loss_per_example": "loss",
     "loss_per_token": "loss",
     "token_accuracy": "accuracy",
+    "rouge1": "rouge",
+    "rouge2": "rouge",
+    "rougeL": "rouge",
 }
 #: Counts, which are no metrics.
 COUNTS = ("tokens", "examples")
