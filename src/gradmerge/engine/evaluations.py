@@ -71,7 +71,7 @@ def with_evaluations(card: str, name: str, evaluations: Sequence[Mapping[str, An
     """A card with these measurements; what else it says, also measurements on other data, stays as it is."""
     front, body = split_card(card, where)
     front["model-index"] = _index(front, name, evaluations, where)
-    section = f"{_BEGIN}\n## Evaluation\n\n{_table(evaluations)}\n{_END}"
+    section = f"{_BEGIN}\n\n## Evaluation\n\n{_table(evaluations)}\n\n{_END}"
     place = _PLACE.search(body)
     body = f"{body.rstrip()}\n\n{section}" if place is None else body[: place.start()] + section + body[place.end() :]
     return as_card(front, body)
