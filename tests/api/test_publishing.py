@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -263,6 +264,20 @@ def test_a_hub_that_is_not_there_is_the_machines_error(out: Path, hub: Hub, monk
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(gm.MachineError, match=r"http://127.0.0.1:9: cannot be reached"):
         gm.push(out, "me/merged")
+
+
+def test_no_network_is_asked_for_where_the_user_wants_none(
+    out: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(gm.InputError, match="HF_HUB_OFFLINE is set"):
+        gm.push(out, "me/merged")
+    assert not hub.log
+
+
+def test_curvature_that_was_taken_out_is_not_missed(out: Path) -> None:
+    shutil.rmtree(out / "curvature")
+    assert not any(name.startswith("curvature") for name in gm.push(out, "me/merged", dry_run=True).files)
 
 
 def test_the_command_line_pushes_to_the_endpoint_of_the_environment(out: Path, hub: Hub, tmp_path: Path) -> None:
