@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -13,6 +13,7 @@ from .safe_yaml import parse_yaml
 from .text import one_line, printable
 
 _FRONT = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.M | re.S)
+_KEY = re.compile(r"([A-Za-z_][\w-]*)[ \t]*:(?=\s|$)")
 
 
 def to_yaml(value: Mapping[str, Any]) -> str:
@@ -39,6 +40,18 @@ _Dumper.add_representer(list, _list)
 def as_card(front: Mapping[str, Any], body: str) -> str:
     """A card: front matter, and Markdown below."""
     return f"---\n{to_yaml(front)}---\n\n{body.strip()}\n"
+
+
+def front_of(text: str, keys: Container[str]) -> str:
+    """The lines of a card's front matter that belong to these keys; cards of others may hold endless results."""
+    found, kept, lines = _FRONT.match(text), True, []
+    for line in found[1].splitlines() if found is not None else ():
+        if key := _KEY.match(line):
+            kept = key[1] in keys
+        elif line[:1] not in ("", " ", "\t", "-", "#"):  # no plain key: for YAML to judge
+            kept = True
+        lines += [line] if kept else []
+    return "\n".join(lines)
 
 
 def split_card(text: str, where: str) -> tuple[dict[str, Any], str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ import pytest
 import yaml
 from huggingface_hub import constants
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import gradmerge as gm
+from gradmerge.cli.app import app
 
 from ..making import near, random_curvature, random_state, write_model
 from .hub_stand_in import TOKEN, Hub, stand_in
@@ -263,24 +266,46 @@ def test_a_hub_that_is_not_there_is_the_machines_error(out: Path, hub: Hub, monk
         gm.push(out, "me/merged")
 
 
+def test_no_network_is_asked_for_where_the_user_wants_none(
+    out: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(gm.InputError, match="HF_HUB_OFFLINE is set"):
+        gm.push(out, "me/merged")
+    assert not hub.log
+
+
+def test_curvature_that_was_taken_out_is_not_missed(out: Path) -> None:
+    shutil.rmtree(out / "curvature")
+    assert not any(name.startswith("curvature") for name in gm.push(out, "me/merged", dry_run=True).files)
+
+
 def test_the_command_line_pushes_to_the_endpoint_of_the_environment(out: Path, hub: Hub, tmp_path: Path) -> None:
     own = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "hf")}
     environment = {name: text for name, text in os.environ.items() if not name.startswith("HF_")} | own
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "gradmerge", "push", str(out), *words]
-        return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
-
-    plan = run("me/merged", "--dry-run")
-    assert plan.returncode == 0 and not hub.log, plan.stderr
-    assert re.search(r"gradmerge.json +\d", plan.stdout) and "not sent: .env, data.jsonl" in plan.stdout
-    done = run("me/merged", "--json")
+    line = [sys.executable, "-m", "gradmerge", "push", str(out), "me/merged", "--json"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
     facts = json.loads(done.stdout)
-    assert done.returncode == 0 and set(facts["sent"]) == set(facts["files"]) and facts["url"] in done.stdout
+    assert set(facts["sent"]) == set(facts["files"]) and facts["url"].startswith(hub.endpoint)
+    assert len(hub.commits) == 1
+
+
+def test_the_command_line_tells_the_plan_what_was_done_and_what_failed(out: Path, hub: Hub) -> None:
+    def run(status: int, *words: str) -> str:
+        told = CliRunner().invoke(app, ["push", str(out), *words])
+        assert told.exit_code == status and TOKEN not in told.output and "Traceback" not in told.output
+        return re.sub(r" +", " ", told.output)
+
+    plan = run(0, "me/merged", "--dry-run")
+    assert not hub.log and re.search(r"gradmerge.json \d", plan) and "not sent: .env, data.jsonl, id_rsa" in plan
+    assert re.search(r"\d+ files, .* → me/merged, branch main", plan)
+    done = run(0, "me/merged")
+    assert f"→ {hub.endpoint}/me/merged/commit/" in done and "org/origin as base_model" in done
+    assert "me/merged has all of it already" in run(0, "me/merged")
     hub.failing = {"/api/repos/create": (500, "busy")}
-    failed = run("me/merged")
-    assert failed.returncode == 1 and "the Hub failed (500" in failed.stderr and "Traceback" not in failed.stderr
-    assert TOKEN not in "".join(one.stdout + one.stderr for one in (plan, done, failed))
+    assert "error: me/merged: the Hub failed (500: busy)" in run(1, "me/merged")
+    assert "error: merged: not an id that the Hub allows; write owner/name" in run(2, "merged")
 
 
 def test_the_models_of_the_front_matter_are_read_again_by_the_next_merge(out: Path, hub: Hub, tmp_path: Path) -> None:

@@ -176,6 +176,10 @@ def test_languages_and_data_of_all_models_are_named_once(tmp_path: Path) -> None
         b="language: [no, en]\ndatasets: org/yelp",
         c="language: {x: 1}\ndatasets: ['<b>', 3, 'a b']\npipeline_tag: [1]",
     )
+    results = "".join(f"  - task: {{type: retrieval, n: {n}}}\n    metrics: [{{value: {n}}}]\n" for n in range(9000))
+    with (tmp_path / "a/README.md").open("w") as card:  # as of models that were evaluated on everything
+        card.write("---\nmodel-index:\n- name: a\n  results:\n" + results)
+        card.write("language: en\ndatasets: [imdb, org/yelp]\n# words\npipeline_tag: translation\n---\n# A\n")
     front, _, _ = average(tmp_path, "c", "a", "b")
     assert front["language"] == ["en", "no"] and front["datasets"] == ["imdb", "org/yelp"]
     assert front["pipeline_tag"] == "translation"

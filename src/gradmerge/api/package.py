@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ..checkpoints.adapter_config import is_adapter
 from ..checkpoints.model import Checkpoint
 from ..checkpoints.opening import open_checkpoint
@@ -19,7 +21,6 @@ from ..curvature.files import STEM, open_curvature
 from ..engine.journal import NAME as JOURNAL
 from ..engine.penalties import PENALTY
 from ..errors import InputError
-from ..markdown import split_card
 from ..storage.smallfile import MAX_TOKENIZER, read_bounded, read_json
 from ..storage.staging import MARK, PARTIAL
 from ..storage.tensorfile import close_files, open_files
@@ -153,12 +154,14 @@ def _weights(out: Path) -> dict[str, Path]:
 
 def _front(card: str, where: str) -> dict[str, Any]:
     """The front matter, if the Hub can read it."""
-    from huggingface_hub import ModelCardData
+    from huggingface_hub import ModelCard
 
-    front, _ = split_card(card, where)
+    if not card.startswith("---"):
+        return {}
     try:
-        ModelCardData(**{str(key): value for key, value in front.items()})
-    except (ValueError, TypeError, KeyError) as error:
+        data: Any = ModelCard(card).data
+        front: dict[str, Any] = data.to_dict()
+    except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         raise InputError(f"{where}: its front matter is not as the Hub wants it: {first_line(error)}") from error
     return front
 
@@ -169,6 +172,8 @@ def _check_complete(out: Path, record: Mapping[str, Any]) -> None:
     except (KeyError, TypeError, ValueError):
         return
     for name, nbytes in sizes.items():
+        if name.startswith(f"{STEM}/") and not (out / STEM).exists():  # taken out, so as not to be published
+            continue
         if not (out / name).is_file() or (out / name).stat().st_size != nbytes:
             raise InputError(
                 f"{out / name}: is not as {RECORD} says ({nbytes} bytes). Make the folder again, then push."

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..markdown import split_card
+from ..markdown import front_of
+from ..safe_yaml import parse_yaml
 from ..storage.links import lies_within
 from ..storage.smallfile import read_bounded, read_json
 from ..storage.tensorfile import local_path
@@ -25,7 +26,8 @@ from .stacked import StackedCheckpoint
 from .views import View, beneath
 
 CARD, RECORD = "README.md", "gradmerge.json"
-MAX_CARD = 1_000_000
+MAX_CARD = 5_000_000
+KEYS = ("license", "license_name", "license_link", "base_model", "language", "datasets", "pipeline_tag")
 #: First parts of relative paths that look like an owner on the Hub.
 _PLACES = (
     "checkpoint checkpoints content data demo experiments home kaggle merged mnt model models opt out output outputs "
@@ -116,11 +118,13 @@ def short_names(
 
 
 def front_matter(folder: Path | None) -> dict[str, Any]:
-    """The front matter of a folder's card; empty where there is none that can be read."""
+    """What the front matter of a folder's card says under ``KEYS``; nothing where it cannot be read."""
     if folder is None or not (path := folder / CARD).is_file() or not lies_within(path, folder):
         return {}
     with contextlib.suppress(InputError):
-        return split_card(read_bounded(path, MAX_CARD).decode("utf-8", "replace"), str(path))[0]
+        stated = front_of(read_bounded(path, MAX_CARD).decode("utf-8", "replace"), KEYS)
+        front = parse_yaml(stated, str(path))
+        return front if isinstance(front, dict) else {}
     return {}
 
 

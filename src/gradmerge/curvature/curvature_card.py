@@ -18,6 +18,10 @@ SUMS = {
     "inputs (`NAME.A`) and of the gradients of its outputs (`NAME.G`); for every other parameter the sum over examples "
     "of the squared gradient.",
 }
+OF_MERGES = (
+    "H̄ = H_0 + Σ α_t H_t of a merge, in sums over examples: the precision of the merged model, which serves as its "
+    "curvature when it is merged again."
+)
 LIKELIHOODS = {
     "empirical": "the labels of the data",
     "sampled": "labels drawn from the model",
@@ -27,14 +31,14 @@ LIKELIHOODS = {
 }
 
 
-def write_curvature_card(folder: Path, facts: Mapping[str, str] | None = None) -> None:
+def write_curvature_card(folder: Path, facts: Mapping[str, str] | None = None, what: str = "") -> None:
     """Write README.md into a curvature folder; ``facts`` is more that is known, such as the data."""
     with open_curvature(str(folder)) as file:
-        (folder / CARD).write_text(curvature_card(file, facts), "utf-8")
+        (folder / CARD).write_text(curvature_card(file, facts, what), "utf-8")
 
 
-def curvature_card(file: CurvatureFile, facts: Mapping[str, str] | None = None) -> str:
-    """README.md of a curvature folder."""
+def curvature_card(file: CurvatureFile, facts: Mapping[str, str] | None = None, what: str = "") -> str:
+    """README.md of a curvature folder; ``what`` says what it holds, if not what was estimated."""
     model = file.metadata.get("model", "")
     entries = sum(math.prod(shape) for shape in file.shapes.values())
     nbytes = sum(path.stat().st_size for path in file.files())
@@ -54,7 +58,7 @@ def curvature_card(file: CurvatureFile, facts: Mapping[str, str] | None = None) 
         {"tags": ["gradmerge", STEM]},
         f"""# {f"Curvature of {as_text(model)}" if model else "Curvature"}
 
-{SUMS[file.kind]}
+{what or SUMS[file.kind]}
 
 | | |
 |---|---|

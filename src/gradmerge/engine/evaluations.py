@@ -33,6 +33,9 @@ METRICS = {
     "loss_per_example": "loss",
     "loss_per_token": "loss",
     "token_accuracy": "accuracy",
+    "rouge1": "rouge",
+    "rouge2": "rouge",
+    "rougeL": "rouge",
 }
 #: Counts, which are no metrics.
 COUNTS = ("tokens", "examples")
@@ -68,7 +71,7 @@ def with_evaluations(card: str, name: str, evaluations: Sequence[Mapping[str, An
     """A card with these measurements; what else it says, also measurements on other data, stays as it is."""
     front, body = split_card(card, where)
     front["model-index"] = _index(front, name, evaluations, where)
-    section = f"{_BEGIN}\n## Evaluation\n\n{_table(evaluations)}\n{_END}"
+    section = f"{_BEGIN}\n\n## Evaluation\n\n{_table(evaluations)}\n\n{_END}"
     place = _PLACE.search(body)
     body = f"{body.rstrip()}\n\n{section}" if place is None else body[: place.start()] + section + body[place.end() :]
     return as_card(front, body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..checkpoints.sidecars import sidecars, stems
-from ..curvature.curvature_card import write_curvature_card
+from ..curvature.curvature_card import OF_MERGES, write_curvature_card
 from ..curvature.files import STEM, metadata
 from ..errors import InputError, MachineError
 from ..storage.bytesof import bytes_of
@@ -78,6 +78,6 @@ class Target:
         for writer in self._writers:
             writer.finish()
         if len(self._writers) > 1:
-            write_curvature_card(self._writers[1].folder, {"of": "the merge: its precision H̄"})
+            write_curvature_card(self._writers[1].folder, what=OF_MERGES)
         folders = ((writer.folder.relative_to(self._staging.folder), writer.sizes) for writer in self._writers)
         return {str(folder / name): nbytes for folder, sizes in folders for name, nbytes in sizes.items()}
