@@ -17,8 +17,7 @@ import yaml
 from safetensors.torch import save_file
 
 import gradmerge as gm
-from gradmerge.diagnostics import quick_predictor
-from gradmerge.diagnostics.answering import KEPT, Answering
+from gradmerge.diagnostics import answering, quick_predictor
 from gradmerge.diagnostics.pareto import unbeaten
 from gradmerge.tasks import Generation
 from gradmerge.tasks.refilling import RefilledModel
@@ -84,17 +83,19 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def explorer(texts: Path) -> Iterator[gm.Explorer]:
-    with gm.explore(texts / "recipe.yml", data_of(texts), threads=2) as found:
-        yield found
-
-
 @pytest.fixture(scope="module")
 def shared(texts: Path) -> Iterator[gm.Explorer]:
     """For tests that mind nothing in the history."""
     with gm.explore(texts / "recipe.yml", data_of(texts), threads=2) as found:
         yield found
+
+
+@pytest.fixture
+def explorer(shared: gm.Explorer) -> gm.Explorer:
+    """The same, with nothing measured yet."""
+    shared.history.clear()
+    shared._compared = None
+    return shared
 
 
 @pytest.mark.parametrize(("method", "weights", "changes"), SETTINGS, ids=lambda value: str(value)[:20])
@@ -105,8 +106,8 @@ def test_a_setting_has_the_numbers_of_the_merge_on_disk(
     found = shared.measure(setting)
     (tmp_path / "recipe.yml").write_text(shared.recipe_text(setting, tmp_path))
     gm.merge(tmp_path / "recipe.yml", tmp_path / "merged", progress=False)
-    for task, source in data_of(texts).items():
-        there = gm.evaluate(tmp_path / "merged", source)
+    for task in ("a", "base"):
+        there = gm.evaluate(tmp_path / "merged", data_of(texts)[task])
         assert found.metrics[task] == {name: there[name] for name in found.metrics[task]}
         assert float(found.rows[task]["accuracy"].mean()) == pytest.approx(there["accuracy"])
 
@@ -344,11 +345,13 @@ def test_flips_are_rows_that_one_model_gets_right_and_the_other_wrong(explorer: 
         assert (flip.before, flip.after) == (before[flip.row], after[flip.row])
 
 
-def test_replies_are_kept_for_a_number_of_models(shared: gm.Explorer) -> None:
-    answering: Answering = shared._answering
-    for place in range(KEPT + 3):
-        answering._ask(shared.setting("task-arithmetic", {"a": place / 1000}), "a", [0])
-    assert len(answering._said) == KEPT
+def test_replies_are_kept_for_a_number_of_models(shared: gm.Explorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "KEPT", 3)
+    asked = answering.Answering(shared._moves)
+    settings = [shared.setting("task-arithmetic", {"a": place / 1000}) for place in range(5)]
+    for setting in settings:
+        asked.answers("a", [0], setting)
+    assert {*asked._said} == {("base", "a"), ("a", "a"), (settings[-1], "a")}
 
 
 def test_a_saved_setting_is_the_merge_of_its_recipe(shared: gm.Explorer, texts: Path, tmp_path: Path) -> None:

@@ -62,11 +62,10 @@ def test_predictions_are_ranks_and_multiples_of_the_reference(place: Path) -> No
     assert {
         "report.html",
         "recipe.yml",
-        "score.svg",
         "score.csv",
-        "task-a.svg",
-        "pareto-a-b.svg",
-        "pareto.svg",
+        "task-a.csv",
+        "pareto-a-b.csv",
+        "pareto.csv",
     } <= names
     page = (out / "report.html").read_text()
     assert "Spearman" in page and "Pareto" in page and str(place) not in page.replace("/report", "")
@@ -153,7 +152,7 @@ def test_weights_over_the_layers_are_found_told_and_merged(place: Path) -> None:
     gm.merge(place / "own.yml", place / "own", progress=False)
     got, same = read_model(merged), read_model(place / "own")
     assert got.keys() == same.keys() and all(got[name].equal(same[name]) for name in got)
-    assert {"layers.svg", "layers.csv", "over-layers.csv"} <= {path.name for path in out.iterdir()}
+    assert {"layers.csv", "over-layers.csv"} <= {path.name for path in out.iterdir()}
 
 
 @pytest.mark.parametrize(

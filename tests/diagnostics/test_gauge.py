@@ -196,7 +196,7 @@ def test_the_report_can_show_predictions_below_zero(place: Path, tmp_path: Path)
     """A penalty far too strong says that merges are better than each model: nothing to divide by."""
     found = gm.diagnose(recipe_of(place, {"identity": 20.0}, damping=10.0), tmp_path / "report", progress=False)
     assert any(found.prediction.excess(candidate, "one") < 0 for candidate in found.candidates)
-    assert (tmp_path / "report" / "predicted-loss.svg").is_file()
+    assert (tmp_path / "report" / "predicted-loss.csv").is_file()
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["H_0", "penalty"])

@@ -366,7 +366,7 @@ def test_a_recipe_whose_weights_vary_is_the_reference_of_a_preview(varied: Path)
             assert set(facts["winner"]["within_1_percent"]["weights"]) == {"a"}
             gm.merge(varied / "out" / "recipe.yml", varied / "merged", progress=False)
         else:
-            assert {float(cell) for cell in cells} == {0, 1} and list((varied / "out").glob("map-*.svg"))
+            assert {float(cell) for cell in cells} == {0, 1} and list((varied / "out").glob("map-*.csv"))
 
 
 def test_suggestions_and_diagnoses_take_a_recipe_whose_weights_vary(varied: Path) -> None:
@@ -392,4 +392,4 @@ def test_the_written_recipe_merges_what_was_suggested(tmp_path: Path) -> None:
     )
     gm.merge(tmp_path / "report" / "recipe.yml", tmp_path / "merged", progress=False)
     assert_close(read_model(tmp_path / "merged"), problem.merged("task-arithmetic", lists_of(found, 3)), 1e-12)
-    assert (tmp_path / "report" / "layers.svg").exists() and (tmp_path / "report" / "over-layers.csv").exists()
+    assert (tmp_path / "report" / "layers.csv").exists() and (tmp_path / "report" / "over-layers.csv").exists()

@@ -49,19 +49,25 @@ def share_difference(shares: Mapping[str, Tensor], others: Mapping[str, Tensor],
     they have, which for both settings depends on the same rows.
     """
     if not worst:
-        apart = [difference(rows, others[task]) for task, rows in shares.items()]
-        return Difference(sum(one.value for one in apart), math.hypot(*(one.error for one in apart)))
+        each = [difference(rows, others[task]) for task, rows in shares.items()]
+        return Difference(sum(one.value for one in each), math.hypot(*(one.error for one in each)))
     generator = torch.Generator().manual_seed(0)
     means, drawn = [], []
     for task, rows in shares.items():
         both = torch.stack([rows, others[task]]).double()
-        sizes, axes = torch.linalg.eigh(both.cov() / len(rows)) if len(rows) > 1 else (both[:, 0] * math.nan, both)
-        noise = torch.randn(DRAWS, 2, generator=generator, dtype=torch.float64)
         means.append(both.mean(1))
-        drawn.append(means[-1] + (noise * sizes.clamp(min=0).sqrt()) @ axes.T)
-    one, other = torch.stack(means).amax(0)
-    ones, others_ = torch.stack(drawn).amax(0).T
-    return Difference(float(one - other), float((ones - others_).std()))
+        noise = torch.randn(DRAWS, 2, generator=generator, dtype=torch.float64)
+        if len(rows) > 1:
+            sizes, axes = torch.linalg.eigh(both.cov() / len(rows))
+            drawn.append(means[-1] + (noise * sizes.clamp(min=0).sqrt()) @ axes.T)
+        else:
+            drawn.append(noise * math.nan)
+
+    def apart(largest: Tensor) -> Tensor:
+        return largest[..., 0] - largest[..., 1]
+
+    value, values = apart(torch.stack(means).amax(0)), apart(torch.stack(drawn).amax(0))
+    return Difference(float(value), float(values.std()))
 
 
 def score_error(row: Outcome, criterion: Criterion) -> float | None:

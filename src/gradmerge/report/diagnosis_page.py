@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..diagnostics.diagnosis import Diagnosis
+from ..diagnostics.gauge import FAR, NEAR
 from ..diagnostics.predict import BASE
 from ..diagnostics.scores import headline, higher_is_better, loss_of, measured
 from ..text import Measured
 from .diagnosis_words import PENALTIES, base_of, pairs, ratio, tuned_of, verdict
 from .figures import Series, bars, heat_map, trade_off
+from .notebook import in_notebooks
+from .numbers import number
 from .page import Figure, Page, Section, Table, Value
 
 TRUST = (
@@ -88,21 +91,31 @@ def _interference_section(found: Diagnosis) -> Section:
     rows: list[list[Value]] = []
     for one, other in pairs(found):
         shared = prediction.between(one, other)
-        overlap = ratio(100 * shared.overlap, (moved[one] * moved[other]) ** 0.5)
-        rows.append([one, other, overlap, 100 * shared.share])
+        most = (moved[one] * moved[other]) ** 0.5
+        overlaps = [ratio(100 * value, most) for value in (shared.overlap, shared.chance)]
+        rows.append([one, other, *overlaps, 100 * shared.share])
     values = [[None if a == b else 100 * prediction.between(a, b).share for b in tuned] for a in tuned]
     return Section(
         "Where tasks pull apart",
         "Two tasks overlap where both moved an entry that matters to both (√(H_s H_t) |Δ_s Δ_t|, summed). The share of "
-        "the overlap with opposite signs is what a merge cannot serve both in; chance gives 50 %.",
+        "the overlap with opposite signs is what a merge cannot serve both in. By chance it is 50 %, the white of the "
+        "figure: blue pairs pull together, orange ones apart. The overlap itself is 100 % where two tasks moved the "
+        "same entries in the same proportions; what chance gives it is in the table.",
         [
             Figure(
                 "Opposed share of the overlap",
                 "interference",
-                heat_map(tuned, tuned, values, "% of the overlap", centre=50.0),
+                heat_map(tuned, tuned, values, "% of the overlap", centre=50.0, reach=50.0),
             )
         ],
-        [Table("Pairs of tasks", "interference-table", ["task", "and", "overlap, %", "opposed, % of it"], rows)],
+        [
+            Table(
+                "Pairs of tasks",
+                "interference-table",
+                ["task", "and", "overlap, %", "by chance, %", "opposed, % of the overlap"],
+                rows,
+            )
+        ],
     )
 
 
@@ -115,7 +128,9 @@ def measured_table(found: Diagnosis, losses: bool = True) -> Table:
     rows: list[list[Value]] = []
     for model in (BASE, "tuned", *outcomes, *(["target"] if "target" in found.metrics else [])):
         row = outcomes.get(model)
-        apart = compared.difference(row, compared.reference) if row not in (None, compared.reference) else None
+        apart = (
+            compared.difference(row, compared.reference) if row is not None and row is not compared.reference else None
+        )
         more = None if apart is None else "tie" if apart.tied else Measured(apart.value, apart.error)
         rows.append([model, None if row is None else compared.shown_score(row), more])
     for task in found.examples:
@@ -133,7 +148,7 @@ def _metrics_section(found: Diagnosis) -> Section:
     models = [BASE, "tuned", *merges, *(["target"] if "target" in found.metrics else [])]
     tasks = list(found.examples)
     names = {task: headline(found.metrics[found.own][task]) for task in tasks}
-    values = {model: [found.metrics[model][task].get(names[task]) for task in tasks] for model in models}
+    values = {model: [measured(found.metrics[model][task], names[task]) for task in tasks] for model in models}
     kinds = sorted(set(names.values()))
     lower = "" if any(map(higher_is_better, kinds)) else ", lower is better"
     return Section(
@@ -145,29 +160,60 @@ def _metrics_section(found: Diagnosis) -> Section:
 
 
 def _gauge_section(found: Diagnosis) -> Section:
-    rows = [[task, PENALTIES[g.penalty], g.gauge, g.pull, g.gradient] for task, g in found.gauges.items()]
+    rows = [
+        [t, PENALTIES[g.penalty], _gauge_meaning(g.gauge), g.gauge, g.pull, g.gradient] for t, g in found.gauges.items()
+    ]
     return Section(
         "Were the models tuned under the penalty?",
         "Gradient matching takes each model to be tuned to the end under ½‖θ − θ_0‖²_P: then ∇ℓ_t(θ_t) = −P Δ_t, and "
         "the gauge ‖P Δ_t + ∇ℓ_t(θ_t)‖ / ‖P Δ_t‖ is 0. Around 1 or above, it was not, and P = 0 (`base.penalty: none`) "
         "is the better assumption. Gradients are of the data given, which should be rows that the model was tuned on: "
         "on few rows, or others, the gauge is too large.",
-        tables=[Table("Gauge of the penalty", "gauge", ["task", "P", "gauge", "‖P Δ_t‖", "‖∇ℓ_t(θ_t)‖"], rows)],
+        tables=[
+            Table(
+                "Gauge of the penalty",
+                "gauge",
+                ["task", "P", "tuned under P?", "gauge", "‖P Δ_t‖", "‖∇ℓ_t(θ_t)‖"],
+                rows,
+            )
+        ],
     )
 
 
 def _residual_section(found: Diagnosis) -> Section:
     rows = [
-        [name, r.residual, ratio(r.residual, r.gradient), r.distance, ratio(r.distance, r.moved)]
+        [name, r.residual, _percent(r.residual, r.gradient), _way(r.distance, r.moved)]
         for name, r in found.residuals.items()
     ]
-    columns = ["merge", "‖r‖", "‖r‖ / ‖Σ α ∇ℓ‖", "‖H̄⁻¹r‖", "‖H̄⁻¹r‖ / ‖θ̂ − θ_0‖"]
+    columns = ["merge", "‖r‖, sum over examples", "‖r‖, % of the gradient Σ α ∇ℓ", "step to the joint model, predicted"]
     return Section(
         "How far from the jointly trained model",
         "r(θ) = H_0(θ − θ_0) + Σ α_t ∇ℓ_t(θ) is zero at the model trained on everything, and H̄⁻¹r is the predicted "
-        "step to it. It needs no target model.",
+        "step to it, in the table beside the way ‖θ̂ − θ_0‖ that the merge has come from the base. No target model is "
+        "needed. `diagnosis.json` has every number.",
         tables=[Table("Stationarity residual", "residual", columns, rows)],
     )
+
+
+def _percent(value: float, whole: float) -> Value:
+    share = ratio(100 * value, whole)
+    return share if share is None or share < 1000 else "over 1000: the base pulls harder"
+
+
+def _way(step: float, way: float) -> str | None:
+    """A step beside the way from the base, in words: where curvature is all but zero, a number would mislead."""
+    times = ratio(step, way)
+    if times is None:
+        return None
+    if times > 10:
+        return "no telling: it lies where the curvature is all but zero"
+    return f"{number(100 * times, 2)} % of the way" if times < 1 else f"{number(times, 2)} times the way"
+
+
+def _gauge_meaning(gauge: float | None) -> str | None:
+    if gauge is None:
+        return None
+    return "yes" if gauge < NEAR else "roughly, or not to the end" if gauge < FAR else "no"
 
 
 def _target_section(found: Diagnosis) -> Section:
@@ -194,3 +240,11 @@ def _gap(metrics: dict[str, Any], goal: dict[str, Any]) -> float:
     if "accuracy" in metrics and "accuracy" in goal:
         return 100 * float(goal["accuracy"] - metrics["accuracy"])
     return loss_of(metrics) - loss_of(goal)
+
+
+def _in_notebook(found: Diagnosis) -> list[Figure]:
+    measured_ones = [_metrics_section(found)] if found.metrics else []
+    return [f for s in (*measured_ones, _prediction_section(found), _layer_section(found)) for f in s.figures]
+
+
+in_notebooks(Diagnosis, _in_notebook)

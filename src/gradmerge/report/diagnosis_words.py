@@ -165,7 +165,7 @@ def _against(compared: Preview, row: Outcome, other: Outcome) -> str:
     apart = compared.difference(row, other)
     one, two = compared.shown_score(row), compared.shown_score(other)
     scores = f"{compared.criterion.name.replace('_', ' ')} {one:.4g} against {two:.4g}"
-    return scores if apart is None else f"{scores}, difference {plus_minus(f'{apart.value:.2g}', apart)}"
+    return scores if apart is None else f"{scores}, difference {plus_minus(number(apart.value, 2), apart)}"
 
 
 def _measured_advice(found: Diagnosis, compared: Preview) -> list[str]:

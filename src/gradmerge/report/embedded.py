@@ -31,8 +31,9 @@ class Figure:
 
     def table(self) -> Table:
         """The numbers of the chart."""
-        named: Mapping[str, str] = self.chart.usermeta["columns"]
-        rows: Sequence[dict[str, Value]] = self.chart.data.values
+        chart: Any = self.chart
+        named: Mapping[str, str] = chart.usermeta["columns"]
+        rows: Sequence[dict[str, Value]] = [*chart.data.values, *chart.usermeta["more"]]
         return Table(self.title, self.slug, [*named.values()], [[row.get(field) for field in named] for row in rows])
 
     def csv(self) -> str:

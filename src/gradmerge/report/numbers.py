@@ -26,6 +26,7 @@ def number(value: float | None, digits: int = 4) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}".replace("-", "−")
+    value = float(value)  # of a measured one without its error
     if value and not _SMALL <= abs(value) < _LARGE:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
         return f"{_stripped(mantissa)}e{int(exponent)}".replace("-", "−")

@@ -38,10 +38,22 @@
     const narrow = width < 520;
     const letters = Math.floor(width / 6.6);
     const fitting = walked(spec, (text, key) => (key === "title" ? wrapped(text, letters) : text));
-    const config = { ...theme, axisY: { ...theme.axisY, labelLimit: narrow ? 110 : 220 } };
+    // The name of the upward axis lies between the legend and the plot.
+    const above = Math.max(...spec.layer.map(({ encoding }) => wrapped(encoding?.y?.title ?? "", letters).length * !!encoding?.y?.title));
+    const config = {
+      ...theme,
+      axisY: { ...theme.axisY, labelLimit: narrow ? 110 : 220 },
+      legend: {
+        ...theme.legend,
+        offset: 12 + 15 * above,
+        gradientLength: Math.min(theme.legend.gradientLength, width - 130),
+        columns: Math.max(1, Math.floor((width - 50) / spec.usermeta.entry)),
+      },
+    };
     const height = narrow && typeof spec.height === "number" ? Math.round(0.8 * spec.height) : spec.height;
     const heading = title ? { title: { text: wrapped(title, Math.floor(width / 9)), offset: 14 } } : {};
-    const padding = title ? 16 : { left: 0, right: 4, top: 2, bottom: 2 };
+    const edge = title ? 16 : 2;
+    const padding = { left: edge, right: edge + 2, top: edge, bottom: edge, ...spec.padding };
     return { ...fitting, ...heading, width, height, padding, config };
   }
 
@@ -66,7 +78,8 @@
   function show(handler, event, item, value) {
     tip.hidden = value === null || value === undefined || value === "";
     if (tip.hidden) return;
-    const [head, ...lines] = Object.entries(value).map(([name, text]) => (name.trim() ? `${name}: ${text}` : text));
+    const known = Object.entries(value).filter(([name, text]) => !name.trim() || text !== "null");
+    const [head, ...lines] = known.map(([name, text]) => (name.trim() ? `${name}: ${text}` : text));
     const bold = document.createElement("b");
     bold.textContent = head;
     const rest = document.createElement("div");
@@ -97,7 +110,8 @@
 
   function numbersOf(spec) {
     const columns = Object.entries(spec.usermeta.columns);
-    const rows = spec.datasets[spec.data.name].map((row) => columns.map(([field]) => row[field]));
+    const given = [...spec.datasets[spec.data.name], ...spec.usermeta.more];
+    const rows = given.map((row) => columns.map(([field]) => row[field]));
     return [columns.map(([, title]) => title), ...rows];
   }
   const fullText = (cell) => (cell.classList.contains("none") ? "" : (cell.dataset.v ?? cell.textContent));

@@ -16,7 +16,6 @@ from ..text import printable
 from . import palette
 from .cells import Column, Table, Value, columns_of
 from .embedded import Figure, colours, digest, in_script, library
-from .figures import theme
 from .whole_file import whole_file
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ __all__ = ["Figure", "Page", "Section", "Table", "Value", "html", "rich", "write
 #: Before anything is shown: a figure's numbers stay hidden until it is drawn, or cannot be.
 _STARTED = 'document.documentElement.className = "js";'
 #: Points across a printed page, and of a letter and the room around a column at the usual size of print.
-_PAPER, _LETTER, _ROOM, _PRINT = 500, 4.7, 9, 8.5
+_PAPER, _LETTER, _ROOM, _PRINT = 470, 5.0, 9, 8.5
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,10 @@ def write_report(folder: Path, page: Page) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"{folder}: cannot be made: {error.strerror or error}") from error
-    beside = {
-        folder / f"{item.slug}.csv": item.csv()
-        for section in _with_file_names(page.sections)
-        for item in (*section.figures, *section.tables)
-    }
+    items: list[Figure | Table] = []
+    for section in _with_file_names(page.sections):
+        items += [*section.figures, *section.tables]
+    beside = {folder / f"{item.slug}.csv": item.csv() for item in items}
     report = folder / "report.html"
     for path, content in (*beside.items(), (report, html(page))):
         with whole_file(path) as partial:
@@ -82,7 +80,7 @@ def html(page: Page) -> str:
 
     drawn = any(section.figures for section in page.sections)
     scripts = [*([library()] if drawn else []), palette.resource("page.js")]
-    return _template("page.html").render(
+    return template("page.html").render(
         page=page,
         sections=_with_file_names(page.sections),
         version=__version__,
@@ -90,13 +88,13 @@ def html(page: Page) -> str:
         scripts=[Markup(script) for script in scripts],
         started=Markup(_STARTED),
         policy=Markup(" ".join(f"'{digest(script)}'" for script in (_STARTED, *scripts))),
-        theme=Markup(in_script(theme())),
+        theme=Markup(in_script(palette.theme())),
         colours=Markup(colours()),
     )
 
 
 @cache
-def _template(name: str) -> Template:
+def template(name: str) -> Template:
     """The layout. Jinja escapes everything but Markup, which only this room makes."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -120,7 +118,7 @@ def rich(words: str) -> Markup:
     """One paragraph: **bold** and `code` are understood, all else is text."""
     from markupsafe import Markup, escape
 
-    parts = re.split(r"`([^`\n]+)`", str(escape(visible(words))))
+    parts = re.split(r"`([^`\n]+)`", str(escape(visible(words.replace(" ± ", "\u00a0±\u00a0")))))
     parts[::2] = [re.sub(r"\*\*(?=\S)(.+?)\*\*", r"<strong>\1</strong>", part) for part in parts[::2]]
     parts[1::2] = [f"<code>{part}</code>" for part in parts[1::2]]
     return Markup("".join(parts))

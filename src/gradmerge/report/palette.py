@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 #: Name → colour on paper and in the dark. Those of series differ in lightness too, and have a contrast of 3:1 or more
 #: with `paper`.
@@ -24,10 +25,10 @@ _BOTH = {
     "c3": ("#8f1f6e", "#f65cb6"),
     "c4": ("#5c4500", "#f4e067"),
     "c5": ("#71869a", "#c8ccd0"),
-    "c6": ("#0a8ba8", "#48d4ea"),
-    "c7": ("#6b4fd0", "#b6a4ff"),
-    "c8": ("#c2253c", "#ff8b93"),
-    "c9": ("#6f8400", "#bcd63f"),
+    "c6": ("#0498d1", "#79d4fb"),
+    "c7": ("#5202c4", "#a12dd4"),
+    "c8": ("#952241", "#ea5e66"),
+    "c9": ("#76a02a", "#eefda2"),
 }
 LIGHT = {name: light for name, (light, _) in _BOTH.items()}
 DARK = {name: dark for name, (_, dark) in _BOTH.items()}
@@ -38,8 +39,8 @@ _METHODS = (
     "ties",
     "fisher-averaging",
     "weighted-average",
-    "average",
     "dare",
+    "average",
     "regmean",
     "removal",
     "slerp",
@@ -61,7 +62,7 @@ _METHODS = (
 )
 _PLACES = {method: place for place, method in enumerate(_METHODS)}
 #: Models that are no merge, each with a colour of its own.
-_MODELS = {"base": "soft", "tuned": "ink", "target": "c4", "best so far": "c5"}
+_MODELS = {"base": "soft", "tuned": "ink", "its own model": "ink", "target": "c9", "best so far": "c4"}
 _COLOURS = 10
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
 MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
@@ -77,34 +78,43 @@ def place_of(method: str) -> int:
     return zlib.crc32(method.encode("utf-8", "replace")) % 1000 if known is None else known
 
 
+def is_known(name: str) -> bool:
+    """Whether a series is one of ours: a method, or a model that is no merge."""
+    return name in _MODELS or _is_method(name)
+
+
+def _is_method(name: str) -> bool:
+    return name.partition(" ")[0] in _PLACES
+
+
 def colour_of(method: str) -> str:
     """The colour on paper of a method, or of `base`, `tuned` and `target`: one colour on every page."""
     return LIGHT[_MODELS.get(method) or f"c{place_of(method) % _COLOURS}"]
 
 
-def colours_of(names: Iterable[str]) -> list[str]:
+def colours_of(names: Sequence[str]) -> list[str]:
     """Colours of series: of methods their own, of other names (tasks, rounds) one after the other."""
-    names = list(names)
-    if any(name in _MODELS or name.partition(" ")[0] in _PLACES for name in names):
+    if any(map(_is_method, names)):
         return [colour_of(name) for name in names]
-    return [LIGHT[f"c{place % _COLOURS}"] for place in range(len(names))]
+    return [colour_of(name) if name in _MODELS else LIGHT[f"c{i % _COLOURS}"] for i, name in enumerate(names)]
 
 
-def places_of(names: Iterable[str]) -> list[int]:
+def places_of(names: Sequence[str]) -> list[int]:
     """What dash and marker a series has, by the same order."""
-    names = list(names)
-    if any(name.partition(" ")[0] in _PLACES for name in names):
-        return [place_of(name) for name in names]
-    return list(range(len(names)))
+    if not any(map(_is_method, names)):
+        return list(range(len(names)))
+    # Several series of one method have its colour, and differ in dash and marker.
+    methods = [name.partition(" ")[0] for name in names]
+    return [place_of(name) + methods[:i].count(methods[i]) for i, name in enumerate(names)]
 
 
 def dash_of(place: int) -> list[int]:
     """Series that share a colour have different dashes."""
-    return list(DASHES[(place // _COLOURS + place) % len(DASHES)])
+    return list(DASHES[place % len(DASHES)])
 
 
 def marker_of(place: int) -> str:
-    return MARKERS[(place // _COLOURS + place) % len(MARKERS)]
+    return MARKERS[place % len(MARKERS)]
 
 
 def luminance(colour: str) -> float:
@@ -121,6 +131,52 @@ def variables() -> str:
         return ":root{" + "".join(f"--{name}:{value};" for name, value in colours.items()) + "}"
 
     return f"{listed(LIGHT)}\n@media screen and (prefers-color-scheme:dark){{{listed(DARK)}}}\n"
+
+
+def theme() -> dict[str, Any]:
+    """How every figure looks."""
+    ink, soft, line = (LIGHT[name] for name in ("ink", "soft", "line"))
+    axis = {
+        "labelColor": soft,
+        "titleColor": soft,
+        "domainColor": soft,
+        "tickColor": soft,
+        "gridColor": line,
+        "labelFontSize": 11,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
+        "titlePadding": 8,
+    }
+    return {
+        "background": LIGHT["paper"],
+        "font": 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif',
+        "view": {"stroke": None},
+        "axis": axis,
+        "axisX": {"grid": False},
+        "axisY": {
+            "domain": False,
+            "ticks": False,
+            "labelLimit": 220,
+            "labelPadding": 6,
+            # The name of the axis lies above it, where a long one has room.
+            "titleAngle": 0,
+            "titleAlign": "left",
+            "titleBaseline": "bottom",
+            "titleX": 0,
+            "titleY": -10,
+        },
+        "legend": {
+            "labelColor": ink,
+            "titleColor": soft,
+            "labelFontSize": 12,
+            "titleFontWeight": "normal",
+            "offset": 12,
+            "gradientLength": 240,
+            "gradientThickness": 10,
+        },
+        "title": {"color": ink, "anchor": "start", "fontSize": 16},
+        "text": {"color": ink},
+    }
 
 
 @cache

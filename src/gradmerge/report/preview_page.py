@@ -10,8 +10,10 @@ from typing import NamedTuple
 from ..diagnostics.predict import BASE
 from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.suggest import Suggestion
+from ..text import Measured
 from .figures import Series, curves, heat_map, trade_off
 from .layer_weights_page import layers_section
+from .notebook import in_notebooks
 from .numbers import finite
 from .page import Figure, Page, Section
 from .preview_tables import alone_table, best_table, task_unit as _task_unit, top_table, unit_of as _unit
@@ -22,6 +24,7 @@ from .preview_words import (
     weights_words as _weights,
 )
 
+WHISKERS = "Lines through points reach one standard error to each side."
 #: With more tasks than this, pairs of tasks are not drawn one by one.
 PAIRS = 4
 
@@ -56,28 +59,22 @@ def preview_page(
     )
 
 
-def _score(found: Preview) -> Get:
-    """What tables and figures show of a score: itself if it was measured, else a multiple of the reference's."""
-    return (lambda row: row.score) if found.measured else found.relative_score
-
-
 def _value(found: Preview, task: str) -> Get:
-    """The same of one task."""
-    return lambda row: row.values.get(task) if found.measured else found.relative(row, task)
-
-
-def _values(found: Preview, row: Outcome) -> list[float | None]:
-    return [_value(found, task)(row) for task in found.tasks]
+    return lambda row: found.shown_value(row, task)
 
 
 def _curves(found: Preview) -> Section:
     """The score and every task against the weight that varies, all methods in one figure."""
-    text = "" if found.measured else f"Predicted losses as multiples of those of {_reference(found)}; lower is better."
+    text = (
+        WHISKERS
+        if found.measured
+        else f"Predicted losses as multiples of those of {_reference(found)}; lower is better."
+    )
     name = _words(found.criterion.name)
     label = _label(found, _unit(found, name), found.criterion.higher)
     charts: list[Figure | None] = []
     if len(found.tasks) > 1 or not found.measured:
-        charts.append(_chart(found, name[:1].upper() + name[1:], "score", label, _score(found)))
+        charts.append(_chart(found, name[:1].upper() + name[1:], "score", label, found.shown_score))
     for task in found.tasks:
         unit = _label(found, _task_unit(found, task), found.higher(task))
         charts.append(_chart(found, f"Task {task}", f"task-{task}", unit, _value(found, task), _marks(found, task)))
@@ -100,13 +97,10 @@ def _marks(found: Preview, task: str) -> list[tuple[str, float]]:
 def _chart(
     found: Preview, title: str, slug: str, label: str, get: Get, alone: Sequence[tuple[str, float]] = ()
 ) -> Figure | None:
-    """A curve for each method whose weight varies, a line for each that takes none; nothing if there is no curve."""
+    """A curve for each method that something varies of, a line for each that takes no weights; or nothing."""
     series, marks, stars = [], [], []
     for method in found.methods:
         rows = [row for row in found.rows if row.setting.method == method]
-        if not rows[0].setting.weights:
-            marks += [(method, value) for value in [get(rows[0])] if value is not None]
-            continue
         placed = ((row.setting.position, row) for row in rows if row.setting.position is not None)
         curve = sorted(placed, key=lambda point: point[0])
         if len(curve) > 1:
@@ -114,6 +108,8 @@ def _chart(
             series.append(Series(method, [x for x, _ in curve], [get(row) for _, row in curve], words))
             best = found.best(method)
             stars += [(method, x, y) for x, row in curve if row is best and (y := get(row)) is not None]
+        elif not rows[0].setting.weights:
+            marks += [(method, value) for value in [get(rows[0])] if value is not None]
     chart = curves(series, found.axis, label, marks=[*marks, *alone], stars=stars)
     return Figure(title, slug, chart) if series else None
 
@@ -129,7 +125,7 @@ def _maps(found: Preview, name: str, label: str) -> list[Figure]:
         if len(varying) != 2:
             continue
         one, other = varying
-        known = {(row.setting.weights[one], row.setting.weights[other]): _score(found)(row) for row in rows}
+        known = {(row.setting.weights[one], row.setting.weights[other]): found.shown_score(row) for row in rows}
         if len(known) == len(tried[one]) * len(tried[other]):
             down, across = ([f"{found.models[i]} {weight:g}" for weight in tried[i]] for i in varying)
             values = [[known[a, b] for b in tried[other]] for a in tried[one]]
@@ -157,10 +153,14 @@ def _fronts(found: Preview) -> list[Figure]:
         unit, higher = units.pop(), found.higher(tasks[0])
 
         def values(row: Outcome) -> list[float]:
-            return [value for value in _values(found, row) if value is not None]
+            shown = (found.shown_value(row, task) for task in tasks)
+            return [value for value in shown if value is not None]
 
         def mean(row: Outcome) -> float | None:
-            return sum(values(row)) / len(values(row)) if values(row) else None
+            known = values(row)
+            errors = [error for value in known if (error := getattr(value, "error", None)) is not None]
+            error = math.hypot(*errors) / len(known) if known and len(errors) == len(known) else None
+            return Measured(sum(known) / len(known), error) if known else None
 
         def worst(row: Outcome) -> float | None:
             return (min if higher else max)(values(row), default=None)
@@ -194,3 +194,11 @@ def pareto_front(points: Sequence[tuple[float, float]], higher: tuple[bool, bool
             front.append((signs[0] * a, signs[1] * b))
             lowest = b
     return front
+
+
+def _in_notebook(found: Preview) -> list[Figure]:
+    return [*_curves(found).figures, *_fronts(found)]
+
+
+in_notebooks(Preview, _in_notebook)
+in_notebooks(Suggestion, lambda suggestion: _in_notebook(suggestion.evaluated))

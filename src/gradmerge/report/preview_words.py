@@ -67,17 +67,19 @@ def _measured_words(found: Preview, best: Outcome, leading: Outcome) -> list[str
         none = "; no other is within two standard errors of it on the same rows" if len(found.rows) > 1 else ""
         words = [f"Of {count}, **{_named(found, best)}** has the {what}: {_score(found, best)}{none}."]
     else:
-        how = "none differs on any task" if found.criterion.by_rank else "none differs"
-        words = [
-            f"{len(tied) + 1} of {count} are **tied**: on the same rows {how} by more than two standard errors from "
-            f"the {what}, {_score(found, leading)} ({leading.setting.name}). They are "
-            f"{_tied_words(found, [leading, *tied])}."
-        ]
+        most = f"{what}, {_score(found, leading)} ({leading.setting.name})"
+        words = [f"{len(tied) + 1} of {count} are **tied** with the {most}."]
         them = "them" if found.own is None else "those that are not tied with the recipe's own merge"
         own = best is found.own
         why = "the recipe's own merge is among them" if own else f"it is the simplest of {them} ({SIMPLEST})"
         scored = "" if best is leading else f" It has {_score(found, best)}."
         words.append(f"**{_named(found, best)}** is taken, as {why}.{scored}")
+        how = (
+            "by more than two standard errors on any task"
+            if found.criterion.by_rank
+            else "by more than two standard errors"
+        )
+        words.append(f"On the same rows none of these differs {how}: {_tied_words(found, [leading, *tied])}.")
     if found.reference is not best:
         words.append(_reference_words(found, best))
     return words

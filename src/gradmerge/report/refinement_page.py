@@ -12,6 +12,7 @@ from ..engine.card import to_yaml
 from ..refinement.rounds import Refinement
 from ..text import Measured
 from .figures import Series, curves
+from .notebook import in_notebooks
 from .page import Figure, Page, Section, Table, Value
 
 
@@ -108,3 +109,6 @@ def _steps(done: Refinement) -> Section:
         f"Passes over the rows: {passes}; over those held back: {done.passes['held']}. It took {done.seconds:.1f} s.",
         tables=[Table("Steps that were taken", "steps", columns, rows)],
     )
+
+
+in_notebooks(Refinement, lambda done: _curves(done).figures)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..refinement.influence import InfluenceRemoval
 from .figures import Series, curves
+from .notebook import in_notebooks
 from .numbers import number
 from .page import Figure, Page, Section, Table, Value
 
@@ -107,3 +108,6 @@ def _rounds(found: InfluenceRemoval) -> Table:
         for place, one in enumerate(found.rounds, 1)
     ]
     return Table("Rounds", "rounds", columns, rows)
+
+
+in_notebooks(InfluenceRemoval, lambda found: [_chart(found)] if found.rounds else [])
