@@ -407,8 +407,12 @@ def test_removal_is_explored_by_what_is_forgotten_and_what_is_kept(texts: Path) 
         assert found.measure(strengths[0]).metrics == found.alone["base"]
         charts = found.figures(outcome)
         assert "trade-off" in charts and "front" not in charts and found.best() is None
+        for setting in found.strengths("task-arithmetic"):
+            found.measure(setting)
+        assert found.preview().best() is None
+        assert str(found.strengths("task-arithmetic")[0].weights[0]) == "0.0"
         points = numbers_of(charts["trade-off"])
-        assert [point["x"] for point in points] == [row.values["a"] for row in found.history]
+        assert [point["x"] for point in points] == [row.values["a"] for row in found.history][: len(strengths)]
         for row in found.front():
             assert not any(
                 other.values["a"] < row.values["a"] and other.values["base"] > row.values["base"]

@@ -81,7 +81,9 @@ def test_every_figure_is_drawn_and_its_numbers_can_be_opened(tab: Tab, report: P
     assert tab.locator("figure.ready .drawn svg").count() == count
     assert tab.locator(".numbers[open]").count() == 0
     tab.locator(".numbers summary").first.click()
-    assert tab.locator("figure").first.locator(".numbers tbody tr").count() == 33 + 2, "its points, the reference and the star"
+    assert tab.locator("figure").first.locator(".numbers tbody tr").count() == 33 + 2, (
+        "its points, the reference and the star"
+    )
 
 
 def test_without_scripts_the_numbers_of_every_figure_are_there(chromium: Browser, report: Path) -> None:

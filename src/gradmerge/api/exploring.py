@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ..arguments import checked
 from ..diagnostics.answering import Answer, Answering, Flip
-from ..diagnostics.controls import Choices, Control, is_removal
-from ..diagnostics.grid import Setting, check_methods, recipe_with
+from ..diagnostics.controls import Choices, Control
+from ..diagnostics.grid import Setting, check_methods, is_removal, recipe_with
 from ..diagnostics.moves import Moves, Share, Stop, Superseded
 from ..diagnostics.pareto import front
 from ..diagnostics.predict import BASE
-from ..diagnostics.preview import Outcome, Preview, make_preview, reference_setting, score_all
+from ..diagnostics.preview import Outcome, Preview, make_preview, score_all
 from ..diagnostics.setting_ties import are_tied
 from ..diagnostics.sweeps import changes_files
 from ..display import Displayed, View
@@ -79,7 +79,7 @@ class Explorer(Displayed):
         """The tasks with data, `base` for the base's own."""
         self.models = self._choices.models
         """The tuned models, in the order of the recipe."""
-        self.own = reference_setting(recipe, [recipe.method])
+        self.own = self._choices.setting(None, {}, {})
         """The recipe's own setting."""
         self.history: list[Outcome] = []
         """What was measured, in the order of time; each setting once."""

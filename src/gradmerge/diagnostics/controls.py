@@ -16,7 +16,7 @@ from ..rules import RULES
 from ..rules.spec import Auto, Option, OrNone
 from ..storage.tensorfile import local_path
 from ..text import nearest
-from .grid import Setting, takes_weights
+from .grid import Setting, is_removal, takes_weights
 from .predict import task_names
 
 #: Methods that take something away from the base.
@@ -46,12 +46,6 @@ class Control:
     """Of what is no number: the values that there are."""
     logarithmic: bool = False
     """Steps are factors: ``low`` and ``high`` are above 0."""
-
-
-def is_removal(recipe: Recipe) -> bool:
-    """Whether a recipe takes something away: `removal`, or task arithmetic with weights below 0."""
-    below = all(leaf < 0 for weight in recipe.weights for leaf in leaves(weight))
-    return recipe.method == "removal" or (recipe.method == "task-arithmetic" and below)
 
 
 def to_read(recipe: Recipe) -> list[str]:
@@ -175,16 +169,14 @@ class Choices:
         own = zip(self.models, self._weights_of(method), strict=True)
         chosen = tuple(self._weight(name, weights[name]) if name in weights else weight for name, weight in own)
         pairs = tuple((key, _frozen(value)) for key, value in changes.items())
-        return Setting(method, chosen if takes_weights(method) else (), changes=pairs)
+        return _setting(method, chosen, pairs)
 
     def strengths(self, method: str | None) -> list[Setting]:
         """The recipe's weights times several factors."""
         method = method or self._recipe.method
         self._check(method)
-        return [
-            Setting(method, tuple(mapped(weight, strength.__mul__) for weight in self._weights_of(method)))
-            for strength in STRENGTHS
-        ]
+        own = self._weights_of(method)
+        return [_setting(method, tuple(_times(weight, strength) for weight in own)) for strength in STRENGTHS]
 
     def _check(self, method: str) -> None:
         if method not in self.methods:
@@ -195,7 +187,7 @@ class Choices:
         """The recipe's weights for another method: what is removed has another sign in task arithmetic."""
         turned = is_removal(self._recipe) and (method == "removal") != (self._recipe.method == "removal")
         weights = self._recipe.weights
-        return [mapped(weight, (-1.0).__mul__) for weight in weights] if turned else weights
+        return [_times(weight, -1.0) for weight in weights] if turned else weights
 
     def _weight(self, name: str, value: float | Sequence[float]) -> Varying:
         try:
@@ -206,6 +198,19 @@ class Choices:
             groups = f"the models have {len(self.layer_groups)} groups of layers ({', '.join(self.layer_groups)})"
             raise InputError(f"weights: {name} has {len(values)} numbers, but {groups}")
         return values if len(set(values)) > 1 else values[0]
+
+
+def _times(weight: Varying, factor: float) -> Varying:
+    found: Varying = mapped(weight, lambda value: value * factor + 0.0)  # no -0
+    return found
+
+
+def _setting(method: str, weights: tuple[Varying, ...], changes: tuple[tuple[str, Any], ...] = ()) -> Setting:
+    """With a place on the axis of figures where all models have the same weight."""
+    if not takes_weights(method):
+        return Setting(method, (), changes=changes)
+    position = weights[0] if len(set(weights)) == 1 and not isinstance(weights[0], tuple) else None
+    return Setting(method, weights, position, changes)
 
 
 def _frozen(value: Any) -> Any:

@@ -64,6 +64,12 @@ class Setting:
         return ", ".join(map(in_words, self.weights))
 
 
+def is_removal(recipe: Recipe) -> bool:
+    """Whether a recipe takes something away: `removal`, or task arithmetic with weights below 0."""
+    below = all(leaf < 0 for weight in recipe.weights for leaf in leaves(weight))
+    return recipe.method == "removal" or (recipe.method == "task-arithmetic" and below)
+
+
 def takes_weights(method: str) -> bool:
     return "weights" in RULES[method].inputs
 
@@ -234,10 +240,4 @@ def recipe_with(recipe: Recipe, setting: Setting) -> Recipe:
 
 def in_few_words(changes: Sequence[tuple[str, Any]]) -> str:
     """Changes as they are shown: `damping 0.001, density 0.2`."""
-
-    def words(value: Any) -> str:
-        if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
-            return " + ".join(value) or "nothing"
-        return in_words(value)
-
-    return ", ".join(f"{key.removeprefix('options.')} {words(value)}" for key, value in changes)
+    return ", ".join(f"{key.removeprefix('options.')} {in_words(value)}" for key, value in changes)
