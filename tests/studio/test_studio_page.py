@@ -83,6 +83,43 @@ def test_a_slider_answers_to_the_keyboard(page: Page) -> None:
     assert page.get_by_label("number input for yelp", exact=True).input_value() == "1.5"
 
 
+def test_of_many_quick_moves_the_last_is_shown(page: Page) -> None:
+    number = page.get_by_label("number input for yelp", exact=True)
+    for value in (0.1, 0.3, 0.5, 0.7, 0.9, 1):
+        number.fill(str(value))
+    value = lane(page, "yelp").locator(".gm-value")
+    page.wait_for_function("document.querySelector('.gm-board:not(.stale) .gm-value')?.textContent.startsWith('100.0')")
+    assert (value.text_content() or "").startswith("100.0 ±")
+
+
+def test_best_so_far_and_the_recipes_own_can_be_had_back(page: Page) -> None:
+    number = page.get_by_label("number input for yelp", exact=True)
+    move(page, "yelp", 0.35)
+    for button in ("Recipe’s own", "Best so far"):
+        with measured(page):
+            page.get_by_role("button", name=button).click()
+        assert button != "Recipe’s own" or number.input_value() == "0"
+    assert (page.locator(".gm-card.now").text_content() or "").find("the best so far") > 0
+
+
+def test_weights_by_layer_are_measured(page: Page) -> None:
+    with measured(page):
+        page.get_by_label("Weights by layer").check()
+    assert page.get_by_label("number input for yelp", exact=True).count() == 0
+    move(page, "yelp: first layers", 0.5)
+    page.get_by_role("tab", name="Recipe", exact=True).click()
+    page.wait_for_function("document.querySelector('.gm-recipe')?.textContent.includes('weight:- 0.5')")
+
+
+def test_a_sweep_draws_the_front(page: Page) -> None:
+    page.get_by_role("tab", name="Trade-offs", exact=True).click()
+    page.wait_for_function("document.querySelector('.gm-chart')?.shadowRoot?.querySelector('svg')")
+    few = page.evaluate("document.querySelector('.gm-chart').dataset.spec.length")
+    with measured(page):
+        page.get_by_role("button", name="Sweep one weight for all").click()
+    assert page.evaluate("document.querySelector('.gm-chart').dataset.spec.length") > few
+
+
 def test_names_labels_and_texts_are_shown_and_never_run(page: Page) -> None:
     assert page.get_by_text(HOSTILE, exact=True).count() > 0
     page.wait_for_selector(".gm-answers td")
