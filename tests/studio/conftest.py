@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,16 +24,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(folder: Path) -> Iterator[str]:
+def address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     pytest.importorskip("gradio", reason="needs Gradio: pip install 'gradmerge[studio]'")
     command = [sys.executable, "-m", "gradmerge", "studio", "recipe.yml", "--port", "0", "--quiet"]
     command += ["--data", "base=base.jsonl", "--data", "yelp=yelp.jsonl"]
-    before = set(Path(tempfile.gettempdir()).glob("gradmerge-studio-*"))
-    server = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    temporary = tmp_path_factory.mktemp("temporary")
+    inside = {**os.environ, "TMPDIR": str(temporary)}
+    server = subprocess.Popen(
+        command, cwd=folder, env=inside, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert server.stdout is not None
     yield server.stdout.readline().strip()
     server.send_signal(signal.SIGTERM)
     _, complaints = server.communicate(timeout=60)
     assert (server.returncode, complaints) == (0, "")
-    assert set(Path(tempfile.gettempdir()).glob("gradmerge-studio-*")) <= before
+    assert list(temporary.glob("gradmerge-studio-*")) == []
     assert not (folder / ".gradio").exists()

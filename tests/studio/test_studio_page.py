@@ -54,6 +54,15 @@ def move(page: Page, model: str, value: float) -> None:
         page.get_by_label(f"number input for {model}", exact=True).fill(str(value))
 
 
+def copied(page: Page, folder: Path) -> gm.Recipe:
+    """What the button copies, as a recipe."""
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.get_by_role("button", name="Copy recipe").click()
+    page.wait_for_function("window.copied")
+    (folder / "recipe.yml").write_text(str(page.evaluate("window.copied")))
+    return gm.load_recipe(folder / "recipe.yml")
+
+
 def share(texts: list[str], labels: list[int], model: Path) -> str:
     right = sum(a == b for a, b in zip(predicted(model, texts), labels, strict=True))
     return f"{100 * right / len(texts):.1f}"
@@ -81,6 +90,42 @@ def test_a_slider_answers_to_the_keyboard(page: Page) -> None:
     with measured(page):
         page.get_by_label("range slider for yelp", exact=True).press("End")
     assert page.get_by_label("number input for yelp", exact=True).input_value() == "1.5"
+
+
+def test_of_many_quick_moves_the_last_is_shown(page: Page) -> None:
+    number = page.get_by_label("number input for yelp", exact=True)
+    for value in (0.1, 0.3, 0.5, 0.7, 0.9, 1):
+        number.fill(str(value))
+    value = lane(page, "yelp").locator(".gm-value")
+    page.wait_for_function("document.querySelector('.gm-board:not(.stale) .gm-value')?.textContent.startsWith('100.0')")
+    assert (value.text_content() or "").startswith("100.0 ±")
+
+
+def test_best_so_far_and_the_recipes_own_can_be_had_back(page: Page) -> None:
+    number = page.get_by_label("number input for yelp", exact=True)
+    move(page, "yelp", 0.35)
+    for button in ("Recipe’s own", "Best so far"):
+        with measured(page):
+            page.get_by_role("button", name=button).click()
+        assert button != "Recipe’s own" or number.input_value() == "0"
+    assert (page.locator(".gm-card.now").text_content() or "").find("the best so far") > 0
+
+
+def test_weights_by_layer_are_measured(page: Page, tmp_path: Path) -> None:
+    with measured(page):
+        page.get_by_label("Weights by layer").check()
+    assert page.get_by_label("number input for yelp", exact=True).count() == 0
+    move(page, "yelp: first layers", 0.5)
+    assert copied(page, tmp_path).weights[0] == (0.5, 0.0)
+
+
+def test_a_sweep_draws_the_front(page: Page) -> None:
+    page.get_by_role("tab", name="Trade-offs", exact=True).click()
+    page.wait_for_function("document.querySelector('.gm-chart')?.shadowRoot?.querySelector('svg')")
+    few = page.evaluate("document.querySelector('.gm-chart').dataset.spec.length")
+    with measured(page):
+        page.get_by_role("button", name="Sweep one weight for all").click()
+    assert page.evaluate("document.querySelector('.gm-chart').dataset.spec.length") > few
 
 
 def test_names_labels_and_texts_are_shown_and_never_run(page: Page) -> None:
@@ -113,16 +158,12 @@ def test_what_goes_wrong_is_said_in_the_page_which_lives_on(page: Page, folder: 
 
 
 def test_another_method_brings_its_options_and_the_recipe_follows(page: Page, tmp_path: Path) -> None:
-    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
     with measured(page):
         page.get_by_label("Method").click()
         page.get_by_role("option", name="ties", exact=True).click()
     move(page, "density", 0.3)
     move(page, "yelp", 0.5)
-    page.get_by_role("button", name="Copy recipe").click()
-    page.wait_for_function("window.copied")
-    (tmp_path / "recipe.yml").write_text(str(page.evaluate("window.copied")))
-    recipe = gm.load_recipe(tmp_path / "recipe.yml")
+    recipe = copied(page, tmp_path)
     assert (recipe.method, recipe.weights[0], recipe.options["density"]) == ("ties", 0.5, 0.3)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gradmerge as gm
+
 from .serving import LOCAL, check_extra, listen, private_files, run
 
 Jobs = Mapping[str, tuple[str | Path, Mapping[str, str]]]
@@ -43,27 +45,19 @@ def serve(
     check_extra()
     with contextlib.ExitStack() as open_until_end:
         listening = listening or open_until_end.enter_context(listen(host, port))
+        opened = {
+            title: open_until_end.enter_context(gm.explore(recipe, data or None, **options))
+            for title, (recipe, data) in jobs.items()
+        }
         open_until_end.enter_context(private_files())
-        import gradmerge as gm
-
+        # Gradio, which these import, is told where to write before.
         from . import look
         from .studio_page import build
         from .workbench import Workbench
 
-        benches = {}
-        for title, (recipe, data) in jobs.items():
-            explorer = open_until_end.enter_context(gm.explore(recipe, data or None, **options))
-            benches[title] = Workbench(explorer)
-            open_until_end.callback(benches[title].close)
-        page = build(benches, read_only)
-        run(
-            page,
-            listening,
-            host,
-            ready,
-            not read_only,
-            {look.SCRIPT: look.script()},
-            theme=look.theme(),
-            css=look.style(),
-            head=look.head(),
-        )
+        benches = {title: Workbench(explorer) for title, explorer in opened.items()}
+        for bench in benches.values():
+            open_until_end.callback(bench.close)
+        scripts = {look.SCRIPT: look.script()}
+        shown = {"theme": look.theme(), "css": look.style(), "head": look.head()}
+        run(build(benches, read_only), listening, host, ready, not read_only, scripts, **shown)

@@ -13,7 +13,7 @@ from ..report import palette
 from ..report.embedded import library
 
 #: The numbers on the board are of an earlier move until the new ones are there.
-DIM_BOARD = "(...values) => { window.gradmergeDim(); return values; }"
+DIM_BOARD = "() => { window.gradmergeDim(); return []; }"
 COPY = "(text) => { window.gradmergeCopy(text); return []; }"
 _SANS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]

@@ -182,7 +182,7 @@ class Panel:
         layered = bool(self.layers) and any(isinstance(weight, tuple) for weight in chosen.values())
         plain = [_plain(chosen.get(model)) for model in models]
         flat = [self._start(model) if weight is None else weight for model, weight in zip(models, plain, strict=True)]
-        by_layers = []
+        by_layers: list[float] = []
         for model, start, some in zip(models, flat, self.layers, strict=False):
             weight = chosen.get(model)
             by_layers += weight if isinstance(weight, tuple) and len(weight) == len(some) else [start] * len(some)

@@ -150,10 +150,13 @@ class _Desk:
         noted = [self.predicted, self.recipe, self.error]
         measured = [self.board, self.state, self.error, self.version]
         drawn = [component.input for component in moving]
-        gr.on(drawn, self._note, inputs, noted, queue=False, js=DIM_BOARD, **{**_QUIET, "trigger_mode": "always_last"})
+        # At once with every move, and not with what follows it: a late answer to one move must not dim that to another.
+        gr.on(drawn, None, None, None, js=DIM_BOARD, **_QUIET, trigger_mode="multiple")
+        gr.on(drawn, self._note, inputs, noted, queue=False, **_QUIET, trigger_mode="always_last")
         gr.on(drawn, self._measure, [self.version, *inputs], measured, **_MOVES)
         for event in (shaped, layered, *words, own, best):
-            event.then(self._note, inputs, noted, queue=False, js=DIM_BOARD, **_QUIET)
+            event.then(None, None, None, js=DIM_BOARD, **_QUIET)
+            event.then(self._note, inputs, noted, queue=False, **_QUIET)
             event.then(self._measure, [self.version, *inputs], measured, concurrency_limit=None, **_QUIET)
         page.load(self._note, inputs, noted, queue=False, **_QUIET)
         page.load(self._measure, [self.version, *inputs], measured, **_MOVES)
