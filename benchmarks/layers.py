@@ -34,7 +34,7 @@ def on_test(recipe: gm.Recipe, setting: Setting, demo: Path) -> dict[str, float]
     """Accuracy and loss over the test data of all tasks, and of the worst task."""
     with tempfile.TemporaryDirectory() as place:
         merged = Path(place) / "merged"
-        gm.merge(recipe_with(recipe, setting.method, setting.weights), merged, progress=False)
+        gm.merge(recipe_with(recipe, setting), merged, progress=False)
         found = [gm.evaluate(str(merged), source, batch_size=100) for source in sources(demo, "test").values()]
     losses = [one["loss_per_example"] for one in found]
     return {"accuracy": mean(one["accuracy"] for one in found), "loss": mean(losses), "worst loss": max(losses)}

@@ -279,6 +279,19 @@ def diagnose_results() -> str:
     )
 
 
+def move_results() -> str:
+    """What a move of a slider costs, from the last `python -m benchmarks.studio_move` that was kept."""
+    report = json.loads((RESULTS / "studio_move.json").read_text("utf-8"))
+    median, slowest = report["median_s"], report["slowest"]
+    return (
+        f"A move on the demo's models, from new weights to metrics measured on {report['rows']:,} rows, took "
+        f"{median[slowest]:.2f} s or less on {report['cores']} cores ({slowest}, the slowest of the methods tried), "
+        f"{report['times_plain_pass']:.1f} times a plain pass of one model over these rows. The prediction from "
+        f"curvature took {median['prediction']:.2f} s, `gradmerge preview` of one setting, from disk, "
+        f"{median['gradmerge preview']:.1f} s (`python -m benchmarks.studio_move`, medians)."
+    )
+
+
 #: What a page may ask for, by the name that it uses.
 TABLES: dict[str, Callable[[], str]] = {
     "benchmark": benchmark_results,
@@ -290,4 +303,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "precision": precision_results,
     "ranking": ranking_results,
     "same-work": same_work_results,
+    "studio-move": move_results,
 }

@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,33 @@ def mergekit_methods() -> str:
     return table(("mergekit", "here", "with the options", "parameters, and what they are called here"), rows)
 
 
+#: Scripts that pages show whole, so that what is read there is what the tests run.
+SCRIPTS = {f"script-{path.stem.replace('_', '-')}": path for path in (DOCS.parent / "examples/training").glob("*.py")}
+
+
+def script(path: Path) -> str:
+    return f'```python title="{path.relative_to(DOCS.parent).as_posix()}"\n{path.read_text("utf-8").rstrip()}\n```'
+
+
+#: Notebooks that are pages too, with what they printed when they were last run.
+NOTEBOOKS = {f"notebook-{path.stem.replace('_', '-')}": path for path in (DOCS / "notebooks").glob("*.ipynb")}
+
+
+def notebook(path: Path) -> str:
+    """The cells of a notebook as Markdown."""
+    parts = []
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", ()):
+            shown = "".join(output.get("text") or output["data"]["text/plain"]).rstrip()
+            parts.append(f"```text\n{shown}\n```")
+    title, *rest = parts
+    head, _, first = title.partition("\n\n")
+    link = f"[The notebook]({path.name}) to run it yourself; the tests do."
+    return "\n\n".join([head, link, first, *rest])
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "cli": cli_reference,
     "columns": usual_columns,
@@ -269,6 +297,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "metrics": metrics_reference,
     "python": python_names,
     "recipe": recipe_reference,
+    **{name: partial(script, path) for name, path in SCRIPTS.items()},
+    **{name: partial(notebook, path) for name, path in NOTEBOOKS.items()},
     **TABLES,
 }
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,3 +60,40 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "is not empty" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.fixture
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """Runs a script of `examples/training/` as the page shows it, in an empty folder; what it defined comes back."""
+    monkeypatch.chdir(tmp_path)
+    return lambda name: runpy.run_path(str(EXAMPLES / "training" / name), run_name="__main__")
+
+
+def test_the_script_with_prior_trainer_ends_with_a_merge_that_knows_both_tasks(
+    ran: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran("prior_trainer.py")
+    words = [line.split() for line in capsys.readouterr().out.splitlines() if " food " in line]
+    found = {name: (float(food), float(films)) for name, _, food, _, films in words}
+    assert found["food"][0] > 0.9 and found["films"][1] > 0.9
+    assert min(found["merged"]) > max(0.75, min(found["food"]), min(found["films"]))
+
+
+@pytest.mark.parametrize("name", ["any_trainer", "plain_loop"])
+def test_scripts_without_prior_trainer_leave_curvature_and_the_penalty(
+    ran: Callable[[str], dict[str, Any]], name: str
+) -> None:
+    out = ran(f"{name}.py")["out"]
+    tuned, base = (load_file(out / folder / "model.safetensors") for folder in ("tuned", "base"))
+    assert any(not torch.equal(tuned[key], base[key]) for key in base)
+    assert gm.Curvature.load(out / "tuned" / "curvature").keys() == gm.Curvature.load(out / "base" / "curvature").keys()
+    assert (out / "tuned" / "gradmerge_penalty.json").is_file()
+
+
+def test_the_script_with_adapters_ends_with_a_merge_that_is_better_on_both(
+    ran: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran("adapters.py")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if " loss " in line]
+    loss = {(name, task): float(value) for name, _, task, _, value, *_ in lines}
+    assert all(loss["merged", task] < loss["base", task] for task in ("twos:", "threes:"))

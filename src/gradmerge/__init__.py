@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from .api.differentiating import estimate_gradient as estimate_gradient
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
     from .api.evaluating import evaluate as evaluate
+    from .api.exploring import Explorer as Explorer, explore as explore
     from .api.extracting import extract_lora as extract_lora
     from .api.merging import merge as merge
     from .api.previewing import preview as preview, suggest_weights as suggest_weights
+    from .api.publishing import push as push
     from .api.refining import refine as refine
     from .api.removing import remove as remove
     from .api.sampling import sample_posterior as sample_posterior
@@ -25,8 +27,12 @@ if TYPE_CHECKING:
     from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
     from .curvature.kronecker import KroneckerCurvature as KroneckerCurvature
     from .curvature.optimizers import import_curvature as import_curvature
+    from .diagnostics.answering import Answer as Answer, Flip as Flip
+    from .diagnostics.controls import Control as Control
     from .diagnostics.diagnosis import Diagnosis as Diagnosis
-    from .diagnostics.preview import Preview as Preview
+    from .diagnostics.grid import Setting as Setting
+    from .diagnostics.moves import Superseded as Superseded
+    from .diagnostics.preview import Outcome as Outcome, Preview as Preview
     from .diagnostics.suggest import Suggestion as Suggestion
     from .engine.to_folder import MergeResult as MergeResult
     from .errors import GradmergeError as GradmergeError, InputError as InputError, MachineError as MachineError
@@ -39,6 +45,7 @@ if TYPE_CHECKING:
     from .tasks.data_sources import read_rows as read_rows
     from .tasks.loading import Loading as Loading
     from .tasks.rows import Rows as Rows
+    from .tasks.text_metrics import Generation as Generation
     from .training.callback import CurvatureCallback as CurvatureCallback
     from .training.prior_adamw import PriorAdamW as PriorAdamW
     from .training.prior_trainer import PriorTrainer as PriorTrainer
@@ -50,9 +57,11 @@ _NAMES = {
     "api.differentiating": "estimate_gradient",
     "api.estimating": "Estimate estimate_curvature",
     "api.evaluating": "evaluate",
+    "api.exploring": "Explorer explore",
     "api.extracting": "extract_lora",
     "api.merging": "merge",
     "api.previewing": "preview suggest_weights",
+    "api.publishing": "push",
     "api.refining": "refine",
     "api.removing": "remove",
     "api.sampling": "sample_posterior",
@@ -63,8 +72,12 @@ _NAMES = {
     "curvature.gram": "Gram estimate_gram",
     "curvature.kronecker": "KroneckerCurvature",
     "curvature.optimizers": "import_curvature",
+    "diagnostics.answering": "Answer Flip",
+    "diagnostics.controls": "Control",
     "diagnostics.diagnosis": "Diagnosis",
-    "diagnostics.preview": "Preview",
+    "diagnostics.grid": "Setting",
+    "diagnostics.moves": "Superseded",
+    "diagnostics.preview": "Outcome Preview",
     "diagnostics.suggest": "Suggestion",
     "engine.to_folder": "MergeResult",
     "errors": "GradmergeError InputError MachineError",
@@ -77,6 +90,7 @@ _NAMES = {
     "tasks.data_sources": "read_rows",
     "tasks.loading": "Loading",
     "tasks.rows": "Rows",
+    "tasks.text_metrics": "Generation",
     "training.callback": "CurvatureCallback",
     "training.prior_adamw": "PriorAdamW",
     "training.prior_trainer": "PriorTrainer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 LONGEST, LONGEST_PART, ROWS = 100, 44, 40
 
 
+#: Kind of result → its figures as HTML. What draws them says so here: this module knows of none.
+DRAWN: dict[type, Callable[[Any], str]] = {}
 #: What a notebook shows of a result: columns and rows of a table, and sentences above it.
 View = tuple[Sequence[str], Sequence[Sequence[Any]], Sequence[str]]
 
@@ -39,7 +41,8 @@ class Displayed(OneLine):
 
     def _repr_html_(self) -> str:
         columns, rows, words = self._view()
-        return _template().render(line=repr(self), columns=columns, rows=rows, words=words, most=ROWS)
+        table = _template().render(line=repr(self), columns=columns, rows=rows, words=words, most=ROWS)
+        return table + (DRAWN[type(self)](self) if type(self) in DRAWN else "")
 
 
 def _cut(text: str, length: int) -> str:

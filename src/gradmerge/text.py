@@ -38,6 +38,28 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class Measured(float):
+    """A number with its standard error: a float in all but how it is formatted, as `0.7917 ± 0.037`."""
+
+    error: float | None
+
+    def __new__(cls, value: float, error: float | None = None) -> Measured:
+        made = super().__new__(cls, value)
+        made.error = error if error is not None and math.isfinite(error) else None
+        return made
+
+    def __format__(self, spec: str) -> str:
+        return plus_minus(super().__format__(spec), self)
+
+
+def plus_minus(text: str, value: object) -> str:
+    """The text of a number, and its standard error in two digits if it has one."""
+    error = getattr(value, "error", None)
+    if error is None:
+        return text
+    return f"{text} ± {error:.0f}" if 10 <= error < 1e7 else f"{text} ± {error:#.2g}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'weight'?``, or nothing when no known word is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

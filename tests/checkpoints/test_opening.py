@@ -22,6 +22,7 @@ import gradmerge as gm
 from gradmerge.checkpoints import Buffers, open_checkpoint
 from gradmerge.checkpoints.pickles import PickleFile
 from gradmerge.errors import InputError
+from gradmerge.markdown import split_card
 from tests.making import assert_close, near, random_state, read_model, write_model
 
 from . import slow
@@ -349,7 +350,10 @@ def in_process(root: Path, *arguments: str, **environment: str) -> subprocess.Co
 def test_hub_ids_with_and_without_revision_are_read_from_the_cache(tmp_path: Path) -> None:
     base = random_state(0)
     tuned = near(base, 1)
-    make_cache(tmp_path, {COMMIT: base, OTHER: tuned})
+    home = make_cache(tmp_path, {COMMIT: base, OTHER: tuned})
+    (home / "blobs/card").write_text("---\nlicense: mit\n---\n# A model\n")
+    for commit in (COMMIT, OTHER):
+        (home / "snapshots" / commit / "README.md").symlink_to("../../blobs/card")
     code = f"""
         import gradmerge as gm
         for name, revision in (("branch", "v2"), ("commit", "{OTHER}")):
@@ -367,7 +371,9 @@ def test_hub_ids_with_and_without_revision_are_read_from_the_cache(tmp_path: Pat
         assert not config.is_symlink()
     record = json.loads((tmp_path / "branch/gradmerge.json").read_text())
     assert [i["hub_id"] for i in record["inputs"]] == ["org/my.model", "org/my.model@v2"]
-    assert "base_model" in (tmp_path / "branch/README.md").read_text()
+    front, text = split_card((tmp_path / "branch/README.md").read_text(), "card")
+    assert front["base_model"] == ["org/my.model"] and front["license"] == "mit"
+    assert "| tuned | `org/my.model@v2` | 0.5 |" in text
 
 
 def test_a_folder_of_the_same_name_goes_before_the_hub(tmp_path: Path) -> None:
@@ -379,6 +385,8 @@ def test_a_folder_of_the_same_name_goes_before_the_hub(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert_close(read_model(tmp_path / "out"), here, 0)
+    front, text = split_card((tmp_path / "out/README.md").read_text(), "card")
+    assert "base_model" not in front and "| tuned | `my.model` |" in text
 
 
 def test_an_adapters_base_may_be_a_hub_id(tmp_path: Path) -> None:
@@ -395,6 +403,7 @@ def test_an_adapters_base_may_be_a_hub_id(tmp_path: Path) -> None:
         tmp_path, "-c", 'import gradmerge as gm; gm.merge({"method": "average", "models": ["adapter"]}, "out")'
     )
     assert run.returncode == 0, run.stderr
+    assert split_card((tmp_path / "out/README.md").read_text(), "card")[0]["base_model"] == ["org/my.model"]
     name = "layers.0.linear.weight"
     assert_close(read_model(tmp_path / "out"), base | {name: base[name].double() + 3 * b.double() @ a.double()}, 1e-6)
 

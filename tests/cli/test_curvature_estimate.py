@@ -263,7 +263,11 @@ def test_a_limit_takes_the_first_rows(place: Path, tmp_path: Path) -> None:
     estimate(place / "classify/a", "-d", place / "labels.jsonl", "--limit", 3, "-o", tmp_path / "limit")
     estimate(place / "classify/a", "-d", tmp_path / "few.jsonl", "-o", tmp_path / "few")
     assert gm.Curvature.load(tmp_path / "limit").examples == 3
-    assert weight_bytes(tmp_path / "limit") == weight_bytes(tmp_path / "few")
+    names = "limit", "few"
+    one, other = ((tmp_path / name / "curvature.safetensors").read_bytes() for name in names)
+    assert one == other
+    cards = [(tmp_path / name / "README.md").read_text() for name in names]
+    assert cards[0].replace("`labels.jsonl`", "`few.jsonl`") == cards[1] and "| examples | 3 |" in cards[1]
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "log8"])
@@ -342,7 +346,7 @@ def test_a_process_of_its_own_says_one_line_and_nothing_of_transformers(place: P
 
 def test_help_has_examples_and_all_options() -> None:
     text = run("curvature", "estimate", "--help").output
-    assert "Examples: gradmerge curvature estimate" in text
+    assert "Examples:\n  gradmerge curvature estimate" in text
     for option in ("--likelihood", "--limit", "--kind", "--at-delta", "--resume", "--precision", "--json", "--debug"):
         assert option in text
 
@@ -358,7 +362,7 @@ def test_what_exists_is_left_alone_unless_forced(place: Path, tmp_path: Path) ->
     assert "was not written by gradmerge" in estimate(*words, "--force", status=2).stderr
     (tmp_path / "c" / "file").rename(tmp_path / "c" / "curvature.safetensors")
     estimate(*words, "--force")
-    assert list(weight_bytes(tmp_path)) == ["c/curvature.safetensors"]
+    assert list(weight_bytes(tmp_path)) == ["c/README.md", "c/curvature.safetensors"]
 
 
 def test_a_failed_run_with_force_leaves_what_was_there(place: Path, tmp_path: Path) -> None:

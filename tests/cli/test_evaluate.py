@@ -85,7 +85,7 @@ def test_help_does_not_load_torch_and_has_an_example() -> None:
         "assert not {'torch', 'numpy', 'transformers', 'pyarrow', 'PIL', 'datasets'} & set(sys.modules), 'heavy import'"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "Examples: gradmerge evaluate" in done.stdout
+    assert "Examples:\n  gradmerge evaluate" in done.stdout
     assert all(option in done.stdout for option in ("--json", "--quiet", "--debug", "--columns", "one"))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertForSequenceClassification
@@ -74,7 +75,14 @@ def test_a_folder_is_refined_and_written_as_it_was_with_a_record_a_card_and_a_re
     sums = [one["sum_of_held"] for one in facts["rounds"]]
     assert sums == sorted(sums, reverse=True) and len(set(sums)) == len(sums)
     assert all(step["length"] > 0 for one in facts["rounds"][1:] for step in one["steps"])
-    assert "Refined from `merged`" in (out / "README.md").read_text()
+    card: Any = ModelCard((out / "README.md").read_text())
+    assert "Refined from `merged`" in card.text and str(place) not in card.content
+    measured = {(one.dataset_name, one.metric_name): one.metric_value for one in card.data.eval_results}
+    for task in ("a", "b"):
+        after = facts["tasks"][task]["after"]
+        assert measured[f"{task} ({task}.jsonl)", "accuracy"] == pytest.approx(after["accuracy"], rel=1e-5)
+        assert f"| `{task} ({task}.jsonl)` | 8 | `accuracy` |" in card.text
+    assert [one["rows"] for one in record["evaluations"]] == [8, 8] and card.data.library_name == "transformers"
     assert "Loss on rows held back" in (out / "report.html").read_text()
     assert (out / "vocab.txt").read_bytes() == (place / "merged" / "vocab.txt").read_bytes()
     assert not list(tmp_path.glob("*partial*"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 from typer.testing import CliRunner
@@ -61,7 +62,12 @@ def test_a_folder_is_written_as_the_base_was_with_a_record_a_card_and_a_report(p
         loss = gm.evaluate(folder, place / "forget.jsonl", progress=False)["loss_per_example"]
         assert facts[when]["forget"] == pytest.approx(loss, rel=1e-4)
     assert facts["after"]["forget"] > facts["before"]["forget"]
-    assert "influence steps" in (out / "README.md").read_text()
+    card: Any = ModelCard((out / "README.md").read_text())
+    assert "influence steps" in card.text and "report.html" not in card.text and str(place) not in card.content
+    [kept] = card.data.eval_results
+    assert kept.metric_value == pytest.approx(facts["after"]["kept"], rel=1e-5) and kept.dataset_name == "keep.jsonl"
+    assert "| `keep.jsonl` | 4 | `loss_per_example` |" in card.text
+    assert card.data.tags == ["gradmerge", "removal"] and card.data.pipeline_tag == "text-classification"
     report = (out / "report.html").read_text()
     assert "Kept loss against the loss of what is forgotten" in report and "--forget" in report
     assert "budget, +5 %" in (out / "trade-off.csv").read_text()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -13,6 +14,7 @@ from gradmerge.curvature import log8, spectra
 from gradmerge.curvature.files import open_curvature
 from gradmerge.curvature.kronecker import LayerFactors
 from gradmerge.curvature.summary import group_of, pieces, summarize
+from gradmerge.text import size
 
 from ..making import random_curvature, random_state
 
@@ -245,3 +247,32 @@ def test_a_spectrum_is_that_of_all_eigenvalues(scale: float, most: int, monkeypa
     else:
         assert got.median is not None and math.isclose(got.median, float(values[2]) * scale / 100, rel_tol=1e-3)
     assert spectra.spectrum(torch.zeros(2, 2)) == spectra.Spectrum(2, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_a_folder_has_a_card_that_says_what_its_sums_are_of(tmp_path: Path) -> None:
+    sums = {"w": torch.rand(3, 4), "b": torch.rand(3)}
+    gm.Curvature(sums, 1234, "sampled", "org/<b>model|").save(tmp_path / "diagonal", precision="bfloat16")
+    gm.Gram({"w": torch.eye(4)}, 7).save(tmp_path / "gram")
+    gm.Gradient(sums, 3, 1.5).save(tmp_path / "gradient")
+    card = ModelCard((tmp_path / "diagonal" / "README.md").read_text())
+    assert card.data.to_dict() == {"tags": ["gradmerge", "curvature"]}
+    assert r"# Curvature of org/\<b\>model\|" in card.text and "| model | `org/<b>model\\|` |" in card.text
+    assert "| examples | 1,234 |" in card.text and "| likelihood | sampled: labels drawn from the model |" in card.text
+    nbytes = (tmp_path / "diagonal" / "curvature.safetensors").stat().st_size
+    assert f"| stored as | bfloat16, 2 tensors, 15 entries, {size(nbytes)} |" in card.text
+    gram = (tmp_path / "gram" / "README.md").read_text()
+    assert "XᵀX" in gram and "method: regmean" in gram and "not named" in gram and "likelihood" not in gram
+    assert not (tmp_path / "gradient" / "README.md").exists()
+
+
+def test_a_card_of_ones_own_keeps_a_folder_from_being_replaced(tmp_path: Path) -> None:
+    curvature = gm.Curvature({"w": torch.ones(2)}, 3)
+    curvature.save(tmp_path / "c")
+    curvature.save(tmp_path / "c", force=True)
+    (tmp_path / "c" / "README.md").write_text("# What I know of these data\n")
+    with pytest.raises(gm.InputError, match="was not written by gradmerge"):
+        curvature.save(tmp_path / "c", force=True)
+    (tmp_path / "c" / "curvature.safetensors").unlink()
+    (tmp_path / "c" / "README.md").write_text("---\ntags:\n- gradmerge\n- curvature\n---\n")
+    with pytest.raises(gm.InputError, match="was not written by gradmerge"):
+        curvature.save(tmp_path / "c", force=True)

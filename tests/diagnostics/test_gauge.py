@@ -19,6 +19,7 @@ from gradmerge.diagnostics.gauge import Gauge, find_gauges
 from gradmerge.diagnostics.predict import open_to_look, predict
 from gradmerge.engine.candidates import Candidate
 from gradmerge.recipe import make_recipe
+from gradmerge.report.numbers import number
 from gradmerge.tasks import load_task
 
 from ..engine import test_layers as layers
@@ -152,8 +153,16 @@ def test_the_command_prints_it_with_advice_and_reports_it(place: Path, tmp_path:
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "report" / "diagnosis.json").read_text())
     for name in ("one", "two"):
-        assert f"{name} ({found['gauges'][name]['gauge']:.2g})" in done.output
-    assert "were not tuned under the penalty H_0: set `base.penalty: none`" in done.output
+        gauge = found["gauges"][name]["gauge"]
+        assert f"{name} ({number(gauge, 2) if gauge <= 100 else 'over 100'})" in done.output
+    assert "were not tuned under the penalty H_0; but measured with base.penalty: none the merge is" in done.output
+    without = gm.merge(
+        recipe_of(place) | {"base": recipe_of(place)["base"] | {"penalty": "none"}}, tmp_path / "without"
+    )
+    for name in ("one", "two"):
+        want = gm.evaluate(without.output, f"{place / name}.jsonl", device="cpu", progress=False)
+        got = found["measured"]["gradient-matching, base.penalty none"][name]
+        assert got["loss_per_example"] == pytest.approx(want["loss_per_example"], rel=1e-5)
     costs = found["predicted"]["gradient-matching"]["one"]
     assert costs["first_order"] == 0 and costs["excess_loss"] == costs["quadratic_form"]
     assert "Were the models tuned under the penalty?" in (tmp_path / "report" / "report.html").read_text()
@@ -188,7 +197,7 @@ def test_the_report_can_show_predictions_below_zero(place: Path, tmp_path: Path)
     """A penalty far too strong says that merges are better than each model: nothing to divide by."""
     found = gm.diagnose(recipe_of(place, {"identity": 20.0}, damping=10.0), tmp_path / "report", progress=False)
     assert any(found.prediction.excess(candidate, "one") < 0 for candidate in found.candidates)
-    assert (tmp_path / "report" / "predicted-loss.svg").is_file()
+    assert (tmp_path / "report" / "predicted-loss.csv").is_file()
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["H_0", "penalty"])

@@ -65,13 +65,13 @@ def test_a_diagnosis_frees_the_batches_of_a_task_before_the_next(
         loaded.append(in_memory.load_data(*args))
         return loaded[-1]
 
-    def evaluate(data: TaskData, model: Any) -> dict[str, Any]:
+    def evaluate(data: TaskData, model: Any) -> Any:
         held.append(sum(other._kept is not None for other in loaded if other is not data))
         return plain(data, model)
 
-    plain = TaskData.evaluate
+    plain = TaskData.evaluate_rows
     monkeypatch.setattr(diagnosis, "load_data", load)
-    monkeypatch.setattr(TaskData, "evaluate", evaluate)
+    monkeypatch.setattr(TaskData, "evaluate_rows", evaluate)
     models = []
     for seed, name in enumerate("ab"):
         random_curvature(seed, read_model(texts / name)).save(tmp_path / name)

@@ -235,10 +235,11 @@ def test_on_data_rows_held_back_decide(texts: Path, tmp_path: Path) -> None:
             shares[name].append((merged[1] - own[1]) / gain)
             assert row.costs[task] == pytest.approx((merged[0] - own[0]) / gain, rel=1e-3, abs=1e-4)
     assert judged.gain == pytest.approx(max(shares["plain"]) - max(shares["layered"]), rel=1e-3, abs=1e-4)
-    assert over.taken == (judged.gain > judged.error and over.layered.score < over.plain.score)
     assert over.taken == any(isinstance(weight, tuple) for weight in found.weights.values())
-    best = found.evaluated.best()
-    assert best is not None and best.score <= over.plain.score, "never worse on the rows than plain weights"
+    assert not over.taken or (judged.gain > 2 * judged.error and over.layered.score < over.plain.score)
+    best, leading = found.evaluated.best(), found.evaluated.leading()
+    assert best is not None and leading is not None and found.evaluated.among_best(best)
+    assert leading.score <= over.plain.score, "never worse on the rows than plain weights"
     facts = json.loads((tmp_path / "report" / "preview.json").read_text())["over_layers"]
     assert facts["gain"] == pytest.approx(judged.gain) and facts["standard_error"] == pytest.approx(judged.error)
     assert "held back from the choice of both" in (tmp_path / "report" / "report.html").read_text()
@@ -264,11 +265,8 @@ class Rows(Evaluator):
             losses = self.truth(lists)[:, None] + self.offsets + (self.slopes * (lists - 0.5)).sum((2, 3))
             by_task = dict(zip("ab", losses, strict=True))
             costs = {task: float(one.mean()) for task, one in by_task.items()}
-            rows.append(Outcome(setting, dict(costs), {t: {"mse": c} for t, c in costs.items()}, costs, losses=by_task))
+            rows.append(Outcome(setting, dict(costs), {t: {"mse": c} for t, c in costs.items()}, costs, shares=by_task))
         return rows
-
-    def row_shares(self, row: Outcome) -> dict[str, Tensor]:
-        return row.losses
 
     def notes(self) -> list[str]:
         return []
@@ -279,7 +277,7 @@ def search_rows(rows: Rows, objective: str) -> gm.Suggestion:
     ranges = search_ranges(None, ["a", "b"], recipe, False)
     prepare_for_layers(rows, ["task-arithmetic"], ranges, 3)
     plain = suggest(recipe, rows, ["task-arithmetic"], ranges, objective=objective, progress=NoProgress())
-    return suggest_by_layers(rows, plain, ranges, points=3, seed=0, progress=NoProgress())
+    return suggest_by_layers(rows, plain, ranges, points=3, progress=NoProgress())
 
 
 @pytest.mark.parametrize("objective", ["worst", "sum"])
@@ -307,7 +305,7 @@ def test_lists_that_only_fit_the_noise_of_the_rows_are_not_taken(objective: str)
     assert over.judged.layered.setting != over.judged.plain.setting, (
         "on the rows that they were chosen on, lists are better"
     )
-    assert found.weights == dict(zip("ab", over.plain.setting.weights, strict=True))
+    assert over.plain is found.evaluated.leading() and found.weights == {"a": 0.5, "b": 0.5}, "tied, and simpler"
 
 
 @pytest.mark.parametrize(
@@ -368,7 +366,7 @@ def test_a_recipe_whose_weights_vary_is_the_reference_of_a_preview(varied: Path)
             assert set(facts["winner"]["within_1_percent"]["weights"]) == {"a"}
             gm.merge(varied / "out" / "recipe.yml", varied / "merged", progress=False)
         else:
-            assert {float(cell) for cell in cells} == {0, 1} and list((varied / "out").glob("map-*.svg"))
+            assert {float(cell) for cell in cells} == {0, 1} and list((varied / "out").glob("map-*.csv"))
 
 
 def test_suggestions_and_diagnoses_take_a_recipe_whose_weights_vary(varied: Path) -> None:
@@ -394,4 +392,4 @@ def test_the_written_recipe_merges_what_was_suggested(tmp_path: Path) -> None:
     )
     gm.merge(tmp_path / "report" / "recipe.yml", tmp_path / "merged", progress=False)
     assert_close(read_model(tmp_path / "merged"), problem.merged("task-arithmetic", lists_of(found, 3)), 1e-12)
-    assert (tmp_path / "report" / "layers.svg").exists() and (tmp_path / "report" / "over-layers.csv").exists()
+    assert (tmp_path / "report" / "layers.csv").exists() and (tmp_path / "report" / "over-layers.csv").exists()

@@ -245,6 +245,21 @@ def test_the_number_of_threads_and_the_size_of_blocks_do_not_matter(
             assert other.interference[pair].opposed == pytest.approx(shared.opposed, rel=1e-9)
 
 
+@pytest.mark.parametrize("method", ["tsv", "della", "nuslerp"])
+def test_rules_that_see_rows_or_whole_tensors_are_predicted_on_all_of_them(
+    models: tuple[list[State], list[State]], method: str
+) -> None:
+    """Blocks are cut as the candidates need them, not as the plan has them: every one of them counts."""
+    found = []
+    for block in (1 << 18, 24):
+        plan = memory_plan(*models, WEIGHTS, DAMPING)
+        plan.block = block
+        found.append(predict(plan, TASKS, [Candidate(method, method)]))
+    assert found[0].groups == found[1].groups == sorted(GROUPS)
+    for task in (*TASKS, BASE):
+        assert found[1].excess(method, task) == pytest.approx(found[0].excess(method, task), rel=1e-9)
+
+
 def test_tiny_curvature_does_not_vanish_from_the_mismatch() -> None:
     """(H (θ̂ − θ_t))² is below the smallest float32 where H is, as a mean, 1e-18."""
     base = random_state(0)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.diagnostics import evaluator, predictor
-from gradmerge.diagnostics.grid import Setting, check_methods, grid, parse_range, parse_weights, recipe_with, sample
+from gradmerge.diagnostics.grid import Setting, Space, check_methods, grid, recipe_with, sample
 from gradmerge.diagnostics.preview import Outcome, score_all
 from gradmerge.diagnostics.scores import headline
+from gradmerge.diagnostics.weight_ranges import parse_range, parse_weights
 from gradmerge.recipe import make_recipe
-from gradmerge.report.preview_page import pareto_front, verdict
+from gradmerge.report.preview_page import pareto_front
+from gradmerge.report.preview_words import verdict
 from tests.making import random_curvature, read_model, three_models
 from tests.tasks.making import tiny_vit_checkpoint
 
@@ -73,20 +75,20 @@ def test_a_grid_is_the_product_and_tasks_without_a_range_keep_the_recipes_weight
     recipe = two_tasks((0.25, 0.75))
 
     def weights(*given: str) -> list[tuple[float, ...]]:
-        return [s.weights for s in grid(["task-arithmetic"], parse_weights(given, ["a", "b"], recipe))]
+        return [s.weights for s in grid(["task-arithmetic"], Space(parse_weights(given, ["a", "b"], recipe)))]
 
     assert weights("0:1:0.5") == [(0, 0), (0.5, 0.5), (1, 1)]
     assert weights("a=0:1:0.5") == [(0, 0.75), (0.5, 0.75), (1, 0.75)]
     assert weights("a=0,1", "b=0.5,2") == list(itertools.product((0, 1), (0.5, 2)))
     assert weights("0:1:0.5", "b=0.3") == [(0, 0.3), (0.5, 0.3), (1, 0.3)]
-    both = grid(["average", "task-arithmetic"], parse_weights("0:1:0.5", ["a", "b"], recipe))
+    both = grid(["average", "task-arithmetic"], Space(parse_weights("0:1:0.5", ["a", "b"], recipe)))
     assert [s.name for s in both] == ["average", "task-arithmetic 0", "task-arithmetic 0.5", "task-arithmetic 1"]
-    ranges = parse_weights(["0:1:0.5", "b=0.3"], ["a", "b"], recipe)
+    ranges = Space(parse_weights(["0:1:0.5", "b=0.3"], ["a", "b"], recipe))
     assert [s.position for s in grid(["task-arithmetic"], ranges)] == [0, 0.5, 1]
 
 
 def test_too_large_a_grid_is_refused_and_random_points_are_offered() -> None:
-    ranges = parse_weights(["a=0:1:0.01", "b=0:1:0.01"], ["a", "b"], two_tasks())
+    ranges = Space(parse_weights(["a=0:1:0.01", "b=0:1:0.01"], ["a", "b"], two_tasks()))
     with pytest.raises(gm.InputError, match=r"10,201 settings.*--samples"):
         grid(["task-arithmetic"], ranges)
     drawn = sample(["task-arithmetic", "average"], ranges, 50, seed=3)
@@ -94,7 +96,7 @@ def test_too_large_a_grid_is_refused_and_random_points_are_offered() -> None:
     assert drawn != sample(["task-arithmetic", "average"], ranges, 50, seed=4)
     assert all(0 <= w <= 1 and w == round(w, 3) for s in drawn for w in s.weights)
     with pytest.raises(gm.InputError, match="needs a step"):
-        grid(["task-arithmetic"], parse_weights("0:1", ["a", "b"], two_tasks()))
+        grid(["task-arithmetic"], Space(parse_weights("0:1", ["a", "b"], two_tasks())))
 
 
 def test_another_rule_of_a_recipe_drops_what_only_its_own_understands() -> None:
@@ -106,8 +108,8 @@ def test_another_rule_of_a_recipe_drops_what_only_its_own_understands() -> None:
         "exclude": ["head.*"],
     }
     recipe = make_recipe(raw)
-    assert recipe_with(recipe, "ties", [0.2, 0.4]).options == {"density": 0.3}
-    changed = recipe_with(recipe, "average", ())
+    assert recipe_with(recipe, Setting("ties", (0.2, 0.4))).options == {"density": 0.3}
+    changed = recipe_with(recipe, Setting("average", ()))
     assert (changed.options, changed.weights, changed.exclude) == ({}, [1.0, 1.0], ["head.*"])
     with pytest.raises(gm.InputError, match="slerp takes the base and one model"):
         check_methods("slerp", recipe)
@@ -176,7 +178,9 @@ def test_a_predicted_sweep_is_a_loop_over_the_formula(tmp_path: Path, reduction:
         assert [row.values[task] for task in found.tasks] == pytest.approx(want, rel=1e-6, abs=1e-12)
         assert row.score == pytest.approx(max(want), rel=1e-6)
     assert found.reference.setting == Setting("gradient-matching", (1.0, 0.5))
-    assert found.relative(found.reference, "a") == 1
+    assert max(found.relative(found.reference, task) or 0 for task in found.tasks) == 1
+    for row in found.rows:
+        assert max(found.relative(row, task) or 0 for task in found.tasks) == found.relative_score(row)
     best = min(found.rows, key=lambda row: row.score or 0)
     assert found.best() is best and best.rank == 1
     smallest = gm.preview(place.recipe, weights="0:1:0.25", objective="sum").best()
@@ -211,13 +215,14 @@ def test_rules_without_weights_appear_once_and_impossible_settings_are_left_out_
 def test_where_the_reference_costs_nothing_multiples_are_of_the_largest(tmp_path: Path) -> None:
     recipe = Place(tmp_path, method="task-arithmetic").recipe
     recipe["models"] = recipe["models"][:1]
+    recipe["base"].pop("curvature")
     found = gm.preview(recipe, weights="0:1:0.5")
-    assert found.reference.values["a"] == 0 and [found.relative(row, "a") for row in found.rows] == [
+    assert found.reference.values == {"a": 0} and [found.relative(row, "a") for row in found.rows] == [
         1,
         pytest.approx(0.25),
         0,
     ]
-    assert any("is predicted to cost a nothing" in note for note in found.notes)
+    assert any("is predicted to cost nothing: multiples are of the largest" in note for note in found.notes)
 
 
 def test_options_of_the_recipe_are_those_of_its_own_rule(tmp_path: Path) -> None:
@@ -270,7 +275,7 @@ def test_measured_settings_are_those_of_a_merge_on_disk(
     recipe = gm.load_recipe(texts / "recipe.yml")
     for number, row in enumerate(found.rows):
         out = tmp_path / f"{number}"
-        gm.merge(recipe_with(recipe, row.setting.method, row.setting.weights), out)
+        gm.merge(recipe_with(recipe, row.setting), out)
         assert row.metrics["base"] == row.metrics["a"], "the same rows"
         for task in ("a", "b"):
             want = gm.evaluate(str(out), data[task], device="cpu")
@@ -296,9 +301,11 @@ def test_measured_images_in_half_precision_are_those_of_a_merge_on_disk(tmp_path
     found = gm.preview(recipe, weights={"a": "1", "b": "0.5,2"}, data={"b": source}, device="cpu")
     assert any("no data for a" in note for note in found.notes)
     for number, row in enumerate(found.rows):
-        gm.merge(recipe_with(make_recipe(recipe), "weighted-average", row.setting.weights), tmp_path / f"{number}")
+        gm.merge(recipe_with(make_recipe(recipe), row.setting), tmp_path / f"{number}")
         want = gm.evaluate(str(tmp_path / f"{number}"), source, device="cpu")
+        errors, same = row.metrics["b"].pop("standard_errors"), want.pop("standard_errors")
         assert row.metrics["b"] == pytest.approx({name: want[name] for name in row.metrics["b"]}, abs=1e-6)
+        assert errors == pytest.approx(same, abs=1e-6)
 
 
 def rows_of(*metrics: dict[str, dict[str, float]]) -> list[Outcome]:

@@ -157,8 +157,10 @@ def test_on_data_the_share_that_is_lost_is_made_small(texts: Path) -> None:
             want = (row.metrics[task]["loss_per_example"] - tuned) / gain
             assert row.costs[task] == pytest.approx(want, rel=1e-4, abs=1e-5)
     assert all(row.score == max(row.costs.values()) for row in found.evaluated.rows)
-    smallest = min(max(row.costs.values()) for row in found.evaluated.rows)
-    assert max(value for value in found.costs.values() if value is not None) == smallest
+    leading, best = found.evaluated.leading(), found.evaluated.best()
+    assert leading is not None and leading.score == min(max(row.costs.values()) for row in found.evaluated.rows)
+    assert best is not None and found.costs == best.costs and found.weights == found.evaluated.weights(best)
+    assert best is found.evaluated.reference, "ten rows do not tell the recipe's own weights from the best"
 
 
 @pytest.mark.parametrize(

@@ -514,11 +514,12 @@ def test_the_digest_depends_on_values_but_not_on_shards(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_the_card_has_front_matter_and_the_recipe(tmp_path: Path) -> None:
+def test_the_card_has_front_matter_and_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import yaml
 
     folders, _ = three_models(tmp_path)
-    gm.merge({"method": "average", "models": [str(f) for f in folders]}, tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    gm.merge({"method": "average", "models": [f"./{f.name}" for f in folders]}, tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
     front = yaml.safe_load(text.split("---")[1])
     assert front["tags"] == ["merge", "gradmerge"]

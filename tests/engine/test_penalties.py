@@ -125,12 +125,12 @@ def test_the_record_and_the_card_say_which_penalty_was_used(case: Case, tmp_path
     assert found["damping"] == 0.01
     assert [one["source"] for one in found["inputs"] if one["role"] == "penalty"] == [f"{a}/penalty"]
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"P of `{a}`: `{a}/penalty`, as recorded beside the model" in card
-    assert f"P of `{b}`: H_0, by default" in card
+    assert "P of `a`: `a/penalty`, as recorded beside the model" in card
+    assert "P of `b`: H_0, by default" in card
     for penalty, said in (("none", "none"), ({"identity": 2.0}, "2 · I")):
         case["base"]["penalty"] = penalty
         gm.merge(case, tmp_path / "again", force=True)
-        assert f"P of `{a}`: {said}, as the recipe says" in (tmp_path / "again" / "README.md").read_text()
+        assert f"P of `a`: {said}, as the recipe says" in (tmp_path / "again" / "README.md").read_text()
         found = json.loads((tmp_path / "again" / "gradmerge.json").read_text())
         assert [(one["penalty"], one["from"]) for one in found["penalty"]] == [(penalty, "recipe")] * 2
 

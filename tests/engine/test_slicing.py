@@ -271,9 +271,9 @@ def test_the_card_the_record_and_inspect_say_which_layer_came_from_where(tmp_pat
     slices = [[("A", 0, 2)], [("C", 4, 5)], [("A", 0, 3)]]
     out = merge(tmp_path, {"method": "passthrough", "slices": [{"models": [entry(*part[0])]} for part in slices]})
     card = (out / "README.md").read_text()
-    assert "| 0–1 | `./A` 0–1 |" in card
-    assert "| 2 | `./C` 4 |" in card
-    assert "| 3–5 | `./A` 0–2 |" in card
+    assert "| 0–1 | `A` 0–1 |" in card
+    assert "| 2 | `C` 4 |" in card
+    assert "| 3–5 | `A` 0–2 |" in card
     record = json.loads((out / "gradmerge.json").read_text())
     assert [row["from"][0] for row in record["layers"]] == [
         {"model": "./A", "layers": [0, 2]},

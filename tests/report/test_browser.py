@@ -1,116 +1,200 @@
-"""The report in a real browser: hovering, sorting, copying, the dark, phones and paper."""
+"""The report in a real browser: drawing, hovering, saving, sorting, copying, the dark, phones and paper."""
 
 from __future__ import annotations
 
+import csv
+import io
+import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from PIL import Image
 
-from gradmerge.report.charts import BarChart, HeatMap, LineChart, ScatterChart, Series
-from gradmerge.report.page import Page, Section, Table, write_report
+from gradmerge.report import palette
+from gradmerge.report.figures import Series, bars, curves, heat_map, trade_off
+from gradmerge.report.notebook import frame
+from gradmerge.report.page import Figure, Page, Section, Table, write_report
+from gradmerge.text import Measured
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page as Tab
+    from playwright.sync_api import Browser, Page as Tab
 
 NASTY = "<script>window.bad = 1</script><img src=x onerror='window.bad = 1'>"
 LONG = "/a/very/long/path/that/has/no/place/to/break/checkpoint-with-a-name-of-its-own"
+METHODS = ("gradient-matching", "ties", "task-arithmetic")
+
+
+def figures() -> list[Figure]:
+    places = [i / 10 for i in range(11)]
+    lines = [
+        Series(name, places, [Measured((x - 0.1 * m) ** 2, 0.02) for x in places], [f"seed {m}"] * 11)
+        for m, name in enumerate(METHODS)
+    ]
+    tasks = ["imdb", "yelp", NASTY, "a-task-with-a-name-that-is-far-too-long-to-be-shown"]
+    values = {"ours": [0.1, 0.2, None, 0.4], "ties": [Measured(0.3, 0.05), -0.1, 0.2, 0.1]}
+    charts = {
+        "Sweep": curves(lines, "λ", "loss (nats)", marks=[("base", 0.5)], stars=[("ties", 0.1, 0.0)]),
+        "Loss": bars(tasks, values, "loss (nats)"),
+        "Layers": heat_map([f"layer.{i}" for i in range(14)], tasks, [[1.0, 2.0, None, 0.1]] * 14, "v (nats)"),
+        "Tall": heat_map([f"layer.{i}" for i in range(60)], tasks, [[1.0, 2.0, None, 0.1]] * 60, "v", centre=1.5),
+        "Front": trade_off(
+            lines,
+            "loss (nats)",
+            "accuracy (%), a long name of an axis that has to be broken into lines",
+            front=[(0.0, 0.1), (0.5, 0.3)],
+            present=(0.5, 0.25),
+            diagonal=True,
+        ),
+        "Nothing": curves([], "x", "y"),
+    }
+    return [Figure(title, title.lower(), chart) for title, chart in charts.items()]
 
 
 def rich_page() -> Page:
-    lambdas = [i / 10 for i in range(11)]
-    curves = [
-        Series(f"method {m}", lambdas, [(x - 0.1 * m) ** 2 for x in lambdas], [f"seed {m}" for _ in lambdas])
-        for m in range(3)
-    ]
-    tasks = ["imdb", "yelp", NASTY, "a-task-with-a-name-that-is-far-too-long-to-be-shown"]
-    line = LineChart("Sweep", "sweep", "λ", "loss (nats)", curves, [("base", 0.5)], [("method 1", 0.1, 0.0)])
-    bars = BarChart(
-        "Loss", "loss", "loss (nats)", tasks, {"ours": [0.1, 0.2, None, 0.4], "ties": [0.3, -0.1, 0.2, 0.1]}
-    )
-    heat = HeatMap(
-        "Layers", "layers", [f"layer.{i}" for i in range(14)], tasks, [[1.0, 2.0, None, 0.1]] * 14, "v (nats)"
-    )
-    tall = HeatMap("Tall", "tall", [f"layer.{i}" for i in range(60)], tasks, [[1.0, 2.0, None, 0.1]] * 60, "v (nats)")
-    cloud = ScatterChart("Front", "front", "loss (nats)", "accuracy (%)", curves, [(0.0, 0.1), (0.5, 0.3)], True)
     rows = [["b", 9.5, LONG, None], ["a", 10.25, NASTY, 5], ["c10", -1e-7, "z", 3], ["c9", None, LONG, 1200]]
     table = Table("Best", "best", ["method", "loss (nats)", "checkpoint", "seconds"], rows, "A note.")
-    sections = [Section("Sweep", "Text.", [line, bars], [table]), Section(NASTY, LONG, [heat, tall, cloud])]
+    wide = Table("Wide", "wide", [f"column {i}" for i in range(16)], [["task-arithmetic", *[0.1234] * 15]] * 3)
+    drawn = figures()
+    sections = [Section("Sweep", "Text.", drawn[:2], [table]), Section(NASTY, LONG, drawn[2:], [wide])]
     recipe = "method: task-arithmetic\n" + f"# {LONG * 3}\n"
     return Page(f"A report {LONG}", NASTY, ["First.", "Second."], sections, recipe, {"path": LONG * 3}, [f"run {LONG}"])
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(tmp_path_factory.mktemp("report"), rich_page())[0]
+    """A report that was mailed alone."""
+    written = write_report(tmp_path_factory.mktemp("report"), rich_page())[0]
+    return written.rename(tmp_path_factory.mktemp("mail") / "report.html")
 
 
 def open_in(tab: Tab, path: Path, width: int = 1200, height: int = 900) -> None:
     tab.set_viewport_size({"width": width, "height": height})
+    tab.emulate_media(reduced_motion="reduce")
     tab.goto(path.as_uri())
+
+
+def test_every_figure_is_drawn_and_its_numbers_can_be_opened(tab: Tab, report: Path) -> None:
+    open_in(tab, report)
+    count = len(figures())
+    assert tab.locator("figure.ready .drawn svg").count() == count
+    assert tab.locator(".numbers[open]").count() == 0
+    tab.locator(".numbers summary").first.click()
+    assert tab.locator("figure").first.locator(".numbers tbody tr").count() == 33 + 2, (
+        "its points, the reference and the star"
+    )
+
+
+def test_without_scripts_the_numbers_of_every_figure_are_there(chromium: Browser, report: Path) -> None:
+    with chromium.new_context(java_script_enabled=False) as context:
+        tab = context.new_page()
+        open_in(tab, report)
+        assert tab.locator("figure .numbers table").first.is_visible()
+        assert tab.locator("figure .numbers td").first.text_content() == "gradient-matching"
+        assert tab.locator("figure svg").count() == 0 and tab.locator(".files button").count() == 0
+
+
+def hovered(tab: Tab, figure: int, marks: str, index: int) -> str:
+    mark = tab.locator("figure").nth(figure).locator(f".drawn svg .{marks} path").nth(index)
+    mark.scroll_into_view_if_needed()
+    tab.wait_for_timeout(100)  # a tooltip goes when the page scrolls
+    mark.hover(force=True)
+    return str(tab.evaluate("document.getElementById('tip').innerText"))
 
 
 def test_a_hovered_point_shows_its_values(tab: Tab, report: Path) -> None:
     open_in(tab, report)
-    tab.locator('#s0 .wide .s[data-s="2"] .pts > *').nth(7).hover()
-    assert tab.evaluate("tip.innerText") == "method 2\nλ: 0.7\nloss (nats): 0.25\nseed 2"
-    assert tab.evaluate("document.querySelectorAll('.wide.picked .s.on').length") == 1
+    words = hovered(tab, 0, "mark-symbol.role-mark", 18)
+    assert words == "ties\nλ: 0.7\nloss (nats): 0.36\n± standard error: 0.02\nseed 1"
     box = tab.evaluate(
-        "(b => [b.left, b.top, innerWidth - b.right, innerHeight - b.bottom])(tip.getBoundingClientRect())"
+        "(b => [b.left, b.top, innerWidth - b.right, innerHeight - b.bottom])"
+        "(document.getElementById('tip').getBoundingClientRect())"
     )
     assert min(box) >= 0
     tab.locator("h1").hover()
-    assert tab.evaluate("tip.hidden") is True
+    assert tab.evaluate("document.getElementById('tip').hidden") is True
 
 
 def test_bars_and_cells_show_their_values(tab: Tab, report: Path) -> None:
     open_in(tab, report)
-    tab.locator('.bars.wide .s[data-s="1"] .pts > *').nth(0).hover()
-    assert tab.evaluate("tip.innerText") == "ties\nimdb\nloss (nats): 0.3"
-    tab.locator(".cells.wide .pts").nth(3).locator("> *").nth(1).hover()
-    assert tab.evaluate("tip.innerText") == "layer.3\nyelp\nv (nats): 2"
-    tab.locator(".cells.both .pts").nth(50).locator("> *").nth(2).hover()
-    assert tab.evaluate("tip.innerText") == f"layer.50\n{NASTY}\nv (nats): –"
+    assert hovered(tab, 1, "mark-rect.role-mark", 0) == "ours\nimdb\nloss (nats): 0.1"
+    # The cells without a value are none.
+    assert hovered(tab, 2, "mark-rect.role-mark", 3 * 3 + 1) == "layer.3\nyelp\nv (nats): 2"
 
 
 def test_a_phone_shows_the_same_words(tab: Tab, report: Path) -> None:
     open_in(tab, report, 360, 740)
-    assert tab.evaluate("getComputedStyle(document.querySelector('.wide')).display") == "none"
-    tab.locator('#s0 .narrow .s[data-s="2"] .pts > *').nth(7).hover()
-    assert tab.evaluate("tip.innerText") == "method 2\nλ: 0.7\nloss (nats): 0.25\nseed 2"
+    assert hovered(tab, 0, "mark-symbol.role-mark", 18).startswith("ties\nλ: 0.7\nloss (nats): 0.36\n")
 
 
-def test_points_can_be_reached_by_keyboard(tab: Tab, report: Path) -> None:
+def saved(tab: Tab, figure: str, kind: str) -> tuple[str, bytes]:
+    button = tab.locator(f".files[data-name={figure}] button", has_text=kind)
+    with tab.expect_download() as download:
+        button.click()
+    return download.value.suggested_filename, Path(download.value.path()).read_bytes()
+
+
+def test_a_figure_can_be_saved_from_a_report_that_lies_alone(tab: Tab, report: Path) -> None:
+    assert len(list(report.parent.iterdir())) == 1
     open_in(tab, report)
-    tab.evaluate("document.querySelector('.near.wide').focus()")
-    tab.keyboard.press("ArrowRight")
-    tab.keyboard.press("ArrowRight")
-    assert tab.evaluate("tip.innerText") == "method 0\nλ: 0.1\nloss (nats): 0.01\nseed 0"
-    tab.keyboard.press("Escape")
-    assert tab.evaluate("tip.hidden") is True
+    tab.emulate_media(color_scheme="dark")
+    name, drawn = saved(tab, "sweep", "SVG")
+    root = ET.fromstring(drawn)
+    words = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert name == "sweep.svg" and {"Sweep", "λ", "loss (nats)", *METHODS} <= set(words)
+    assert palette.colour_of("ties").encode() in drawn and b"var(" not in drawn, "on paper, also from the dark"
+    name, drawn = saved(tab, "layers", "PNG")
+    image = Image.open(io.BytesIO(drawn))
+    assert name == "layers.png" and image.width >= 1500 and image.getpixel((2, 2))[:3] == (255, 255, 255)
+    name, numbers = saved(tab, "loss", "CSV")
+    assert name == "loss.csv" and numbers.decode() == figures()[1].csv().replace("0.0\n", "0\n")
+
+
+def test_what_is_saved_as_csv_is_what_lies_beside_the_report(tab: Tab, report: Path) -> None:
+    open_in(tab, report)
+    for figure in figures()[:3]:
+        ours = list(csv.reader(io.StringIO(figure.csv())))
+        theirs = list(csv.reader(io.StringIO(saved(tab, figure.slug, "CSV")[1].decode())))
+        assert [len(row) for row in ours] == [len(row) for row in theirs] and ours[0] == theirs[0]
+        for one, other in zip(ours, theirs, strict=True):
+            assert all(a == b or float(a) == float(b) for a, b in zip(one, other, strict=True))
+    table = list(csv.reader(io.StringIO(saved(tab, "best", "CSV")[1].decode())))
+    assert table[1] == ["b", "9.5", LONG, ""] and table[3][1] == "-1e-07"
+
+
+def test_one_method_has_its_colour_in_the_light_and_in_the_dark(tab: Tab, report: Path) -> None:
+    open_in(tab, report)
+    place = "[...document.querySelectorAll('figure')[0].querySelectorAll('.mark-symbol.role-mark path')][18]"
+    for scheme, colours in (("light", palette.LIGHT), ("dark", palette.DARK)):
+        tab.emulate_media(color_scheme=scheme)
+        name = next(key for key, value in palette.LIGHT.items() if value == palette.colour_of("ties"))
+        rgb = ", ".join(str(part) for part in bytes.fromhex(colours[name][1:]))
+        assert tab.evaluate(f"getComputedStyle({place}).fill") == f"rgb({rgb})"
 
 
 def column(tab: Tab, index: int) -> list[str]:
-    return list(tab.evaluate(f"[...document.querySelectorAll('tbody tr')].map(r => r.cells[{index}].textContent)"))
+    rows = "[...document.querySelector('.table').querySelectorAll('tbody tr')]"
+    return list(tab.evaluate(f"{rows}.map(row => row.cells[{index}].textContent)"))
 
 
 def test_a_clicked_header_sorts_numbers_as_numbers(tab: Tab, report: Path) -> None:
     open_in(tab, report)
-    button = tab.locator("th button").nth(1)
+    button = tab.locator(".table th button").nth(1)
     button.click()
     assert column(tab, 1) == ["−1e−7", "9.50", "10.25", "–"]
-    assert tab.evaluate("document.querySelectorAll('th')[1].ariaSort") == "ascending"
+    assert tab.evaluate("document.querySelectorAll('.table th')[1].ariaSort") == "ascending"
     button.click()
     assert column(tab, 1) == ["10.25", "9.50", "−1e−7", "–"]
-    assert tab.evaluate("document.querySelectorAll('th')[1].ariaSort") == "descending"
+    assert tab.evaluate("document.querySelectorAll('.table th')[1].ariaSort") == "descending"
 
 
 def test_a_header_sorts_by_keyboard_and_words_by_their_numbers(tab: Tab, report: Path) -> None:
     open_in(tab, report)
-    tab.evaluate("document.querySelectorAll('th button')[0].focus()")
+    tab.evaluate("document.querySelectorAll('.table th button')[0].focus()")
     tab.keyboard.press("Enter")
     assert column(tab, 0) == ["a", "b", "c9", "c10"]
-    assert tab.evaluate("[...document.querySelectorAll('th')].map(h => h.ariaSort)") == [
+    assert tab.evaluate("[...document.querySelectorAll('.table')[0].querySelectorAll('th')].map(h => h.ariaSort)") == [
         "ascending",
         "none",
         "none",
@@ -124,10 +208,10 @@ def test_the_recipe_can_be_copied(tab: Tab, report: Path) -> None:
         "navigator.clipboard.writeText = () => Promise.reject(new Error('no'));"
         "document.addEventListener('copy', () => window.copied = document.activeElement.value)"
     )
-    tab.evaluate("document.querySelector('details').open = true")
-    button = tab.locator("details button").first
+    tab.evaluate("document.querySelector('details.recipe').open = true")
+    button = tab.locator("details.recipe button").first
     button.click()
-    tab.wait_for_function("document.querySelector('details button').textContent != 'Copy'")
+    tab.wait_for_function("document.querySelector('details.recipe button').textContent != 'Copy'")
     assert button.text_content() == "Copied"
     assert str(tab.evaluate("copied")).startswith("method: task-arithmetic\n#")
 
@@ -135,7 +219,8 @@ def test_the_recipe_can_be_copied(tab: Tab, report: Path) -> None:
 def test_no_name_runs_as_a_script(tab: Tab, report: Path) -> None:
     open_in(tab, report)
     assert tab.evaluate("window.bad") is None
-    assert tab.evaluate("[document.scripts.length, document.images.length]") == [1, 0]
+    run = "[...document.scripts].filter(s => !s.type).length"
+    assert tab.evaluate(f"[{run}, document.images.length]") == [3, 0]
 
 
 @pytest.mark.parametrize("width", [320, 360, 390, 768, 1200])
@@ -155,15 +240,66 @@ def test_the_dark_is_dark_and_paper_is_light(tab: Tab, report: Path) -> None:
     tab.emulate_media(color_scheme="dark", media="print")
     assert tab.evaluate(ground) == white
     assert tab.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
-    assert tab.evaluate("getComputedStyle(document.querySelector('.wide')).display") != "none"
+    assert tab.evaluate("getComputedStyle(document.querySelector('.numbers')).display") == "none"
     assert tab.pdf().startswith(b"%PDF")
 
 
+def test_a_table_takes_the_margins_before_it_scrolls(tab: Tab, report: Path) -> None:
+    inside = "(t => t.scrollWidth - t.clientWidth)(document.querySelectorAll('.table')[1].querySelector('.scroll'))"
+    open_in(tab, report, 1900)
+    assert tab.evaluate(inside) == 0
+    box = tab.evaluate(
+        "(b => [b.left, innerWidth - b.right])(document.querySelectorAll('.table')[1].getBoundingClientRect())"
+    )
+    assert min(box) >= 0 and abs(box[0] - box[1]) < 2
+    open_in(tab, report, 900)
+    assert tab.evaluate(inside) > 0
+
+
+def test_no_word_of_a_table_breaks_on_paper(tab: Tab, report: Path) -> None:
+    open_in(tab, report)
+    tab.emulate_media(media="print")
+    tab.set_viewport_size({"width": 673, "height": 900})  # what A4 leaves between its margins
+    wide = "[...document.querySelectorAll('.table')[1].querySelectorAll('td')]"
+    assert tab.evaluate(f"Math.max(...{wide}.map(c => c.getClientRects().length))") == 1
+    heights = tab.evaluate(f"{wide}.map(c => c.getBoundingClientRect().height)")
+    assert max(heights) - min(heights) < 2, "a name in two lines makes its row taller"
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 673
+
+
+def test_a_figure_is_drawn_anew_for_another_width(tab: Tab, report: Path) -> None:
+    open_in(tab, report, 1200)
+    width = "document.querySelector('figure svg').getBoundingClientRect().width"
+    before = tab.evaluate(width)
+    tab.set_viewport_size({"width": 390, "height": 800})
+    tab.wait_for_function(f"{width} < {before} / 2")
+    letters = "parseFloat(getComputedStyle(document.querySelector('figure svg text')).fontSize)"
+    tab.wait_for_function(f"document.querySelector('figure svg').viewBox.baseVal.width < 400 && {letters} >= 11")
+
+
 def test_no_letters_leave_their_drawing(tab: Tab, report: Path) -> None:
-    outside = """[...document.querySelectorAll('svg.chart text')].filter(t => {
+    outside = """[...document.querySelectorAll('figure svg text')].filter(t => {
         const box = t.ownerSVGElement.getBoundingClientRect(), b = t.getBoundingClientRect();
-        return box.width && (b.left < box.left - 1 || b.right > box.right + 1 || b.bottom > box.bottom + 1);
+        return b.width && Math.max(box.left - b.left, b.right - box.right, b.bottom - box.bottom, box.top - b.top) > 1;
     }).map(t => t.textContent)"""
     for width in (360, 1200):
         open_in(tab, report, width)
         assert tab.evaluate(outside) == []
+
+
+def test_thousands_of_points_are_drawn_as_few(tab: Tab, tmp_path: Path) -> None:
+    cloud = trade_off(
+        [Series("a", [i * 7919 % 997 for i in range(9000)], [i * 31 % 991 for i in range(9000)])], "x", "y"
+    )
+    page = Page("t", "", [], [Section("s", "", [Figure("Cloud", "cloud", cloud)])], "", {})
+    open_in(tab, write_report(tmp_path, page)[0])
+    assert 1000 < tab.locator(".mark-symbol.role-mark path").count() <= 3000
+
+
+def test_a_notebook_shows_figures_in_a_frame_of_their_own(tab: Tab, tmp_path: Path) -> None:
+    (tmp_path / "notebook.html").write_text(f"<!DOCTYPE html><body>{frame(figures()[:2])}</body>")
+    open_in(tab, tmp_path / "notebook.html")
+    inside = tab.frame_locator("iframe")
+    inside.locator("figure.ready .drawn svg").nth(1).wait_for()
+    assert inside.locator(".numbers[open]").count() == 0
+    assert re.search(r"height:\d{3,4}px", str(tab.locator("iframe").get_attribute("style")))

@@ -9,8 +9,9 @@ from typing import Any
 
 from .._version import __version__
 from ..arguments import checked
-from ..engine.card import recipe_as_written, to_yaml
+from ..engine.card import recipe_as_written
 from ..errors import InputError
+from ..markdown import to_yaml
 from ..recipe import NONE, Identity, Recipe, load_recipe
 from ..report.whole_file import whole_file
 from ..storage.tensorfile import local_path
@@ -21,11 +22,12 @@ MARK = "# A recipe of gradmerge"
 
 
 @checked()
-def convert_recipe(source: str | Path, out: str | Path, *, force: bool = False) -> Recipe:
+def convert_recipe(source: str | Path | Recipe, out: str | Path, *, force: bool = False) -> Recipe:
     """Write a recipe of mergekit's as ours. Merged with it, models are the same byte for byte.
 
     Args:
-        source: A recipe file of mergekit's (or of ours, which is written with what it says and no more).
+        source: A recipe file of mergekit's (or of ours, which is written with what it says and no more), or one that
+            has been read.
         out: The file to write. Relative paths in it start from its folder.
         force: Replace ``out`` if this wrote it, or it is empty.
 
@@ -35,10 +37,11 @@ def convert_recipe(source: str | Path, out: str | Path, *, force: bool = False) 
     >>> convert_recipe("mergekit-config.yml", "recipe.yml").method  # doctest: +SKIP
     'ties'
     """
-    source, out = Path(source), Path(out)
-    recipe = load_recipe(source)
-    _check_place(source, out, force)
-    head = [f"{MARK} {__version__}, from {one_line(source.name)}", *map(one_line, recipe.notes)]
+    out = Path(out)
+    recipe = source if isinstance(source, Recipe) else load_recipe(source)
+    _check_place(recipe.file, out, force)
+    origin = "" if recipe.file is None else f", from {one_line(recipe.file.name)}"
+    head = [f"{MARK} {__version__}{origin}", *map(one_line, recipe.notes)]
     text = "\n".join([head[0], *(f"# {line}" for line in head[1:])]) + "\n" + recipe_documents(recipe, out.parent)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -49,12 +52,12 @@ def convert_recipe(source: str | Path, out: str | Path, *, force: bool = False) 
     return recipe
 
 
-def _check_place(source: Path, out: Path, force: bool) -> None:
+def _check_place(source: Path | None, out: Path, force: bool) -> None:
     if out.is_dir():
         raise InputError(f"{out}: is a folder; name the file to write")
     if not out.exists() and not out.is_symlink():
         return
-    if out.exists() and out.samefile(source):
+    if source is not None and out.exists() and out.samefile(source):
         raise InputError(f"{out}: is the recipe that is read; choose another place")
     if not force:
         raise InputError(f"{out}: exists already. Choose another place, or pass --force to replace it.")

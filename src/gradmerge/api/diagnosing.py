@@ -12,11 +12,18 @@ from typing import Any, Unpack
 from .._version import __version__
 from ..arguments import checked
 from ..diagnostics.diagnosis import Diagnosis, find_costs
-from ..engine.card import to_yaml
+from ..diagnostics.grid import Space, grid
+from ..diagnostics.predict import task_names
+from ..diagnostics.preview import Preview
+from ..diagnostics.setting_ties import are_tied
+from ..diagnostics.sweeps import Sweeps, parse_sweeps, with_changes
+from ..diagnostics.weight_ranges import parse_weights
 from ..engine.reads import model_paths, recipe_paths
+from ..markdown import to_yaml
 from ..progress import Progress, shown
 from ..recipe import Recipe
-from ..report.diagnosis_page import costliest, diagnosis_page, verdict
+from ..report.diagnosis_page import diagnosis_page
+from ..report.diagnosis_words import costliest, verdict
 from ..report.page import write_report
 from ..storage.staging import Staging
 from ..tasks import Loading, complete
@@ -32,6 +39,8 @@ def diagnose(
     *,
     merged: str | Path | None = None,
     target: str | Path | None = None,
+    sweep: Sweeps | None = None,
+    changes: Sweeps | None = None,
     data: Mapping[str, str] | None = None,
     threads: int | None = None,
     allow_pickle: bool = False,
@@ -49,6 +58,9 @@ def diagnose(
         out: A new folder for `report.html`, its figures and tables, and `diagnosis.json`; without it none is written.
         merged: A model that was merged already, to look at instead of what the recipe would give.
         target: A model that was trained on everything, for the true mismatch; it needs ``data``.
+        sweep: Keys of the recipe with values, as of :func:`gradmerge.preview`: its merge with each of them is looked at
+            too.
+        changes: Keys of the recipe to set before: `{"damping": 1e-3}`.
         data: Task (the name of its model's folder, or `base`) → data, on which the merges are then also evaluated.
         threads, allow_pickle, allow_config, dequantize, force, progress: As of :func:`gradmerge.merge`.
         command: What the report says to repeat it with.
@@ -60,7 +72,9 @@ def diagnose(
     >>> print(*diagnose("recipe.yml", "./report").verdict)  # doctest: +SKIP
     """
     options = complete(loading, diagnose)
-    recipe = recipe_of_models(recipe, "diagnose")
+    recipe, _ = with_changes(recipe_of_models(recipe, "diagnose"), changes, None)
+    space = Space(parse_weights(None, task_names(recipe), recipe, None), parse_sweeps(sweep, [recipe.method]))
+    space.check([recipe.method], recipe)
     allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     merged, target = (None if model is None else str(model) for model in (merged, target))
     with (
@@ -70,6 +84,7 @@ def diagnose(
     ):
         found = find_costs(
             ready,
+            settings=grid([recipe.method], space) if space.sweeps else (),
             merged=merged,
             target=target,
             data=data,
@@ -148,6 +163,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
             for (one, other, group), value in prediction.interference.items()
         ],
         "measured": found.metrics,
+        **({"compared": _compared(found.measured)} if found.measured is not None else {}),
         "examples": found.examples,
         "residuals": {name: asdict(residual) for name, residual in found.residuals.items()},
         "gauges": {task: asdict(gauge) for task, gauge in found.gauges.items()},
@@ -155,4 +171,19 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
             {"merge": candidate, "task": task, "norm": value} for (candidate, task), value in found.mismatch.items()
         ],
         "notes": found.notes,
+        "verdict": found.verdict,
     }
+
+
+def _compared(compared: Preview) -> dict[str, Any]:
+    """The merges on the same rows: their scores, and how much more each has than the one that is diagnosed."""
+    merges = {}
+    for row in compared.rows:
+        apart = compared.difference(row, compared.reference) if row is not compared.reference else None
+        merges[row.setting.method] = {
+            "score": row.score,
+            "standard_error": getattr(compared.shown_score(row), "error", None),
+            "more_than_own": None if apart is None else {"value": apart.value, "standard_error": apart.error},
+            "tied_with_own": row is compared.reference or are_tied(row, compared.reference, compared.criterion),
+        }
+    return {"by": compared.criterion.name, "higher_is_better": compared.criterion.higher, "merges": merges}

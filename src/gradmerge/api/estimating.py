@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from ..arguments import checked
+from ..checkpoints.published import name_of
 from ..curvature.batches import Again, watched
 from ..curvature.curvature import Curvature
+from ..curvature.curvature_card import write_curvature_card
 from ..curvature.estimate import LIKELIHOODS, estimate_curvature as estimate_in_memory
 from ..curvature.files import PRECISIONS
 from ..curvature.gram import Gram, estimate_gram
@@ -28,6 +30,7 @@ from ..errors import GradmergeError, InputError, MachineError
 from ..progress import Progress, shown
 from ..storage.staging import Staging
 from ..tasks import LoadedTask, Loading, complete, load_model, load_task
+from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
 from ..text import listed, nearest
 from .saved_sums import SavedSums, stored_as
@@ -266,6 +269,7 @@ def estimate_to_disk(
         result.model = Path(model).resolve().name if Path(model).exists() else model
         saved.clear_rest()
         result.write(staging.folder, precision, shard_size)
+        write_curvature_card(staging.folder, _card_facts(source, loaded, options, at_delta))
         saved.remove()
     return Estimate(
         out=Path(out),
@@ -279,6 +283,13 @@ def estimate_to_disk(
         resumed_from=start.examples if start is not None else 0,
         notes=[*staging.notes, *loaded.notes, *notes],
     )
+
+
+def _card_facts(source: str, loaded: LoadedTask, options: Loading, at_delta: str | None) -> dict[str, str]:
+    """What a card tells beyond the header of the file."""
+    known = {"data": named_data(source)[0], "task": loaded.task}
+    known |= {"max length": f"{options['max_length']} tokens"} if options["max_length"] is not None else {}
+    return known | ({"estimated at": f"the model minus {name_of(at_delta)}"} if at_delta is not None else {})
 
 
 def _check_options(likelihood: str, kind: str, precision: str, at_delta: str | Path | None) -> None:

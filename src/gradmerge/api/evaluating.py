@@ -2,35 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
 from .. import tasks
 from ..arguments import checked
+from ..errors import InputError
 from ..progress import Progress, shown
-from ..tasks import Loading
+from ..tasks import Generation, LoadedTask, Loading
+from ..tasks.harness import Harness, language_model
+from .publishing import MeasuredCard
 
 
 @checked()
 def evaluate(
-    model: str | Path, source: str | Path, *, progress: bool | Progress = True, **loading: Unpack[Loading]
+    model: str | Path,
+    source: str | Path | None = None,
+    *,
+    generation: Generation | None = None,
+    lm_eval: Sequence[str] | str | None = None,
+    lm_eval_tasks: str | Path | None = None,
+    card: bool = False,
+    progress: bool | Progress = True,
+    **loading: Unpack[Loading],
 ) -> dict[str, Any]:
-    """The metrics of a model on data: accuracy and F1, errors of a regression, or loss and perplexity.
+    """How good a model is: on data, by what it writes, or on tasks of the lm-evaluation-harness.
 
     Args:
         model: A folder, a Hub id (`org/name@revision`) or a PEFT adapter folder.
         source: A file or folder of data, or `org/name:split` of the Hub, as in `gradmerge evaluate --data`.
+        generation: Have the model write an answer to every row of the data too, and how answers are scored.
+        lm_eval: Tasks of the lm-evaluation-harness, a list or `"arc_easy,hellaswag"`; with or without data.
+        lm_eval_tasks: A folder with task files of the harness.
+        card: Also put the numbers into the model card, and the record, of a folder that gradmerge wrote.
         progress: A bar on long work; False for none; or what is told how far it is, in examples.
         loading: How both are loaded, as :class:`gradmerge.Loading` says: ``task``, ``columns``, ``limit``,
             ``batch_size``, ``max_length``, ``device``, ``dtype``, ``attn``, ``tokenizer``.
 
     Returns:
-        The task and its numbers by name. ``gradmerge.tasks.MEANINGS`` says what each is: its unit, and whether a mean.
+        On data, the task and its numbers by name: accuracy and F1, errors of a regression, or loss and perplexity.
+        ``gradmerge.tasks.MEANINGS`` says what each is: its unit, and whether a mean. `standard_errors` has how sure
+        each is, and `lm_eval` the numbers of every task of the harness.
 
     >>> evaluate("./yelp", "reviews.jsonl", columns={"text": "review", "label": "stars"})  # doctest: +SKIP
     {'task': 'classify', 'accuracy': 0.971, …}
+    >>> evaluate("./chat", "dialogues.jsonl", generation=Generation(["rouge"]))["rougeL"]  # doctest: +SKIP
+    0.412
     """
-    loaded = tasks.load_task(model, source, **tasks.complete(loading, evaluate))
-    with shown(progress, "examples") as told:
-        told.begin("evaluating", loaded.examples)
-        return tasks.evaluate(loaded, advance=told.advance)
+    options = tasks.complete(loading, evaluate)
+    return evaluated(model, source, generation, lm_eval, lm_eval_tasks, options, progress, card)[0]
+
+
+def evaluated(
+    model: str | Path,
+    source: str | Path | None,
+    generation: Generation | None,
+    lm_eval: Sequence[str] | str | None,
+    lm_eval_tasks: str | Path | None,
+    options: Loading,
+    progress: bool | Progress,
+    card: bool,
+) -> tuple[dict[str, Any], LoadedTask | None]:
+    """The numbers of a model, and what it was evaluated on if that is data."""
+    measured = MeasuredCard(model) if card else None
+    if generation is not None and source is None:
+        raise InputError("--generate: answers are held against data; give some with --data SRC")
+    if lm_eval_tasks is not None and lm_eval is None:
+        raise InputError("--lm-eval-tasks: goes with --lm-eval TASK, which names tasks of the folder")
+    if source is None and lm_eval is None:
+        raise InputError("nothing to evaluate on: give --data SRC, or --lm-eval TASK")
+    limit, batch_size = options["limit"], options["batch_size"]
+    harness = None if lm_eval is None else Harness(lm_eval, lm_eval_tasks, limit, batch_size)
+    found: dict[str, Any] = {}
+    loaded = None
+    if source is not None:
+        loaded = tasks.load_task(model, source, **options)
+        with shown(progress, "examples") as told:
+            told.begin("evaluating", loaded.examples * (1 if generation is None else 2))
+            found = tasks.evaluate(loaded, advance=told.advance, generation=generation)
+    if harness is not None:
+        module, tokenizer, _ = language_model(str(model), options, loaded)
+        found["lm_eval"] = {task: one.summary() for task, one in harness.run(module, tokenizer).items()}
+    if measured is not None:
+        measured.add(None if source is None else str(source), found)
+    return found, loaded

@@ -9,21 +9,26 @@ from typing import Any, Unpack
 
 from ..arguments import checked
 from ..diagnostics.evaluator import Evaluator
-from ..diagnostics.grid import Weights, check_methods, grid, parse_weights, recipe_with, sample
+from ..diagnostics.grid import Space, check_methods, grid, method_names, recipe_with, sample
 from ..diagnostics.layer_weights import check_by, prepare_for_layers, suggest_by_layers
+from ..diagnostics.lm_eval_data import HarnessTasks
 from ..diagnostics.predict import task_names
 from ..diagnostics.predictor import Predictor
 from ..diagnostics.preview import Looker, Outcome, Preview, compare
 from ..diagnostics.suggest import Suggestion, check_objective, search_ranges, suggest
+from ..diagnostics.sweeps import Sweeps, parse_sweeps, with_changes
+from ..diagnostics.weight_ranges import DEFAULT, Weights, parse_weights
 from ..engine.to_folder import MergeResult
 from ..errors import InputError
 from ..progress import Progress, shown
 from ..recipe import Recipe, plain
 from ..report.layer_weights_page import MEANING
 from ..report.page import write_report
-from ..report.preview_page import preview_page, settings_table, verdict
+from ..report.preview_page import preview_page
+from ..report.preview_tables import settings_table
+from ..report.preview_words import verdict
 from ..storage.staging import Staging
-from ..tasks import Loading, complete
+from ..tasks import Generation, Loading, complete
 from ..text import to_json
 from .converting import recipe_documents
 from .diagnosing import provenance, recipe_text, report_folder
@@ -37,7 +42,12 @@ def preview(
     *,
     weights: Weights | None = None,
     methods: Sequence[str] | str | None = None,
+    sweep: Sweeps | None = None,
+    changes: Sweeps | None = None,
     data: Mapping[str, str] | None = None,
+    generation: Generation | None = None,
+    lm_eval: Sequence[str] | str | None = None,
+    lm_eval_tasks: str | Path | None = None,
     samples: int | None = None,
     seed: int = 0,
     objective: str = "worst",
@@ -59,8 +69,15 @@ def preview(
         out: A new folder for a report; without it none is written.
         weights: `"0:1:0.1"` (both ends, one weight for all tasks), `["yelp=0:1:0.25", "sst2=0.5"]`, or task → range.
         methods: Those to compare, a list or `"ties,dare"`; by default the recipe's.
+        sweep: Other keys of the recipe to try values of, each with a range or a list: `{"density": "0.1:0.9:0.2"}`,
+            `{"damping": [1e-6, 1e-3]}`, or `["density=0.1:0.9:0.2"]`. Weights are then the recipe's, unless given.
+        changes: Keys of the recipe to set before, as `--set` does: `{"damping": 1e-3}`, or `["damping=1e-3"]`. An
+            option is set for every method that knows it.
         data: Task (the name of its model's folder, or `base`) → data. Each merge is then formed in memory and
             evaluated, and the best has the best average metric.
+        generation: With data, have every merge write answers too: what these are worth then decides.
+        lm_eval: Tasks of the lm-evaluation-harness to evaluate every merge on, a list or `"arc_easy,hellaswag"`.
+        lm_eval_tasks: A folder with task files of the harness.
         samples, seed: Take so many random points of the ranges instead of a grid.
         objective: Without data, the best has the smallest loss of its worst task ("worst") or of all ("sum").
         threads, allow_pickle, allow_config, dequantize, force: As of :func:`gradmerge.merge`.
@@ -77,19 +94,27 @@ def preview(
     options = complete(loading, preview)
     allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     recipe = recipe_of_models(recipe, "preview")
-    tasks = task_names(recipe)
+    recipe, fixed = with_changes(recipe, changes, method_names(methods))
     chosen = check_methods(methods, recipe)
-    ranges = parse_weights(weights, tasks, recipe)
+    sweeps = parse_sweeps(sweep, chosen)
+    space = Space(parse_weights(weights, task_names(recipe), recipe, None if sweeps else DEFAULT), sweeps, fixed)
+    space.check(chosen, recipe)
     check_objective(objective)
-    settings = grid(chosen, ranges) if samples is None else sample(chosen, ranges, samples, seed)
+    settings = grid(chosen, space) if samples is None else sample(chosen, space, samples, seed)
+    if generation is not None and not data:
+        raise InputError("--generate: answers are held against data of the tasks; give some with --data NAME=SRC")
+    if lm_eval_tasks is not None and lm_eval is None:
+        raise InputError("--lm-eval-tasks: goes with --lm-eval TASK, which names tasks of the folder")
+    harness = None if lm_eval is None else HarnessTasks(lm_eval, lm_eval_tasks)
     with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
         with (
             shown(progress, "merges") as told,
             merged_first(recipe, out, threads, allowed) as ready,
-            _looker(ready, chosen, data, options, threads, allowed) as looker,
+            _looker(ready, chosen, data, options, threads, allowed, generation, harness) as looker,
         ):
-            found = compare(recipe, looker, settings, ranges.axis, objective=objective, progress=told)
-        _tell(staging, found, None, data or {}, command)
+            found = compare(recipe, looker, settings, space.axis, objective=objective, fixed=fixed, progress=told)
+            found.notes += space.notes(chosen)
+        tell(staging, found, None, data or {}, command)
     return found
 
 
@@ -107,6 +132,7 @@ def suggest_weights(
     seed: int = 0,
     weights: Weights | None = None,
     methods: Sequence[str] | str | None = None,
+    changes: Sweeps | None = None,
     threads: int | None = None,
     allow_pickle: bool = False,
     allow_config: Sequence[str] = (),
@@ -123,7 +149,7 @@ def suggest_weights(
     losses per example.
 
     Args:
-        recipe, out, data, methods: As of :func:`gradmerge.preview`.
+        recipe, out, data, methods, changes: As of :func:`gradmerge.preview`.
         objective: What is to be small.
         shared: One weight for all tasks, instead of one for each.
         by: "layers" looks further, for weights that differ between layers: a list over the layers for each task. With
@@ -144,25 +170,35 @@ def suggest_weights(
     options = complete(loading, suggest_weights)
     allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
     recipe = recipe_of_models(recipe, "preview")
+    recipe, fixed = with_changes(recipe, changes, method_names(methods))
     tasks = task_names(recipe)
     chosen = check_methods(methods, recipe)
     given = parse_weights(weights, tasks, recipe) if weights is not None else None
     ranges = search_ranges(given, tasks, recipe, shared)
+    Space(ranges, fixed=fixed).check(chosen, recipe)
     length = check_by(by, points)
     with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
         with (
             shown(progress, "merges") as told,
             merged_first(recipe, out, threads, allowed) as ready,
-            _looker(ready, chosen, data, options, threads, allowed, by is not None) as looker,
+            _looker(ready, chosen, data, options, threads, allowed) as looker,
         ):
             if by is not None:
                 prepare_for_layers(looker, chosen, ranges, length)
             found = suggest(
-                recipe, looker, chosen, ranges, objective=objective, samples=samples, seed=seed, progress=told
+                recipe,
+                looker,
+                chosen,
+                ranges,
+                objective=objective,
+                samples=samples,
+                seed=seed,
+                fixed=fixed,
+                progress=told,
             )
             if by is not None:
-                found = suggest_by_layers(looker, found, ranges, points=length, seed=seed, progress=told)
-        _tell(staging, found.evaluated, found, data or {}, command)
+                found = suggest_by_layers(looker, found, ranges, points=length, progress=told)
+        tell(staging, found.evaluated, found, data or {}, command)
     return found
 
 
@@ -177,7 +213,7 @@ def best_recipe(found: Preview) -> Recipe:
     if best is None:
         none = "no setting is the best one, so that none can be merged"
         raise InputError(f"{none}; a removal's strength is yours to choose")
-    return recipe_with(found.recipe, best.setting.method, best.setting.weights)
+    return recipe_with(found.recipe, best.setting)
 
 
 @contextlib.contextmanager
@@ -188,21 +224,23 @@ def _looker(
     loading: Loading,
     threads: int | None,
     allowed: dict[str, Any],
-    by_row: bool = False,
+    generation: Generation | None = None,
+    harness: HarnessTasks | None = None,
 ) -> Iterator[Looker]:
     threads = threads or default_threads()
     looker: Looker
-    if data:
-        looker = Evaluator(recipe, methods, data, loading, by_row=by_row, threads=threads, **allowed)
+    if data or harness is not None:
+        more: dict[str, Any] = {"generation": generation, "harness": harness}
+        looker = Evaluator(recipe, methods, data or {}, loading, threads=threads, **more, **allowed)
     else:
         looker = Predictor(recipe, methods, threads=threads, **allowed)
     try:
         yield looker
     finally:
-        looker.plan.inputs.close()
+        looker.close()
 
 
-def _tell(
+def tell(
     staging: Staging | None, found: Preview, suggestion: Suggestion | None, data: Mapping[str, str], command: str
 ) -> None:
     """The verdict, and the report if one is wanted."""
@@ -218,7 +256,7 @@ def _tell(
     (folder / "preview.json").write_text(to_json(as_json(found, suggestion)) + "\n", "utf-8")
     best = found.best()
     if best is not None:
-        what = f"# The best setting of the preview: {best.setting.name}\n"
+        what = f"# {_chosen(found, best)}: {best.setting.name}\n"
         if suggestion is not None and suggestion.over_layers is not None and suggestion.over_layers.taken:
             how = "rows of each task" if found.measured else "curvature"
             what = f"# Weights over the layers, found from {how} by gradmerge preview --suggest --by layers.\n"
@@ -226,6 +264,15 @@ def _tell(
         header = f"{what}# gradmerge merge recipe.yml -o merged\n"
         written = recipe_documents(best_recipe(found), staging.out)
         (folder / "recipe.yml").write_text(header + written, "utf-8")
+
+
+def _chosen(found: Preview, best: Outcome) -> str:
+    """What the recipe of a preview is, in a line."""
+    tied = len(found.all_tied())
+    if tied <= 1:
+        return "The best setting of the preview"
+    which = "the recipe's own" if best is found.own else "the simplest"
+    return f"Of {tied} settings that are tied in the preview, {which}"
 
 
 def as_json(found: Preview, suggestion: Suggestion | None = None) -> dict[str, Any]:
@@ -242,6 +289,9 @@ def as_json(found: Preview, suggestion: Suggestion | None = None) -> dict[str, A
         "settings": [_row(found, row) for row in found.rows],
     }
     if found.measured:
+        leading = found.leading()
+        result["leading"] = None if leading is None else _row(found, leading)
+        result["tied_with_best"] = sum(map(found.among_best, found.rows))
         result["metrics"] = {task: found.metric(task) for task in found.tasks}
         result["alone"] = found.alone
         result["examples"] = found.examples
@@ -267,9 +317,21 @@ def as_json(found: Preview, suggestion: Suggestion | None = None) -> dict[str, A
 
 def _row(found: Preview, row: Outcome) -> dict[str, Any]:
     weights = {task: plain(weight) for task, weight in found.weights(row).items()}
-    shown: dict[str, Any] = {"method": row.setting.method, "weights": weights, "rank": row.rank}
+    shown: dict[str, Any] = {"method": row.setting.method, "weights": weights}
+    if row.setting.changes:
+        shown["changes"] = {key: plain(value) for key, value in row.setting.changes}
+    shown["rank"] = row.rank
     if found.measured:
-        return {**shown, "score": row.score, "metrics": row.metrics}
+        leading = found.leading()
+        apart = found.difference(row, leading) if leading is not None and row is not leading else None
+        return {
+            **shown,
+            "score": row.score,
+            "standard_error": getattr(found.shown_score(row), "error", None),
+            "tied_with_best": found.among_best(row),
+            "more_than_best": None if apart is None else {"value": apart.value, "standard_error": apart.error},
+            "metrics": row.metrics,
+        }
     return {
         **shown,
         "times_reference": found.relative_score(row),
@@ -281,13 +343,10 @@ def _best(found: Preview, method: str | None) -> dict[str, Any] | None:
     best = found.best(method)
     if best is None:
         return None
-    close = found.as_good(best)
-    tried = {
-        task: [row.setting.weights[i] for row in close] for i, task in enumerate(found.models) if best.setting.weights
+    close = found.as_good(method if found.measured else best.setting.method)
+    same = [row for row in close if row.setting.method == best.setting.method]
+    flat = {task: list(span) for task, span in found.spans(same).items()}
+    return {
+        **_row(found, best),
+        "tied" if found.measured else "within_1_percent": {"settings": len(close), "weights": flat},
     }
-    flat = {
-        task: [min(weights), max(weights)]
-        for task, weights in tried.items()
-        if not any(isinstance(weight, tuple) for weight in weights)
-    }
-    return {**_row(found, best), "within_1_percent": {"settings": len(close), "weights": flat}}

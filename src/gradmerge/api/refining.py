@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..arguments import checked
 from ..curvature.losses import LOSSES, ExampleLoss
-from ..engine.card import as_code, as_table
+from ..engine.evaluations import evaluation
 from ..engine.reads import changed, digest_of_state, model_paths, state_of
 from ..errors import InputError, MachineError
+from ..markdown import as_code, as_table
 from ..progress import Progress, shown
 from ..refinement.guarded import check_request, refine_model
 from ..refinement.held_to_base import penalty_of
@@ -29,9 +30,15 @@ from ..refinement.splitting import RowBatches, as_batches, split_batches, split_
 from ..report.page import write_report
 from ..report.refinement_page import refinement_page
 from ..storage.staging import Staging
-from ..tasks import Loading, complete, evaluate_model
+from ..tasks import Loading, complete, measure
+from ..tasks.data_names import dataset_type, named_data
 from ..tasks.data_sources import data_paths
+from ..tasks.metrics import Metrics
+from ..tasks.uncertainty import difference
 from ..text import nearest
+
+#: What a reader of metrics should know.
+CHOSEN_BY = "rows held back: no step was taken on them, but by them the steps were chosen"
 
 
 @checked()
@@ -275,17 +282,28 @@ def _refine_folder(
             told=saved.write,
             progress=told,
         )
-        moved = _rounded(start, owners, back, before, done)
-        done.before, done.after = before, _metrics(start, owners, back) if moved else before
+        moved = _rounded(start, owners, done)
+        after = _metrics(start, owners, back) if moved else before
+        done.before, done.after = ({name: one.summary() for name, one in found.items()} for found in (before, after))
+        for name in before:
+            now, then = after[name].rows(), before[name].rows()
+            done.gains[name] = {metric: difference(now[metric], then[metric]) for metric in now if metric in then}
         if path := changed(files, state_of(models) + state_of(sources, deep=True)):
             staging.keep = False
             raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Refine again.")
         done.notes = [*staging.notes, *start.notes, *notes, *read_notes, *done.notes, *notes_of_folder(start)]
         done.seconds = time.perf_counter() - begun
         facts = _facts(done, owners, data, valid, {"penalty_of": penalty_facts, "seed": seed, "resumed": resumed})
-        card = _card(start, done, owners)
         write_folder(
-            staging, start, moved, what="refinement", facts=facts, card=card, seconds=done.seconds, notes=done.notes
+            staging,
+            start,
+            moved,
+            what="refinement",
+            facts=facts,
+            card=_card(start, done, owners),
+            measured=_measured(start, done, owners, data, valid),
+            seconds=done.seconds,
+            notes=done.notes,
         )
         write_report(staging.folder, refinement_page(done, reference, facts, [command] if command else []))
         saved.remove()
@@ -293,18 +311,12 @@ def _refine_folder(
     return done
 
 
-def _metrics(start: Start, owners: list[DataOwner], back: Mapping[str, RowBatches]) -> dict[str, dict[str, Any]]:
+def _metrics(start: Start, owners: list[DataOwner], back: Mapping[str, RowBatches]) -> dict[str, Metrics]:
     """Task → metrics on its rows held back."""
-    return {o.name: dict(evaluate_model(start.model, back[o.name], o.loss_of_rows(start.model))) for o in owners}
+    return {o.name: measure(start.model, back[o.name], o.loss_of_rows(start.model)) for o in owners}
 
 
-def _rounded(
-    start: Start,
-    owners: list[DataOwner],
-    back: Mapping[str, RowBatches],
-    before: Mapping[str, Mapping[str, Any]],
-    done: Refinement,
-) -> list[str]:
+def _rounded(start: Start, owners: list[DataOwner], done: Refinement) -> list[str]:
     """Round the model as it will be stored; the parameters that are written, none if rounding undoes the gain."""
     if not done.improved:
         return []
@@ -333,12 +345,27 @@ def _facts(
             "examples": owner.examples,
             "before": done.before[owner.name],
             "after": done.after[owner.name],
+            "gained": {metric: asdict(gain) for metric, gain in done.gains[owner.name].items()},
         }
         for owner in owners
     }
     rounds = [asdict(one) | {"sum_of_held": one.judged} for one in done.rounds]
     facts = {"method": done.method, "tasks": tasks, "rounds": rounds, "stopped": done.stopped}
     return {**facts, "passes": dict(done.passes), **more, "unit": "loss: nats, the mean over rows held back"}
+
+
+def _measured(
+    start: Start, done: Refinement, owners: list[DataOwner], data: Mapping[str, str], valid: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """The metrics after refinement: on rows that no step was taken on."""
+    found = []
+    for owner in owners:
+        shown, dataset = named_data(valid.get(owner.name, data[owner.name]))
+        if "split" not in dataset:  # a file, which may be called as that of another task
+            dataset = {"type": dataset_type(owner.name), "name": f"{owner.name} ({shown})"}
+        numbers = {"task": start.info.task, **done.after[owner.name]}
+        found.append(evaluation(dataset["name"], dataset, numbers, CHOSEN_BY))
+    return found
 
 
 def _card(start: Start, done: Refinement, owners: list[DataOwner]) -> str:
@@ -355,5 +382,5 @@ held back, in nats.
 
 {as_table(columns, rows)}
 
-`gradmerge.json` in this repository holds every round, and `report.html` shows them.
+`gradmerge.json` in this repository holds every round.
 """

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..arguments import checked
 from ..curvature.batches import examples_in
 from ..curvature.losses import LOSSES, ExampleLoss
+from ..engine.evaluations import evaluation
 from ..engine.reads import changed, model_paths, state_of
 from ..engine.to_folder import MergeResult
 from ..errors import InputError, MachineError
@@ -24,12 +25,13 @@ from ..refinement.influence import InfluenceRemoval, remove_influence
 from ..refinement.overlap import in_both
 from ..refinement.owners import DataOwner
 from ..refinement.points import Point, trained
-from ..refinement.saving import notes_of_folder, opened_start, write_folder
+from ..refinement.saving import Start, notes_of_folder, opened_start, write_folder
 from ..refinement.splitting import HELD, RowBatches, as_batches, sample_batches, split_batches, split_rows
 from ..report.page import write_report
 from ..report.removal_page import removal_card, removal_page
 from ..storage.staging import Staging
 from ..tasks import Loading, complete
+from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
 from ..text import nearest
 from .merging import merge
@@ -218,11 +220,24 @@ def _on_disk(
             what="removal",
             facts={"forget": forget, "keep": keep, "seed": asked.seed, **done.facts()},
             card=removal_card(done, forget, keep),
+            measured=_measured(start, done, keep),
             seconds=done.seconds,
             notes=done.notes,
         )
         write_report(staging.folder, removal_page(done, base, forget, keep, [command] if command else []))
     return done
+
+
+def _measured(start: Start, done: InfluenceRemoval, keep: str) -> list[dict[str, Any]]:
+    """The loss of kept examples after the removal, where rows were held back for it."""
+    if not done.rows["held_rows"]:
+        return []
+    numbers = {"task": start.info.task, "loss_per_example": done.after.kept, "examples": done.rows["held_rows"]}
+    return [
+        evaluation(
+            *named_data(keep), numbers, "examples to keep, held back: by them the lengths of the steps were chosen"
+        )
+    ]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from .pickles import SUFFIXES, PickleFile
 HUB_FILES = (
     "model*.safetensors adapter_model*.safetensors */model.safetensors */model-0*.safetensors "
     "*diffusion_pytorch_model.safetensors *diffusion_pytorch_model-0*.safetensors "
-    "curvature/curvature* penalty/curvature* *.json *.txt *.model *.jinja *.tiktoken LICENSE* NOTICE*"
+    "curvature/curvature* penalty/curvature* *.json *.txt *.model *.jinja *.tiktoken README.md LICENSE* NOTICE*"
 )
 #: The list of a diffusers pipeline's parts.
 PIPELINE = "model_index.json"

@@ -9,10 +9,10 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from .._version import __version__
 from ..text import printable, to_json
@@ -27,10 +27,13 @@ from . import (
     merge,
     methods,
     preview,
+    push,
     recipe,
     refine,
     remove,
+    studio,
 )
+from .help import Commands, GroupWithHelp
 from .output import OUT_OF_MEMORY
 from .streams import prepare_streams, say, settle
 
@@ -38,7 +41,7 @@ from .streams import prepare_streams, say, settle
 UsageError: Any = typer.BadParameter.__base__
 
 
-class Commands(TyperGroup):
+class EveryCommand(GroupWithHelp):
     """All commands. Whatever ends one of them becomes a message and an exit status here."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> NoReturn:
@@ -62,13 +65,11 @@ class Commands(TyperGroup):
         sys.exit(settle(status))
 
 
-app = typer.Typer(
+app = Commands(
     name="gradmerge",
-    cls=Commands,
+    cls=EveryCommand,
     help="Merge fine-tuned models, and remove what a model has learned, by matching gradients with curvature.",
-    epilog="Start with: gradmerge demo, gradmerge methods, then gradmerge merge --help",
-    no_args_is_help=True,
-    add_completion=False,
+    epilog="Start with: gradmerge demo, gradmerge studio demo, then gradmerge merge --help",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -86,23 +87,45 @@ def _main(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            file_okay=False,
+            writable=True,
+            envvar="GRADMERGE_CACHE",
+            help="Folder for what is fetched from the Hub. Default: that of huggingface_hub.",
+        ),
+    ] = None,
 ) -> None:
-    pass
+    if cache is not None:  # read by huggingface_hub and datasets when they are imported, which is later
+        os.environ["HF_HUB_CACHE"] = str(cache.absolute() / "hub")
+        os.environ["HF_DATASETS_CACHE"] = str(cache.absolute() / "datasets")
 
 
-app.command("merge", epilog=merge.MERGE_EXAMPLE)(merge.merge)
-app.command("remove", epilog=remove.EXAMPLE)(remove.remove)
-app.command("refine", epilog=refine.EXAMPLE)(refine.refine)
-app.command("extract-lora", epilog=extract_lora.EXAMPLE)(extract_lora.extract_lora)
-app.command("inspect", epilog=inspect.EXAMPLE)(inspect.inspect)
-app.command("evaluate", epilog=evaluate.EXAMPLE)(evaluate.evaluate)
-app.command("gradient", epilog=gradient.EXAMPLE)(gradient.gradient)
-app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
-app.command("diagnose", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
-app.command("preview", epilog=preview.EXAMPLE)(preview.preview)
-app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
-app.add_typer(curvature.app, name="curvature")
-app.add_typer(recipe.app, name="recipe")
+app.command("merge", short_help="Merge models, as a recipe or options say.", epilog=merge.MERGE_EXAMPLE)(merge.merge)
+app.command("remove", short_help="Take data out of a model again.", epilog=remove.EXAMPLE)(remove.remove)
+app.command("refine", short_help="Improve a merge with a few labelled rows.", epilog=refine.EXAMPLE)(refine.refine)
+app.command("extract-lora", short_help="Make a LoRA adapter of a fine-tuned model.", epilog=extract_lora.EXAMPLE)(
+    extract_lora.extract_lora
+)
+app.command("inspect", short_help="Look at models, and whether they can merge.", epilog=inspect.EXAMPLE)(
+    inspect.inspect
+)
+app.command("evaluate", short_help="Measure a model on labelled data.", epilog=evaluate.EXAMPLE)(evaluate.evaluate)
+app.command("gradient", short_help="Sum a model's gradients over data, to a file.", epilog=gradient.EXAMPLE)(
+    gradient.gradient
+)
+app.command("methods", short_help="List the merge methods, or explain one.", epilog=methods.EXAMPLE)(methods.methods)
+app.command("diagnose", short_help="Report what a merge costs each task.", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
+app.command("preview", short_help="Compare weights and methods before merging.", epilog=preview.EXAMPLE)(
+    preview.preview
+)
+app.command("studio", short_help="Try weights and methods on a local page.", epilog=studio.EXAMPLE)(studio.studio)
+app.command("push", short_help="Upload a result to the Hub, with its card.", epilog=push.EXAMPLE)(push.push)
+app.command("demo", short_help="See the whole job on small models.", epilog=demo.EXAMPLE)(demo.demo)
+app.add_typer(curvature.app, name="curvature", short_help="Estimate, import and look at curvature.")
+app.add_typer(recipe.app, name="recipe", short_help="Write mergekit's recipes as ours.")
 
 
 def script() -> NoReturn:
@@ -125,4 +148,4 @@ def main() -> None:
     prepare_streams()
     plain = warnings.formatwarning
     warnings.formatwarning = lambda *args, **more: printable(plain(*args, **more))
-    app()
+    app(prog_name="gradmerge")

@@ -9,6 +9,7 @@ import typer
 
 from ..text import count, one_line
 from . import estimate, importing
+from .help import Commands
 from .options import Printing, command
 from .output import print_json, print_table, progress
 from .streams import say
@@ -16,15 +17,14 @@ from .streams import say
 if TYPE_CHECKING:
     from ..curvature.spectra import LayerSpectra, Spectrum
 
-app = typer.Typer(
-    help="Estimate curvature, take it from an optimizer's state, and look at curvature files.",
-    no_args_is_help=True,
+app = Commands(help="Estimate curvature, take it from an optimizer's state, and look at curvature files.")
+app.command("estimate", short_help="Estimate it on data.", epilog=estimate.EXAMPLE)(estimate.estimate)
+app.command("import", short_help="Take it from a training checkpoint.", epilog=importing.EXAMPLE)(importing.import_)
+
+
+@app.command(
+    "show", short_help="Show what a file of it holds.", epilog="Example: gradmerge curvature show ./yelp-curvature"
 )
-app.command("estimate", epilog=estimate.EXAMPLE)(estimate.estimate)
-app.command("import", epilog=importing.EXAMPLE)(importing.import_)
-
-
-@app.command("show", epilog="Example: gradmerge curvature show ./yelp-curvature")
 @command
 def show(
     *,

@@ -10,20 +10,26 @@ from typing import Annotated
 import typer
 
 from ..text import one_line
-from .options import LoadingOptions, Printing, RecipeOptions, command, named
+from .options import LoadingOptions, Printing, RecipeOptions, Settings, SweepOption, command, named
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
 EXAMPLE = (
     "Examples: gradmerge diagnose recipe.yml -o report   ·   gradmerge diagnose recipe.yml --data yelp=yelp.jsonl "
-    "--data sst2=sst2.jsonl --limit 200 -o report"
+    "--data sst2=sst2.jsonl --limit 200 -o report   ·   "
+    "gradmerge diagnose recipe.yml --sweep damping=1e-6,1e-3 -o report"
 )
 
 
 @command
 def diagnose(
     *,
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe file, with curvature of every model.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="Recipe file (YAML), or - for standard input; with curvature of every model."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="REPORT_DIR", help="Folder for the report.")],
     merged: Annotated[
         str | None,
@@ -33,6 +39,8 @@ def diagnose(
         str | None,
         typer.Option(metavar="DIR", help="A model trained on everything, for the true mismatch (needs --data)."),
     ] = None,
+    sweep: SweepOption = None,
+    set_: Settings = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -51,14 +59,17 @@ def diagnose(
     """
     with heavy_imports():
         from ..api import diagnosing
-        from ..report.diagnosis_page import prediction_table
+        from ..report.diagnosis_page import measured_table, prediction_table
+        from .request import read_recipe
 
     with progress(printing.silent) as shown:
         found = diagnosing.diagnose(
-            recipe,
+            read_recipe(recipe),
             out,
             merged=merged,
             target=target,
+            sweep=sweep,
+            changes=set_,
             data=named(data or []),
             force=force,
             progress=shown,
@@ -73,6 +84,10 @@ def diagnose(
         note(text, printing.quiet)
     table = prediction_table(found)
     print_table(table.columns, table.rows, right=range(1, len(table.columns)), digits=3)
+    if found.measured is not None:
+        say("")
+        table = measured_table(found, losses=False)
+        print_table(table.columns, table.rows, right=range(1, len(table.columns)))
     if not printing.quiet:
-        say("\n" + "\n".join(map(one_line, found.verdict)))
+        say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in found.verdict))
         say(f"\n{out / 'report.html'} has the rest. Predictions rank; they are no losses in nats.")

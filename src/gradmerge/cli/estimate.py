@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..text import count
+from .completion import words_of
 from .options import CurvatureOut, Data, Force, LoadingOptions, Model, Precision, Printing, command
 from .output import Durable, Notes, heavy_imports, note, print_json, progress
 from .streams import say
@@ -29,6 +30,7 @@ class EstimateOptions:
         typer.Option(
             metavar="L",
             help="empirical: labels of the data; sampled: drawn from the model; exact: expectation over the classes.",
+            autocompletion=words_of("likelihood"),
         ),
     ] = "empirical"
     kind: Annotated[
@@ -37,6 +39,7 @@ class EstimateOptions:
             metavar="K",
             help="diagonal: squared gradients; gram: XᵀX of linear layers' inputs, for regmean; kronecker: two factors "
             "per linear layer, for gradient-matching and removal.",
+            autocompletion=words_of("kind"),
         ),
     ] = "diagonal"
     widest: Annotated[

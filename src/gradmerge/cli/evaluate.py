@@ -3,48 +3,86 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from ..text import one_line
-from .options import Data, LoadingOptions, Model, Printing, command
+import typer
+
+from ..text import Measured, one_line
+from .options import Data, GenerationOptions, HarnessOptions, LoadingOptions, Model, Printing, command
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
+
+if TYPE_CHECKING:
+    from ..tasks import LoadedTask
 
 EXAMPLE = (
     "Examples: gradmerge evaluate ./yelp --data reviews.jsonl --columns text=review,label=stars   ·   "
     "gradmerge evaluate org/model@main --data org/dataset:test --limit 500   ·   "
-    "gradmerge evaluate ./vit --data ./photos"
+    "gradmerge evaluate ./vit --data ./photos   ·   "
+    "gradmerge evaluate ./chat --data dialogues.jsonl --generate --metrics exact-match,rouge   ·   "
+    "gradmerge evaluate ./merged --lm-eval arc_easy,hellaswag --limit 200"
 )
 
 
 @command
-def evaluate(*, model: Model, data: Data, loading: LoadingOptions, printing: Printing) -> None:
-    """Evaluate a model on data: accuracy and F1, errors of a regression, or loss and perplexity."""
+def evaluate(
+    *,
+    model: Model,
+    data: Annotated[str | None, *get_args(Data)[1:]] = None,
+    card: Annotated[
+        bool, typer.Option("--card", help="Also put the numbers into the model card of a folder that gradmerge wrote.")
+    ] = False,
+    loading: LoadingOptions,
+    writing: GenerationOptions,
+    harness: HarnessOptions,
+    printing: Printing,
+) -> None:
+    """Evaluate a model: on data, by what it writes, or on tasks of the lm-evaluation-harness.
+
+    On data: accuracy and F1, errors of a regression, or loss and perplexity; with --generate the answers too.
+    """
     with heavy_imports():
-        from .. import tasks
+        from ..api.evaluating import evaluated
 
     begun = time.perf_counter()
-    loaded = tasks.load_task(model, data, **loading.as_keywords())
     with progress(printing.silent, "examples") as shown:
-        shown.begin("evaluating", loaded.examples)
-        numbers = tasks.evaluate(loaded, advance=shown.advance)
-    facts: dict[str, Any] = {
-        "model": model,
-        "data": data,
-        **numbers,
-        "columns": {role: list(names) for role, names in loaded.columns.items()},
-        "device": str(loaded.device),
-        "seconds": time.perf_counter() - begun,
-        "notes": loaded.notes,
-    }
+        generation, asked = writing.as_generation(), (harness.lm_eval, harness.lm_eval_tasks)
+        found, loaded = evaluated(model, data, generation, *asked, loading.as_keywords(), shown, card)
+    notes = loaded.notes if loaded is not None else []
+    facts: dict[str, Any] = {"model": model, **({"data": data} if data is not None else {}), **found}
+    if loaded is not None:
+        facts |= {"columns": {role: list(names) for role, names in loaded.columns.items()}}
+        facts["device"] = str(loaded.device)
+    facts |= {"seconds": time.perf_counter() - begun, "notes": notes}
     if printing.json:
         print_json(facts)
         return
-    for text in loaded.notes:
+    for text in notes:
         note(text, printing.quiet)
-    if not printing.quiet:
+    if loaded is not None:
+        _print_numbers(f"{model} on {data}", loaded, found, printing.quiet)
+    if "lm_eval" in found:
+        _print_harness(found["lm_eval"])
+
+
+def _print_numbers(what: str, loaded: LoadedTask, numbers: dict[str, Any], quiet: bool) -> None:
+    from .. import tasks
+
+    if not quiet:
         read = ", ".join(f"{role} from {' + '.join(names)}" for role, names in loaded.columns.items())
-        say(one_line(f"{model} on {data}: {loaded.task}, {read}"))
+        say(one_line(f"{what}: {loaded.task}, {read}"))
     told = {name: value for name, value in numbers.items() if name in tasks.MEANINGS}
-    rows = [[name, "undefined" if value is None else value, tasks.MEANINGS[name]] for name, value in told.items()]
-    print_table(["metric", "value", "meaning"], rows, right=(1,), digits=5)
+    errors = numbers["standard_errors"]
+    shown_as = {name: Measured(value, errors[name]) if name in errors else value for name, value in told.items()}
+    rows = [[name, "undefined" if value is None else value, tasks.MEANINGS[name]] for name, value in shown_as.items()]
+    print_table(["metric", "value ± standard error", "meaning"], rows, right=(1,), digits=5)
+
+
+def _print_harness(found: dict[str, dict[str, Any]]) -> None:
+    rows = [
+        [task, name, Measured(value, numbers["standard_errors"][name]), numbers["examples"]]
+        for task, numbers in found.items()
+        for name, value in numbers.items()
+        if name in numbers["standard_errors"]
+    ]
+    print_table(["lm-eval task", "metric", "value ± standard error", "examples"], rows, right=(2, 3), digits=5)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..checkpoints import Checkpoint
 
-EXAMPLE = "Examples: gradmerge inspect ./model   ·   gradmerge inspect ./base ./yelp ./sst2 (can they be merged?)"
+EXAMPLE = "Examples: gradmerge inspect ./model   ·   gradmerge inspect ./base ./yelp ./sst2"
 
 
 @command

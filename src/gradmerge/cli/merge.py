@@ -10,7 +10,8 @@ import typer
 
 from ..errors import InputError
 from ..text import count, size
-from .options import Force, Printing, RecipeOptions, command
+from .completion import method_names, words_of
+from .options import VARIABLES, Force, Printing, RecipeOptions, Settings, command, from_environment
 from .output import Durable, continued, heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 MERGE_EXAMPLE = (
     "Examples: gradmerge merge recipe.yml -o merged   ·   "
-    "gradmerge merge --method ties --base ./base --model ./a=0.7 --model ./b --set density=0.3 -o merged"
+    "gradmerge merge --method ties --base ./base --model ./a=0.7 --model ./b --set density=0.3 -o merged   ·   "
+    "sed s/ties/dare/ recipe.yml | gradmerge merge - -o merged"
 )
 
 Out = Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Folder to write; it must not exist.")]
@@ -32,10 +34,6 @@ CurvatureOption = Annotated[
         help="Curvature of the base (base=PATH) or of a model (MODEL=PATH; or plain paths in order, the base first); "
         "identity:1.0 for a constant. Default: the curvature/ folder inside a model.",
     ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the recipe, such as damping=1e-8 or density=0.2."),
 ]
 
 
@@ -57,15 +55,29 @@ class MergeOptions(RecipeOptions):
     durable: Durable = False
 
 
-Device = Annotated[str, typer.Option("--device", help="Where the arithmetic is done: cpu, cuda, cuda:1, …")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="D",
+        help="Where the arithmetic is done: cpu, cuda, cuda:1, …",
+        envvar=VARIABLES["device"],
+        autocompletion=words_of("device"),
+    ),
+]
 
 
 @command
 def merge(
     *,
-    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="RECIPE", help="Recipe file (YAML), or - for standard input.")
+    ] = None,
     out: Out = None,
-    method: Annotated[str | None, typer.Option("--method", "-m", help="The method; see `gradmerge methods`.")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option("--method", "-m", help="The method; see `gradmerge methods`.", autocompletion=method_names),
+    ] = None,
     base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="The base model.")] = None,
     model: Annotated[
         list[str] | None,
@@ -99,9 +111,13 @@ def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOpti
     """Merge, or print the plan."""
     with heavy_imports():
         from ..api import merging
+        from ..checkpoints.published import all_published
         from ..engine.coefficients import coefficient_notes
+        from ..engine.front_matter import licence_notes
         from ..engine.trust import trust_notes
 
+    if device == "auto" or (device == "mps" and from_environment("device", device)):
+        device = "cpu"  # a default for running models; a merge waits for the disk, and runs on cpu or cuda
     settings = options.as_keywords()
     if settings.pop("dry_run"):
         allowed = {key: settings[key] for key in ("allow_pickle", "allow_config", "dequantize")}
@@ -110,6 +126,7 @@ def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOpti
             read = plan.total_read + plan.statistics_read + plan.damping_read
             plan.note(trust_notes(plan, threads))
             plan.note(coefficient_notes(recipe, plan, threads))
+            plan.note(licence_notes(all_published(plan.inputs.checkpoints), recipe.output.license))
             _print_plan(recipe, plan, out, threads, read, printing.json)
         return
     if out is None:

@@ -8,6 +8,7 @@ import typer
 
 from ..errors import InputError
 from ..text import nearest
+from .completion import method_names
 from .options import Printing, command
 from .output import print_json, print_table
 from .streams import say
@@ -18,7 +19,9 @@ EXAMPLE = "Examples: gradmerge methods   ·   gradmerge methods ties"
 @command
 def methods(
     *,
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Explain this method.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Explain this method.", autocompletion=method_names)
+    ] = None,
     printing: Printing,
 ) -> None:
     """List the merge methods, each as a row (α, H_0, H_t) of one equation; or explain one, with its options."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -12,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..errors import InputError
+from .completion import words_of
 from .output import AllowConfig, AllowPickle, Debug, Dequantize, Json, Quiet, guarded
 
 if TYPE_CHECKING:
-    from ..tasks import Loading
+    from ..tasks import Generation, Loading
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Model folder, Hub id (org/name@revision) or PEFT adapter folder.")
@@ -33,9 +37,31 @@ Data = Annotated[
 ]
 CurvatureOut = Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")]
 Precision = Annotated[
-    str, typer.Option("--precision", metavar="P", help="How to store it: float32, bfloat16 or log8 (one byte).")
+    str,
+    typer.Option(
+        "--precision",
+        metavar="P",
+        help="How to store it: float32, bfloat16 or log8 (one byte).",
+        autocompletion=words_of("precision"),
+    ),
 ]
+#: Options whose default may stand in the environment.
+VARIABLES = {"device": "GRADMERGE_DEVICE", "threads": "GRADMERGE_THREADS"}
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if gradmerge wrote it, or it is empty.")]
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the recipe, such as damping=1e-8 or density=0.2."),
+]
+SweepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sweep",
+        metavar="KEY=RANGE",
+        help="Try values of a key of the recipe, such as density=0.1:0.9:0.2 (both ends), damping=1e-6,1e-3, "
+        "rescale=none,l1, or t=[0,1],[1,0] over the layers. Repeatable; all combinations are tried.",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -59,7 +85,9 @@ class LoadingOptions:
     task: Annotated[
         str,
         typer.Option(
-            metavar="T", help="classify, causal-lm, seq2seq, image, embedding, or auto: what the model is made for."
+            metavar="T",
+            help="classify, causal-lm, seq2seq, image, embedding, or auto: what the model is made for.",
+            autocompletion=words_of("task"),
         ),
     ] = "auto"
     columns: Annotated[
@@ -79,11 +107,22 @@ class LoadingOptions:
         int | None,
         typer.Option(metavar="N", help="Cut texts after N tokens; by default what the model allows, at most 1024."),
     ] = None
-    device: Annotated[str, typer.Option(metavar="D", help="cpu, cuda, cuda:1, …; auto is a GPU if there is one.")] = (
-        "auto"
-    )
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="D",
+            help="cpu, cuda, cuda:1, …; auto is a GPU if there is one.",
+            envvar=VARIABLES["device"],
+            autocompletion=words_of("device"),
+        ),
+    ] = "auto"
     dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="float32, bfloat16, float16, float64, or auto: as the model is stored.")
+        str,
+        typer.Option(
+            metavar="TYPE",
+            help="float32, bfloat16, float16, float64, or auto: as the model is stored.",
+            autocompletion=words_of("dtype"),
+        ),
     ] = "auto"
     attn: Annotated[
         str | None, typer.Option(metavar="NAME", help="How attention is computed: eager, sdpa, flash_attention_2, …")
@@ -100,11 +139,70 @@ class LoadingOptions:
 
 
 @dataclass(frozen=True)
+class GenerationOptions:
+    """Whether models write answers, and how these are judged."""
+
+    generate: Annotated[
+        bool,
+        typer.Option("--generate", help="Also have the model write an answer to every row, greedily, and score it."),
+    ] = False
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help="With --generate: exact-match (default), rouge, bleu, chrf.", show_default=False
+        ),
+    ] = None
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="With --generate: a function of yours, called with prompt, answer and reference, that gives a number.",
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="With --generate: tokens of an answer at most.", show_default="64"),
+    ] = None
+
+    def as_generation(self) -> Generation | None:
+        """As it is given to the Python functions; any of these options asks for answers."""
+        from ..tasks import Generation, judge_of
+
+        if not self.generate and self.metrics is None and self.judge is None and self.max_new_tokens is None:
+            return None
+        judge = None if self.judge is None else judge_of(self.judge)
+        return Generation([self.metrics] if self.metrics is not None else [], judge, self.max_new_tokens)
+
+
+@dataclass(frozen=True)
+class HarnessOptions:
+    """Tasks of the lm-evaluation-harness."""
+
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASK,...", help="Tasks of the lm-evaluation-harness; --limit, --batch-size and --device hold too."
+        ),
+    ] = None
+    lm_eval_tasks: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A folder of task files for it. Functions that they name are run."),
+    ] = None
+
+
+@dataclass(frozen=True)
 class RecipeOptions:
     """How the models of a recipe are read."""
 
     threads: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=256, help="Threads; by default one per core, at most 4.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=256,
+            help="Threads; by default one per core, at most 4.",
+            envvar=VARIABLES["threads"],
+        ),
     ] = None
     allow_pickle: AllowPickle = False
     allow_config: AllowConfig = None
@@ -132,7 +230,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(**given: Any) -> None:
-        with guarded(given["debug"], given["json"]):
+        device = str(given.get("device"))
+        with guarded(given["debug"], given["json"]), _variable_named(device):
             made = {
                 name: group(**{option: given.pop(option) for option in group.__dataclass_fields__})
                 for name, group in groups.items()
@@ -142,6 +241,22 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: parameter.annotation for name, parameter in shown.items()}
     return run
+
+
+def from_environment(option: str, value: Any) -> bool:
+    """Whether the value of an option is what the environment says."""
+    return option in VARIABLES and os.environ.get(VARIABLES[option]) == str(value)
+
+
+@contextlib.contextmanager
+def _variable_named(device: str) -> Iterator[None]:
+    """Say where a device comes from that is not there: those who set a variable once have not typed it now."""
+    try:
+        yield
+    except InputError as error:
+        if from_environment("device", device) and re.search(r"\bdevice\b", str(error)):
+            error.args = (f"{error}\n  It comes from the environment: {VARIABLES['device']}={device}",)
+        raise
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

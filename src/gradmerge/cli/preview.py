@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,18 @@ import typer
 
 from ..errors import InputError
 from ..text import one_line
-from .options import LoadingOptions, Printing, RecipeOptions, command, named
+from .completion import method_names
+from .options import (
+    GenerationOptions,
+    HarnessOptions,
+    LoadingOptions,
+    Printing,
+    RecipeOptions,
+    Settings,
+    SweepOption,
+    command,
+    named,
+)
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
@@ -20,14 +32,15 @@ EXAMPLE = (
     "gradmerge preview recipe.yml --weights 0:1:0.1 --methods gradient-matching,task-arithmetic -o preview   ·   "
     "gradmerge preview recipe.yml --data yelp=yelp.jsonl --data sst2=sst2.jsonl --limit 200 --save-best merged "
     "-o preview   ·   gradmerge preview recipe.yml --suggest -o preview   ·   "
-    "gradmerge preview recipe.yml --suggest --by layers -o preview"
+    "gradmerge preview recipe.yml --suggest --by layers -o preview   ·   "
+    "gradmerge preview recipe.yml --methods ties,dare --sweep density=0.1:0.9:0.2 -o preview"
 )
 
 
 @command
 def preview(
     *,
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML), or - for standard input.")],
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="REPORT_DIR", help="Folder for the report; it must not exist.")
     ],
@@ -38,13 +51,22 @@ def preview(
             "-w",
             metavar="[NAME=]RANGE",
             help="START:STOP:STEP with both ends, a list 0,0.3,1, or one number: a weight that all tasks share, or "
-            "NAME=RANGE for one task. Repeatable; all combinations are tried. Default: 0:1:0.1, or 0:1.5 for each "
-            "task with --suggest.",
+            "NAME=RANGE for one task. Repeatable; all combinations are tried. Default: 0:1:0.1, with --sweep the "
+            "recipe's weights, or 0:1.5 for each task with --suggest.",
         ),
     ] = None,
     methods: Annotated[
-        str | None, typer.Option("--methods", "-m", metavar="A,B", help="Methods to compare. Default: the recipe's.")
+        str | None,
+        typer.Option(
+            "--methods",
+            "-m",
+            metavar="A,B",
+            help="Methods to compare. Default: the recipe's.",
+            autocompletion=method_names,
+        ),
     ] = None,
+    sweep: SweepOption = None,
+    set_: Settings = None,
     samples: Annotated[
         int | None,
         typer.Option(
@@ -93,6 +115,8 @@ def preview(
         ),
     ] = None,
     loading: LoadingOptions,
+    writing: GenerationOptions,
+    harness: HarnessOptions,
     save_best: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Merge the best setting into this new folder.")
     ] = None,
@@ -109,23 +133,33 @@ def preview(
     """
     with heavy_imports():
         from ..api.previewing import as_json, merge_best, preview as run, suggest_weights
-        from ..report.preview_page import best_table
+        from ..report.preview_tables import best_table
+        from .request import read_recipe
 
     if shared and not suggest:
         raise InputError("--shared goes with --suggest; for a grid, --weights 0:1:0.1 is shared by all tasks")
     if not suggest and (by is not None or points is not None):
         raise InputError(f"--{'by' if by is not None else 'points'} goes with --suggest, which searches for weights")
-    if objective is not None and data and not suggest:
+    if objective is not None and (data or harness.lm_eval) and not suggest:
         raise InputError(
             "--objective is for --suggest and for predictions; with --data the average metric decides which setting is "
             "best"
         )
+    if suggest and sweep:
+        raise InputError(
+            f"--sweep {sweep[0]}: --suggest searches weights alone. Sweep without it, or set one value with --set"
+        )
+    generation = writing.as_generation()
+    if suggest and (generation is not None or harness.lm_eval is not None):
+        option = "--generate" if generation is not None else "--lm-eval"
+        raise InputError(f"{option}: --suggest searches by losses on --data. Compare weights without it")
     sources = named(data or [])
     if save_best is not None:
         _check_free(save_best, out, force, recipe, sources)
     options: dict[str, Any] = {
         "weights": weights,
         "methods": methods,
+        "changes": set_,
         "data": sources,
         "seed": seed,
         "objective": objective or "worst",
@@ -135,13 +169,15 @@ def preview(
         **loading.as_keywords(),
     }
     suggestion = None
+    given = read_recipe(recipe)
     with progress(printing.silent, "merges") as shown:
         if suggest:
             options |= {"shared": shared, "by": by, "points": points, "samples": samples or 64}
-            suggestion = suggest_weights(recipe, out, progress=shown, **options)
+            suggestion = suggest_weights(given, out, progress=shown, **options)
             found = suggestion.evaluated
         else:
-            found = run(recipe, out, samples=samples, progress=shown, **options)
+            options |= {"generation": generation, "sweep": sweep, **asdict(harness)}
+            found = run(given, out, samples=samples, progress=shown, **options)
     if save_best is not None:
         with progress(printing.silent) as shown:
             merge_best(found, save_best, force=force, progress=shown, **reading.as_keywords())
@@ -158,7 +194,7 @@ def preview(
     say("\n" + "\n".join(one_line(text.replace("**", "").replace("`", "")) for text in found.verdict))
     say(f"\n{out / 'report.html'} has the figures, {out / 'preview.csv'} every setting.")
     if save_best is not None:
-        say(f"{save_best} holds the best setting; {out / 'recipe.yml'} is its recipe.")
+        say(f"{save_best} holds the setting that was taken; {out / 'recipe.yml'} is its recipe.")
 
 
 def _check_free(save_best: Path, out: Path, force: bool, recipe: Path, data: dict[str, str]) -> None:

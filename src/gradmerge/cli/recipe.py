@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from ..text import one_line
+from .help import Commands
 from .options import Printing, command
 from .output import heavy_imports, note, print_json
 from .streams import say
 
-app = typer.Typer(help="Recipes: those of mergekit written as ours.", no_args_is_help=True)
+app = Commands(help="Recipes: those of mergekit written as ours.")
 EXAMPLE = "Example: gradmerge recipe convert mergekit-config.yml -o recipe.yml"
 
 
@@ -25,7 +26,7 @@ def _recipe() -> None:
 @command
 def convert(
     *,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Recipe file of mergekit's.")],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Recipe file of mergekit's, or - for standard input.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Recipe file to write; it must not exist.")],
     force: Annotated[
         bool, typer.Option("--force", help="Replace OUT if this command wrote it, or it is empty.")
@@ -38,8 +39,9 @@ def convert(
     """
     with heavy_imports():
         from ..api.converting import convert_recipe
+        from .request import read_recipe
 
-    recipe = convert_recipe(source, out, force=force)
+    recipe = convert_recipe(read_recipe(source) if str(source) == "-" else source, out, force=force)
     if printing.json:
         facts = {"out": str(out), "method": recipe.method, "named": list(recipe.merges), "notes": recipe.notes}
         print_json(facts)
@@ -47,4 +49,4 @@ def convert(
     for text in recipe.notes:
         note(text, printing.quiet)
     if not printing.quiet:
-        say(one_line(f"{source} → {out}: {recipe.method}"))
+        say(one_line(f"{recipe.file or 'standard input'} → {out}: {recipe.method}"))

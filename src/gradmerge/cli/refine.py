@@ -102,7 +102,7 @@ def refine(
     if printing.quiet:
         return
     table = metrics_table(done)
-    print_table(table.columns, table.rows, right=(1, 2, 4, 5), digits=4)
+    print_table(table.columns, table.rows, right=(1, 2, 4, 5, 6), digits=4)
     say("\n" + verdict(done)[0])
     say(f"{out}: written; report.html shows the rounds.")
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InputError
-from .merge import CurvatureOption, MergeOptions, Out, Settings, run_recipe
-from .options import LoadingOptions, Printing, command
+from .merge import CurvatureOption, MergeOptions, Out, run_recipe
+from .options import LoadingOptions, Printing, Settings, command, from_environment
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
@@ -118,16 +118,17 @@ def remove(
     given = from_options(rule, base, model, curvature or [] if rule == "removal" else [])
     for entry in given["models"]:
         entry["weight"] *= strength if rule == "removal" else -strength
-    device = "cpu" if loading.device == "auto" else loading.device
-    run_recipe(build_recipe(None, given, set_ or [], None), out, device, options, printing)
+    run_recipe(build_recipe(None, given, set_ or [], None), out, loading.device, options, printing)
 
 
 def _given(group: Any, kind: Any, but: tuple[str, ...]) -> dict[str, Any]:
-    """The options of a group that are not at their defaults."""
+    """The options of a group that were given: neither at their defaults nor from the environment."""
     return {
         "--" + one.name.replace("_", "-"): True
         for one in fields(kind)
-        if one.name not in but and getattr(group, one.name) != one.default
+        if one.name not in but
+        and (value := getattr(group, one.name)) != one.default
+        and not from_environment(one.name, value)
     }
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 from ..recipe import Recipe, load_recipe, make_recipe
-from ..rules import RULES
+from ..recipe.changing import apply_settings
+from ..recipe.documents import MAX_BYTES, recipe_of_text
 from ..safe_yaml import parse_yaml
-from ..text import nearest
 
 
 def split_weight(text: str) -> tuple[str, float]:
@@ -65,41 +66,16 @@ def _source(text: str) -> Any:
     return {"identity": parse_yaml(match[1], "--curvature")} if match else text
 
 
-def apply_settings(recipe: dict[str, Any], settings: Sequence[str]) -> None:
-    """Change keys by `--set key=value`; a key may be dotted, and a method's option needs no `options.`."""
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        words = [word for word in re.split(r"[.\[\]]+", key) if word]
-        if not equals or not words:
-            raise InputError(f"--set {setting}: write key=value, such as --set options.density=0.2")
-        value = parse_yaml(text, f"--set {key}") if text.strip() else ""
-        parts: list[str | int] = [int(p) if p.isdecimal() and len(p) < 10 else p for p in words]
-        rule = RULES.get(str(recipe.get("method")))
-        if parts[0] not in Recipe.model_fields and rule is not None:
-            options = [option.name for option in rule.options]
-            if parts[0] not in options:
-                near = nearest(str(parts[0]), [*options, *Recipe.model_fields])
-                known = f"{', '.join(Recipe.model_fields)}, and of {rule.name}: {', '.join(options) or 'none'}"
-                raise InputError(f"--set {setting}: there is no key {parts[0]}{near}; known are {known}")
-            parts.insert(0, "options")
-        _put(recipe, parts, value, setting)
-
-
-def _put(target: Any, parts: list[str | int], value: Any, setting: str) -> None:
-    for depth, part in enumerate(parts):
-        if isinstance(target, list):
-            if not isinstance(part, int) or part >= len(target):
-                raise InputError(f"--set {setting}: there is no item {part} in a list of {len(target)}")
-        elif isinstance(target, dict):
-            target.setdefault(part, {})
-        else:
-            raise InputError(f"--set {setting}: {parts[depth - 1]} is a single value and has no {part}")
-        if depth == len(parts) - 1:
-            target[part] = value
-        elif isinstance(target[part], str):  # a model that is given by its path alone, or a word instead of a mapping
-            is_model = part == "base" or isinstance(target, list)
-            target[part] = {"model": target[part]} if is_model else {}
-        target = target[part]
+def read_recipe(path: str | Path) -> Recipe:
+    """The recipe of a file; where the path is `-`, of standard input, with paths that start from the working folder."""
+    if str(path) != "-":
+        return load_recipe(path)
+    stream = getattr(sys.stdin, "buffer", None)  # none where standard input is closed
+    try:
+        raw = b"" if stream is None else stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"standard input: cannot be read: {error.strerror}") from error
+    return recipe_of_text(raw, Path(), "standard input")
 
 
 def build_recipe(
@@ -110,12 +86,13 @@ def build_recipe(
         assert given is not None
         apply_settings(given, settings)
         return make_recipe(given, where="command line")
+    loaded = read_recipe(path)
     if not settings and method is None:
-        return load_recipe(path)
-    loaded = load_recipe(path)
+        return loaded
     raw = loaded.model_dump(mode="json", exclude_unset=True)
     if method is not None:
         raw["method"] = method
     apply_settings(raw, settings)
-    recipe = make_recipe(raw, folder=path.parent, where=f"{path} with changes from the command line")
+    where = "standard input" if loaded.file is None else path
+    recipe = make_recipe(raw, folder=path.parent, where=f"{where} with changes from the command line")
     return recipe.read_as(loaded)

@@ -17,7 +17,8 @@ from ..storage.bytesof import bytes_of
 from ..storage.staging import Staging, require_space
 from ..storage.tensorwriter import TensorWriter
 from . import log8
-from .files import PRECISIONS, STEM, metadata, open_curvature
+from .curvature_card import write_curvature_card
+from .files import PENALTY, PRECISIONS, STEM, metadata, open_curvature
 from .summary import GroupSummary, summarize
 
 SHARD_SIZE = 5_000_000_000
@@ -179,6 +180,8 @@ def write_sums(
     except BaseException:
         writer.close()
         raise
+    if stem == STEM and header["likelihood"] != PENALTY:
+        write_curvature_card(folder)
 
 
 def _encoded(value: Tensor, precision: str) -> Tensor:

@@ -19,6 +19,8 @@ from . import log8
 
 FORMAT = "gradmerge-curvature/1"
 STEM = "curvature"
+#: Where the likelihood stands, in a file that holds the matrix of a penalty.
+PENALTY = "penalty"
 #: Kinds of curvature, and what messages call what a file holds.
 KINDS = {"diagonal": "diagonal curvature", "gram": "Gram matrices", "kronecker": "Kronecker factors"}
 #: Suffixes of the names of a weight's Kronecker factors.

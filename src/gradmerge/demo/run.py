@@ -29,7 +29,7 @@ from .demo_settings import BASE, REMOVED, TASKS, Settings
 from .digits import load_digits, write_data
 from .recipes import INFLUENCE, MATCHING, NEGATION, REFINED, REMOVAL, TUNED
 from .stages import Advance, Stage, Stages, claimed, run_all, whole_folder, write_text
-from .training import distances, scores, steps_of, train
+from .training import distances, measured_rows, steps_of, train
 
 FORMAT = 2
 """Counts up when the stages write something else from the same settings, so that older folders are made again."""
@@ -186,7 +186,7 @@ class _Work:
         yield Stage("commands.sh", self._script, ["results.json"])
 
     def _score(self, models: Sequence[str], advance: Advance) -> None:
-        found = scores(models, tables.EVERY, lambda done: advance(done * EVALUATION_STEPS))
+        found = measured_rows(models, tables.EVERY, lambda done: advance(done * EVALUATION_STEPS))
         weight = _best_weight()
         merges = tables.merge_rows(found, self.merged, weight, self.settings.refined)
         target = f"models/without-{REMOVED}"
@@ -203,9 +203,9 @@ class _Work:
             "tuned_weight": weight,
             "preview": _previewed(),
             "unit": "scores: share of test images whose most likely class is right; losses: mean −ln p of the right "
-            f"class; kl: mean KL(target ‖ model) on test images of {REMOVED}",
-            "merging": [dataclasses.asdict(row) | {"mean": row.mean(), "mean_loss": row.mean_loss()} for row in merges],
-            "removal": [dataclasses.asdict(row) | {"mean_of_rest": row.mean(tables.REST)} for row in removals],
+            f"class; kl: mean KL(target ‖ model) on test images of {REMOVED}; errors: standard errors over images",
+            "merging": [dataclasses.asdict(row) for row in merges],
+            "removal": [dataclasses.asdict(row) for row in removals],
         }
         write_text(Path("results.json"), to_json(results) + "\n")
 
@@ -262,13 +262,14 @@ def _page(advance: Advance) -> None:
 
 
 def _previewed() -> dict[str, dict[str, Any]]:
-    """Method of the preview → the weight with the best mean accuracy on validation images, and how flat that is."""
+    """Method of the preview → the weight to take by its mean accuracy on validation images, and which are tied."""
     found = json.loads(Path("preview", "preview.json").read_text("utf-8"))["best"]
     return {
         method: {
             "weight": best["weights"][TASKS[0]],
             "mean_accuracy": best["score"],
-            "within_1_percent": best["within_1_percent"]["weights"][TASKS[0]],
+            "standard_error": best["standard_error"],
+            "tied": best["tied"]["weights"][TASKS[0]],
         }
         for method, best in found.items()
     }

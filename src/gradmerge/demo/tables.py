@@ -7,14 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from ..tasks.uncertainty import difference, standard_error
 from .demo_settings import BASE, REMOVED, TASKS
 from .recipes import INFLUENCE, MATCHING, NEGATION, REFINED, REMOVAL, TUNED
 
 EVERY = (BASE, *TASKS)
 REST = tuple(task for task in EVERY if task != REMOVED)
 
-Found = Mapping[str, Mapping[str, Mapping[str, float]]]
-"""Model folder → accuracy and loss → task → number."""
+Found = Mapping[str, Mapping[str, Mapping[str, Tensor]]]
+"""Model folder → task → accuracy and loss_per_example → one number per image, the same images for every task."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +31,17 @@ class TableRow:
     """Task → accuracy, the share of test images whose most likely class is right."""
     losses: Mapping[str, float]
     """Task → mean of −ln p of the right class."""
+    errors: Mapping[str, float]
+    """Task → standard error of the accuracy."""
+    mean: float
+    """Of the accuracy, over all tasks; of a removal over those that stay."""
+    mean_error: float
+    """Standard error of that. A digit is in every task, so that it is one over digits, not over images."""
+    mean_loss: float
+    tied: str = ""
+    """Of merges: `best`, or `tied` with it: the means differ by no more than two standard errors on the same digits."""
     kl: float = 0.0
     """Of removals: mean KL(target ‖ model) on the removed task."""
-
-    def mean(self, tasks: Sequence[str] = EVERY) -> float:
-        return sum(self.scores[task] for task in tasks) / len(tasks)
-
-    def mean_loss(self, tasks: Sequence[str] = EVERY) -> float:
-        return sum(self.losses[task] for task in tasks) / len(tasks)
 
 
 def merge_rows(found: Found, merged: Sequence[str], weight: float, refined: int) -> list[TableRow]:
@@ -47,7 +54,15 @@ def merge_rows(found: Found, merged: Sequence[str], weight: float, refined: int)
     rows = [("base", "models/base"), *((f"tuned on {task}", f"models/{task}") for task in TASKS)]
     rows += [(names.get(name, name), f"merged/{name}") for name in merged]
     rows += [(f"the last, refined on {refined} images per task", REFINED), ("trained on all (target)", "models/joint")]
-    return _rows(rows, found)
+    made = _rows(rows, found, EVERY)
+    merges = [row.folder for row in made if row.folder.startswith("merged/")]
+    best = max(merges, key=lambda folder: float(_by_digit(found[folder], EVERY).mean()))
+
+    def mark(folder: str) -> str:
+        apart = difference(_by_digit(found[folder], EVERY), _by_digit(found[best], EVERY))
+        return "best" if folder == best else "tied" if folder in merges and apart.tied else ""
+
+    return [dataclasses.replace(row, tied=mark(row.folder)) for row in made]
 
 
 def removal_rows(found: Found, apart: Mapping[str, float]) -> list[TableRow]:
@@ -59,34 +74,49 @@ def removal_rows(found: Found, apart: Mapping[str, float]) -> list[TableRow]:
         ("influence steps", f"removed/{INFLUENCE}"),
         ("trained without it (target)", f"models/without-{REMOVED}"),
     ]
-    return [dataclasses.replace(row, kl=apart[row.folder]) for row in _rows(rows, found)]
+    return [dataclasses.replace(row, kl=apart[row.folder]) for row in _rows(rows, found, REST)]
 
 
-def _rows(rows: Sequence[tuple[str, str]], found: Found) -> list[TableRow]:
-    return [TableRow(name, folder, found[folder]["accuracy"], found[folder]["loss"]) for name, folder in rows]
+def _rows(rows: Sequence[tuple[str, str]], found: Found, tasks: Sequence[str]) -> list[TableRow]:
+    """One for each model; means are over ``tasks``."""
+    made = []
+    for name, folder in rows:
+        right = {task: one["accuracy"] for task, one in found[folder].items()}
+        losses = {task: float(one["loss_per_example"].mean()) for task, one in found[folder].items()}
+        errors = {task: standard_error(one, share=True) for task, one in right.items()}
+        mean = _by_digit(found[folder], tasks)
+        facts = float(mean.mean()), standard_error(mean), sum(losses[task] for task in tasks) / len(tasks)
+        made.append(TableRow(name, folder, {t: float(one.mean()) for t, one in right.items()}, losses, errors, *facts))
+    return made
+
+
+def _by_digit(found: Mapping[str, Mapping[str, Tensor]], tasks: Sequence[str]) -> Tensor:
+    """The accuracy of each digit, mean over the tasks that it is in."""
+    return torch.stack([found[task]["accuracy"] for task in tasks]).mean(0)
 
 
 def merge_table(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells; accuracies in per cent, and the mean loss."""
-    return ["model", *EVERY, "mean", "loss"], _cells(rows, EVERY, EVERY)
+    """Columns and cells; accuracies in per cent, the mean loss, and which merges are tied with the best."""
+    cells = [[*line, row.tied] for line, row in zip(_cells(rows, EVERY), rows, strict=True)]
+    return ["model", *EVERY, "mean ± error", "loss", "merges"], cells
 
 
 def removal_table(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
     """The same, with the removed task first; the loss is that of the others, and KL the distance to the target."""
-    cells = _cells(rows, (REMOVED, *REST), REST)
+    cells = _cells(rows, (REMOVED, *REST))
     apart = [f"{row.kl:.3f}" for row in rows]
-    return ["model", REMOVED, *REST, "rest, mean", "rest, loss", "KL"], [
+    return ["model", REMOVED, *REST, "rest, mean ± error", "rest, loss", "KL"], [
         [*line, kl] for line, kl in zip(cells, apart, strict=True)
     ]
 
 
-def _cells(rows: Sequence[TableRow], tasks: Sequence[str], mean_of: Sequence[str]) -> list[list[str]]:
+def _cells(rows: Sequence[TableRow], tasks: Sequence[str]) -> list[list[str]]:
     return [
         [
             row.name,
             *(_percent(row.scores[task]) for task in tasks),
-            _percent(row.mean(mean_of)),
-            f"{row.mean_loss(mean_of):.3f}",
+            f"{_percent(row.mean)} ± {_percent(row.mean_error)}",
+            f"{row.mean_loss:.3f}",
         ]
         for row in rows
     ]
@@ -96,16 +126,16 @@ def flatness(results: Mapping[str, Any]) -> list[str]:
     """How much each method depends on its weight, one sentence per method."""
     sentences = []
     for method, best in results["preview"].items():
-        low, high = best["within_1_percent"]
-        over = f"from {low:g} to {high:g}" if low < high else f"{low:g} alone"
-        found = f"best at weight {best['weight']:g} with {_percent(best['mean_accuracy'])}"
-        sentences.append(f"{method}: {found}; within 1 % of that at weights {over}.")
+        low, high = best["tied"]
+        over = f"weights from {low:g} to {high:g} are tied" if low < high else "no other weight is tied with it"
+        found = f"{_percent(best['mean_accuracy'])} ± {_percent(best['standard_error'])} at weight {best['weight']:g}"
+        sentences.append(f"{method}: {found}; {over}.")
     return sentences
 
 
 def rows_of(values: Sequence[Mapping[str, Any]]) -> list[TableRow]:
     """Rows as `results.json` has them."""
-    return [TableRow(value["name"], value["folder"], value["scores"], value["losses"], value["kl"]) for value in values]
+    return [TableRow(**value) for value in values]
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -115,6 +145,11 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}"
+
+
+def _largest_error(results: Mapping[str, Any]) -> str:
+    """Of the accuracy of one model on one task."""
+    return _percent(max(error for row in rows_of(results["merging"]) for error in row.errors.values()))
 
 
 def page(results: Mapping[str, Any]) -> str:
@@ -127,6 +162,9 @@ transformer, was trained on {images["train"]} digits as they are (`{BASE}`), and
 {", ".join(f"`{task}`" for task in TASKS)}. No test image, in whatever form, was trained on.
 
 {markdown(*merge_table(rows_of(results["merging"])))}
+± is a standard error; that of a single accuracy is {_largest_error(results)} at most. Merges are compared on the same
+images: those marked `tied` differ from the `best` by no more than two standard errors of the difference.
+
 Every method has its default options, and weight 1 where nothing else is said. The tuned weight of task arithmetic is
 the best of the preview on {images["valid"]} validation images per task; the other rows have seen no labels but those of
 the training images, and the refined one {images["refined"]} per task of these again. `slerp` takes two models only, and
@@ -135,7 +173,8 @@ same number of images.
 
 ## How much the weight matters
 
-Mean accuracy on the validation images, one weight for all tasks (`preview/report.html` has the curves):
+Mean accuracy on the validation images, one weight for all tasks (`preview/report.html` has the curves). Of weights that
+are tied, the recipe's own is taken, or the one with the highest mean:
 
 {chr(10).join("- " + text for text in flatness(results))}
 

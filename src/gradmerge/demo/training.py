@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..quiet import quiet_transformers
-from ..tasks import evaluate_model, load_model, load_task
+from ..tasks import load_model, load_task, measure
 from .demo_settings import Settings
 from .digits import read_array
 
@@ -26,8 +26,8 @@ PREPROCESSOR = {
     "image_std": [0.5],
 }
 """Bytes to numbers from −1 to 1."""
-Scores = dict[str, dict[str, float]]
-"""accuracy, loss → task → number."""
+Measurements = Mapping[str, Mapping[str, Mapping[str, torch.Tensor]]]
+"""Model folder → task → metric → one number per test image, the same images in the same order for every task."""
 WARMUP = 10
 """Steps until the learning rate is at its height; then it falls to 0 in a straight line."""
 
@@ -85,18 +85,14 @@ def train(
     (out / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n", "utf-8")
 
 
-def scores(models: Sequence[str], tasks: Sequence[str], advance: Callable[[int], None]) -> dict[str, Scores]:
-    """Model folder → accuracy and mean loss per task on `data/TASK.npz:test`, as `gradmerge evaluate` has them."""
+def measured_rows(models: Sequence[str], tasks: Sequence[str], advance: Callable[[int], None]) -> Measurements:
+    """Model folder → task → accuracy and loss of every image of `data/TASK.npz:test`, as `gradmerge evaluate` does."""
     loaded = {task: load_task(models[0], f"data/{task}.npz:test", task="image", device="cpu") for task in tasks}
     batches = {task: list(one.batches(256)) for task, one in loaded.items()}
-    found: dict[str, Scores] = {}
+    found: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
     for folder in models:
         model, _ = load_model(folder, "image", device="cpu")
-        numbers = {task: evaluate_model(model, batches[task], loaded[task].output) for task in tasks}
-        found[folder] = {
-            what: {task: float(one[metric] or 0) for task, one in numbers.items()}
-            for what, metric in (("accuracy", "accuracy"), ("loss", "loss_per_example"))
-        }
+        found[folder] = {task: measure(model, batches[task], loaded[task].output).rows() for task in tasks}
         advance(1)
     return found
 

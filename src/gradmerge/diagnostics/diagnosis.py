@@ -27,13 +27,20 @@ from ..rules import RULES
 from ..rules.kronecker_matching import applied, diagonal_of, solve, sound
 from ..tasks import Loading
 from .gauge import Gauge, find_gauges, gradient_scale
-from .in_memory import State, TaskData, load_data, match_data, materialise, state_of
+from .grid import Setting
+from .in_memory import Rows, State, TaskData, load_data, match_data, materialise, state_of
+from .measured_merges import compare_merges, measure_without_penalty
 from .predict import BASE, Prediction, open_to_look, predict, task_names
+from .preview import Preview
+from .setting_candidates import Candidates
+from .sweeps import changes_files
 
 #: What a merge is compared with, besides itself.
 OTHERS = ("task-arithmetic", "average", "fisher-averaging", "gradient-matching")
 #: The method that predictions are shown relative to.
 REFERENCES = ("task-arithmetic", "task-arithmetic (negated)")
+#: Values of keys that are looked at beside the recipe's, all in memory at once where there is data.
+MOST_SETTINGS = 12
 
 
 @dataclass
@@ -62,6 +69,12 @@ class Diagnosis(Displayed):
     prediction: Prediction
     metrics: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """model → task → metrics; models are the candidates, `base` and `tuned`."""
+    rows: dict[str, dict[str, Rows]] = field(default_factory=dict)
+    """The same of every row of the data: model → task → metric → one number per row, whose mean is the metric."""
+    without_penalty: str = ""
+    """Name of the recipe's merge with `base.penalty: none` in these, measured where the gauge suggests it."""
+    measured: Preview | None = None
+    """The merges compared on the data, as a preview does; its reference is the merge that is diagnosed."""
     residuals: dict[str, Residual] = field(default_factory=dict)
     """By candidate, where every task has data."""
     gauges: dict[str, Gauge] = field(default_factory=dict)
@@ -106,6 +119,7 @@ class Diagnosis(Displayed):
 def find_costs(
     recipe: Recipe,
     *,
+    settings: Sequence[Setting] = (),
     merged: str | None = None,
     target: str | None = None,
     data: Mapping[str, str] | None = None,
@@ -118,11 +132,18 @@ def find_costs(
 ) -> Diagnosis:
     """What a recipe's merge costs.
 
-    ``merged`` is a model that was merged already, to look at instead of what the recipe would give; ``target`` one that
-    was trained on everything. ``data`` maps names of tasks (or `base`) to data.
+    ``settings`` are further settings of its merge to look at; ``merged`` is a model that was merged already, to look at
+    instead of what the recipe would give; ``target`` one that was trained on everything. ``data`` maps names of tasks
+    (or `base`) to data.
     """
     progress = progress or NoProgress()
     tasks = task_names(recipe)
+    if other := [key for setting in settings for key, _ in setting.changes if changes_files(key)]:
+        instead = f"set one value with --set {other[0]}=…, or compare several with gradmerge preview and data"
+        raise InputError(f"--sweep {other[0]}: a diagnosis reads the same files for all merges; {instead}")
+    if len(settings) > MOST_SETTINGS:
+        many = f"{len(settings)} settings; a diagnosis looks at {MOST_SETTINGS} at most beside the recipe's own"
+        raise InputError(f"--sweep: {many}. gradmerge preview compares more")
     given = match_data(data or {}, [*tasks, BASE])
     if target is not None and not given:
         raise InputError("--target: the true mismatch is measured on data; give some with --data NAME=SRC")
@@ -139,6 +160,8 @@ def find_costs(
         progress.begin("looking", plan.total_read)
         plan.note(notes_on(recipe, plan, threads))
         candidates, notes = _candidates(recipe, plan, checkpoint(merged) if merged is not None else None)
+        swept = Candidates(recipe, plan, lambda changed: plan)
+        candidates[1:1] = [swept.candidate(setting, setting.name) for setting in settings]
         prediction = predict(plan, tasks, candidates, threads=threads, advance=progress.advance)
         found = Diagnosis(recipe, candidates[0].name, prediction, notes=plan.notes + notes)
         if given:
@@ -147,6 +170,9 @@ def find_costs(
             loaded = {name: load_data(name, recipe, models[name], given[name], loading) for name in given}
             goal = state_of(checkpoint(target)) if target is not None else None
             _evaluate(found, plan, candidates, loaded, goal, threads)
+            allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
+            measure_without_penalty(found, candidates[0], loaded, threads, allowed)
+            found.measured = compare_merges(found)
         return found
 
 
@@ -208,7 +234,8 @@ def _evaluate(
         at_goal = data.gradient(data.model_with(goal)) if goal is not None else None
         for model, state in models.items():
             module = data.model_with(state)
-            found.metrics.setdefault(model, {})[name] = data.evaluate(module)
+            found.metrics.setdefault(model, {})[name], rows = data.evaluate_rows(module)
+            found.rows.setdefault(model, {})[name] = rows
             if model not in gradients:
                 continue
             gradient = data.gradient(module)

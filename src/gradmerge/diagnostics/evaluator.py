@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..engine.candidates import notes_on
 from ..errors import InputError
 from ..recipe import Recipe
-from ..tasks import Loading
+from ..tasks import Generation, Loading
 from .grid import Setting
-from .in_memory import State, TaskData, load_data, match_data, materialise, state_of
+from .in_memory import Rows, TaskData, load_data, match_data, materialise, state_of
+from .lm_eval_data import HarnessData, HarnessTasks, harness_data
 from .predict import BASE, task_names
 from .preview import Advance, Outcome
-from .scores import headline, loss_of
+from .scores import headline, loss_name, loss_of
 from .setting_candidates import Candidates, check_prior, open_for
 
 #: Bytes that merges in memory may take together, unless one alone takes more.
@@ -39,7 +40,8 @@ class Evaluator:
         data: Mapping[str, str],
         loading: Loading,
         *,
-        by_row: bool = False,
+        generation: Generation | None = None,
+        harness: HarnessTasks | None = None,
         threads: int = 1,
         **allowed: Any,
     ) -> None:
@@ -52,15 +54,21 @@ class Evaluator:
             if recipe.method in methods:
                 self.plan.note(notes_on(recipe, self.plan, threads))
             self._data = _load(recipe, {name: given[name] for name in self.tasks}, loading)
+            for one in self._data.values():
+                one.generation = generation
+            if harness is not None:
+                self._data |= harness_data(recipe, harness, loading, self._data)
+                self.tasks = [*self._data]
             self._any = next(iter(self._data.values()))
-            self.examples = {name: one.loaded.examples for name, one in self._data.items()}
             self._names, self._threads = names, threads
-            self._candidates = Candidates(recipe, self.plan)
+            self._candidates = Candidates(
+                recipe, self.plan, lambda changed: open_for(changed, [changed.method], **allowed)
+            )
             self._broken: list[str] = []
-            self._by_row = by_row
-            """Outcomes keep the loss of every row."""
-            self._own_rows: dict[str, Tensor] = {}
+            self.alone_rows: dict[str, dict[str, Rows]] = {}
+            """The same as ``alone``, of every row."""
             self.alone = self._each_alone()
+            self.examples = {name: one.loaded.examples for name, one in self._data.items()}
         except BaseException:
             self.plan.inputs.close()
             raise
@@ -69,42 +77,36 @@ class Evaluator:
 
     def look(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
         rows = []
-        possible = self._candidates.possible(settings)
-        for first in range(0, len(possible), self._at_once):
-            some = possible[first : first + self._at_once]
+        for plan, known, some in self._candidates.together(self._candidates.possible(settings), self._at_once):
             candidates = [self._candidates.candidate(setting) for setting in some]
-            states = materialise(self.plan, candidates, self._threads, self._candidates.known)
+            states = materialise(plan, candidates, self._threads, known)
             for setting in some:
-                rows.append(self._outcome(setting, states.pop(0)))  # which frees its memory
+                rows.append(self._outcome(setting, self._any.model_with(states.pop(0))))  # which frees its memory
                 advance(1)
         return rows
 
-    def _outcome(self, setting: Setting, state: State) -> Outcome:
+    def _outcome(self, setting: Setting, model: nn.Module) -> Outcome:
         metrics: dict[str, dict[str, Any]] = {}
-        losses: dict[str, Tensor] = {}
-        model = self._any.model_with(state)
+        rows: dict[str, Rows] = {}
         for task in self.tasks:
             try:
-                if self._by_row:
-                    metrics[task], losses[task] = self._data[task].evaluate_rows(model)
-                else:
-                    metrics[task] = self._data[task].evaluate(model)
+                metrics[task], rows[task] = self._data[task].evaluate_rows(model)
             except InputError as error:  # the data is fine, since the base could be evaluated on it
                 self._broken.append(f"{setting.name} on {task}: {error}")
                 metrics[task] = {}
         values = {task: found.get(headline(found)) if found else None for task, found in metrics.items()}
         costs = {task: self.lost_share(task, found) for task, found in metrics.items()}
-        return Outcome(setting, values, metrics, costs, losses=losses)
+        return Outcome(setting, values, metrics, costs, rows=rows, shares=self._row_shares(rows))
 
     def _each_alone(self) -> dict[str, dict[str, dict[str, Any]]]:
         """The base and every tuned model, each on all data."""
         inputs = self.plan.inputs
         found: dict[str, dict[str, dict[str, Any]]] = {}
         if inputs.base is not None:
-            found[BASE] = {}
+            found[BASE], rows = {}, self.alone_rows.setdefault(BASE, {})
             for task in self.tasks:
                 try:
-                    found[BASE][task] = self._data[task].evaluate(self._any.loaded.model)
+                    found[BASE][task], rows[task] = self._data[task].evaluate_rows(self._any.loaded.model)
                 except InputError as error:
                     raise InputError(f"data of {task}: {error}") from error
         for name, checkpoint in zip(self._names, inputs.tuned, strict=True):
@@ -112,19 +114,22 @@ class Evaluator:
                 model = self._any.model_with(state_of(checkpoint))
             except InputError:  # its own head does not fit the config that all merges share
                 continue
-            found[name] = {task: self._data[task].evaluate(model) for task in self.tasks}
-            if self._by_row and name in self.tasks:
-                self._own_rows[name] = self._data[name].evaluate_rows(model)[1]
-        if self._by_row and BASE in self.tasks:
-            self._own_rows[BASE] = self._data[BASE].evaluate_rows(self._any.loaded.model)[1]
+            found[name], rows = {}, self.alone_rows.setdefault(name, {})
+            for task in self.tasks:
+                found[name][task], rows[task] = self._data[task].evaluate_rows(model)
         return found
 
-    def row_shares(self, row: Outcome) -> dict[str, Tensor]:
+    def _row_shares(self, rows: Mapping[str, Rows]) -> dict[str, Tensor]:
         """Task → the lost share of every row of its data; their mean is what :meth:`lost_share` gives."""
+        if BASE not in self.alone:
+            return {}
         shares = {}
-        for task, losses in row.losses.items():
-            own = self._own_rows.get(task, torch.zeros_like(losses))
-            shares[task] = (losses - own) / self._scale(task)[1]
+        for task, found in rows.items():
+            if loss_name(found) not in found:
+                continue
+            own = self.alone_rows.get(task, {}).get(task)
+            loss, best = (torch.zeros(()) if one is None else one[loss_name(one)] for one in (found, own))
+            shares[task] = (loss - best) / self._scale(task)[1]
         return shares
 
     def lost_share(self, task: str, metrics: Mapping[str, Any]) -> float:
@@ -134,7 +139,7 @@ class Evaluator:
         place of the tuned model, and the mean over the tuned models that of the base. The denominator is at least 1 %
         of the larger loss, so that a task on which tuning gained nothing does not decide.
         """
-        if not metrics or BASE not in self.alone:
+        if not math.isfinite(loss_of(metrics)) or BASE not in self.alone:
             return math.inf
         best, gain = self._scale(task)
         return (loss_of(metrics) - best) / gain
@@ -149,8 +154,13 @@ class Evaluator:
             best, worst = loss_of(self.alone[task][task]) if task in self.alone else 0.0, base
         return best, max(worst - best, 0.01 * max(abs(worst), abs(best)), 1e-12)
 
+    def close(self) -> None:
+        """Close the files of all models."""
+        self._candidates.close()
+
     def notes(self) -> list[str]:
-        lacking = [name for name in self._names if name not in self.tasks]
+        of_tasks = {name for name, one in self._data.items() if not isinstance(one, HarnessData)}
+        lacking = [name for name in self._names if name not in of_tasks] if of_tasks else []
         notes = [*self.plan.notes, *(note for one in self._data.values() for note in one.loaded.notes)]
         if lacking:
             them = "it" if len(lacking) == 1 else "them"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,20 +19,31 @@ from ..engine.rounding import rounded
 from ..errors import InputError
 from ..recipe import Recipe
 from ..storage.tensorfile import local_path
-from ..tasks import LoadedTask, Loading, evaluate_model, load_task
+from ..tasks import Generation, LoadedTask, Loading, load_task, measure
+from ..tasks.evaluation import with_written
 from ..tasks.models import model_with
+from ..tasks.text_metrics import written_rows
 from ..text import nearest
-from .scores import loss_of
+from .scores import headline, loss_name
 
 State = dict[str, Tensor]
+Rows = dict[str, Tensor]
+"""Metric → one number per row of the data, whose mean is the metric."""
 #: Bytes of batches that are kept from one model to the next.
 KEPT = 1_000_000_000
 
 
 def materialise(
-    plan: Plan, candidates: Sequence[Candidate], threads: int = 1, measured: KnownStatistics | None = None
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    threads: int = 1,
+    measured: KnownStatistics | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> list[State]:
-    """The weights of every candidate, by the names and in the types of a merge on disk."""
+    """The weights of every candidate, by the names and in the types of a merge on disk.
+
+    ``between`` is called after every block, from several threads; what it raises ends the work.
+    """
     states: list[State] = [{} for _ in candidates]
     for job in plan.jobs:
         copied = _whole(plan.inputs.template, job.name) if job.rule is None else None
@@ -43,6 +54,7 @@ def materialise(
         for state, merged in zip(states, block.merged, strict=True):
             for job, start, stop, values in block.tensors_of(merged):
                 state[job.name].view(-1)[start:stop] = rounded(values, torch_type(job.info))
+        between()
 
     look_at(plan, candidates, visit, threads=threads, measured=measured)
     return states
@@ -65,6 +77,10 @@ class TaskData:
 
     name: str
     loaded: LoadedTask
+    generation: Generation | None = None
+    """Answers are generated and scored too."""
+    between: Callable[[], None] = lambda: None
+    """Called before every batch; what it raises ends the evaluation."""
     _kept: list[dict[str, Tensor]] | None = field(default=None, init=False, repr=False)
 
     def model_with(self, state: Mapping[str, Tensor]) -> nn.Module:
@@ -75,11 +91,14 @@ class TaskData:
     def batches(self) -> Iterator[dict[str, Tensor]]:
         """The batches of the data, kept from one model to the next if they are not too large."""
         if self._kept is not None:
-            yield from self._kept
+            for batch in self._kept:
+                self.between()
+                yield batch
             return
         kept: list[dict[str, Tensor]] = []
         nbytes = 0
         for batch in self.loaded.batches():
+            self.between()
             nbytes += sum(value.nbytes for value in batch.values())
             if nbytes <= KEPT:
                 kept.append(batch)
@@ -95,16 +114,16 @@ class TaskData:
 
     def evaluate(self, model: nn.Module) -> dict[str, Any]:
         """The task's metrics for a model."""
-        return dict(evaluate_model(model, self.batches(), self.loaded.output))
+        return self.evaluate_rows(model)[0]
 
-    def evaluate_rows(self, model: nn.Module) -> tuple[dict[str, Any], Tensor]:
-        """The same, and the loss of every row; their mean is the loss that the metrics have."""
-        losses: list[Tensor] = []
-        add = lambda batch: losses.append(batch.double().cpu())  # noqa: E731
-        metrics = dict(evaluate_model(model, self.batches(), self.loaded.output, each=add))
-        rows = torch.cat(losses)
-        mean = float(rows.mean())
-        return metrics, rows * (loss_of(metrics) / mean if mean else 1.0)
+    def evaluate_rows(self, model: nn.Module) -> tuple[dict[str, Any], Rows]:
+        """The same, and what they are of every row: the metric that is shown first, and the loss."""
+        found = measure(model, self.batches(), self.loaded.output)
+        metrics, rows = found.summary(), found.rows()
+        if self.generation is not None:
+            written = written_rows(self.loaded, model, self.generation, lambda done: self.between())
+            metrics, rows = with_written(metrics, written), rows | written
+        return metrics, {name: rows[name] for name in (headline(metrics), loss_name(metrics)) if name in rows}
 
     def gradient(self, model: nn.Module) -> State:
         """∇Σ_i ℓ_i over the data, by the names of files, in float32 (float64 where the model is)."""
@@ -121,13 +140,17 @@ class TaskData:
         return {name: value.cpu() for name, value in stored_tensors(model, totals).items()}
 
 
-def load_data(name: str, recipe: Recipe, model: str, source: str, loading: Loading) -> TaskData:
-    """Data of a task, and a model as the recipe names it."""
+def check_vocabulary(recipe: Recipe) -> None:
     if recipe.tokenizer is not None:
         raise InputError(
             "tokenizer: a merge with a vocabulary of its own is not evaluated in memory, where the data are encoded as "
             "the models do. Merge it, and use `gradmerge evaluate` on the result"
         )
+
+
+def load_data(name: str, recipe: Recipe, model: str, source: str, loading: Loading) -> TaskData:
+    """Data of a task, and a model as the recipe names it."""
+    check_vocabulary(recipe)
     path = local_path(model, recipe.folder)
     return TaskData(name, load_task(str(path) if path.exists() else model, source, **loading))
 

@@ -13,8 +13,9 @@ loss of the worst task or the sum over tasks, of the whole model.
 - On data losses do not add up. Every round moves each point of each list up and down alone, fits a quadratic of all
   points to each task's loss, and looks at where the quadratics are smallest, and at half and a quarter of the way.
   First every third row of each task is held back: plain weights and lists, both chosen on the other rows, are compared
-  on them. If the lists are better there by more than the standard error of the difference (rows drawn with replacement,
-  the same for both), the search is done again on all rows, from the best plain weights, and its lists are taken.
+  on them. If the lists are better there by more than two standard errors of the difference (on the same rows), the
+  search is done again on all rows, from the best plain weights, and its lists are taken, unless all rows do not tell
+  them from plain weights.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from ..progress import Progress
 from ..recipe import Varying
 from ..text import nearest
 from .evaluator import Evaluator
-from .grid import Ranges, Setting, rounded, takes_weights
+from .grid import takes_weights
 from .predictor import Predictor
 from .preview import Looker, Outcome, worst_or_sum
-from .suggest import Judged, OverLayers, Suggestion, quadratic_features
+from .setting_ties import share_difference
+from .suggest import Judged, OverLayers, Suggestion, quadratic_features, suggestion_of
+from .weight_ranges import Ranges, rounded
 
 WAYS = ("layers",)
 #: Points of a list; a model with fewer layers has as many as layers.
@@ -48,8 +51,6 @@ SHARES = (1.0, 0.5, 0.25)
 #: One row of so many is held back.
 HELD_BACK = 3
 FEWEST_ROWS = 2 * HELD_BACK
-#: Draws of rows, for the standard error.
-DRAWS = 1000
 #: What moving a point over its whole range must gain to be worth it, as a share of the loss.
 WORTH = 1e-3
 #: Directions that settings hardly differ in are no part of a fit: rounding errors would decide there.
@@ -138,8 +139,7 @@ class _LayerSearch:
         """What the search makes small: predicted, or on the rows that it may see."""
         if not isinstance(self._looker, Evaluator) or not self._hold:
             return row.costs
-        shares = self._looker.row_shares(row)
-        return {task: float(share[~held_back(len(share))].mean()) for task, share in shares.items()}
+        return {task: float(share[~held_back(len(share))].mean()) for task, share in row.shares.items()}
 
     def score(self, row: Outcome) -> float:
         return worst_or_sum(self.costs(row), self._objective)
@@ -200,7 +200,8 @@ class _LayerSearch:
         asked = dict.fromkeys(weights for weights in map(self._lists.weights, places) if weights not in known)
         if not asked:
             return
-        rows = self._looker.look([Setting(self._method, weights) for weights in asked], progress.advance)
+        settings = [replace(self.best.setting, weights=weights, position=None) for weights in asked]
+        rows = self._looker.look(settings, progress.advance)
         self.looked += len(rows)
         rows = [row for row in rows if math.isfinite(worst_or_sum(row.costs, "sum"))]
         self._rows += rows
@@ -275,14 +276,14 @@ def held_back(rows: int) -> Tensor:
 
 
 def suggest_by_layers(
-    looker: Looker, plain: Suggestion, ranges: Ranges, *, points: int, seed: int, progress: Progress
+    looker: Looker, plain: Suggestion, ranges: Ranges, *, points: int, progress: Progress
 ) -> Suggestion:
     """A suggestion with weights over the layers, where they are better than the plain weights of another.
 
-    The method is that of the best plain setting with weights. The same seed gives the same weights.
+    The method is that of the best plain setting with weights.
     """
     found = plain.evaluated
-    weighted = [row for row in (found.best(method) for method in found.methods if takes_weights(method)) if row]
+    weighted = [row for row in (found.leading(method) for method in found.methods if takes_weights(method)) if row]
     weighted = [row for row in weighted if ranges.holds(row.setting.weights) and row.score is not None]
     if not weighted:
         raise InputError("--by layers: no setting with weights in the ranges can be merged")
@@ -292,24 +293,27 @@ def suggest_by_layers(
     if isinstance(looker, Evaluator):
         without = _LayerSearch(looker, lists, method, found.rows, plain.objective, hold=True)
         without.run(progress)
-        one, other = (looker.row_shares(row) for row in (without.plain, without.best))
-        judged = Judged(without.plain, without.best, *_held_gain(one, other, plain.objective, seed))
-        looked, better = without.looked, judged.gain > judged.error
+        plainly, layered = (
+            {task: shares[held_back(len(shares))] for task, shares in row.shares.items()}
+            for row in (without.plain, without.best)
+        )
+        gain = share_difference(plainly, layered, plain.objective == "worst")
+        judged = Judged(without.plain, without.best, gain.value, gain.error)
+        looked, better = without.looked, gain.value > 0 and not gain.tied
     search = _LayerSearch(looker, lists, method, found.rows, plain.objective)
     if better:
         search.run(progress)
-    layered = search.best if better or judged is None else judged.layered
-    layered.score = worst_or_sum(layered.costs, plain.objective)
+    chosen = search.best if better or judged is None else judged.layered
+    chosen.score = worst_or_sum(chosen.costs, plain.objective)
     assert best.score is not None
-    taken = better and layered.score < best.score and (judged is not None or not found.criterion.close(layered, best))
-    over = OverLayers(best, layered, lists.layers, looked + search.looked, judged, taken)
-    if taken:
-        found.rows.append(layered)
-        found.rank_all()
-    if not taken or found.best() is not layered:  # a method without weights is better still
-        return replace(plain, over_layers=replace(over, taken=False))
-    costs = {task: layered.costs[task] if looker.measured else found.relative(layered, task) for task in found.tasks}
-    return replace(plain, method=layered.setting.method, weights=found.weights(layered), costs=costs, over_layers=over)
+    taken = better and chosen.score < best.score and (judged is not None or not found.criterion.close(chosen, best))
+    over = OverLayers(best, chosen, lists.layers, looked + search.looked, judged, taken)
+    if not taken:
+        return replace(plain, over_layers=over)
+    found.rows.append(chosen)
+    found.rank_all()
+    # It may be tied with simpler weights, or a method without any may be better still.
+    return suggestion_of(found, plain.objective, replace(over, taken=found.best() is chosen))
 
 
 def prepare_for_layers(looker: Looker, methods: Sequence[str], ranges: Ranges, points: int) -> None:
@@ -330,23 +334,3 @@ def prepare_for_layers(looker: Looker, methods: Sequence[str], ranges: Ranges, p
 def _lists_of(looker: Looker, ranges: Ranges, points: int) -> LayerLists:
     inputs = looker.plan.inputs
     return LayerLists(ranges, [*(inputs.base or inputs.tuned[0]).tensors], points)
-
-
-def _held_gain(plain: dict[str, Tensor], layered: dict[str, Tensor], objective: str, seed: int) -> tuple[float, float]:
-    """What the second gains over the first on the rows that were held back, and the standard error of that."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn, seen = [], []
-    for task, shares in plain.items():
-        held = held_back(len(shares))
-        both = torch.stack([shares[held], layered[task][held]])
-        places = torch.randint(both.shape[1], (DRAWS, both.shape[1]), generator=generator)
-        drawn.append(both[:, places].mean(-1))
-        seen.append(both.mean(-1))
-
-    def gains(costs: list[Tensor]) -> Tensor:
-        every = torch.stack(costs)
-        first, second = every.amax(0) if objective == "worst" else every.sum(0)
-        gained: Tensor = first - second
-        return gained
-
-    return float(gains(seen)), float(gains(drawn).std())

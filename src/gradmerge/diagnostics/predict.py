@@ -70,6 +70,8 @@ class Interference(_Additive):
     """Σ √(H_s H_t) |Δ_s Δ_t|"""
     opposed: float = 0.0
     """The same over entries that the two move in opposite directions."""
+    chance: float = 0.0
+    """The overlap if each moved its entries as far, but which ones had nothing to do with the other's."""
 
     @property
     def share(self) -> float:
@@ -164,8 +166,6 @@ def predict(
     names = [*tasks, *([BASE] if plan.inputs.prior is not None else [])]
     result = Prediction([c.name for c in candidates], names)
     # Sums are added up in the order of the blocks, so that they do not depend on which thread is first.
-    units = (unit for unit in plan.units() if unit.job.rule is not None)
-    places = {(unit.job.name, unit.start): place for place, unit in enumerate(units)}
     waiting: dict[int, Prediction] = {}
     following = 0
     lock = threading.Lock()
@@ -174,7 +174,7 @@ def predict(
         nonlocal following
         found = _look_at_block(block, names, result.candidates, group_by(block.job.name))
         with lock:
-            waiting[places[block.job.name, block.start]] = found
+            waiting[block.number] = found
             while following in waiting:
                 part = waiting.pop(following)
                 _add(result.costs, part.costs)
@@ -207,13 +207,15 @@ def _look_at_block(block: Block, tasks: list[str], candidates: list[str], group:
         strength = (place - block.base).mul_(diagonal_of(h).sqrt())
         scaled.append(strength)
         found.moved[task, group] = _dot(strength, strength)
+    sizes = [float(one.abs().sum(dtype=torch.float64)) for one in scaled]
     for i, one in enumerate(scaled):
         for j in range(i):
             product = one * scaled[j]
             overlap = float(product.abs().sum(dtype=torch.float64))
             signed = float(product.sum(dtype=torch.float64))
             opposed = max(0.0, (overlap - signed) / 2)
-            found.interference[tasks[j], tasks[i], group] = Interference(overlap, opposed)
+            chance = sizes[i] * sizes[j] / one.numel()
+            found.interference[tasks[j], tasks[i], group] = Interference(overlap, opposed, chance)
     if BASE in tasks:
         found.moved[BASE, group] = 0.0
     return found

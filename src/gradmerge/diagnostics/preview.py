@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,9 +18,13 @@ from ..display import Displayed, View
 from ..engine.plan import Plan
 from ..progress import Progress
 from ..recipe import Recipe, Varying, leaves
-from .grid import Setting, takes_weights
+from ..tasks.uncertainty import Difference
+from ..text import Measured
+from .grid import Setting, is_removal, recipe_with, takes_weights
 from .predict import task_names
-from .scores import Criterion, Ranking, headline, higher_is_better, loss_of, mean_ranks, steady
+from .scores import Criterion, Ranking, headline, higher_is_better, loss_of, mean_ranks, measured, steady
+from .setting_ties import are_tied, score_difference, score_error, simplicity
+from .sweeps import Changes
 
 Advance = Callable[[int], None]
 """Called with the number of merges that are done."""
@@ -39,8 +43,10 @@ class Outcome:
     """Task → what a search minimises: predicted excess loss, or the lost share of what fine-tuning had gained."""
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
     """Part of the model → the same of that part, which add up; without data."""
-    losses: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    """Task → the loss of every row, where rows are to be told apart."""
+    rows: dict[str, dict[str, Tensor]] = field(default_factory=dict, compare=False, repr=False)
+    """Task → metric (the one shown first, and the loss) → one number per row of its data, whose mean is the metric."""
+    shares: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """Task → the same of what a search minimises."""
     score: float | None = None
     """What settings are compared by; see the preview's criterion."""
     rank: int | None = None
@@ -74,16 +80,25 @@ class Preview(Displayed):
     verdict: list[str] = field(default_factory=list)
     """What a user should know, in sentences."""
 
+    keeps_own: bool = True
+    """Whether the recipe's own merge may be taken; not where weights were searched in ranges without it."""
+    _ties: dict[int, list[Outcome]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
     def _line(self) -> list[str]:
         best = self.best()
         found = f"best: {best.setting.name}" if best is not None else "no best"
+        if (tied := len(self.all_tied())) > 1:
+            found += f" of {tied} that are tied"
         return [f"{len(self.rows)} settings", found, "measured" if self.measured else "predicted"]
 
     def _view(self) -> View:
-        score = (lambda row: row.score) if self.measured else self.relative_score
-        ranked = sorted(self.rows, key=lambda row: (row.rank is None, row.rank))
         how = self.criterion.name + ("" if self.measured else ", × reference")
-        return ["rank", "setting", how], [[row.rank, row.setting.name, score(row)] for row in ranked], self.verdict
+        rows = [[row.rank, row.setting.name, self.shown_score(row)] for row in self.ranked()]
+        return ["rank", "setting", how], rows, self.verdict
+
+    def ranked(self) -> list[Outcome]:
+        """The settings, the best first; those that are tied by their scores."""
+        return sorted(self.rows, key=lambda row: (row.rank is None, row.rank, self._badness(row)))
 
     @property
     def methods(self) -> list[str]:
@@ -94,8 +109,8 @@ class Preview(Displayed):
         return headline(next(row.metrics[task] for row in (self.reference, *self.rows) if row.metrics.get(task)))
 
     def relative(self, row: Outcome, task: str) -> float | None:
-        """Predicted excess loss of a task as a multiple of the reference merge's, or of the largest if it has none."""
-        return _relative(row.values.get(task), self.reference.values.get(task), (r.values.get(task) for r in self.rows))
+        """Predicted excess loss of a task, in the unit of the score: the largest over tasks, or their sum, is it."""
+        return self._relative(row.values.get(task))
 
     @staticmethod
     def relative_to(row: Outcome, other: Outcome) -> float | None:
@@ -104,35 +119,120 @@ class Preview(Displayed):
 
     def relative_score(self, row: Outcome) -> float | None:
         """The predicted loss that settings are compared by, as a multiple of the reference's, or of the largest."""
-        return _relative(row.score, self.reference.score, (other.score for other in self.rows))
+        return self._relative(row.score)
+
+    def _relative(self, value: float | None) -> float | None:
+        """A multiple of the reference's score, or of the largest, whichever is above 0: some predictions are below."""
+        whole = self.reference.score or 0.0
+        if whole <= 0:
+            whole = max((row.score for row in self.rows if row.score is not None), default=0.0)
+        return value / whole if value is not None and whole > 0 else None
+
+    def shown_score(self, row: Outcome) -> float | None:
+        """The score as tables have it: measured with its standard error, else a multiple of the reference's."""
+        if not self.measured or row.score is None:
+            return self.relative_score(row)
+        return Measured(row.score, score_error(row, self.criterion))
+
+    def shown_value(self, row: Outcome, task: str) -> float | None:
+        """The same of one task: the metric that is shown first, or the predicted loss."""
+        return measured(row.metrics.get(task, {}), self.metric(task)) if self.measured else self.relative(row, task)
 
     def weights(self, row: Outcome) -> dict[str, Varying]:
         return dict(zip(self.models, row.setting.weights, strict=True)) if row.setting.weights else {}
 
-    def best(self, method: str | None = None) -> Outcome | None:
-        """The best setting of a method, or of all; where accuracies are the same, the smaller loss decides.
-
-        None for removal: what goes and what stays pull against each other.
-        """
-
-        def badness(row: Outcome) -> tuple[float, float]:
-            losses = [loss_of(metrics) for metrics in row.metrics.values()] or [0.0]
-            score = steady(row.score or 0.0)
-            return -score if self.criterion.higher else score, steady(sum(losses) / len(losses))
-
+    def leading(self, method: str | None = None) -> Outcome | None:
+        """The setting of a method, or of all, with the best score, be it by chance; of equal ones that of the smaller
+        loss. None for removal, be it by negation: what goes and what stays pull against each other."""
+        if is_removal(self.recipe):
+            return None
         known = [row for row in self.rows if row.score is not None and row.setting.method != "removal"]
-        return min((row for row in known if method in (None, row.setting.method)), key=badness, default=None)
+        return min((row for row in known if method in (None, row.setting.method)), key=self._badness, default=None)
 
-    def as_good(self, best: Outcome) -> list[Outcome]:
-        """The settings of the same method that are within 1 % of the best one."""
-        same = [row for row in self.rows if row.setting.method == best.setting.method]
-        return [row for row in same if self.criterion.close(row, best)]
+    def _badness(self, row: Outcome) -> tuple[float, float]:
+        losses = [loss_of(metrics) for metrics in row.metrics.values()] or [0.0]
+        score = steady(row.score or 0.0)
+        return -score if self.criterion.higher else score, steady(sum(losses) / len(losses))
+
+    def difference(self, row: Outcome, other: Outcome) -> Difference | None:
+        """How much larger a setting's score is than another's, on the same rows; None for what was not measured, and
+        for mean ranks, which have no error: there :meth:`tied` looks at every task."""
+        return score_difference(row, other, self.criterion) if self.measured else None
+
+    def tied(self, best: Outcome) -> list[Outcome]:
+        """The other settings that the data cannot tell from one, usually the leading one: within two standard errors.
+
+        Of mean ranks, those that no task's metric tells from it. None where nothing was measured.
+        """
+        if id(best) not in self._ties:
+            others = (row for row in self.rows if row is not best and self.measured)
+            self._ties[id(best)] = [row for row in others if are_tied(row, best, self.criterion)]
+        return self._ties[id(best)]
+
+    def among_best(self, row: Outcome) -> bool:
+        """Whether a setting is the leading one or tied with it; also the reference, where that is none of the rows."""
+        leading = self.leading()
+        if leading is None or row is leading:
+            return leading is not None
+        if row is self.reference and not any(row is other for other in self.rows):
+            return self.measured and are_tied(row, leading, self.criterion)
+        return any(row is other for other in self.tied(leading))
+
+    def all_tied(self) -> list[Outcome]:
+        """The leading setting and those tied with it, the recipe's own among them even if it was not asked for."""
+        own = [self.reference] if self.own is not None and not any(self.own is row for row in self.rows) else []
+        return [row for row in (*self.rows, *own) if self.measured and self.among_best(row)]
+
+    def best(self, method: str | None = None) -> Outcome | None:
+        """The setting of a method, or of all, to take.
+
+        Of the leading one and those tied with it the recipe's own, even if it was not asked for, else the simplest
+        (:func:`simplicity`) of those that are not tied with it, and of equally simple ones the one with the best score.
+        """
+        leading = self.leading(method)
+        if leading is None or not self.measured:
+            return leading
+        among = self.as_good(method)
+        own = self.own
+        if own is not None and method in (None, own.setting.method):
+            tied = own is leading or are_tied(own, leading, self.criterion)
+            if tied and self.keeps_own:
+                return own
+            among = among if tied else [row for row in among if not are_tied(row, own, self.criterion)]
+        return min(among, key=lambda row: (simplicity(row.setting), self._badness(row)))
+
+    @property
+    def own(self) -> Outcome | None:
+        """The recipe's own merge; None where its method is not among those previewed."""
+        return self.reference if self.reference.setting.method == self.recipe.method else None
+
+    def as_good(self, method: str | None = None) -> list[Outcome]:
+        """The settings of a method, or of all, that are as good as its leading one, with that: tied, if measured, and
+        within 1 % if predicted."""
+        leading = self.leading(method)
+        if leading is None:
+            return []
+        same = [row for row in self.rows if method in (None, row.setting.method)]
+        if self.measured:
+            tied = self.tied(leading)
+            return [row for row in same if row is leading or any(row is other for other in tied)]
+        return [row for row in same if self.criterion.close(row, leading)]
+
+    def spans(self, rows: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
+        """Task → the smallest and the largest of its weights in some settings; none where they differ by layer."""
+        found = {}
+        for task, weights in zip(self.models, zip(*(row.setting.weights for row in rows), strict=True), strict=False):
+            numbers = [weight for weight in weights if not isinstance(weight, tuple)]
+            if len(numbers) == len(weights):
+                found[task] = min(numbers), max(numbers)
+        return found
 
     def rank_all(self) -> None:
-        """Fill in the ranks of all settings."""
+        """Fill in the ranks of all settings; those that are tied with the leading one are first with it."""
+        self._ties.clear()
         overall = Ranking([row.score for row in self.rows], self.criterion.higher)
-        for row in self.rows:
-            row.rank = overall.place(row.score)
+        for row in (*self.rows, self.reference):
+            row.rank = 1 if self.among_best(row) else overall.place(row.score)
         for task in self.tasks:
             one = Ranking([row.values.get(task) for row in self.rows], self.higher(task))
             for row in self.rows:
@@ -141,14 +241,6 @@ class Preview(Displayed):
     def higher(self, task: str) -> bool:
         """Whether a higher value of a task is better."""
         return self.measured and higher_is_better(self.metric(task))
-
-
-def _relative(value: float | None, reference: float | None, every: Iterable[float | None]) -> float | None:
-    """A multiple of the reference's, or of the largest, whichever is above 0: some predictions are below."""
-    whole = reference or 0.0
-    if whole <= 0:
-        whole = max((other for other in every if other is not None), default=0.0)
-    return value / whole if value is not None and whole > 0 else None
 
 
 class Looker(Protocol):
@@ -166,11 +258,19 @@ class Looker(Protocol):
 
     def notes(self) -> list[str]: ...
 
+    def close(self) -> None: ...
 
-def reference_setting(recipe: Recipe, methods: Sequence[str]) -> Setting:
+
+def reference_setting(recipe: Recipe, methods: Sequence[str], fixed: Mapping[str, Changes] | None = None) -> Setting:
     """The recipe's own merge; where its method is not previewed, the first that is, at the recipe's weights."""
     method = recipe.method if recipe.method in methods else methods[0]
-    return Setting(method, tuple(recipe.weights) if takes_weights(method) else ())
+    changes = (fixed or {}).get(method, ())
+    return Setting(method, tuple(recipe.weights) if takes_weights(method) else (), changes=changes)
+
+
+def _meaning(recipe: Recipe) -> dict[str, Any]:
+    """A recipe with all defaults filled in, so that two that mean the same are the same."""
+    return {**recipe.model_dump(), "options": recipe.resolved_options}
 
 
 def compare(
@@ -180,22 +280,27 @@ def compare(
     axis: str,
     *,
     objective: str = "worst",
+    fixed: Mapping[str, Changes] | None = None,
     progress: Progress,
 ) -> Preview:
     """Look at all settings, and at the reference, and compare them.
 
     On data, by the average of the tasks' metrics, or by the mean of their ranks where metrics differ; from curvature,
-    by the worst task (``objective`` "worst") or the sum over tasks ("sum").
+    by the worst task (``objective`` "worst") or the sum over tasks ("sum"). ``fixed`` are, by method, changes that all
+    its settings have.
     """
-    reference = reference_setting(recipe, [setting.method for setting in settings])
+    reference = reference_setting(recipe, [setting.method for setting in settings], fixed)
+    alike = (s for s in settings if (s.method, s.weights) == (reference.method, reference.weights))
+    same = _meaning(recipe_with(recipe, reference))
+    reference = next((setting for setting in alike if _meaning(recipe_with(recipe, setting)) == same), reference)
     asked = list(settings)
     if not any(setting.same(reference) for setting in settings):
         asked.append(reference)
     progress.begin("previewing", len(asked))
     rows = looker.look(asked, progress.advance)
-    own = next((row for row in rows if row.setting.same(reference)), rows[0])
-    shown = [row for row in rows if row is not own] if len(asked) > len(settings) else rows
-    return make_preview(recipe, looker, shown or [own], own, axis, score_all(rows, looker.measured, objective))
+    found = next((row for row in rows if row.setting.same(reference)), rows[0])
+    shown = [row for row in rows if row is not found] if len(asked) > len(settings) else rows
+    return make_preview(recipe, looker, shown or [found], found, axis, score_all(rows, looker.measured, objective))
 
 
 def make_preview(
@@ -216,10 +321,8 @@ def make_preview(
     )
     found.rank_all()
     found.notes = [*looker.notes(), *_indifferent(found)]
-    free = [task for task in found.tasks if not found.measured and not (reference.values.get(task) or 0) > 0]
-    if free:
-        nothing = f"{reference.setting.name} is predicted to cost {', '.join(free)} nothing"
-        found.notes.append(f"{nothing}: multiples are of the largest predicted loss there")
+    if not found.measured and not (reference.score or 0) > 0:
+        found.notes.append(f"{reference.setting.name} is predicted to cost nothing: multiples are of the largest score")
     return found
 
 
@@ -247,8 +350,9 @@ def score_by_costs(rows: Sequence[Outcome], measured: bool, objective: str) -> C
         row.score = total if math.isfinite(total) else None
     if measured:
         of = "worst task" if objective == "worst" else "summed"
-        return Criterion(f"share lost of what fine-tuning gained, {of}", False, shares=True)
-    return Criterion("predicted loss of the worst task" if objective == "worst" else "sum of predicted losses", False)
+        return Criterion(f"share lost of what fine-tuning gained, {of}", False, shares=True, worst=objective == "worst")
+    name = "predicted loss of the worst task" if objective == "worst" else "sum of predicted losses"
+    return Criterion(name, False, worst=objective == "worst")
 
 
 def worst_or_sum(costs: Mapping[str, float], objective: str) -> float:
@@ -263,11 +367,13 @@ def _indifferent(found: Preview) -> list[str]:
     notes = []
     for method in found.methods:
         rows = [row for row in found.rows if row.setting.method == method and len(set(row.setting.weights)) == 1]
+        rows = [row for row in rows if row.setting.changes == rows[0].setting.changes]
         losses = [
             [loss_of(metrics) for metrics in row.metrics.values()] if found.measured else list(row.costs.values())
             for row in rows
             if min(leaves(row.setting.weights[0])) > 0
         ]
+        losses = [one for one in losses if all(map(math.isfinite, one))]
         pairs = ((a, b) for one in losses for a, b in zip(one, losses[0], strict=True))
         if len(found.models) > 1 and len(losses) > 2 and all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs):
             notes.append(

@@ -8,32 +8,53 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..text import Measured
+
 if TYPE_CHECKING:
     from .preview import Outcome
 
 #: The metric of a task that is shown first: the first of these that its metrics have. A perplexity averages badly over
 #: tasks, its logarithm does not.
-HEADLINES = ("accuracy", "micro_f1", "spearman_r", "r2", "loss_per_token", "mse", "loss_per_example")
-_LOWER = ("loss_per_token", "mse", "loss_per_example", "perplexity")
+HEADLINES = (
+    *("accuracy", "micro_f1", "spearman_r", "r2", "judge", "exact_match", "rougeL", "bleu", "chrf"),
+    *("loss_per_token", "mse", "loss_per_example"),
+)
+_LOWER = (
+    *("loss_per_token", "mse", "loss_per_example", "perplexity"),
+    *("word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "ter", "wer", "cer"),  # of the harness
+)
 #: Settings as close to the best as this are as good.
 CLOSE = 0.01
 
 
 def headline(metrics: Mapping[str, Any]) -> str:
     """Accuracy (classes, images, candidates), micro F1 (several labels), loss per token in nats; of a regression R², of
-    scored pairs the correlation of ranks, and of both the squared error where all labels are the same."""
+    scored pairs the correlation of ranks, and of both the squared error where all labels are the same. Of generated
+    text what a judge says, or else exact match, ROUGE-L, BLEU or chrF; of a task of the harness the first it gives."""
     optional = ("r2", "spearman_r")
-    return next(name for name in HEADLINES if name in metrics and (name not in optional or metrics[name] is not None))
+    known = (name for name in HEADLINES if name in metrics and (name not in optional or metrics[name] is not None))
+    return next(known, next(iter(metrics)))
 
 
 def higher_is_better(name: str) -> bool:
     return name not in _LOWER
 
 
+def loss_name(metrics: Mapping[str, Any]) -> str:
+    """Mean loss of an example, nats; of a regression the mean squared error."""
+    return "loss_per_example" if "loss_per_example" in metrics else "mse"
+
+
 def loss_of(metrics: Mapping[str, Any]) -> float:
-    """Mean loss of an example, nats; the mean squared error of a regression. Infinite where there is none."""
-    found = metrics.get("loss_per_example", metrics.get("mse"))
+    """The number of that name. Infinite where there is none."""
+    found = metrics.get(loss_name(metrics))
     return math.inf if found is None else float(found)
+
+
+def measured(metrics: Mapping[str, Any], name: str) -> float | None:
+    """A metric with its standard error."""
+    value, error = metrics.get(name), metrics.get("standard_errors", {}).get(name)
+    return value if value is None or error is None else Measured(value, error)
 
 
 @dataclass(frozen=True)
@@ -47,6 +68,8 @@ class Criterion:
     """The score is a mean of ranks, in which a distance means nothing."""
     shares: bool = False
     """The score is a share, in which 1 % is 0.01."""
+    worst: bool = False
+    """The score is that of the worst task; else an average or a sum over tasks."""
 
     def close(self, row: Outcome, best: Outcome) -> bool:
         """Whether a setting is within 1 % of the best: in its score, or, of ranks, in every task's metric."""

@@ -8,7 +8,7 @@ are looked at together, which without data is one pass over the files.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,8 +19,10 @@ from ..display import Displayed, View
 from ..errors import InputError
 from ..progress import Progress
 from ..recipe import Recipe, Varying, in_words
-from .grid import HIGH, LOW, Range, Ranges, Setting, rounded, settings_of, takes_weights
+from .grid import Setting, Space, settings_of, takes_weights
 from .preview import Looker, Outcome, Preview, make_preview, reference_setting, score_by_costs, worst_or_sum
+from .sweeps import Changes
+from .weight_ranges import HIGH, LOW, Range, Ranges, rounded
 
 OBJECTIVES = ("worst", "sum")
 #: How far a round goes from the best point, as a share of the ranges.
@@ -58,7 +60,7 @@ class OverLayers:
     judged: Judged | None
     """On data: whether lists are better on rows held back."""
     taken: bool
-    """Whether the suggestion has these weights."""
+    """Whether the suggestion has these weights; on data also False where simpler ones are tied with them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,7 +75,8 @@ class Suggestion(Displayed):
     measured: bool
     """On data; else predicted from curvature."""
     costs: dict[str, float | None]
-    """Task → predicted loss as a multiple of the recipe's own merge; on data, the lost share of fine-tuning's gain."""
+    """Task → predicted loss as a multiple of that of the recipe's own merge that the objective looks at, its worst
+    task's or its sum; on data, the lost share of fine-tuning's gain."""
     evaluated: Preview
     """Every setting that was looked at; of those with lists over the layers only the one that is suggested."""
     over_layers: OverLayers | None = None
@@ -116,9 +119,13 @@ def suggest(
     objective: str = "worst",
     samples: int = 64,
     seed: int = 0,
+    fixed: Mapping[str, Changes] | None = None,
     progress: Progress,
 ) -> Suggestion:
-    """Search weights for every method, and take the best. The same seed gives the same weights."""
+    """Search weights for every method, and take the best. The same seed gives the same weights.
+
+    ``fixed`` are, by method, keys of the recipe that all its settings change.
+    """
     check_objective(objective)
     if samples < 1 or samples > 2000:
         raise InputError(f"--samples {samples}: between 1 and 2,000 points can be tried in a round")
@@ -129,8 +136,9 @@ def suggest(
         raise InputError(
             "the recipe names no base; how much of what fine-tuning gained is lost is not known without it"
         )
-    searches = [_WeightSearch(method, ranges, samples, seed, objective) for method in methods]
-    reference = reference_setting(recipe, methods)
+    space = Space(ranges, fixed=fixed or {})
+    searches = [_WeightSearch(method, space, samples, seed, objective) for method in methods]
+    reference = reference_setting(recipe, methods, space.fixed)
     expected = sum(search.expected for search in searches) + 1
     progress.begin("searching", expected)
     first = [setting for search in searches for setting in search.first()]
@@ -148,18 +156,25 @@ def suggest(
     if len(rows) > 1 and reference.weights and not ranges.holds(reference.weights):
         rows = [row for row in rows if row is not own]
     found = make_preview(recipe, looker, rows, own, ranges.axis, criterion)
+    found.keeps_own = any(row is own for row in rows)
+    return suggestion_of(found, objective)
+
+
+def suggestion_of(found: Preview, objective: str, over: OverLayers | None = None) -> Suggestion:
+    """The setting to take of those that were looked at."""
     best = found.best()
     if best is None:
         raise InputError("no setting gives a finite loss; are the models or their curvature damaged?")
-    costs = {task: best.costs[task] if looker.measured else found.relative(best, task) for task in found.tasks}
-    return Suggestion(best.setting.method, found.weights(best), objective, looker.measured, costs, found)
+    costs = {task: best.costs[task] if found.measured else found.relative(best, task) for task in found.tasks}
+    return Suggestion(best.setting.method, found.weights(best), objective, found.measured, costs, found, over)
 
 
 class _WeightSearch:
     """The search for the weights of one method."""
 
-    def __init__(self, method: str, ranges: Ranges, samples: int, seed: int, objective: str) -> None:
-        self.method, self.ranges, self.samples, self.objective = method, ranges, samples, objective
+    def __init__(self, method: str, space: Space, samples: int, seed: int, objective: str) -> None:
+        ranges = space.ranges
+        self.method, self.space, self.ranges, self.samples, self.objective = method, space, ranges, samples, objective
         self._dimensions = [one for _, one in ranges.dimensions()]
         varying = [i for i, one in enumerate(self._dimensions) if one.high > one.low]
         self._free = varying if takes_weights(method) else []
@@ -176,7 +191,7 @@ class _WeightSearch:
     def first(self) -> list[Setting]:
         """Points that fill the ranges, and the diagonal."""
         if not self._free:
-            return settings_of(self.method, self.ranges, [self._weights(self._lows)])
+            return settings_of(self.method, self.space, [self._weights(self._lows)])
         steps = torch.linspace(0, 1, min(DIAGONAL, self.samples), dtype=torch.float64)
         diagonal = steps[:, None].expand(-1, len(self._free))
         if len({(self._dimensions[i].low, self._dimensions[i].high) for i in self._free}) > 1:
@@ -242,7 +257,7 @@ class _WeightSearch:
             if weights not in self._seen:
                 self._seen.add(weights)
                 points.append(weights)
-        return settings_of(self.method, self.ranges, points)
+        return settings_of(self.method, self.space, points)
 
     def _weights(self, values: Tensor) -> tuple[Varying, ...]:
         pairs = zip(self._dimensions, values.tolist(), strict=True)

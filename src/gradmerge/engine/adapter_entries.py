@@ -8,11 +8,11 @@ from typing import Any
 
 from ..checkpoints.adapter_config import read_adapter_config
 from ..errors import InputError
+from ..markdown import as_table
 from ..notes import Note
 from .adapter_changes import Changes
 from .adapter_layout import PREFIX, AdapterLayout, Place, task_of_adapter
 from .adapter_parts import Part
-from .card import as_table
 
 #: A share that is lost to the rounding of factors in float32, and not to their rank.
 ROUNDING = 1e-12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from ..rules.sparse import largest
 from ..rules.spec import Grain
 from .coefficients import coefficient_notes
 from .damping import find_damping
+from .inputs import USUAL_DAMPING
 from .layers import joined, parted, pieces_of, read_layer, solve_layer
 from .measuring import Advance
 from .plan import Job, Plan, Unit, rule_arguments
-from .planning import rehearse
+from .planning import problems_of_layers, problems_of_scope, rehearse
 from .reading import random_inputs, read_block, shaped
 from .statistics import Statistics, find_statistics
 from .trust import trust_notes
@@ -39,6 +40,8 @@ class Candidate:
     options: Mapping[str, Any] | None = None
     own: Sequence[Mapping[str, Any]] = ()
     """Options of single models."""
+    damping: float | Literal["auto"] | None = None
+    """δ as a recipe gives it; None: the plan's."""
     model: Checkpoint | None = None
 
 
@@ -60,6 +63,8 @@ class Block:
 
     Of a layer with Kronecker curvature all of these are matrices [W b], in float64, and ``job`` is its weight's.
     """
+    number: int = 0
+    """Its place among all blocks that are handed over, from 0; they come in any order."""
 
     def part_of(self, state: Mapping[str, Tensor]) -> Tensor:
         """The same stretch of other tensors by these names, such as a gradient; 0 where there are none."""
@@ -102,10 +107,9 @@ def look_at(
     grain = coarsest(runner.grain for runner in runners)
     cut = [job if job.rule is None or job.layer or job.inside else replace(job, grain=grain) for job in plan.jobs]
 
-    def work(buffers: Buffers, unit: Unit) -> None:
+    def work(buffers: Buffers, item: tuple[int, Unit]) -> None:
+        number, unit = item
         job = unit.job
-        if job.rule is None:
-            return
         masks: Masks = {}
         if job.layer is not None:
             tensors = read_layer(plan, job, {})
@@ -115,10 +119,11 @@ def look_at(
             merged = [runner.block(unit, tensors, masks, buffers) for runner in runners]
         read = (tensors["base"], tensors["tuned"], tensors.get("prior"))
         more = (tensors.get("curvature") or [], tensors.get("penalty") or [])
-        visit(Block(job, unit.start, unit.stop, *read, *more, merged))
+        visit(Block(job, unit.start, unit.stop, *read, *more, merged, number))
         advance(plan.bytes_read(job) * (unit.stop - unit.start) // max(1, job.info.numel))
 
-    run_parallel(replace(plan, jobs=cut).units(), with_buffers(work), threads)
+    units = (unit for unit in replace(plan, jobs=cut).units() if unit.job.rule is not None)
+    run_parallel(enumerate(units), with_buffers(work), threads)
 
 
 def coarsest(grains: Iterable[Grain]) -> Grain:
@@ -137,6 +142,9 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
     options = check_options(rule, candidate.options or {}, candidate.own)
     settings = plan.inputs.settings.changed(candidate.weights, options)
     inputs = replace(plan.inputs, settings=settings, options=options)
+    if candidate.damping is not None:
+        inputs.damping_is_open = candidate.damping == "auto"
+        inputs.damping = USUAL_DAMPING if candidate.damping == "auto" else candidate.damping
     weights = candidate.weights
     if weights is not None and len(weights) != len(inputs.tuned):
         raise InputError(f"{candidate.name}: {len(weights)} weights for {len(inputs.tuned)} models")
@@ -146,6 +154,16 @@ def plan_of(plan: Plan, candidate: Candidate) -> Plan:
         raise InputError(f"{rule.name} needs the curvature of the base, which has none here")
     if plan.layers and rule.layers is None and rule.needs(options) & {"prior", "curvature"}:
         raise InputError(f"{rule.name} takes diagonals, and the curvature of these models is Kronecker")
+    layers = {
+        job.name: (job.layer.transposed, job.layer.bias.name if job.layer.bias else None)
+        for job in plan.layers
+        if job.layer
+    }
+    problems = problems_of_scope(inputs)
+    if layers and rule.layers is not None:
+        problems += problems_of_layers(candidate.options or {}, inputs, layers)
+    if problems:
+        raise InputError(problems[0])
     needs = frozenset(rule.needs(options)) - (set() if inputs.penalty else rule.optional & {"penalty"})
     jobs = [
         job if job.rule is None else replace(job, rule=rule, grain=rule.cut(settings.of(job.name).options))

@@ -2,56 +2,88 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-import yaml
-
 from .._version import __version__
-from ..checkpoints.opening import HUB_ID
+from ..checkpoints.model import Checkpoint
+from ..checkpoints.published import Published, all_published, name_of, published, short_names
+from ..checkpoints.sidecars import library_of
+from ..markdown import as_block, as_card, as_code, as_text, to_yaml
 from ..recipe import NONE, Base, Identity, Model, Recipe, in_words
-from ..storage.tensorfile import local_path
-from ..text import one_line, printable
+from .evaluations import PLACE
+from .front_matter import front_matter_of, licence_text
+from .inputs import CurvatureInput, Inputs
+from .penalties import used
+from .plan import Plan
 from .slicing import layer_table, shown_layers
+from .usage import pipeline_tag, usage
+
+Shown = Callable[[str], str]
+"""What text calls a model or a curvature folder: never by the path to it."""
+
+
+def merge_card(
+    recipe: Recipe, plan: Plan, folder: Path, name: str, adapter_of: Checkpoint | None = None, more: str = ""
+) -> str:
+    """The card of a merge whose folder is finished but for it; ``adapter_of`` is the base of one that is an adapter."""
+    parts = all_published(plan.inputs.checkpoints)
+    base = published(adapter_of) if adapter_of is not None else None
+    library = "peft" if base is not None else library_of(folder)
+    tag = next((part.pipeline_tag for part in parts if part.pipeline_tag), None)
+    tag = tag or pipeline_tag(folder if adapter_of is None else adapter_of.folder)
+    front = front_matter_of(
+        parts,
+        bases=None if base is None else [base],
+        relation="merge" if base is None else "adapter",
+        library=library,
+        tags=["merge", "gradmerge", *(["lora"] if base is not None else [])],
+        pipeline=tag,
+        license=recipe.output.license,
+    )
+    on = None
+    if adapter_of is not None and base is not None:
+        on = next(iter(base.ids), base.name), adapter_of.config
+    more += licence_text(parts, recipe.output.license) + usage(folder, name, on)
+    return model_card(recipe, name, front, plan.inputs, used(recipe, plan), more)
 
 
 def model_card(
     recipe: Recipe,
     name: str,
-    library: str | None,
-    used: Mapping[str, Any] | None = None,
+    front: Mapping[str, Any],
+    inputs: Inputs | None = None,
+    facts: Mapping[str, Any] | None = None,
     more: str = "",
-    base: str | None = None,
 ) -> str:
     """README.md: what was merged, by which method, with what, and the recipe. The same inputs give the same text.
 
-    ``library`` opens the result; ``more`` is text of its own on it; an adapter names its ``base`` alone as base model.
+    ``inputs`` are what was opened, ``facts`` what the record says of damping and penalty, and ``more`` is
+    text of its own on the result.
     """
     rule = recipe.rule
-    recipes = [*recipe.merges.values(), recipe]
-    parts = [m for one in recipes for m in (one.base, *one.sources) if m is not None and m.model not in recipe.merges]
-    every = [text for m in parts for text in (m.model, m.adapter) if text is not None] if base is None else [base]
-    hub_ids = [text for text in every if HUB_ID.fullmatch(text) and not local_path(text, recipe.folder).exists()]
-    on_the_hub = dict.fromkeys(text.partition("@")[0] for text in hub_ids)  # without their revisions
-    front: dict[str, Any] = {"base_model": list(on_the_hub)} if on_the_hub else {}
-    front |= {"library_name": library} if library is not None else {}
-    front["tags"] = ["merge", "gradmerge", *(["lora"] if library == "peft" else [])]
-    rows = [f"| base | {_row(recipe.base)} |"] if recipe.base else []
-    rows += [f"| tuned | {_row(model)} |" for model in recipe.models]
+    known = {checkpoint.label: published(checkpoint) for checkpoint in inputs.checkpoints} if inputs else {}
+    shown = _names(recipe, known)
+    every: list[tuple[Base | Model, CurvatureInput | None]] = []
+    every += [(recipe.base, inputs.prior if inputs else None)] if recipe.base else []
+    found = (inputs.curvature or inputs.grams) if inputs else []
+    every += [(model, found[i] if i < len(found) else None) for i, model in enumerate(recipe.models)]
+    rows = [
+        f"| {'base' if part is recipe.base else 'tuned'} | {_row(part, read, shown, known)} |" for part, read in every
+    ]
     table = "\n".join(["| | model | weight | curvature |", "|---|---|---|---|", *rows])
-    table = _slices(recipe) if recipe.slices else table
+    table = _slices(recipe, shown) if recipe.slices else table
     made = "Made from" if rule.name == "removal" else "A merge of"
     models = f"{len(recipe.models)} fine-tuned {'model' if len(recipe.models) == 1 else 'models'}"
     if recipe.slices:
         number = len(dict.fromkeys(model.model for model in recipe.sources))
         made, models = "Layers of", f"{number} {'model' if number == 1 else 'models'}, stacked and merged"
-    written = "---\n".join(to_yaml(recipe_as_written(one)) for one in recipes)
-    fence = "`" * max(3, _longest_run(written) + 1)
-    return f"""---
-{to_yaml(front)}---
-
-# {_plain(name)}
+    recipes = [*recipe.merges.values(), recipe]
+    written = "---\n".join(to_yaml(_without_paths(recipe_as_written(one), shown)) for one in recipes)
+    return as_card(
+        front,
+        f"""# {as_text(name)}
 
 {made} {models} by **{rule.name}** with gradmerge {__version__}.
 
@@ -59,17 +91,44 @@ def model_card(
 ({rule.reference})
 
 {table}
-{_used(used or {})}{more}
+{_used(facts or {}, shown)}{more}
+{PLACE}
 ## Recipe
 
-{fence}yaml
-{written}{fence}
+{as_block("yaml", written)}
 
 `gradmerge.json` in this repository holds the full recipe with defaults, digests of the inputs and versions.
-"""
+""",
+    )
 
 
-def _slices(recipe: Recipe) -> str:
+def _names(recipe: Recipe, known: Mapping[str, Published]) -> Shown:
+    recipes = [*recipe.merges.values(), recipe]
+    every = [m for one in recipes for m in (one.base, *one.sources) if m is not None]
+    models = [text for m in every for text in (m.model, m.adapter) if text is not None]
+    ids = {text: known[text].hub_id for text in models if text in known and "@" not in text}
+    names = short_names([m.curvature for m in every if isinstance(m.curvature, str)], recipe.folder)
+    names |= short_names(models, recipe.folder, ids)
+
+    def shown(text: str) -> str:
+        if text in names:
+            return names[text]
+        model = next((label for label in names if text.startswith(f"{label}/")), None)  # a folder inside a model's
+        return name_of(text, recipe.folder) if model is None else names[model] + text[len(model) :]
+
+    return shown
+
+
+def _without_paths(value: Any, shown: Shown) -> Any:
+    """A recipe for others to read: a path from the root of this machine's disk is told by its end."""
+    if isinstance(value, Mapping):
+        return {key: _without_paths(item, shown) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(item, shown) for item in value]
+    return shown(value) if isinstance(value, str) and value.startswith(("/", "~")) else value
+
+
+def _slices(recipe: Recipe, shown: Shown) -> str:
     """Which layer of the result came from where."""
     table = layer_table(recipe)
     based = "base" in table[0]
@@ -77,17 +136,17 @@ def _slices(recipe: Recipe) -> str:
     columns = ["layers of the result", *(["layers of the base"] * based), "made from", *(["weight"] * weighted)]
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row, part in zip(table, recipe.slices, strict=True):
-        sources = "<br>".join(f"{as_code(model.model)} {shown_layers(model.layers)}" for model in part.models)
-        weights = "<br>".join(_plain(in_words(model.weight)) for model in part.models)
+        sources = "<br>".join(f"{as_code(shown(model.model))} {shown_layers(model.layers)}" for model in part.models)
+        weights = "<br>".join(as_text(in_words(model.weight)) for model in part.models)
         base = f"{shown_layers(row['base']['layers'])} | " if based else ""
         rows.append(f"| {shown_layers(row['layers'])} | {base}{sources} |" + (f" {weights} |" if weighted else ""))
-    first, last = (", ".join(as_code(model.model) for model in recipe.slices[i].models) for i in (0, -1))
+    first, last = (", ".join(as_code(shown(model.model)) for model in recipe.slices[i].models) for i in (0, -1))
     outside = f"What comes before the layers (embeddings) is made from {first}, what comes after (head) from {last}."
-    below = f"Base: {as_code(recipe.base.model)}.\n\n" if recipe.base is not None else ""
+    below = f"Base: {as_code(shown(recipe.base.model))}.\n\n" if recipe.base is not None else ""
     return below + "\n".join(rows) + f"\n\nLayers are counted from 0. {outside}"
 
 
-def _used(facts: Mapping[str, Any]) -> str:
+def _used(facts: Mapping[str, Any], shown: Shown) -> str:
     """δ and P in words."""
     lines = [f"δ = {facts['damping']:g}"] if "damping" in facts else []
     if "damping_of_layers" in facts:
@@ -98,8 +157,8 @@ def _used(facts: Mapping[str, Any]) -> str:
         if isinstance(value, Mapping):
             value = f"{value['identity']:g} · I"
         elif value not in ("H_0", NONE):
-            value = as_code(value)
-        lines.append(f"P of {as_code(one['model'])}: {value}, {origins[one['from']]}")
+            value = as_code(shown(value))
+        lines.append(f"P of {as_code(shown(one['model']))}: {value}, {origins[one['from']]}")
     return "".join(f"\n{line}\n" for line in lines)
 
 
@@ -111,57 +170,25 @@ def recipe_as_written(recipe: Recipe) -> dict[str, Any]:
     return written
 
 
-def to_yaml(value: Mapping[str, Any]) -> str:
-    """YAML for files and people: what would act on a terminal, or cannot be encoded, is escaped."""
-    text = yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    return text if printable(text) == text else yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False)
+def _row(part: Base | Model, read: CurvatureInput | None, shown: Shown, known: Mapping[str, Published]) -> str:
+    weight = "" if part.weight is None else as_text(in_words(part.weight))
+    model = as_code(shown(part.model))
+    if part.adapter is not None:
+        model += f" with {as_code(shown(part.adapter))}"
+    elif (found := known.get(part.model)) is not None and found.hub_id is None and found.origins:
+        model += f", made from {', '.join(map(as_code, found.origins))}"
+    return f"{model} | {weight} | {_curvature(part, read, shown)}"
 
 
-class _Dumper(yaml.SafeDumper):
-    """Lists of numbers, such as weights over the layers, are on one line."""
-
-
-def _list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
-    numbers = bool(values) and all(isinstance(value, int | float) for value in values)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=numbers or None)
-
-
-_Dumper.add_representer(list, _list)
-
-
-def as_code(text: str) -> str:
-    """A name as code in a cell of a table: nothing in it is markup, nor does it end the cell."""
-    text = one_line(text).replace("|", "\\|")
-    if "`" not in text:
-        return f"`{text}`"
-    fence = "`" * (_longest_run(text) + 1)
-    return f"{fence} {text} {fence}"
-
-
-def _longest_run(text: str) -> int:
-    return max(map(len, re.findall("`+", text)), default=0)
-
-
-def _plain(text: str) -> str:
-    """A name as text of Markdown: nothing in it is a link, an image, code or HTML."""
-    return re.sub(r"([\\`*\[\]<>&!|~$])", r"\\\1", one_line(text))
-
-
-def _row(part: Base | Model) -> str:
-    weight, named = "" if part.weight is None else _plain(in_words(part.weight)), part.curvature
-    curvature = (
-        f"{named.identity:g} · I" if isinstance(named, Identity) else as_code(named) if named is not None else ""
-    )
-    model = as_code(part.model) if part.adapter is None else f"{as_code(part.model)} with {as_code(part.adapter)}"
-    return f"{model} | {weight} | {curvature}"
-
-
-def as_card(front: Mapping[str, Any], name: str, text: str) -> str:
-    """A model card with this front matter, of a model of this name."""
-    return f"---\n{to_yaml(front)}---\n\n# {_plain(name)}\n\n{text.rstrip()}\n"
-
-
-def as_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown; the first cell of a row is a name, as code."""
-    lines = [columns, ["---"] * len(columns), *([as_code(row[0]), *row[1:]] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _curvature(part: Base | Model, read: CurvatureInput | None, shown: Shown) -> str:
+    """The curvature that a model went in with, also where the recipe names none and its folder has some."""
+    named = part.curvature
+    if isinstance(named, Identity):
+        return f"{named.identity:g} · I"
+    facts = ""
+    if read is not None and read.file is not None:
+        likelihood = f", {as_text(read.likelihood)}" if read.likelihood else ""
+        facts = f" ({read.kind}{likelihood}, {read.examples:,} examples)"
+    if named is not None:
+        return as_code(shown(named)) + facts
+    return f"its own `curvature`{facts}" if facts else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -185,14 +185,16 @@ def make_plan(
     _tie(diagonals, template, comparison.merged)
     gram_names, gram_problems = _gram_names(inputs, comparison.merged)
     layers, layer_problems = find_layers(inputs, rule, comparison.merged, looking=reads is not None)
-    problems = [*comparison.problems, *layer_problems, *_problems_of_scope(inputs)]
+    problems = [*comparison.problems, *layer_problems, *problems_of_scope(inputs)]
     for source in diagonals:
         # What a recorded penalty does not name was not held by it.
         recorded = source in inputs.penalty and recipe.base is not None and recipe.base.penalty is None
         held, missing = held_by_factors(source, layers), "zero" if recorded else recipe.missing
         problems += _problems_of(source, inputs, comparison.merged, held, missing)
     problems += gram_problems
-    problems += _problems_of_layers(recipe, inputs, layers) if layers and reads is None else []
+    problems += (
+        problems_of_layers(recipe.options, inputs, layers, recipe.output.curvature) if layers and reads is None else []
+    )
     if problems:
         raise InputError("these cannot be merged:\n" + "\n".join(f"• {p}" for p in problems))
 
@@ -230,7 +232,7 @@ def make_plan(
     return plan
 
 
-def _problems_of_scope(inputs: Inputs) -> list[str]:
+def problems_of_scope(inputs: Inputs) -> list[str]:
     """One threshold for the whole model knows no layers."""
     varying = [name for name in ("density", "gamma") if varies(inputs.options.get(name))]
     if inputs.options.get("scope") != "model" or not varying:
@@ -269,20 +271,22 @@ def _needs(rule: Rule, inputs: Inputs) -> frozenset[str]:
     return needs - (rule.optional & {"base"}) if idle else needs
 
 
-def _problems_of_layers(recipe: Recipe, inputs: Inputs, layers: Layers) -> list[str]:
+def problems_of_layers(
+    options: Mapping[str, Any], inputs: Inputs, layers: Layers, write_curvature: bool = False
+) -> list[str]:
     """Settings that single entries know and layers with Kronecker curvature do not."""
     problems = []
-    if recipe.output.curvature:
+    if write_curvature:
         problems.append(
             "output.curvature: with Kronecker curvature H̄ is a sum of Kronecker products, which no file holds. "
             "Leave it out, and estimate the curvature of the merged model instead"
         )
-    if recipe.options.get("base_saw_removed"):
+    if options.get("base_saw_removed"):
         problems.append(
             "options.base_saw_removed: a Kronecker product minus others is no curvature. Estimate that of the base on "
             "the data that stays, or take diagonals"
         )
-    if recipe.options.get("cap", NONE) != NONE:
+    if options.get("cap", NONE) != NONE:
         problems.append(
             "options.cap: limits the step of single entries, which Kronecker curvature does not have. Bound it with "
             "`damping`, and leave cap out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..checkpoints.sidecars import sidecars, stems
+from ..curvature.curvature_card import OF_MERGES, write_curvature_card
 from ..curvature.files import STEM, metadata
 from ..errors import InputError, MachineError
 from ..storage.bytesof import bytes_of
@@ -76,5 +77,7 @@ class Target:
         """Write the indexes and close the files; bytes of each file, by its name in the result."""
         for writer in self._writers:
             writer.finish()
+        if len(self._writers) > 1:
+            write_curvature_card(self._writers[1].folder, what=OF_MERGES)
         folders = ((writer.folder.relative_to(self._staging.folder), writer.sizes) for writer in self._writers)
         return {str(folder / name): nbytes for folder, sizes in folders for name, nbytes in sizes.items()}

@@ -13,6 +13,7 @@ import torch
 
 from ..checkpoints.lora import AdapterCheckpoint
 from ..checkpoints.model import Checkpoint
+from ..checkpoints.published import CARD, RECORD
 from ..checkpoints.views import is_same
 from ..errors import InputError, MachineError
 from ..progress import NoProgress, Progress
@@ -23,14 +24,13 @@ from ..text import to_json
 from .adapter_changes import Changes
 from .adapter_entries import lay_out
 from .adapter_parts import FOLDER, join_parts
-from .card import model_card
+from .card import merge_card
 from .journal import Finished
-from .penalties import used
 from .plan import Job, Plan
 from .reads import changed, recipe_paths, state_of
 from .record import merge_record
 from .statistics import find_statistics
-from .to_folder import RECORD, MergeResult, files_read, fingerprint_of, is_complete, journal_in, prepare, timed
+from .to_folder import MergeResult, files_read, fingerprint_of, is_complete, journal_in, prepare, timed
 from .workers import run_parallel
 
 
@@ -134,8 +134,8 @@ def merge_to_adapter(
         record = merge_record(recipe, plan, fingerprint, sizes, finder.digests, timings, len(finished.units))
         record["output"] |= {"format": "adapter", "bytes": result.bytes_written, **adapter.facts()}
         (at.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
-        card = model_card(recipe, at.out.name, "peft", used(recipe, plan), adapter.text(), base.hub_id or base.label)
-        (at.folder / "README.md").write_text(card, "utf-8")
+        card = merge_card(recipe, plan, at.folder, at.out.name, base, adapter.text())
+        (at.folder / CARD).write_text(card, "utf-8")
         journal.remove()
     return result
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from .._version import __version__
 from ..checkpoints.model import Checkpoint
-from ..checkpoints.sidecars import copy_sidecars, library_of, sidecars
+from ..checkpoints.published import CARD, RECORD, all_published
+from ..checkpoints.sidecars import copy_sidecars, sidecars
 from ..checkpoints.stacked import StackedCheckpoint
 from ..checkpoints.views import beneath
 from ..display import Displayed
@@ -24,20 +25,19 @@ from ..storage.smallfile import MAX_TOKENIZER, read_json
 from ..storage.staging import Staging
 from ..storage.tensorfile import FLOATS
 from ..text import size, to_json
-from .card import model_card
+from .card import merge_card
 from .coefficients import coefficient_notes
 from .damping import find_damping
+from .front_matter import licence_notes
 from .journal import Journal
 from .local import Watch, run
-from .penalties import PENALTY, used
+from .penalties import PENALTY
 from .plan import Plan
 from .reads import State, changed, recipe_paths, state_of
 from .record import merge_record
 from .statistics import Statistics, begin_search, find_statistics
 from .target import Target
 from .trust import judge_removal
-
-RECORD = "gradmerge.json"
 
 
 @dataclass(repr=False)
@@ -172,8 +172,7 @@ def merge_to_folder(
         result.output, result.bytes_written, result.seconds = staging.out, plan.total_written, timings["total"]
         record = merge_record(recipe, plan, fingerprint, sizes, finished.units, timings, resumed)
         (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
-        card = model_card(recipe, staging.out.name, library_of(staging.folder), used(recipe, plan))
-        (staging.folder / "README.md").write_text(card, "utf-8")
+        (staging.folder / CARD).write_text(merge_card(recipe, plan, staging.folder, staging.out.name), "utf-8")
         journal.remove()
     return result
 
@@ -196,6 +195,7 @@ def prepare(recipe: Recipe, plan: Plan, threads: int, progress: Progress, accept
     find_damping(plan, threads, progress.advance)
     plan.note(judge_removal(plan, threads, progress, refuse=not accept_untrusted))
     plan.note(coefficient_notes(recipe, plan, threads))
+    plan.note(licence_notes(all_published(plan.inputs.checkpoints), recipe.output.license))
 
 
 def _written_type(recipe: Recipe, plan: Plan) -> str:

@@ -48,9 +48,14 @@ def load_recipe(path: str | Path) -> Recipe:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return recipe_of_text(raw, path.parent, str(path), path)
+
+
+def recipe_of_text(raw: bytes, folder: Path, where: str, file: Path | None = None) -> Recipe:
+    """The recipe that a text holds, wherever it came from. Relative paths in it start from the folder."""
     if len(raw) > MAX_BYTES:
-        raise InputError(f"{path}: larger than {MAX_BYTES} bytes; that is no recipe")
-    return of_documents(parse_documents(raw, str(path)), path.parent, str(path), path)
+        raise InputError(f"{where}: larger than {MAX_BYTES} bytes; that is no recipe")
+    return of_documents(parse_documents(raw, where), folder, where, file)
 
 
 def make_recipe(value: Any, *, folder: Path | None = None, where: str = "recipe") -> Recipe:

@@ -104,6 +104,11 @@ class Output(RecipePart):
         description="Largest rank of an adapter that is written; what it loses is reported. Default: the ranks of the "
         "adapters together, which loses nothing; other merges than weighted sums of adapters need one.",
     )
+    license: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.+-]{0,63}$")] | None = Field(
+        None,
+        description="Identifier of the licence for the model card, such as `apache-2.0`, where those of the models are "
+        "not the same. Default: the one that all of them have.",
+    )
 
 
 class Recipe(OneLine, RecipePart):

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ..checkpoints.model import Buffers
 from ..checkpoints.opening import open_checkpoint
+from ..checkpoints.published import RECORD
 from ..curvature.files import open_curvature
 from ..engine.record import digest_of
 from ..errors import GradmergeError, InputError
 from ..storage.smallfile import MAX_TOKENIZER, read_json
 from .newton import Penalty
-from .saving import RECORD, Start
+from .saving import Start
 
 
 def penalty_of(start: Start, penalty: str | None, base: str | None) -> tuple[Penalty | None, dict[str, Any], list[str]]:

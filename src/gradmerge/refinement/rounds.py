@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..display import Displayed, View
+from ..tasks.uncertainty import Difference
 
 
 @dataclass
@@ -63,6 +64,8 @@ class Refinement(Displayed):
     """On disk: task → metrics on its rows held back, of the start."""
     after: dict[str, dict[str, Any]] = field(default_factory=dict)
     """On disk: the same of the result, as it was written."""
+    gains: dict[str, dict[str, Difference]] = field(default_factory=dict)
+    """On disk: task → metric → how much more it is after than before, on the same rows."""
     seconds: float = 0.0
     output: Path | None = None
     """On disk: the folder that was written."""

@@ -24,15 +24,18 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.model import TORCH_TYPES, Checkpoint
-from ..checkpoints.opening import HUB_ID
+from ..checkpoints.published import CARD, RECORD, Published, may_be_hub_id, name_of, published
 from ..checkpoints.quantised import quantisation
 from ..checkpoints.sidecars import copy_sidecars, sidecars
 from ..checkpoints.ties import same_values, tied_to
 from ..curvature.stored_names import adapter_names, stored_shapes, stored_sources, stored_tensors
-from ..engine.card import as_card
+from ..engine.evaluations import PLACE, with_evaluations
+from ..engine.front_matter import front_matter_of
 from ..engine.record import digest_of
 from ..engine.rounding import rounded
+from ..engine.usage import pipeline_tag, usage
 from ..errors import InputError, MachineError
+from ..markdown import as_card, as_text
 from ..storage.bytesof import bytes_of
 from ..storage.links import lies_within
 from ..storage.smallfile import read_json
@@ -42,7 +45,6 @@ from ..tasks import LoadedTask, Loading, LoadingInfo, load_model, with_data
 from ..tasks.folders import folder_of
 from ..text import listed, to_json
 
-RECORD = "gradmerge.json"
 #: Types that weights are kept in while steps are taken.
 WIDE = ("float32", "float64")
 
@@ -142,6 +144,7 @@ def write_folder(
     what: str,
     facts: Mapping[str, Any],
     card: str,
+    measured: Sequence[Mapping[str, Any]],
     seconds: float,
     notes: Sequence[str] = (),
 ) -> None:
@@ -154,21 +157,20 @@ def write_folder(
         what: The key of the record that ``facts`` go under: ``refinement`` or ``removal``.
         facts: What was done.
         card: The text of the model card, in Markdown, below its title.
+        measured: Evaluations of the result, for the card and the record.
         seconds: How long it took.
         notes: What a user should know.
     """
     sizes = write_weights(staging.folder, start, changed)
-    hub_id = start.reference.partition("@")[0]
-    on_the_hub = HUB_ID.fullmatch(start.reference) is not None and not Path(start.reference).exists()
-    library = "peft" if start.adapter else "transformers"
-    front: dict[str, Any] = {"base_model": [hub_id]} if on_the_hub else {}
-    front |= {"library_name": library, "tags": ["gradmerge", what]}
-    (staging.folder / "README.md").write_text(as_card(front, staging.out.name, card), "utf-8")
+    card = _card(staging, start, what, card)
+    card = with_evaluations(card, staging.out.name, measured) if measured else card
+    (staging.folder / CARD).write_text(card, "utf-8")
     record = {
         "gradmerge": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         what: dict(facts),
         "inputs": [{"role": "start", **start.facts()}],
+        **({"evaluations": list(measured)} if measured else {}),
         "output": {"files": list(sizes), "sizes": sizes, "bytes": sum(sizes.values())},
         "versions": {
             "gradmerge": __version__,
@@ -179,6 +181,25 @@ def write_folder(
         "notes": list(notes),
     }
     (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
+
+
+def _card(staging: Staging, start: Start, what: str, text: str) -> str:
+    part, home = published(start.stored), start.info.folder
+    base, on = None, None
+    if start.adapter:
+        stated = str(read_adapter_config(home).get("base_model_name_or_path") or "")
+        base = [Published(stated, hub_id=stated)] if may_be_hub_id(stated, home) else []
+        on = stated if base else name_of(stated), start.stored.config
+    front = front_matter_of(
+        [part],
+        bases=base,
+        relation="adapter" if start.adapter else "finetune",
+        library="peft" if start.adapter else "transformers",
+        tags=["gradmerge", what, *(["lora"] if start.adapter else [])],
+        pipeline=part.pipeline_tag or pipeline_tag(start.info.base_folder),
+    )
+    name = staging.out.name
+    return as_card(front, f"# {as_text(name)}\n\n{text.rstrip()}\n{usage(staging.folder, name, on)}\n{PLACE}")
 
 
 def write_weights(folder: Path, start: Start, changed: Collection[str]) -> dict[str, int]:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.suggest import OverLayers
 from ..recipe import in_words, value_at
-from .charts import LineChart, Series
+from ..tasks.uncertainty import TIE
+from ..text import plus_minus
+from .figures import Series, curves
 from .numbers import number
-from .page import Section, Table, Value
+from .page import Figure, Section, Table, Value
 
 MEANING = "A list is spread over the layers from first to last; what is outside them takes its first number."
 
@@ -25,16 +27,16 @@ def layers_words(found: Preview, over: OverLayers) -> str:
         stay = "" if over.taken else ": within 1 %, so that the weights stay the same in all layers"
         return f"**Weights that differ between layers** have {times}, {beside}{stay}."
     gain, error = over.judged.gain, over.judged.error
-    what = (
-        f"{'lower' if gain > 0 else 'raise'} the {criterion} by {number(abs(gain))} ± {number(error)} (standard error)"
-    )
+    more = plus_minus(number(abs(gain)), over.judged)
+    what = f"{'lower' if gain > 0 else 'raise'} the {criterion} by {more} (standard error)"
     held = "On a third of each task's rows, held back from the choice of both, "
     judged = f"{held}**weights that differ between layers** {what} beside weights that are the same in all layers"
     if over.taken:
         return f"{judged}; those suggested were then chosen on all rows."
-    return (
-        f"{judged}: {'within the error' if gain > 0 else 'no better'}, so that the weights stay the same in all layers."
-    )
+    if gain > TIE * error:
+        return f"{judged}. On all rows they are tied with others, which are simpler, or worse, and are not taken."
+    why = "within two standard errors" if gain > 0 else "no better"
+    return f"{judged}: {why}, so that the weights stay the same in all layers."
 
 
 def layers_section(found: Preview, over: OverLayers) -> Section:
@@ -45,7 +47,7 @@ def layers_section(found: Preview, over: OverLayers) -> Section:
         for task, weight in found.weights(over.layered).items()
     ]
     title = "Weights over the layers" + ("" if over.taken else ", not taken")
-    chart = LineChart(title, "layers", "layer", "weight", series)
+    chart = Figure(title, "layers", curves(series, "layer", "weight"))
     lists, plain = found.weights(over.layered), found.weights(over.plain)
 
     def cost(row: Outcome, task: str) -> float | None:

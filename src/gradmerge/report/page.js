@@ -1,114 +1,163 @@
 "use strict";
 (() => {
-  const tip = document.getElementById("tip");
   const all = (root, selector) => [...root.querySelectorAll(selector)];
-  let marked = null;
+  const read = (element) => JSON.parse(element.textContent);
+  const theme = read(document.getElementById("theme"));
+  const colours = new Map(Object.entries(read(document.getElementById("colours"))));
+  const tip = document.getElementById("tip");
+  const SAVED_WIDTH = 760;
 
-  // Where the words of a point are: a narrow drawing leaves them to the wide one beside it.
-  function wordsOf(svg, index) {
-    const wide = svg.classList.contains("narrow") ? svg.previousElementSibling : svg;
-    const point = all(wide, ".pts>*")[index];
-    const named = (name, value) => (name ? `${name}: ${value}` : value);
-    return {
-      head: point.closest("[data-h]").dataset.h,
-      lines: [named(wide.dataset.x, point.dataset.x), named(wide.dataset.y, point.dataset.y), point.dataset.n].filter(Boolean),
-    };
-  }
-
-  function pick(svg, series) {
-    svg.classList.toggle("picked", series !== undefined);
-    for (const part of all(svg, ".s,.key")) {
-      part.classList.toggle("on", series !== undefined && (part.dataset.s ?? part.dataset.k) === series);
+  // A chart as it was before its rows were written without the names of their fields.
+  function unpacked(spec) {
+    for (const [name, { fields, rows }] of Object.entries(spec.datasets)) {
+      spec.datasets[name] = rows.map((row) => Object.fromEntries(row.map((value, i) => [fields[i], value])));
     }
+    return spec;
   }
 
-  function hide() {
-    tip.hidden = true;
-    if (!marked) return;
-    marked.classList.remove("at");
-    pick(marked.ownerSVGElement, undefined);
-    marked = null;
+  function wrapped(text, letters) {
+    const lines = [];
+    for (const word of text.split(" ")) {
+      const last = lines.length - 1;
+      if (last >= 0 && lines[last].length + word.length < letters) lines[last] += ` ${word}`;
+      else lines.push(word);
+    }
+    return lines;
   }
 
-  function leave(svg) {
-    hide();
-    pick(svg, undefined);
+  // The same chart, with other strings where `each` says so; what readers hover over and the numbers stay.
+  function walked(node, each, key) {
+    if (key === "datasets" || key === "tooltip" || key === "usermeta") return node;
+    if (typeof node === "string") return each(node, key);
+    if (Array.isArray(node)) return node.map((part) => walked(part, each, key));
+    if (node === null || typeof node !== "object") return node;
+    return Object.fromEntries(Object.entries(node).map(([name, part]) => [name, walked(part, each, name)]));
   }
 
-  function show(svg, point) {
-    if (point === marked) return;
-    hide();
-    marked = point;
-    point.classList.add("at");
-    pick(svg, point.closest(".s")?.dataset.s);
-    const { head, lines } = wordsOf(svg, all(svg, ".pts>*").indexOf(point));
+  function sized(spec, width, title) {
+    const narrow = width < 520;
+    const letters = Math.floor(width / 6.6);
+    const fitting = walked(spec, (text, key) => (key === "title" ? wrapped(text, letters) : text));
+    // The name of the upward axis lies between the legend and the plot.
+    const above = Math.max(...spec.layer.map(({ encoding }) => wrapped(encoding?.y?.title ?? "", letters).length * !!encoding?.y?.title));
+    const config = {
+      ...theme,
+      axisY: { ...theme.axisY, labelLimit: narrow ? 110 : 220 },
+      legend: {
+        ...theme.legend,
+        offset: 12 + 15 * above,
+        gradientLength: Math.min(theme.legend.gradientLength, width - 130),
+        columns: Math.max(1, Math.floor((width - 50) / spec.usermeta.entry)),
+      },
+    };
+    const height = narrow && typeof spec.height === "number" ? Math.round(0.8 * spec.height) : spec.height;
+    const heading = title ? { title: { text: wrapped(title, Math.floor(width / 9)), offset: 14 } } : {};
+    const edge = title ? 16 : 2;
+    const padding = { left: edge, right: edge + 2, top: edge, bottom: edge, ...spec.padding };
+    return { ...fitting, ...heading, width, height, padding, config };
+  }
+
+  // The interpreter takes the place of eval, which the page's policy forbids.
+  function viewOf(spec, options) {
+    const compiled = { ...vegaLite.compile(spec).spec, autosize: { type: "fit-x", contains: "padding" } };
+    const parsed = vega.parse(compiled, null, { ast: true });
+    return new vega.View(parsed, { expr: vegaInterpreter, ...options });
+  }
+
+  function draw(figure) {
+    const width = Math.floor(figure.box.clientWidth);
+    if (!width || width === figure.width) return;
+    figure.width = width;
+    figure.view?.finalize();
+    // Colours are variables of the page's style: the dark and paper change them without drawing again.
+    const spec = walked(sized(figure.spec, width), (text) => colours.get(text) ?? text);
+    spec.background = null;
+    figure.view = viewOf(spec, { renderer: "svg", container: figure.box, tooltip: show }).run();
+  }
+
+  function show(handler, event, item, value) {
+    tip.hidden = value === null || value === undefined || value === "";
+    if (tip.hidden) return;
+    const known = Object.entries(value).filter(([name, text]) => !name.trim() || text !== "null");
+    const [head, ...lines] = known.map(([name, text]) => (name.trim() ? `${name}: ${text}` : text));
     const bold = document.createElement("b");
     bold.textContent = head;
     const rest = document.createElement("div");
-    rest.textContent = lines.join("\n");
+    rest.textContent = lines.filter(Boolean).join("\n");
     tip.replaceChildren(bold, rest);
-    tip.hidden = false;
-    place(point.getBoundingClientRect());
+    const { offsetWidth: wide, offsetHeight: tall } = tip;
+    const left = Math.max(8, Math.min(event.clientX - wide / 2, document.documentElement.clientWidth - wide - 8));
+    const above = event.clientY - tall - 14;
+    tip.style.transform = `translate(${Math.round(left)}px, ${Math.round(above > 4 ? above : event.clientY + 18)}px)`;
+  }
+  addEventListener("scroll", () => (tip.hidden = true), { passive: true });
+
+  function download(blob, name) {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(blob);
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   }
 
-  function place(box) {
-    const { offsetWidth: width, offsetHeight: height } = tip;
-    const anchor = Math.min(box.right, box.left + 140);
-    const left = Math.max(8, Math.min((box.left + anchor - width) / 2, document.documentElement.clientWidth - width - 8));
-    const above = box.top - height - 10;
-    tip.style.transform = `translate(${Math.round(left)}px, ${Math.round(above > 4 ? above : box.bottom + 10)}px)`;
+  // A spreadsheet must not compute what begins like a formula; a number stays one.
+  function cellText(value) {
+    let text = value === null || value === undefined ? "" : String(value);
+    if (/^[=+\-@＝＋－＠]/.test(text) && !(text.trim() && isFinite(text))) text = `'${text}`;
+    return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   }
+  const csvOf = (rows) => new Blob([rows.map((row) => `${row.map(cellText).join(",")}\n`).join("")], { type: "text/csv" });
 
-  function nearest(svg, x, y) {
-    let best = null;
-    let least = 32;
-    for (const point of all(svg, ".pts>*")) {
-      const box = point.getBoundingClientRect();
-      const away = Math.hypot((box.left + box.right) / 2 - x, (box.top + box.bottom) / 2 - y);
-      if (away < least) [best, least] = [point, away];
+  function numbersOf(spec) {
+    const columns = Object.entries(spec.usermeta.columns);
+    const given = [...spec.datasets[spec.data.name], ...spec.usermeta.more];
+    const rows = given.map((row) => columns.map(([field]) => row[field]));
+    return [columns.map(([, title]) => title), ...rows];
+  }
+  const fullText = (cell) => (cell.classList.contains("none") ? "" : (cell.dataset.v ?? cell.textContent));
+  const cellsOf = (table) => [...table.rows].map((row) => [...row.cells].map(fullText));
+
+  const savers = {
+    SVG: async ({ spec, title }) =>
+      new Blob([await viewOf(sized(spec, SAVED_WIDTH, title), { renderer: "none" }).toSVG()], { type: "image/svg+xml" }),
+    PNG: async ({ spec, title }) => {
+      const canvas = await viewOf(sized(spec, SAVED_WIDTH, title), { renderer: "none" }).toCanvas(2);
+      return new Promise((done) => canvas.toBlob(done, "image/png"));
+    },
+    CSV: async ({ spec, table }) => csvOf(spec ? numbersOf(spec) : cellsOf(table)),
+  };
+
+  function offer(item, files, kinds) {
+    for (const kind of kinds) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = kind;
+      button.title = `Save as ${kind}`;
+      button.addEventListener("click", async () =>
+        download(await savers[kind](item), `${files.dataset.name}.${kind.toLowerCase()}`),
+      );
+      files.append(button);
     }
-    return best;
   }
 
-  function follow(event) {
-    const svg = event.currentTarget;
-    const key = event.target.closest(".key");
-    if (key) {
-      hide();
-      if (svg.querySelector(`.s[data-s="${key.dataset.k}"]`)) pick(svg, key.dataset.k);
-      return;
+  for (const element of all(document, "figure")) {
+    const files = element.querySelector(".files");
+    const figure = { box: element.querySelector(".drawn"), title: element.querySelector("figcaption").textContent };
+    try {
+      figure.spec = unpacked(read(element.querySelector("script")));
+      draw(figure);
+      element.querySelector(".numbers").open = false;
+      new ResizeObserver(() => matchMedia("print").matches || requestAnimationFrame(() => draw(figure))).observe(figure.box);
+      offer(figure, files, ["SVG", "PNG", "CSV"]);
+    } catch (error) {
+      // The numbers stay open in its place.
+      console.error(error);
     }
-    const inside = event.target.closest(".pts>*");
-    const point = svg.classList.contains("near") ? nearest(svg, event.clientX, event.clientY) : inside;
-    if (point && svg.contains(point)) show(svg, point);
-    else leave(svg);
+    element.classList.add("ready");
   }
-
-  function step(event) {
-    const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-    if (event.key === "Escape") hide();
-    if (!by) return;
-    const points = all(event.currentTarget, ".pts>*");
-    if (!points.length) return;
-    event.preventDefault();
-    const next = points.indexOf(marked) + by;
-    show(event.currentTarget, points[(next + points.length) % points.length]);
+  for (const element of all(document, ".table")) {
+    offer({ table: element.querySelector("table") }, element.querySelector(".files"), ["CSV"]);
   }
-
-  for (const svg of all(document, "svg.chart")) {
-    // A browser would show the title of the drawing over the tooltips of its points.
-    const title = svg.querySelector(":scope>title");
-    svg.setAttribute("aria-label", title.textContent);
-    svg.setAttribute("aria-describedby", svg.querySelector(":scope>desc").id);
-    svg.removeAttribute("aria-labelledby");
-    title.remove();
-    svg.addEventListener("pointermove", follow);
-    svg.addEventListener("pointerdown", follow);
-    svg.addEventListener("pointerleave", () => leave(svg));
-    svg.addEventListener("keydown", step);
-    svg.addEventListener("blur", hide);
-  }
-  addEventListener("scroll", () => marked && place(marked.getBoundingClientRect()), { passive: true });
 
   const order = new Intl.Collator(undefined, { numeric: true }).compare;
   const isEmpty = (cell) => cell.classList.contains("none") || cell.dataset.v === "nan";
@@ -158,5 +207,5 @@
   }
   for (const button of all(document, ".copy button")) button.addEventListener("click", () => copy(button));
 
-  addEventListener("beforeprint", () => all(document, "details").forEach((each) => (each.open = true)));
+  addEventListener("beforeprint", () => all(document, "details.recipe").forEach((each) => (each.open = true)));
 })();

@@ -1,51 +1,33 @@
-"""A report in one HTML file that needs nothing else, with its figures and tables as files beside it."""
+"""A report in one HTML file that needs nothing else, with the numbers of its figures and tables as files beside it."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
 from ..errors import MachineError
+from ..text import printable
 from . import palette
-from .charts import Chart, HeatMap, as_csv
-from .numbers import NONE, column, shorten
-from .svg import safe_name, visible
+from .cells import Column, Table, Value, columns_of
+from .embedded import Figure, colours, digest, in_script, library
 from .whole_file import whole_file
 
 if TYPE_CHECKING:
     from jinja2 import Template
     from markupsafe import Markup
 
-Value = str | float | int | None
-#: Names and paths longer than this lose their middle; sentences do not.
-_LONG_NAME = 44
+__all__ = ["Figure", "Page", "Section", "Table", "Value", "html", "rich", "write_report"]
 
-
-@dataclass(frozen=True)
-class Table:
-    """Columns that a reader can sort."""
-
-    title: str
-    slug: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Value]]
-    note: str = ""
-
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row) != len(self.columns):
-                raise ValueError(f"{self.title}: a row has {len(row)} values for {len(self.columns)} columns")
-
-    def csv(self) -> str:
-        return as_csv([self.columns, *self.rows])
+#: Before anything is shown: a figure's numbers stay hidden until it is drawn, or cannot be.
+_STARTED = 'document.documentElement.className = "js";'
+#: Points across a printed page, and of a letter and the room around a column at the usual size of print.
+_PAPER, _LETTER, _ROOM, _PRINT = 470, 5.0, 9, 8.5
 
 
 @dataclass(frozen=True)
@@ -54,7 +36,7 @@ class Section:
 
     title: str
     text: str = ""
-    figures: Sequence[Chart] = ()
+    figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
 
 
@@ -72,20 +54,18 @@ class Page:
 
 
 def write_report(folder: Path, page: Page) -> list[Path]:
-    """Write report.html, and each figure and table beside it; each file appears whole or not at all.
+    """Write report.html, and the numbers of each figure and table beside it; each file appears whole or not at all.
 
-    The report comes last, so that its links lead somewhere, and first in the list that is returned.
+    The report comes last, and first in the list that is returned.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"{folder}: cannot be made: {error.strerror or error}") from error
-    beside = {}
+    items: list[Figure | Table] = []
     for section in _with_file_names(page.sections):
-        for item in (*section.figures, *section.tables):
-            if not isinstance(item, Table):
-                beside[folder / f"{item.slug}.svg"] = item.svg(standalone=True)
-            beside[folder / f"{item.slug}.csv"] = item.csv()
+        items += [*section.figures, *section.tables]
+    beside = {folder / f"{item.slug}.csv": item.csv() for item in items}
     report = folder / "report.html"
     for path, content in (*beside.items(), (report, html(page))):
         with whole_file(path) as partial:
@@ -98,21 +78,24 @@ def html(page: Page) -> str:
     """The report as text. The same page gives the same text."""
     from markupsafe import Markup
 
-    script = palette.resource("page.js")
-    style = palette.variables() + palette.resource("page.css") + palette.resource("chart.css")
-    return _template().render(
+    drawn = any(section.figures for section in page.sections)
+    scripts = [*([library()] if drawn else []), palette.resource("page.js")]
+    return template("page.html").render(
         page=page,
         sections=_with_file_names(page.sections),
         version=__version__,
-        style=Markup(style),
-        script=Markup(script),
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=Markup(palette.variables() + palette.resource("page.css")),
+        scripts=[Markup(script) for script in scripts],
+        started=Markup(_STARTED),
+        policy=Markup(" ".join(f"'{digest(script)}'" for script in (_STARTED, *scripts))),
+        theme=Markup(in_script(palette.theme())),
+        colours=Markup(colours()),
     )
 
 
 @cache
-def _template() -> Template:
-    """The layout. Jinja escapes everything but Markup, which only this file makes."""
+def template(name: str) -> Template:
+    """The layout. Jinja escapes everything but Markup, which only this room makes."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -121,15 +104,21 @@ def _template() -> Template:
 
     engine = Environment(loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined)
     engine.finalize, engine.trim_blocks, engine.keep_trailing_newline = finalize, True, True
-    engine.filters |= {"rich": rich, "paragraphs": _paragraphs, "columns": _columns, "drawn": _drawn}
-    return engine.get_template("page.html")
+    engine.filters |= {"rich": rich, "paragraphs": _paragraphs, "columns": columns_of, "print_size": _print_size}
+    engine.filters["json"] = lambda figure: Markup(figure.json())
+    return engine.get_template(name)
+
+
+def visible(text: str) -> str:
+    """Text in characters that HTML can hold and that do nothing but show."""
+    return re.sub("[\ufffe\uffff]", "\ufffd", printable(text))
 
 
 def rich(words: str) -> Markup:
     """One paragraph: **bold** and `code` are understood, all else is text."""
     from markupsafe import Markup, escape
 
-    parts = re.split(r"`([^`\n]+)`", str(escape(visible(words))))
+    parts = re.split(r"`([^`\n]+)`", str(escape(visible(words.replace(" ± ", "\u00a0±\u00a0")))))
     parts[::2] = [re.sub(r"\*\*(?=\S)(.+?)\*\*", r"<strong>\1</strong>", part) for part in parts[::2]]
     parts[1::2] = [f"<code>{part}</code>" for part in parts[1::2]]
     return Markup("".join(parts))
@@ -139,47 +128,10 @@ def _paragraphs(words: str) -> list[str]:
     return [part for part in re.split(r"\n\s*\n", words.strip()) if part]
 
 
-def _drawn(chart: Chart) -> Markup:
-    """The chart for screens, and for phones where those need another; charts escape the names in them."""
-    from markupsafe import Markup
-
-    one_size = isinstance(chart, HeatMap) and chart.one_size
-    return Markup(chart.svg() + ("" if one_size else chart.svg(narrow=True)))
-
-
-class _Cell(NamedTuple):
-    text: str
-    kind: str
-    full: str = ""
-    """The value to sort by, if not the text."""
-
-
-class _Column(NamedTuple):
-    title: str
-    numeric: bool
-    cells: Sequence[_Cell]
-
-
-def _columns(table: Table) -> list[_Column]:
-    return [_column(title, [row[j] for row in table.rows]) for j, title in enumerate(table.columns)]
-
-
-def _column(title: str, values: Sequence[Value]) -> _Column:
-    known = [value for value in values if value is not None]
-    numbers = [value for value in known if not isinstance(value, str)]
-    numeric = bool(known) and len(numbers) == len(known)
-    texts = iter(column(numbers))
-    cells = []
-    for value in values:
-        if value is None:
-            cells.append(_Cell(NONE, "none num" if numeric else "none"))
-        elif not isinstance(value, str):
-            cells.append(_Cell(next(texts), "num", repr(float(value))))
-        elif " " in value or len(value) <= _LONG_NAME:
-            cells.append(_Cell(value, "" if " " in value else "name"))
-        else:
-            cells.append(_Cell(shorten(value, _LONG_NAME), "name", value))
-    return _Column(title, numeric, cells)
+def _print_size(columns: Sequence[Column]) -> str:
+    """The size of letters, in points, at which no word of a table has to break on paper."""
+    across = sum(column.width * _LETTER + _ROOM for column in columns)
+    return f"{max(4.0, min(_PRINT, _PRINT * _PAPER / max(1.0, across))):.1f}pt"
 
 
 def _with_file_names(sections: Sequence[Section]) -> list[Section]:
@@ -187,7 +139,7 @@ def _with_file_names(sections: Sequence[Section]) -> list[Section]:
     taken = {"report"}
 
     def free(slug: str) -> str:
-        stem = safe_name(slug)
+        stem = re.sub(r"[^a-z0-9._-]+", "-", slug.lower()).strip(".-")[:80] or "figure"
         names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
         taken.add(name := next(name for name in names if name not in taken))
         return name

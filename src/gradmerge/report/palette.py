@@ -1,10 +1,13 @@
-"""The colours of a report, on paper and in the dark, and the marks that say the same without colour."""
+"""The colours of reports, on paper and in the dark, and the marks that say the same without colour."""
 
 from __future__ import annotations
 
 import re
+import zlib
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 #: Name → colour on paper and in the dark. Those of series differ in lightness too, and have a contrast of 3:1 or more
 #: with `paper`.
@@ -23,56 +26,117 @@ _BOTH = {
     "c3": ("#8f1f6e", "#f65cb6"),
     "c4": ("#5c4500", "#f4e067"),
     "c5": ("#71869a", "#c8ccd0"),
+    "c6": ("#0498d1", "#79d4fb"),
+    "c7": ("#5202c4", "#a12dd4"),
+    "c8": ("#952241", "#ea5e66"),
+    "c9": ("#76a02a", "#eefda2"),
 }
 LIGHT = {name: light for name, (light, _) in _BOTH.items()}
 DARK = {name: dark for name, (_, dark) in _BOTH.items()}
-COLOURS = 6
-DASHES = ("", "7 3", "2 3", "9 3 2 3")
-#: Around a centre; each closed, so that one fill serves them all.
-MARKERS = (
-    "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
-    "m-3.5-3.5h7v7h-7z",
-    "m0-4.6l4.4 7.8h-8.8z",
-    "m0-4.9l4.4 4.9l-4.4 4.9l-4.4-4.9z",
-    "m0 4.6l4.4-7.8h-8.8z",
-    "m-1.5-4.6h3v3.1h3.1v3h-3.1v3.1h-3v-3.1h-3.1v-3h3.1z",
-    "m0-2.1l2.4-2.4l2.1 2.1l-2.4 2.4l2.4 2.4l-2.1 2.1l-2.4-2.4l-2.4 2.4l-2.1-2.1l2.4-2.4l-2.4-2.4l2.1-2.1z",
+#: Every method has its place: ten colours in turn, then the same with other dashes and markers.
+_METHODS = (
+    "gradient-matching",
+    "task-arithmetic",
+    "ties",
+    "fisher-averaging",
+    "weighted-average",
+    "dare",
+    "average",
+    "regmean",
+    "removal",
+    "slerp",
+    "fa1",
+    "sparse-finetuning",
+    "breadcrumbs",
+    "model-stock",
+    "nuslerp",
+    "passthrough",
+    "della",
+    "iso-c",
+    "sce",
+    "tsv",
+    "multislerp",
+    "karcher",
+    "ram",
+    "arcee-fusion",
+    "nearswap",
 )
-STAR = "m0-10l2.4 6.8h7.1l-5.7 4.3l2.1 6.9l-5.9-4.2l-5.9 4.2l2.1-6.9l-5.7-4.3h7.1z"
-#: Lines over the colour of a bar, in a square of 6.
-HATCHES = ("", "M-1 7L7-1M-1 1L1-1M5 7L7 5", "M0 3h6", "M-1-1L7 7M-1 5L1 7M5-1L7 1", "M3 0v6", "M0 3h6M3 0v6")
-_VIRIDIS = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
+_PLACES = {method: place for place, method in enumerate(_METHODS)}
+#: Models that are no merge, each with a colour of its own.
+_MODELS = {"base": "soft", "tuned": "ink", "its own model": "ink", "target": "c9", "best so far": "c4"}
+_COLOURS = 10
+DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
+MARKERS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
+#: Dark blue to yellow, even in lightness and safe for the colour-blind; the darkest would vanish in the dark.
+RISING = ("#46226b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
+#: Blue below a centre, orange above it, both safe for the colour-blind.
+CENTRED = ("#1c5c99", "#5f9bd0", "#b5d2ea", "#f4f3ef", "#f3c294", "#e0853a", "#a8480a")
 
 
-def series_class(index: int) -> str:
-    return f"c{index % COLOURS}"
+def _method(name: str) -> str:
+    """The method that a series is of: `ties` of `ties 0.5`, and of `ties, density 0.2`."""
+    return re.split("[ ,]", name, maxsplit=1)[0]
 
 
-def dash(index: int) -> str:
-    return DASHES[index % len(DASHES)]
+def place_of(name: str) -> int:
+    """The place of a method, also of one that a user has added: the same on every page."""
+    known = _PLACES.get(_method(name))
+    return zlib.crc32(name.encode("utf-8", "replace")) % 1000 if known is None else known
 
 
-def marker(index: int) -> str:
-    return MARKERS[index % len(MARKERS)]
+def is_known(name: str) -> bool:
+    """Whether a series is one of ours: a method, or a model that is no merge."""
+    return name in _MODELS or _method(name) in _PLACES
 
 
-def hatch(index: int) -> str:
-    """Series that share a colour have different hatches."""
-    return HATCHES[(index + index // COLOURS) % len(HATCHES)]
+def colour_of(method: str) -> str:
+    """The colour on paper of a method, or of `base`, `tuned` and `target`: one colour on every page."""
+    return LIGHT[_MODELS.get(method) or f"c{place_of(method) % _COLOURS}"]
 
 
-def shade(share: float) -> str:
-    """A colour from dark blue (0) to yellow (1), even in lightness and safe for the colour-blind."""
-    # The darkest twelfth is left out: it would vanish in the dark.
-    place = (1 / 12 + share * 11 / 12) * (len(_VIRIDIS) - 1)
-    index = min(int(place), len(_VIRIDIS) - 2)
-    left, right = _rgb(_VIRIDIS[index]), _rgb(_VIRIDIS[index + 1])
-    return "#" + bytes(round(a + (b - a) * (place - index)) for a, b in zip(left, right, strict=True)).hex()
+def colours_of(names: Sequence[str]) -> list[str]:
+    """Colours of series: of methods their own, of other names (tasks, rounds) one after the other."""
+    if not _of_methods(names):
+        return [colour_of(name) if name in _MODELS else LIGHT[f"c{i % _COLOURS}"] for i, name in enumerate(names)]
+    return [_paler(colour_of(name), again) for name, again in zip(names, _repeats(names), strict=True)]
+
+
+def places_of(names: Sequence[str]) -> list[int]:
+    """What dash and marker a series has, by the same order."""
+    if not _of_methods(names):
+        return list(range(len(names)))
+    return [place_of(name) + again for name, again in zip(names, _repeats(names), strict=True)]
+
+
+def _of_methods(names: Sequence[str]) -> bool:
+    return any(_method(name) in _PLACES for name in names)
+
+
+def _repeats(names: Sequence[str]) -> list[int]:
+    """How many series of the same method come before each."""
+    methods = [name if name in _MODELS else _method(name) for name in names]
+    return [methods[:i].count(method) for i, method in enumerate(methods)]
+
+
+def _paler(colour: str, times: int) -> str:
+    """The colour itself, and paler for further series of one method."""
+    share = 0.62**times
+    return "#" + bytes(round(255 - share * (255 - part)) for part in bytes.fromhex(colour[1:])).hex()
+
+
+def dash_of(place: int) -> list[int]:
+    """Series that share a colour have different dashes."""
+    return list(DASHES[place % len(DASHES)])
+
+
+def marker_of(place: int) -> str:
+    return MARKERS[place % len(MARKERS)]
 
 
 def luminance(colour: str) -> float:
     """Relative luminance as WCAG defines it, 0 to 1."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in _rgb(colour))]
+    channels = (value / 255 for value in bytes.fromhex(colour.removeprefix("#")))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -85,16 +149,52 @@ def variables() -> str:
     return f"{listed(LIGHT)}\n@media screen and (prefers-color-scheme:dark){{{listed(DARK)}}}\n"
 
 
+def theme() -> dict[str, Any]:
+    """How every figure looks."""
+    ink, soft, line = (LIGHT[name] for name in ("ink", "soft", "line"))
+    axis = {
+        "labelColor": soft,
+        "titleColor": soft,
+        "domainColor": soft,
+        "tickColor": soft,
+        "gridColor": line,
+        "labelFontSize": 11,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
+        "titlePadding": 8,
+    }
+    return {
+        "background": LIGHT["paper"],
+        "font": 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif',
+        "view": {"stroke": None},
+        "axis": axis,
+        "axisX": {"grid": False},
+        "axisY": {
+            "domain": False,
+            "ticks": False,
+            "labelLimit": 220,
+            "labelPadding": 6,
+            # The name of the axis lies above it, where a long one has room.
+            "titleAngle": 0,
+            "titleAlign": "left",
+            "titleBaseline": "bottom",
+            "titleX": 0,
+            "titleY": -10,
+        },
+        "legend": {
+            "labelColor": ink,
+            "titleColor": soft,
+            "labelFontSize": 12,
+            "titleFontWeight": "normal",
+            "offset": 12,
+            "gradientLength": 240,
+            "gradientThickness": 10,
+        },
+        "title": {"color": ink, "anchor": "start", "fontSize": 16},
+        "text": {"color": ink},
+    }
+
+
 @cache
 def resource(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def light_style() -> str:
-    """The style of a chart in a file of its own, without variables: not every program knows them."""
-    return re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found[1]], resource("chart.css"))
-
-
-def _rgb(colour: str) -> bytes:
-    return bytes.fromhex(colour.removeprefix("#"))

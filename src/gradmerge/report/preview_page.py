@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from ..diagnostics.predict import BASE
 from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.suggest import Suggestion
-from ..recipe import Varying, in_words
-from .charts import Chart, HeatMap, LineChart, ScatterChart, Series
-from .layer_weights_page import layers_section, layers_words
-from .numbers import finite, number
-from .page import Page, Section, Table, Value
-
-TRUST = (
-    "Predictions come from curvature alone and are shown as ranks and as multiples of a reference merge, never as "
-    "losses. How far to trust them: in an independent study (five sentiment models, three seeds) the weight with the "
-    "smallest predicted loss of the worst task was the best of a grid every time, and the smallest sum chose weights "
-    "that were too small; over 50 to 70 merges the predictions ranked true losses with Spearman's ρ of only 0.4 to 0.5 "
-    "on average (0.9 on one task, 0 on another), and hardly ranked accuracy. A handful of labelled rows "
-    "(`--data NAME=SRC`) overrides them."
+from ..text import Measured
+from .figures import Series, curves, heat_map, trade_off
+from .layer_weights_page import layers_section
+from .notebook import in_notebooks
+from .numbers import finite
+from .page import Figure, Page, Section
+from .preview_tables import alone_table, best_table, task_unit as _task_unit, top_table, unit_of as _unit
+from .preview_words import (
+    in_plain_words as _words,
+    reference_words as _reference,
+    verdict,
+    weights_words as _weights,
 )
-#: Settings that the report's own table shows; preview.csv has all.
-SHOWN = 200
+
+WHISKERS = "Lines through points reach one standard error to each side."
 #: With more tasks than this, pairs of tasks are not drawn one by one.
 PAIRS = 4
+#: With more values of other keys than this, only the curve with the best setting of a method is drawn.
+CURVES = 6
 
 Get = Callable[[Outcome], float | None]
 
@@ -42,7 +43,7 @@ def preview_page(
     if front:
         text = "Every setting as a point: no setting on the front can be improved for one without losing on the other."
         sections.append(Section("Trade-offs", text, front))
-    tables = [best_table(found), _top(found), *([_alone(found)] if found.alone else [])]
+    tables = [best_table(found), top_table(found), *([alone_table(found)] if found.alone else [])]
     what = "Measured" if found.measured else "Predicted"
     sections.append(Section("Settings", f"{what}; `preview.csv` has every setting with all numbers.", (), tables))
     if found.notes:
@@ -60,189 +61,27 @@ def preview_page(
     )
 
 
-def verdict(found: Preview, suggestion: Suggestion | None = None) -> list[str]:
-    """What a user should know, in sentences."""
-    best = found.best()
-    words = [_best_words(found, best, listed=suggestion is not None)]
-    if best is not None and found.criterion.shares:
-        words.append("A share of 0 is as good as each task's own model, and 1 as bad as the base.")
-    if best is not None and best.setting.weights:
-        close = len(found.as_good(best))
-        tried = f"of its {sum(row.setting.method == best.setting.method for row in found.rows)} settings"
-        flat = flat_range(found, best)
-        several = f"{close} {tried} are within 1 % of it{f': weights {flat}' if flat else ''}."
-        words.append(several if close > 1 else f"No other {tried} is within 1 % of it.")
-    if suggestion is not None and suggestion.weights:
-        words.append(f"Suggested weights: {_by_task(suggestion.weights)}.")
-    if suggestion is not None and suggestion.over_layers is not None:
-        words.append(layers_words(found, suggestion.over_layers))
-    return words if found.measured else [*words, TRUST]
-
-
-def _best_words(found: Preview, best: Outcome | None, listed: bool) -> str:
-    if best is None:
-        return (
-            "No setting is called the best: what a removal takes out and what is to stay pull against each other. "
-            "The figures show both."
-        )
-    several = "s" if len(set(best.setting.weights)) > 1 else ""
-    weights = f" with weight{several} {_weights(found, best)}" if best.setting.weights else ""
-    if listed and any(isinstance(weight, tuple) for weight in best.setting.weights):
-        weights = " with weights that differ between layers"  # a later sentence has the numbers
-    which = f"Of {len(found.rows)} settings, **{best.setting.method}{weights}** has the"
-    if not found.measured:
-        times = found.relative_score(best)
-        beside = f": {number(times)} times that of {_reference(found)}" if times is not None else ""
-        return f"{which} smallest {found.criterion.name}{beside}."
-    own = ", which is the recipe's own merge" if found.reference.setting.method == found.recipe.method else ""
-    if found.reference is not best:
-        own = f"; {_reference(found)} has {number(found.reference.score)}"
-    least = "highest" if found.criterion.higher else "smallest"
-    return f"{which} {least} {_words(found.criterion.name)}: {number(best.score)}{own}."
-
-
-def _weights(found: Preview, row: Outcome) -> str:
-    """`0.3`, or `a 0.3, b 0.5`."""
-    return _by_task(found.weights(row)) if len(set(row.setting.weights)) != 1 else row.setting.weights_in_words
-
-
-def _by_task(weights: Mapping[str, Varying]) -> str:
-    return ", ".join(f"{task} {in_words(weight)}" for task, weight in weights.items())
-
-
-def _reference(found: Preview) -> str:
-    setting = found.reference.setting
-    own = "the recipe's own merge" if setting.method == found.recipe.method else "the reference"
-    return f"{own} ({setting.name})"
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def flat_range(found: Preview, best: Outcome) -> str:
-    """The weights within 1 % of the best: `0.3–0.6`, or by task; nothing on those that differ between layers."""
-    spans = {}
-    for task, tried in zip(
-        found.models, zip(*(row.setting.weights for row in found.as_good(best)), strict=True), strict=False
-    ):
-        numbers = [weight for weight in tried if not isinstance(weight, tuple)]
-        if len(numbers) == len(tried):
-            low, high = min(numbers), max(numbers)
-            spans[task] = f"{low:g}" if low == high else f"{low:g}–{high:g}"
-    if len(spans) == len(found.models) and len(set(spans.values())) == 1:
-        return spans[found.models[0]]
-    return ", ".join(f"{task} {span}" for task, span in spans.items())
-
-
-def _score(found: Preview) -> Get:
-    """What tables and figures show of a score: itself if it was measured, else a multiple of the reference's."""
-    return (lambda row: row.score) if found.measured else found.relative_score
-
-
 def _value(found: Preview, task: str) -> Get:
-    """The same of one task."""
-    return lambda row: row.values.get(task) if found.measured else found.relative(row, task)
-
-
-def _values(found: Preview, row: Outcome) -> list[float | None]:
-    return [_value(found, task)(row) for task in found.tasks]
-
-
-def _unit(found: Preview, name: str) -> str:
-    return _words(name) if found.measured else f"{name}, × reference"
-
-
-def _task_unit(found: Preview, task: str) -> str:
-    return _unit(found, found.metric(task) if found.measured else "predicted loss")
-
-
-def _task_columns(found: Preview) -> list[str]:
-    return [f"{task}, {_words(found.metric(task)) if found.measured else '× reference'}" for task in found.tasks]
-
-
-def best_table(found: Preview) -> Table:
-    """The best setting of every method."""
-    score = [_unit(found, found.criterion.name), *([] if found.measured else ["rank"])]
-    columns = ["method", "weights", *score, *_task_columns(found), "within 1 % of it"]
-    rows: list[list[Value]] = []
-    for method in found.methods:
-        best = found.best(method)
-        if best is None:
-            rows.append([method, "no best is chosen", *[None] * (len(columns) - 2)])
-            continue
-        cells: list[Value] = [_score(found)(best), *([] if found.measured else [best.rank])]
-        weights = _weights(found, best) if best.setting.weights else "takes none"
-        rows.append([method, weights, *cells, *_values(found, best), flat_range(found, best)])
-    note = f"The reference is {_reference(found)}. Rank 1 is best of {len(found.rows)} settings."
-    return Table("Best setting of each method", "best", columns, rows, "" if found.measured else note)
-
-
-def _top(found: Preview) -> Table:
-    ranked = sorted(found.rows, key=lambda row: (row.rank is None, row.rank))
-    rows: list[list[Value]] = [
-        [row.rank, row.setting.method, _weights(found, row), _score(found)(row), *_values(found, row)]
-        for row in ranked[:SHOWN]
-    ]
-    columns = ["rank", "method", "weights", _unit(found, found.criterion.name), *_task_columns(found)]
-    note = f"The first {SHOWN} of {len(ranked)}." if len(ranked) > SHOWN else ""
-    return Table("All settings", "settings", columns, rows, note)
-
-
-def _alone(found: Preview) -> Table:
-    rows: list[list[Value]] = [
-        [name, *(by_task[task].get(found.metric(task)) for task in found.tasks)]
-        for name, by_task in found.alone.items()
-    ]
-    return Table("The models alone", "alone", ["model", *_task_columns(found)], rows)
-
-
-def _cell(weight: Varying) -> Value:
-    return in_words(weight) if isinstance(weight, tuple) else weight
-
-
-def settings_table(found: Preview) -> Table:
-    """Every setting with all numbers, as in `preview.csv`. Predictions are multiples of the reference's, and ranks."""
-    columns = ["method", *(f"weight {model}" for model in found.models), "rank"]
-    rows: list[list[Value]] = [
-        [
-            row.setting.method,
-            *([_cell(weight) for weight in row.setting.weights] or [None] * len(found.models)),
-            row.rank,
-        ]
-        for row in found.rows
-    ]
-
-    def add(column: str, values: Iterable[Value]) -> None:
-        columns.append(column)
-        for row, value in zip(rows, values, strict=True):
-            row.append(value)
-
-    name = found.criterion.name
-    add(name if found.measured else f"{name}, times reference", map(_score(found), found.rows))
-    for task in found.tasks:
-        if found.measured:
-            for metric in dict.fromkeys(name for row in found.rows for name in row.metrics.get(task, {})):
-                add(f"{task} {metric}", (row.metrics[task].get(metric) for row in found.rows))
-        else:
-            add(f"{task} times reference", map(_value(found, task), found.rows))
-            add(f"{task} rank", (row.ranks.get(task) for row in found.rows))
-    return Table("Settings", "preview", columns, rows)
+    return lambda row: found.shown_value(row, task)
 
 
 def _curves(found: Preview) -> Section:
     """The score and every task against the weight that varies, all methods in one figure."""
-    text = "" if found.measured else f"Predicted losses as multiples of those of {_reference(found)}; lower is better."
+    text = (
+        WHISKERS
+        if found.measured
+        else f"Predicted losses as multiples of those of {_reference(found)}; lower is better."
+    )
     name = _words(found.criterion.name)
     label = _label(found, _unit(found, name), found.criterion.higher)
-    charts: list[Chart | None] = []
+    charts: list[Figure | None] = []
     if len(found.tasks) > 1 or not found.measured:
-        charts.append(_chart(found, name[:1].upper() + name[1:], "score", label, _score(found)))
+        charts.append(_chart(found, name[:1].upper() + name[1:], "score", label, found.shown_score))
     for task in found.tasks:
         unit = _label(found, _task_unit(found, task), found.higher(task))
         charts.append(_chart(found, f"Task {task}", f"task-{task}", unit, _value(found, task), _marks(found, task)))
     shown = [chart for chart in (*charts, *_maps(found, name, label)) if chart is not None]
-    return Section("Against the weight" if shown else "What was looked at", text, shown)
+    return Section(f"Against the {found.axis.partition(',')[0]}" if shown else "What was looked at", text, shown)
 
 
 def _label(found: Preview, unit: str, higher: bool) -> str:
@@ -259,41 +98,60 @@ def _marks(found: Preview, task: str) -> list[tuple[str, float]]:
 
 def _chart(
     found: Preview, title: str, slug: str, label: str, get: Get, alone: Sequence[tuple[str, float]] = ()
-) -> LineChart | None:
-    """A curve for each method whose weight varies, a line for each that takes none; nothing if there is no curve."""
+) -> Figure | None:
+    """A curve for each method and values of keys that are not on the axis, a line where nothing varies; or nothing."""
     series, marks, stars = [], [], []
     for method in found.methods:
         rows = [row for row in found.rows if row.setting.method == method]
-        if not rows[0].setting.weights:
+        best = found.best(method)
+        names = list(dict.fromkeys(row.setting.series for row in rows))
+        for name in names if len(names) <= CURVES or best is None else [best.setting.series]:
+            placed = ((row.setting.position, row) for row in rows if row.setting.series == name)
+            curve = sorted(((x, row) for x, row in placed if x is not None), key=lambda point: point[0])
+            if len(curve) > 1:
+                words = [_setting(found, row) for _, row in curve]
+                series.append(Series(name, [x for x, _ in curve], [get(row) for _, row in curve], words))
+                stars += [(name, x, y) for x, row in curve if row is best and (y := get(row)) is not None]
+        if len(rows) == 1 and (not rows[0].setting.weights or rows[0].setting.position is None):
             marks += [(method, value) for value in [get(rows[0])] if value is not None]
-            continue
-        placed = ((row.setting.position, row) for row in rows if row.setting.position is not None)
-        curve = sorted(placed, key=lambda point: point[0])
-        if len(curve) > 1:
-            words = [_weights(found, row) for _, row in curve]
-            series.append(Series(method, [x for x, _ in curve], [get(row) for _, row in curve], words))
-            best = found.best(method)
-            stars += [(method, x, y) for x, row in curve if row is best and (y := get(row)) is not None]
-    return LineChart(title, slug, found.axis, label, series, [*marks, *alone], stars) if series else None
+    chart = curves(series, found.axis, label, marks=[*marks, *alone], stars=stars)
+    return Figure(title, slug, chart) if series else None
 
 
-def _maps(found: Preview, name: str, label: str) -> list[HeatMap]:
-    """The score over two weights, where exactly two vary and every combination was tried."""
+def _setting(found: Preview, row: Outcome) -> str:
+    """The weights and what else is changed."""
+    return ", ".join(part for part in (_weights(found, row), row.setting.changes_in_words) if part)
+
+
+def _maps(found: Preview, name: str, label: str) -> list[Figure]:
+    """The score over two weights or other keys, where exactly two vary and every combination was tried."""
     maps = []
     for method in found.methods:
-        rows = [row for row in found.rows if row.setting.method == method and row.setting.weights]
-        rows = [row for row in rows if not any(isinstance(weight, tuple) for weight in row.setting.weights)]
-        tried = [sorted({row.setting.weights[i] for row in rows}) for i in range(len(found.models))]
-        varying = [i for i, weights in enumerate(tried) if len(weights) > 1]
-        if len(varying) != 2:
+        rows = [row for row in found.rows if row.setting.method == method]
+        places = {key: values for key, values in _places(found, rows).items() if len(set(values)) > 1}
+        if len(places) != 2:
             continue
-        one, other = varying
-        known = {(row.setting.weights[one], row.setting.weights[other]): _score(found)(row) for row in rows}
-        if len(known) == len(tried[one]) * len(tried[other]):
-            down, across = ([f"{found.models[i]} {weight:g}" for weight in tried[i]] for i in varying)
-            values = [[known[a, b] for b in tried[other]] for a in tried[one]]
-            maps.append(HeatMap(f"{method}: {name}", f"map-{method}", down, across, values, label))
+        (one, downs), (other, acrosses) = places.items()
+        known = {(a, b): found.shown_score(row) for a, b, row in zip(downs, acrosses, rows, strict=True)}
+        tried = [sorted(set(values)) for values in (downs, acrosses)]
+        if len(known) == len(tried[0]) * len(tried[1]):
+            down, across = ([f"{key} {x:g}" for x in xs] for key, xs in zip((one, other), tried, strict=True))
+            values = [[known[a, b] for b in tried[1]] for a in tried[0]]
+            maps.append(Figure(f"{method}: {name}", f"map-{method}", heat_map(down, across, values, label)))
     return maps
+
+
+def _places(found: Preview, rows: Sequence[Outcome]) -> dict[str, list[float]]:
+    """What some settings differ in, as far as all of them have numbers there: weights, and other keys."""
+    every = [row.setting for row in rows]
+    if len({len(set(setting.weights)) == 1 for setting in every}) == 1 and len(set(every[0].weights)) == 1:
+        columns: dict[str, list[Any]] = {"weight": [setting.weights[0] for setting in every]}
+    else:
+        columns = {model: [s.weights[i] if s.weights else None for s in every] for i, model in enumerate(found.models)}
+    keys = dict.fromkeys(key for setting in every for key, _ in setting.changes)
+    columns |= {key.removeprefix("options."): [dict(s.changes).get(key) for s in every] for key in keys}
+    plain = {key: values for key, values in columns.items() if not any(isinstance(value, bool) for value in values)}
+    return {key: values for key, values in plain.items() if all(isinstance(value, int | float) for value in values)}
 
 
 class _Axis(NamedTuple):
@@ -303,7 +161,7 @@ class _Axis(NamedTuple):
     """Higher is better."""
 
 
-def _fronts(found: Preview) -> list[ScatterChart]:
+def _fronts(found: Preview) -> list[Figure]:
     """Settings by one task against another; with more than two tasks, also by the average against the worst task."""
     tasks = found.tasks
     axes = [_Axis(f"{task}, {_task_unit(found, task)}", _value(found, task), found.higher(task)) for task in tasks]
@@ -316,10 +174,14 @@ def _fronts(found: Preview) -> list[ScatterChart]:
         unit, higher = units.pop(), found.higher(tasks[0])
 
         def values(row: Outcome) -> list[float]:
-            return [value for value in _values(found, row) if value is not None]
+            shown = (found.shown_value(row, task) for task in tasks)
+            return [value for value in shown if value is not None]
 
         def mean(row: Outcome) -> float | None:
-            return sum(values(row)) / len(values(row)) if values(row) else None
+            known = values(row)
+            errors = [error for value in known if (error := getattr(value, "error", None)) is not None]
+            error = math.hypot(*errors) / len(known) if known and len(errors) == len(known) else None
+            return Measured(sum(known) / len(known), error) if known else None
 
         def worst(row: Outcome) -> float | None:
             return (min if higher else max)(values(row), default=None)
@@ -329,14 +191,15 @@ def _fronts(found: Preview) -> list[ScatterChart]:
     return charts
 
 
-def _front(found: Preview, title: str, slug: str, x: _Axis, y: _Axis) -> ScatterChart:
+def _front(found: Preview, title: str, slug: str, x: _Axis, y: _Axis) -> Figure:
     series, points = [], []
     for method in found.methods:
         rows = [(x.get(row), y.get(row), row) for row in found.rows if row.setting.method == method]
-        known = [(a, b, _weights(found, row)) for a, b, row in rows if finite(a) and finite(b)]
+        known = [(a, b, _setting(found, row)) for a, b, row in rows if finite(a) and finite(b)]
         series.append(Series(method, [a for a, _, _ in known], [b for _, b, _ in known], [w for _, _, w in known]))
         points += [(a, b) for a, b, _ in known]
-    return ScatterChart(title, slug, x.label, y.label, series, pareto_front(points, (x.higher, y.higher)))
+    front = pareto_front(points, (x.higher, y.higher))
+    return Figure(title, slug, trade_off(series, x.label, y.label, front=front))
 
 
 def pareto_front(points: Sequence[tuple[float, float]], higher: tuple[bool, bool]) -> list[tuple[float, float]]:
@@ -352,3 +215,11 @@ def pareto_front(points: Sequence[tuple[float, float]], higher: tuple[bool, bool
             front.append((signs[0] * a, signs[1] * b))
             lowest = b
     return front
+
+
+def _in_notebook(found: Preview) -> list[Figure]:
+    return [*_curves(found).figures, *_fronts(found)]
+
+
+in_notebooks(Preview, _in_notebook)
+in_notebooks(Suggestion, lambda suggestion: _in_notebook(suggestion.evaluated))

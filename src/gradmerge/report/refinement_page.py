@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._version import __version__
-from ..diagnostics.scores import headline, loss_of
-from ..engine.card import to_yaml
+from ..diagnostics.scores import headline, loss_name, measured
+from ..markdown import to_yaml
 from ..refinement.rounds import Refinement
-from .charts import LineChart, Series
-from .page import Page, Section, Table, Value
+from ..text import Measured
+from .figures import Series, curves
+from .notebook import in_notebooks
+from .page import Figure, Page, Section, Table, Value
 
 
 def refinement_page(done: Refinement, start: str, facts: Mapping[str, Any], commands: Sequence[str]) -> Page:
@@ -47,9 +49,10 @@ def verdict(done: Refinement) -> list[str]:
     ]
     for task, before in done.before.items():
         name = headline(before)
-        now, then = done.after[task].get(name), before.get(name)
+        now, then = measured(done.after[task], name), measured(before, name)
         if now is not None and then is not None:
-            words.append(f"On {task} the {name.replace('_', ' ')} went from {then:.4g} to {now:.4g}.")
+            tie = ", a tie on the same rows" if name in done.gains[task] and done.gains[task][name].tied else ""
+            words.append(f"On {task} the {name.replace('_', ' ')} went from {then:.4g} to {now:.4g}{tie}.")
     worse = [task for task, loss in last.held.items() if loss > first.held[task]]
     if worse:
         words.append(f"{', '.join(worse)} lost what others gained.")
@@ -63,22 +66,25 @@ def metrics_table(done: Refinement) -> Table:
     rows: list[Sequence[Value]] = []
     for task, before in done.before.items():
         name = headline(before)
-        row: list[Value] = [task, loss_of(before), loss_of(done.after[task])]
-        rows.append([*row, name.replace("_", " "), before.get(name), done.after[task].get(name)])
-    columns = ["task", "loss before", "loss after", "metric", "before", "after"]
-    return Table("Rows held back", "held-back", columns, rows, "Loss: the mean over rows, in nats.")
+        loss, after, gains = loss_name(before), done.after[task], done.gains[task]
+        row: list[Value] = [task, measured(before, loss), measured(after, loss), name.replace("_", " ")]
+        gained = Measured(gains[name].value, gains[name].error) if name in gains else None
+        rows.append([*row, measured(before, name), measured(after, name), gained])
+    columns = ["task", "loss before", "loss after", "metric", "before", "after", "gained"]
+    note = "Loss: the mean over rows, in nats. ± is a standard error; what was gained is compared on the same rows."
+    return Table("Rows held back", "held-back", columns, rows, note)
 
 
 def _curves(done: Refinement) -> Section:
     places = [float(number) for number in range(len(done.rounds))]
     series = [Series(task, places, [one.held[task] for one in done.rounds]) for task in done.rounds[0].held]
     unit = "pass" if done.method == "adamw" else "round"
-    chart = LineChart("Loss on rows held back", "losses", f"{unit}, 0 is the start", "mean loss of a row, nats", series)
+    chart = curves(series, f"{unit}, 0 is the start", "mean loss of a row, nats")
     return Section(
         "Each task's loss over the rounds",
         "These rows chose the steps and decided when to stop, so their loss is a little too good: judge the result "
         "on others.",
-        [chart],
+        [Figure("Loss on rows held back", "losses", chart)],
         [metrics_table(done)],
     )
 
@@ -103,3 +109,6 @@ def _steps(done: Refinement) -> Section:
         f"Passes over the rows: {passes}; over those held back: {done.passes['held']}. It took {done.seconds:.1f} s.",
         tables=[Table("Steps that were taken", "steps", columns, rows)],
     )
+
+
+in_notebooks(Refinement, lambda done: _curves(done).figures)

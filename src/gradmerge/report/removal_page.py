@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..refinement.influence import InfluenceRemoval
-from .charts import LineChart, Series
+from .figures import Series, curves
+from .notebook import in_notebooks
 from .numbers import number
-from .page import Page, Section, Table, Value
+from .page import Figure, Page, Section, Table, Value
 
 HOW = (
     "Each step goes along (S + λ)⁻¹ g: g the gradient of what is to be forgotten, S the Kronecker curvature of what is "
@@ -40,7 +41,7 @@ What the model had learned from {rows["forget_rows"]} examples was taken out by 
 | to be forgotten | {before.forget:.4g} | {after.forget:.4g} |
 | kept | {before.kept:.4g} | {after.kept:.4g} |
 
-{_budget_words(found)} `gradmerge.json` holds every step, `report.html` the trade-off.
+{_budget_words(found)} `gradmerge.json` in this repository holds every step.
 """
 
 
@@ -69,7 +70,7 @@ def _curve_text(found: InfluenceRemoval) -> str:
     return text if len(found.rounds) == 1 else text + " Between two rounds, steps on the kept rows go down again."
 
 
-def _chart(found: InfluenceRemoval) -> LineChart:
+def _chart(found: InfluenceRemoval) -> Figure:
     series = []
     for place, one in enumerate(found.rounds, 1):
         # Beyond twice the budget a curve says nothing more, and would hide the others.
@@ -83,15 +84,12 @@ def _chart(found: InfluenceRemoval) -> LineChart:
         marks.append((f"budget, +{100 * found.budget:.3g} %", found.before.kept * (1 + found.budget)))
     last = series[-1].name
     stars = [(last, found.rounds[-1].chosen.forget, found.rounds[-1].chosen.kept)]
-    return LineChart(
-        "Kept loss against the loss of what is forgotten",
-        "trade-off",
+    forgotten, kept = (
         "mean loss of an example to forget, higher is better",
         "mean loss of a kept example, lower is better",
-        series,
-        marks,
-        stars,
     )
+    chart = curves(series, forgotten, kept, marks=marks, stars=stars)
+    return Figure("Kept loss against the loss of what is forgotten", "trade-off", chart)
 
 
 def _losses(found: InfluenceRemoval) -> Table:
@@ -110,3 +108,6 @@ def _rounds(found: InfluenceRemoval) -> Table:
         for place, one in enumerate(found.rounds, 1)
     ]
     return Table("Rounds", "rounds", columns, rows)
+
+
+in_notebooks(InfluenceRemoval, lambda found: [_chart(found)] if found.rounds else [])

@@ -44,6 +44,12 @@ def read_bounded(path: Path, limit: int) -> bytes:
     return raw
 
 
+def read_start(path: Path, nbytes: int = 1000) -> bytes:
+    """The first bytes of a regular file."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read(nbytes)
+
+
 def require_unpackable(path: Path, nbytes: int) -> None:
     """Refuse what a file unpacks to if it is larger than honest files become."""
     if nbytes > max(UNPACKED_BYTES, UNPACKED_TIMES * path.stat().st_size):

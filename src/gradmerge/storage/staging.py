@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..errors import InputError, MachineError
 from ..text import size
-from .smallfile import read_json
+from .smallfile import read_json, read_start
 
 #: What follows OUT in the name of the folder that is written, and of one that is being replaced.
 PARTIAL, REPLACED = ".gradmerge-partial", ".gradmerge-replaced"
@@ -34,6 +34,8 @@ SUMS = (
     "gradient*.safetensors",
     "gradient.safetensors.index.json",
 )
+#: How a card begins that goes with them.
+SUMS_CARD = b"---\ntags:\n- gradmerge\n- curvature\n"
 
 
 class Staging:
@@ -237,8 +239,11 @@ def require_space(folder: Path, nbytes: int) -> None:
 def _written_by_us(folder: Path) -> bool:
     """Whether a folder is the result of a merge, a report, or curvature or a gradient and nothing else."""
     names = {path.name for path in folder.iterdir()}
-    sums = bool(names) and all(any(fnmatchcase(name, known) for known in SUMS) for name in names)
-    return sums or any(marks <= names for marks in OURS)
+    if any(marks <= names for marks in OURS):
+        return True
+    if "README.md" in names and SUMS_CARD in read_start(folder / "README.md"):
+        names.remove("README.md")
+    return bool(names) and all(any(fnmatchcase(name, known) for known in SUMS) for name in names)
 
 
 def _check_loses_nothing(folder: Path, needed: Iterable[Path]) -> None:

@@ -1,22 +1,26 @@
 """What a data set, a loss and a metric are: for classification, language models, text to text, images, embeddings."""
 
 from .columns import parse_columns
-from .evaluation import evaluate, evaluate_model
+from .evaluation import evaluate, evaluate_model, measure
 from .loading import LoadedTask, Loading, complete, load_task, with_data
 from .metrics import MEANINGS
 from .models import TASKS, LoadingInfo, load_model
+from .text_metrics import Generation, judge_of
 
 __all__ = [
     "MEANINGS",
     "TASKS",
+    "Generation",
     "LoadedTask",
     "Loading",
     "LoadingInfo",
     "complete",
     "evaluate",
     "evaluate_model",
+    "judge_of",
     "load_model",
     "load_task",
+    "measure",
     "parse_columns",
     "with_data",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from .columns import Fields
 from .data_sources import LONGEST_ROW
 from .patience import little_memory, patience
 from .rows import Rows, shown
-from .tokens import Tokens
+from .tokens import Prompt, Tokens
 
 #: Limits for a chat template to write down one conversation, which takes a millisecond unless it was made not to end.
 SECONDS, MEMORY = 20.0, 4_000_000_000
@@ -56,11 +56,42 @@ class LanguageExamples(Tokens):
         self.check(index, ids)
         return ids, labels
 
+    def prompt(self, index: int, room: int | None = None) -> Prompt:
+        """What comes before the answer of a row: its prompt, or all of a conversation but the last message, or a text.
+
+        Of more tokens than there is ``room`` for, and than ``max_length`` allows, the first are left out.
+        """
+        if "messages" in self.fields:
+            said = self.rows.cell(index, self.fields["messages"][0])
+            last = said[-1] if isinstance(said, list | tuple) and said else None
+            answered = isinstance(last, Mapping) and last.get("role") == "assistant"
+            asked, encoded = self._rendered(index, said[:-1] if answered else said, add_generation_prompt=True)
+            ids, answer = list(encoded["input_ids"]), str(last.get("content", "")) if answered and last else None
+        else:
+            asked = self.rows.text(index, self.fields.get("prompt", self.fields.get("text", ())))
+            ids = self._open_ended(index, asked)
+            answer = self.rows.text(index, self.fields["completion"]) if "completion" in self.fields else None
+        self.check(index, ids)
+        most = min(self.max_length, self.max_length if room is None else room)
+        if len(ids) > most:
+            self.truncated.add(index)
+            ids = self._last(ids, most)
+        return Prompt(asked, ids, answer)
+
+    def _open_ended(self, index: int, text: str) -> list[int]:
+        ids = self.all_of(index, text)["input_ids"]
+        if ids and ids[-1] == self.tokenizer.eos_token_id:  # put there by the tokenizer, but the text goes on
+            ids.pop()
+        return ids
+
+    def _last(self, ids: list[int], room: int) -> list[int]:
+        """The last tokens, after a special one that all began with."""
+        start = ids[:1] if ids and ids[0] in self.tokenizer.all_special_ids else []
+        return start + ids[len(ids) - room + len(start) :]
+
     def _completion(self, index: int) -> tuple[list[int], list[int]]:
         eos = self.tokenizer.eos_token_id
-        prompt = self.all_of(index, self.rows.text(index, self.fields["prompt"]))["input_ids"]
-        if prompt and prompt[-1] == eos:  # put there by the tokenizer, but the text goes on
-            prompt.pop()
+        prompt = self._open_ended(index, self.rows.text(index, self.fields["prompt"]))
         answer = self.rows.text(index, self.fields["completion"])
         completion = self.all_of(index, answer, add_special_tokens=False)["input_ids"]
         if eos is not None:
@@ -69,36 +100,37 @@ class LanguageExamples(Tokens):
             # The beginning of the prompt goes first: without a completion no token counts.
             self.truncated.add(index)
             completion = completion[: self.max_length - 1]
-            start = prompt[:1] if prompt and prompt[0] in self.tokenizer.all_special_ids else []
-            room = self.max_length - len(completion) - len(start)
-            prompt = start + prompt[len(prompt) - room :]
+            prompt = self._last(prompt, self.max_length - len(completion))
         return prompt + completion, [MASKED] * len(prompt) + completion
 
     def _conversation(self, index: int) -> tuple[list[int], list[int]]:
         messages = self.rows.cell(index, self.fields["messages"][0])
-        where = str(self.rows.wrong(index, ""))
-        apply = self.tokenizer.apply_chat_template
-        try:
-            # Text first, within limits: templates are programs. (A tokenizer that runs out of memory ends the process.)
-            with patience(SECONDS, f"{where}: the chat template"), little_memory(MEMORY, f"{where}: the chat template"):
-                text = apply(list(messages), tokenize=False)
-            if len(text) > LONGEST_ROW:
-                raise InputError(f"{where}: the chat template makes a text longer than {size(LONGEST_ROW)}, the limit")
-            with patience(SECONDS, f"{where}: the chat template"):
-                encoded = apply(
-                    list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=not self._all_counts
-                )
-        except InputError:
-            raise
-        except Exception as error:  # templates may raise anything
-            refused = f"{shown(messages)} is no conversation that the chat template takes"
-            raise InputError(f"{where}: {refused}: {first_line(error)}") from error
+        _, encoded = self._rendered(index, messages, return_assistant_tokens_mask=not self._all_counts)
         ids = list(encoded["input_ids"])
         counts = [1] * len(ids) if self._all_counts else list(encoded["assistant_masks"])
         if len(ids) > self.max_length:
             self.truncated.add(index)
         ids, counts = ids[: self.max_length], counts[: self.max_length]
         return ids, [token if count else MASKED for token, count in zip(ids, counts, strict=True)]
+
+    def _rendered(self, index: int, messages: Any, **options: Any) -> tuple[str, Any]:
+        """A conversation as the chat template writes it down, and its tokens."""
+        where = str(self.rows.wrong(index, ""))
+        apply = self.tokenizer.apply_chat_template
+        ask = {"add_generation_prompt": True} if "add_generation_prompt" in options else {}
+        try:
+            # Text first, within limits: templates are programs. (A tokenizer that runs out of memory ends the process.)
+            with patience(SECONDS, f"{where}: the chat template"), little_memory(MEMORY, f"{where}: the chat template"):
+                text = apply(list(messages), tokenize=False, **ask)
+            if len(text) > LONGEST_ROW:
+                raise InputError(f"{where}: the chat template makes a text longer than {size(LONGEST_ROW)}, the limit")
+            with patience(SECONDS, f"{where}: the chat template"):
+                return text, apply(list(messages), tokenize=True, return_dict=True, **options)
+        except InputError:
+            raise
+        except Exception as error:  # templates may raise anything
+            refused = f"{shown(messages)} is no conversation that the chat template takes"
+            raise InputError(f"{where}: {refused}: {first_line(error)}") from error
 
 
 def without_empty(rows: Rows, fields: Fields) -> tuple[Rows, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,30 +13,50 @@ from ..curvature.losses import ExampleLoss, labels_of, logits_of
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import first_line
 from .loading import LoadedTask
-from .metrics import METRICS, Number
+from .metrics import METRICS, Metrics
+from .text_metrics import Generation, written_rows
+from .uncertainty import standard_errors
 
 Advance = Callable[[int], None]
 """Called with the number of examples of every batch that is done."""
 
 
-def evaluate(loaded: LoadedTask, batch_size: int | None = None, advance: Advance | None = None) -> dict[str, Any]:
-    """The metrics of a loaded model on its data; they do not depend on ``batch_size`` beyond rounding."""
-    numbers = evaluate_model(loaded.model, loaded.batches(batch_size), loaded.output, advance)
-    return {"task": loaded.task, **numbers}
+def evaluate(
+    loaded: LoadedTask,
+    batch_size: int | None = None,
+    advance: Advance | None = None,
+    generation: Generation | None = None,
+) -> dict[str, Any]:
+    """The metrics of a loaded model on its data, with standard errors; ``batch_size`` changes nothing but rounding.
+
+    With ``generation`` also those of what it writes; every row is then counted twice as done.
+    """
+    found = measure(loaded.model, loaded.batches(batch_size), loaded.output, advance)
+    if generation is None:
+        return {"task": loaded.task, **found.summary()}
+    written = written_rows(loaded, loaded.model, generation, advance)
+    return {"task": loaded.task, **with_written(found.summary(), written)}
+
+
+def with_written(metrics: dict[str, Any], written: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Metrics with those of generated text before them."""
+    errors = standard_errors(written) | metrics["standard_errors"]
+    return {name: rows.mean().item() for name, rows in written.items()} | metrics | {"standard_errors": errors}
 
 
 def evaluate_model(
-    model: nn.Module,
-    batches: Iterable[Any],
-    output: ExampleLoss,
-    advance: Advance | None = None,
-    each: Callable[[Tensor], None] | None = None,
-) -> dict[str, Number]:
+    model: nn.Module, batches: Iterable[Any], output: ExampleLoss, advance: Advance | None = None
+) -> dict[str, Any]:
     """The metrics of a model on batches: keyword arguments with "labels", or sequences that end with the labels.
 
-    The model is run in eval mode and left in the mode it was in. ``MEANINGS`` of `metrics` says what each number is.
-    ``each`` is given the losses of the examples of every batch.
+    The model is run in eval mode and left in the mode it was in. ``MEANINGS`` of `metrics` says what each number is;
+    `standard_errors` has how sure each is.
     """
+    return measure(model, batches, output, advance).summary()
+
+
+def measure(model: nn.Module, batches: Iterable[Any], output: ExampleLoss, advance: Advance | None = None) -> Metrics:
+    """The same with the numbers of every example: ``numbers()``, ``rows()``, and ``summary()`` of both."""
     metrics = METRICS[output.name]()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     training = model.training
@@ -52,8 +72,6 @@ def evaluate_model(
                 losses = torch.cat([output.losses(logits[i : i + 1], labels[i : i + 1]) for i in range(len(labels))])
                 _check_finite(losses, done)
                 metrics.add(logits, labels, losses)
-                if each is not None:
-                    each(losses)
                 done += len(labels)
                 if advance is not None:
                     advance(len(labels))
@@ -61,7 +79,7 @@ def evaluate_model(
         model.train(training)
     if not done:
         raise InputError("there are no batches to evaluate on")
-    return metrics.numbers()
+    return metrics
 
 
 def _logits(model: nn.Module, batch: Any, done: int) -> Tensor:

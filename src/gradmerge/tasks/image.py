@@ -108,6 +108,16 @@ class ImageExamples:
         what = value if isinstance(value, str) else shown(value) if not isinstance(value, bytes | dict) else ""
         raise self.rows.wrong(index, f": {what + ': ' if what else ''}{reason}")
 
+    def seen(self, index: int) -> Image:
+        """A row as people see it; normalised numbers from black, the smallest, to white."""
+        if not self.prepared:
+            return self._picture(index)
+        from PIL import Image
+
+        array = _channels_last(self.rows.cell(index, self.column)).astype(np.float64)
+        low, high = array.min(), array.max()
+        return Image.fromarray(_bytes_of((array - low) / max(high - low, 1e-12)))
+
     def notes(self) -> list[str]:
         return self.rows.notes
 

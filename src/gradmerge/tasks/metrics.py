@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..curvature.losses import MASKED
 from ..errors import InputError
+from .uncertainty import standard_errors
 
 Number = int | float | None
 """None where a number is not defined, such as the correlation with a constant."""
@@ -23,7 +25,14 @@ MEANINGS: Mapping[str, str] = {
     "macro_f1": "mean of F1 over the classes that occur in data or predictions",
     "f1": "F1 of class 1",
     "loss_per_example": "loss of an example (the sum over its labels or tokens), mean over examples, nats",
-    "exact_match": "share of examples with all labels right",
+    "judge": "mean over examples of what the judge gives",
+    "exact_match": "share of examples with all labels right; of answers that are the reference, but for case, white "
+    "space and punctuation at the ends",
+    "rouge1": "F-measure of words shared with the reference, mean over examples, 0 to 1",
+    "rouge2": "the same of pairs of words",
+    "rougeL": "the same of the longest common subsequence",
+    "bleu": "BLEU of all answers together, 0 to 100",
+    "chrf": "chrF of all answers together, 0 to 100",
     "micro_f1": "F1 over all decisions on labels",
     "mse": "mean squared error over examples and outputs",
     "pearson_r": "correlation of outputs and labels",
@@ -37,144 +46,153 @@ MEANINGS: Mapping[str, str] = {
 
 
 class Metrics(ABC):
-    """What is summed up over batches, and the numbers made of it."""
+    """What is kept of every example, and the numbers made of it."""
 
-    loss = 0.0
-    examples = 0
+    def __init__(self) -> None:
+        self._kept: list[tuple[Tensor, ...]] = []
 
     def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
         """Take in a batch: what the model says, what is right, and the loss of each example."""
-        self.loss += losses.double().sum().item()
-        self.examples += len(labels)
+        self._kept.append((losses.double().cpu(), *(one.cpu() for one in self.facts(logits, labels))))
 
     @abstractmethod
+    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
+        """What is kept of a batch beside the losses: tensors with one entry, or one row, per example."""
+
+    @abstractmethod
+    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
+        """Metric → one number per example, as :meth:`rows` has them; None where a metric is not defined."""
+
+    def _measured(self) -> dict[str, Tensor | None]:
+        return self.measure(*(torch.cat(parts) for parts in zip(*self._kept, strict=True)))
+
+    @property
+    def examples(self) -> int:
+        return sum(len(losses) for losses, *_ in self._kept)
+
     def numbers(self) -> dict[str, Number]:
         """The numbers of everything that was taken in."""
+        means = {name: None if rows is None else rows.mean().item() for name, rows in self._measured().items()}
+        return {**means, **self.counts(), "examples": self.examples}
+
+    def counts(self) -> dict[str, int]:
+        """What is counted beside the examples."""
+        return {}
+
+    def rows(self) -> dict[str, Tensor]:
+        """Metric → one float64 per example, in their order, whose mean is the metric.
+
+        Their standard deviation / √n is the metric's standard error: a ratio, a correlation and what else is no mean
+        over examples is written as itself plus what each example adds to it, to first order (its influence function).
+        """
+        return {
+            name: rows for name, rows in self._measured().items() if rows is not None and bool(rows.isfinite().all())
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers, and their standard errors under `standard_errors`."""
+        return {**self.numbers(), "standard_errors": standard_errors(self.rows())}
 
 
 class ClassMetrics(Metrics):
-    confusion: Tensor | int = 0  # one row per class that is right, one column per class that the model says
+    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
+        self._classes = logits.shape[-1]
+        return logits.argmax(-1), labels
 
-    def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-        super().add(logits, labels, losses)
-        classes = logits.shape[-1]
-        cells = labels * classes + logits.argmax(-1)
-        counts = torch.bincount(cells.cpu(), minlength=classes * classes)
-        self.confusion = self.confusion + counts.view(classes, classes)
-
-    def numbers(self) -> dict[str, Number]:
-        confusion = torch.as_tensor(self.confusion)
-        right, told, true = confusion.diagonal(), confusion.sum(0), confusion.sum(1)
-        f1 = _f1(right, told - right, true - right)
-        numbers: dict[str, Number] = {"accuracy": int(right.sum()) / self.examples, "macro_f1": _mean(f1)}
-        if len(f1) == 2:
-            numbers["f1"] = f1[1]
-        return numbers | {"loss_per_example": self.loss / self.examples, "examples": self.examples}
+    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
+        told, true = facts
+        right = (told == true).double()
+        seen = torch.bincount(torch.cat([told, true]), minlength=self._classes)
+        f1 = (
+            2 * torch.bincount(true, right, self._classes) / seen
+        )  # NaN for a class that occurs neither in the data nor in the predictions
+        # Of the classes, an example has to do with the true one and the one that the model says only.
+        adds = len(told) / seen
+        of_true, of_told = (((right - f1[one]) * adds[one]) for one in (true, told))
+        occurring = seen > 0
+        macro = f1[occurring].mean() + (of_true + of_told) / occurring.sum()
+        found: dict[str, Tensor | None] = {"accuracy": right, "macro_f1": macro}
+        if self._classes == 2:
+            found["f1"] = f1[1] + of_true * true + of_told * told if occurring[1] else None
+        return {**found, "loss_per_example": losses}
 
 
 class LabelMetrics(Metrics):
-    exact = 0
-    counts: Tensor | int = 0  # rows: hits, false alarms, misses; one column per label
+    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
+        return logits > 0, labels > 0.5
 
-    def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-        super().add(logits, labels, losses)
-        told, true = logits > 0, labels > 0.5
-        self.counts = self.counts + torch.stack([(told & true).sum(0), (told & ~true).sum(0), (~told & true).sum(0)])
-        self.exact += int((told == true).all(-1).sum())
-
-    def numbers(self) -> dict[str, Number]:
-        counts = torch.as_tensor(self.counts).cpu()
+    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
+        told, true = facts
+        hits, seen = 2.0 * (told & true).double(), told.double() + true.double()
+        occurring = seen.any(0)
         return {
-            "micro_f1": _f1(*counts.sum(-1, keepdim=True))[0],
-            "macro_f1": _mean(_f1(*counts)),
-            "exact_match": self.exact / self.examples,
-            "loss_per_example": self.loss / self.examples,
-            "examples": self.examples,
+            "micro_f1": _ratio(hits.sum(1), seen.sum(1)) if bool(occurring.any()) else None,
+            "macro_f1": _ratio(hits[:, occurring], seen[:, occurring]).mean(1) if bool(occurring.any()) else None,
+            "exact_match": (told == true).all(-1).double(),
+            "loss_per_example": losses,
         }
 
 
 class SquaredMetrics(Metrics):
-    def __init__(self) -> None:
-        self.told: list[Tensor] = []
-        self.true: list[Tensor] = []
+    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
+        return logits.double().flatten(1), labels.double().reshape(len(labels), -1)
 
-    def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-        super().add(logits, labels, losses)
-        self.told.append(logits.double().flatten(1).cpu())
-        self.true.append(labels.double().reshape(len(labels), -1).cpu())
-
-    def numbers(self) -> dict[str, Number]:
-        told, true = torch.cat(self.told), torch.cat(self.true)
-        error = (told - true).square()
-        centred, spread = told - told.mean(0), true - true.mean(0)
-        variances = spread.square().sum(0)
-        norms = (centred.square().sum(0) * variances).sqrt()
-        r = (centred * spread).sum(0) / norms
-        r2 = 1 - error.sum(0) / variances
+    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
+        told, true = facts
+        error, spread = (told - true).square(), (true - true.mean(0)).square()
         return {
-            "mse": error.mean().item(),
-            "pearson_r": r.mean().item() if bool((norms > 0).all()) else None,
-            "r2": r2.mean().item() if bool((variances > 0).all()) else None,
-            "examples": self.examples,
+            "mse": error.mean(1),
+            "pearson_r": _pearson(told, true),
+            # The mean of the labels adds nothing of first order: it is where their squared distance is smallest.
+            "r2": 1 - _ratio(error, spread).mean(1) if bool((spread.sum(0) > 0).all()) else None,
         }
 
 
 class CosineMetrics(SquaredMetrics):
-    def numbers(self) -> dict[str, Number]:
-        numbers = super().numbers()
-        told, true = (_ranks(torch.cat(values)[:, 0]) for values in (self.told, self.true))
-        told, true = told - told.mean(), true - true.mean()
-        norms = (told.square().sum() * true.square().sum()).sqrt().item()
-        spearman = (told * true).sum().item() / norms if norms else None
-        return {"spearman_r": spearman, **{name: numbers[name] for name in ("pearson_r", "mse", "examples")}}
+    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
+        found = super().measure(losses, *facts)
+        told, true = facts
+        return {"spearman_r": _spearman(told[:, 0], true[:, 0]), "pearson_r": found["pearson_r"], "mse": found["mse"]}
 
 
 class RankingMetrics(Metrics):
-    first = reciprocal = 0.0
-
-    def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-        super().add(logits, labels, losses)
+    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
         positive = logits.gather(1, labels[:, None])
         # Candidates that are as near as the positive count as nearer: a model that embeds all alike finds nothing.
-        places = (logits >= positive).sum(1).double()
-        self.first += (places == 1).sum().item()
-        self.reciprocal += (1 / places).sum().item()
+        return ((logits >= positive).sum(1).double(),)
 
-    def numbers(self) -> dict[str, Number]:
-        return {
-            "accuracy": self.first / self.examples,
-            "mean_reciprocal_rank": self.reciprocal / self.examples,
-            "loss_per_example": self.loss / self.examples,
-            "examples": self.examples,
-        }
+    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
+        (places,) = facts
+        return {"accuracy": (places == 1).double(), "mean_reciprocal_rank": 1 / places, "loss_per_example": losses}
 
 
 class TokenMetrics(Metrics):
-    tokens = right = 0
-
-    def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-        super().add(logits, labels, losses)
+    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
         counts = labels != MASKED
-        self.tokens += int(counts.sum())
-        self.right += int(((logits.argmax(-1) == labels) & counts).sum())
+        right = (logits.argmax(-1) == labels) & counts
+        return counts.sum(1).double(), right.sum(1).double()
 
-    def numbers(self) -> dict[str, Number]:
-        if not self.tokens:
+    def counts(self) -> dict[str, int]:
+        return {"tokens": int(sum(tokens.sum() for _, tokens, _ in self._kept))}
+
+    def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
+        tokens, right = facts
+        if not bool(tokens.any()):
             raise InputError("the data has no token to predict: its texts are too short, or cut before what counts")
-        per_token = self.loss / self.tokens
+        per_token = _ratio(losses, tokens)
+        mean = per_token.mean()
         return {
             "loss_per_token": per_token,
-            "perplexity": math.exp(per_token) if per_token < 700 else math.inf,
-            "loss_per_example": self.loss / self.examples,
-            "token_accuracy": self.right / self.tokens,
-            "tokens": self.tokens,
-            "examples": self.examples,
+            # Beyond 700 it is no float64; rows that are not finite have no error.
+            "perplexity": mean.exp() * (1 + per_token - mean) if mean < 700 else torch.full_like(per_token, math.inf),
+            "loss_per_example": losses,
+            "token_accuracy": _ratio(right, tokens),
         }
 
 
 class NextTokenMetrics(TokenMetrics):
-    def add(self, logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-        super().add(logits[:, :-1], labels[:, 1:], losses)
+    def facts(self, logits: Tensor, labels: Tensor) -> Sequence[Tensor]:
+        return super().facts(logits[:, :-1], labels[:, 1:])
 
 
 #: The metrics that go with a loss, by its name.
@@ -189,20 +207,46 @@ METRICS: Mapping[str, type[Metrics]] = {
 }
 
 
-def _ranks(values: Tensor) -> Tensor:
-    """Place of each value from the smallest on; equal values share the mean of theirs."""
-    _, own, counts = values.unique(return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    places: Tensor = ends - (counts.double() - 1) / 2
-    return places[own]
+def _ratio(tops: Tensor, bottoms: Tensor) -> Tensor:
+    """A ratio of two means over examples, as a mean over examples: r + (top − r · bottom) / mean bottom."""
+    whole = bottoms.mean(0)
+    ratio = tops.mean(0) / whole
+    rows: Tensor = ratio + (tops - ratio * bottoms) / whole
+    return rows
 
 
-def _f1(hits: Tensor, false_alarms: Tensor, misses: Tensor) -> list[float | None]:
-    """2·hits / (2·hits + false alarms + misses); None for what occurs neither in the data nor in the predictions."""
-    whole = (2 * hits + false_alarms + misses).tolist()
-    return [2 * hit / total if total else None for hit, total in zip(hits.tolist(), whole, strict=True)]
+def _pearson(told: Tensor, true: Tensor) -> Tensor | None:
+    """The correlation of each column with its own; their mean."""
+    told, true = told - told.mean(0), true - true.mean(0)
+    return _correlation(told * true, told.square(), true.square())
 
 
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _correlation(covariance: Tensor, one: Tensor, other: Tensor) -> Tensor | None:
+    """c / √(v w) of three means over examples, as a mean over examples; None where v or w is 0."""
+    scales = one.mean(0), other.mean(0)
+    if not all(bool((scale > 1e-300).all()) for scale in scales):
+        return None
+    whole = (scales[0] * scales[1]).sqrt()
+    r = covariance.mean(0) / whole
+    rows = r + covariance / whole - r * (one / scales[0] + other / scales[1]) / 2
+    return rows.flatten(1).mean(1) if rows.ndim > 1 else rows
+
+
+def _spearman(told: Tensor, true: Tensor) -> Tensor | None:
+    """The correlation of ranks, equal values sharing the mean of theirs."""
+
+    def above(values: Tensor, weights: Tensor) -> Tensor:
+        """For every example, the mean over all of the weights of those with a larger value, and half of equal ones."""
+        _, own = values.unique(return_inverse=True)
+        sums = weights.new_zeros(int(own.max()) + 1).index_add(0, own, weights)
+        return (sums.flip(0).cumsum(0).flip(0) - sums / 2)[own] / len(values)
+
+    def covariance(x: Tensor, y: Tensor) -> Tensor:
+        """Of ranks as shares f and g, whose means are ½: an example has its own f·g, and moves all ranks above it."""
+        f, g = (1 - above(values, torch.ones_like(values)) for values in (x, y))
+        rows: Tensor = f * g + above(x, g) + above(y, f) - 2 * (f * g).mean() - 0.25
+        return rows
+
+    varying = all(bool((values != values[0]).any()) for values in (told, true))
+    pairs = ((told, true), (told, told), (true, true))
+    return _correlation(*(covariance(*pair) for pair in pairs)) if varying else None

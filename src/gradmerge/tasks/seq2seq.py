@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..curvature.losses import LOSSES, ExampleLoss
-from .tokens import Tokens
+from .tokens import Prompt, Tokens
 
 
 class PairExamples(Tokens):
@@ -23,3 +23,10 @@ class PairExamples(Tokens):
             targets.append(self.encode(index, text_target=target)["input_ids"])
             self.check(index, [*sources[-1], *targets[-1]])
         return self.batch_of(sources, targets)
+
+    def prompt(self, index: int, room: int | None = None) -> Prompt:
+        """The source of a row, cut to ``max_length``, and its target; what is written takes no room from it."""
+        source = self.rows.text(index, self.fields["source"])
+        ids = self.encode(index, source)["input_ids"]
+        self.check(index, ids)
+        return Prompt(source, ids, self.rows.text(index, self.fields["target"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,16 @@ from .rows import Rows
 
 #: Tokens of an example when the user gives no --max-length and the model allows more.
 DEFAULT_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked, and what it should answer."""
+
+    text: str
+    ids: list[int]
+    reference: str | None
+    """None where the data says nothing of an answer, as for plain text that goes on."""
 
 
 class Tokens:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..curvature import Curvature
+from ..curvature.files import PENALTY
 from ..curvature.stored_names import for_files, is_adapted
 from ..errors import InputError
 from ..text import listed
@@ -87,7 +88,7 @@ def _matrix(groups: list[dict[str, Any]], kept: Kept, model: nn.Module, mean_ove
                 whole = torch.as_tensor(prior, device="cpu").double() * metric * float(group["strength"]) * mean_over
                 sums[names[parameter]] = whole.float().expand(parameter.shape)
     own = {name: value.clone(memory_format=torch.contiguous_format) for name, value in sums.items()}
-    return Curvature(own, 1, "penalty", stored=for_files(model))
+    return Curvature(own, 1, PENALTY, stored=for_files(model))
 
 
 def _metric(group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor | None:

@@ -1,0 +1,108 @@
+"""`gradmerge studio`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import InputError
+from .options import LoadingOptions, Printing, RecipeOptions, command, named
+from .output import heavy_imports, note, print_json
+from .streams import say
+
+EXAMPLE = (
+    "Examples: gradmerge studio demo   ·   "
+    "gradmerge studio recipe.yml --data yelp=yelp.jsonl --data sst2=sst2.jsonl --limit 200   ·   "
+    "gradmerge studio recipe.yml --data yelp=yelp.jsonl --port 8000"
+)
+
+
+@command
+def studio(
+    *,
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="[RECIPE | DEMO_DIR]", help="Recipe file (YAML), or the folder of gradmerge demo."),
+    ] = Path("demo"),
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            "-d",
+            metavar="NAME=SRC",
+            help="Labelled data of a task (its model's folder name, or base): merges are evaluated on it. Repeatable; "
+            "the demo has its own.",
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Port of the page; 0 is any.", show_default="the first free from 7860"),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(metavar="H", help="Address to serve at; by default no other machine can reach the page.")
+    ] = "127.0.0.1",
+    read_only: Annotated[
+        bool,
+        typer.Option("--read-only", help="The page writes nothing: no merges, no reports. For pages that others see."),
+    ] = False,
+    loading: LoadingOptions,
+    reading: RecipeOptions,
+    printing: Printing,
+) -> None:
+    """Open a local page to explore a merge: move weights, see what is measured, compare answers, save the best.
+
+    Every move is merged in memory and evaluated on the data given. Ctrl-C ends it. Needs Gradio
+    (pip install 'gradmerge[studio]').
+    """
+    from ..studio.serving import check_extra, is_local, listen
+
+    check_extra()
+    jobs = _jobs(source, named(data or []))
+    with listen(host, port) as listening:
+        if not is_local(host) and not read_only:
+            note(
+                f"--host {host}: whoever reaches this machine can use the page, and have it write folders; "
+                "with --read-only it writes nothing",
+                printing.quiet,
+            )
+
+        def ready(address: str) -> None:
+            if printing.json:
+                print_json({"address": address})
+            else:
+                say(address if printing.quiet else f"gradmerge studio: {address} (Ctrl-C ends it)")
+
+        options = {**reading.as_keywords(), **loading.as_keywords()}
+        if (
+            source.is_dir()
+        ):  # the demonstration's own batches: small ones would cost its small models most of their time
+            options["batch_size"] = max(64, loading.batch_size)
+        with heavy_imports():
+            from ..studio import serve
+        serve(jobs, listening, host=host, read_only=read_only, ready=ready, **options)
+
+
+def _jobs(source: Path, data: dict[str, str]) -> dict[str, tuple[Path, dict[str, str]]]:
+    """Title → recipe and data: one of a recipe file, two of the demonstration."""
+    if source.is_file():
+        return {source.stem: (source, data)}
+    if not source.exists():
+        make = f" `gradmerge demo -o {source}` makes the demonstration" if not source.suffix else ""
+        raise InputError(f"{source}: no such recipe or folder.{make or ' Give a recipe file (YAML).'}")
+    from ..demo.demo_settings import REMOVED
+    from ..demo.recipes import MATCHING, REMOVAL
+
+    recipes = {name: source / "recipes" / f"{name}.yml" for name in (MATCHING, REMOVAL)}
+    if not recipes[MATCHING].is_file():
+        raise InputError(
+            f"{source}: is a folder, but not one that gradmerge demo finished. Give a recipe file, or make the "
+            "demonstration with `gradmerge demo -o demo`."
+        )
+    if data:
+        raise InputError("--data: the demonstration has its own; give a recipe file to bring other data")
+    jobs: dict[str, tuple[Path, dict[str, str]]] = {"Merge three tasks": (recipes[MATCHING], {})}
+    if recipes[REMOVAL].is_file():
+        jobs[f"Take {REMOVED} out again"] = (recipes[REMOVAL], {})
+    return jobs

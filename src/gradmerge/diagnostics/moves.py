@@ -1,0 +1,186 @@
+"""One setting after another, measured as fast as it can be: what they share is kept in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..curvature.summary import group_of
+from ..engine.candidates import Block, Candidate, KnownStatistics, look_at, plan_of
+from ..engine.plan import Plan
+from ..engine.resident import free_memory, keep_in_memory
+from ..errors import InputError
+from ..recipe import Recipe
+from ..rules import RULES
+from ..tasks import Generation, Loading
+from ..tasks.refilling import RefilledModel
+from ..text import size
+from .controls import to_read
+from .evaluator import Evaluator
+from .grid import Setting
+from .in_memory import State, TaskData, materialise, state_of
+from .predict import BASE
+from .preview import Outcome
+from .quick_predictor import QuickPredictor
+
+Stop = Callable[[], bool]
+Share = Callable[[float], None]
+"""Told the share of the work that is done, from 0 to 1."""
+#: Models of fewer parameters are evaluated on one thread: others have too little to do, and where something else takes
+#: the processor, a browser for one, they all wait for the last.
+SMALL = 5_000_000
+#: The share of a measurement that is forming the merge, for those who watch.
+FORMING = 0.3
+
+
+class Superseded(Exception):
+    """A measurement was given up because its ``stop`` said so: something newer is asked for."""
+
+
+class Moves(Evaluator):
+    """Forms one setting at a time from tensors in memory, and evaluates it on batches in memory."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: Mapping[str, str],
+        loading: Loading,
+        *,
+        generation: Generation | None = None,
+        memory: int | None = None,
+        threads: int = 1,
+        **allowed: Any,
+    ) -> None:
+        self._torch_threads = torch.get_num_threads()
+        super().__init__(recipe, to_read(recipe), data, loading, generation=generation, threads=threads, **allowed)
+        inputs, self._recipe = self.plan.inputs, recipe
+        limit = free_memory() // 2 if memory is None else memory
+        whole = sum(source.nbytes for source in inputs.checkpoints)
+        left_out = keep_in_memory(inputs, limit)
+        self.streamed = ""
+        """What is read from disk for every setting, in a sentence; empty where all is in memory."""
+        if left_out:
+            what = f"{len(left_out)} of {len(inputs.sources)} models and curvature files (models: {size(whole)})"
+            self.streamed = f"{what} do not fit into {size(limit)} of memory: they are read from disk for every setting"
+        self._model = RefilledModel(self._any.loaded.model)
+        self._inside: Setting | str | None = None
+        """What the model in memory is."""
+
+    @contextlib.contextmanager
+    def threads(self) -> Iterator[None]:
+        """As many threads for each evaluation, whoever asks for it: one for a small model."""
+        before, parameters = torch.get_num_threads(), sum(job.info.numel for job in self.plan.jobs)
+        torch.set_num_threads(self._torch_threads if parameters > SMALL else 1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def _each_alone(self) -> dict[str, dict[str, dict[str, Any]]]:
+        with self.threads():
+            return super()._each_alone()
+
+    def predictor(self) -> QuickPredictor | None:
+        """What predicts settings on the same inputs; None without curvature of every model."""
+        if not self.plan.inputs.curvature or self.plan.inputs.base is None or self._recipe.method == "fa1":
+            return None
+        return QuickPredictor(self._recipe, self.plan, self._threads)
+
+    def check(self, setting: Setting) -> None:
+        """Raise an InputError if a setting cannot be formed."""
+        plan_of(self._candidates.plan_for(setting)[0], self._candidates.candidate(setting))
+
+    def model(self, who: Setting | str, between: Callable[[], None] = lambda: None) -> nn.Module | None:
+        """A merge, the base or a tuned model; None where the head of a tuned one does not fit the config of merges.
+
+        A model is in memory until the next one is asked for.
+        """
+        if who == BASE:
+            return self._any.loaded.model if self.plan.inputs.base is not None else None
+        if isinstance(who, str) and who not in self.alone:
+            return None
+        if self._inside != who or self._inside is None:
+            if isinstance(who, str):
+                state = state_of(self.plan.inputs.tuned[self._names.index(who)])
+            else:
+                state = self._form(who, between)
+            self._inside = None
+            self._filled = self._model.with_state(state)
+            self._inside = who
+        return self._filled
+
+    def _form(self, setting: Setting, between: Callable[[], None]) -> State:
+        plan, known, candidate = self._ready(setting)
+        return materialise(plan, [candidate], self._threads, known, between)[0]
+
+    def _ready(self, setting: Setting) -> tuple[Plan, KnownStatistics, Candidate]:
+        plan, known = self._candidates.plan_for(setting)
+        candidate = self._candidates.candidate(setting)
+        # What other methods need is open too, and is not read for this one.
+        needs = RULES[setting.method].needs(candidate.options or {}) & plan.needs
+        return replace(plan, needs=needs | {"base"}), known, candidate
+
+    def remaining(self, setting: Setting) -> dict[str, dict[str, float]]:
+        """Layer → model → ‖θ̂ − θ_t‖ / ‖θ_0 − θ_t‖ there: 0 is the tuned model, 1 as far from it as the base."""
+        plan, known, candidate = self._ready(setting)
+        sums: dict[tuple[str, str], list[float]] = {}
+        lock = threading.Lock()
+
+        def visit(block: Block) -> None:
+            found = [
+                [float((place - tuned).double().square().sum()) for place in (block.merged[0], block.base)]
+                for tuned in block.tuned
+            ]
+            with lock:
+                for name, squares in zip(self._names, found, strict=True):
+                    own = sums.setdefault((group_of(block.job.name), name), [0.0, 0.0])
+                    own[:] = map(operator.add, own, squares)
+
+        look_at(plan, [candidate], visit, threads=self._threads, measured=known)
+        layers: dict[str, dict[str, float]] = {}
+        for (layer, name), (now, before) in sums.items():
+            if before:
+                layers.setdefault(layer, {})[name] = math.sqrt(now / before)
+        return layers
+
+    def measure(self, setting: Setting, stop: Stop, share: Share) -> Outcome:
+        """Form a setting and evaluate it on the data of every task."""
+        blocks = sum(1 for unit in self.plan.units() if unit.job.rule is not None)
+        # Answers are written in about as many batches as there are.
+        every = [(2 if one.generation else 1, one.loaded) for one in self._data.values()]
+        batches = sum(times * math.ceil(loaded.examples / loaded.batch_size) for times, loaded in every)
+        parts, last = iter([FORMING * (n + 1) / blocks for n in range(blocks)]), FORMING
+
+        def between() -> None:
+            if stop():
+                raise Superseded
+            share(next(parts, last))
+
+        self.check(setting)
+        model = self.model(setting, between)
+        assert model is not None
+        shares = [FORMING + (1 - FORMING) * n / batches for n in range(batches)]
+        parts, last = iter(shares), shares[-1]
+        before = len(self._broken)
+        try:
+            for one in self._data.values():
+                one.between = between
+            found = self._outcome(setting, model)
+        finally:
+            for one in self._data.values():
+                one.between = lambda: None
+        if len(self._broken) > before:
+            raise InputError(self._broken.pop())
+        share(1.0)
+        return found
+
+    def data_of(self, task: str) -> TaskData:
+        return self._data[task]

@@ -1,0 +1,357 @@
+"""Figures as Altair charts: from plain numbers to a chart with our colours, on paper.
+
+Every chart holds its numbers in one list of rows, and `usermeta` says what the columns are called: a page makes the
+table and the CSV of a figure from that. A page also turns the colours of paper into those of the dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..text import printable
+from . import palette
+from .numbers import finite, number
+from .placing import label_places, spaced, thinned
+
+if TYPE_CHECKING:
+    from altair import LayerChart
+
+#: More points of one figure than this are thinned out where they would cover one another.
+MOST_POINTS = 3000
+#: About the width of a letter, in pixels.
+_LETTER = 6.6
+_STAR = "M0-.9L.22-.28L.86-.28L.35.11L.53.73L0 .36L-.53.73L-.35.11L-.86-.28L-.22-.28Z"
+_FORMAT = ",.4~r"
+#: Room for the numbers at the end of bars, in pixels.
+_BESIDE = 48
+#: Bars and lines around a value show one standard error on each side.
+ERRORS = "± standard error"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one name; a missing value is None and leaves a gap."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    labels: Sequence[str] = ()
+    """What the tooltip of each point says besides its numbers."""
+    errors: Sequence[float | None] = ()
+    """The standard error of each y, where the values do not have one themselves, as `Measured` ones do."""
+    x_errors: Sequence[float | None] = ()
+
+    def rows(self) -> list[Row]:
+        found = []
+        for i, (x, y) in enumerate(zip(self.x, self.y, strict=True)):
+            row: Row = {"series": printable(self.name), "x": _known(x), "y": _known(y)}
+            row |= _spread("x", x, self.x_errors[i] if self.x_errors else None)
+            row |= _spread("y", y, self.errors[i] if self.errors else None)
+            if self.labels:
+                row["note"] = printable(self.labels[i])
+            found.append(row)
+        return found
+
+
+def curves(
+    series: Sequence[Series],
+    x: str,
+    y: str,
+    *,
+    marks: Sequence[tuple[str, float]] = (),
+    stars: Sequence[tuple[str, float, float]] = (),
+) -> LayerChart:
+    """Curves over x, with reference lines (name, y) and starred points (name of a series, x, y)."""
+    alt = _altair()
+    rows = [row for one in series for row in thinned(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
+    xs = [row["x"] for row in rows if row["x"] is not None]
+    whole = bool(xs) and all(float(value).is_integer() for value in xs)
+    count = int(max(xs) - min(xs)) if whole else 0
+    axis = alt.Axis(format="d", tickCount=min(count, 10)) if whole and count else _axis("width", 90)
+    # Values such as 1e-6, 1e-4, 1e-2 are told apart by their powers of ten.
+    wide = bool(xs) and min(xs) > 0 and max(xs) / min(xs) >= 1000
+    size = alt.Scale(type="log", nice=False, padding=12) if wide else alt.Scale(zero=False, nice=False, padding=12)
+    across = alt.X("x:Q", title=x, scale=size, axis=axis)
+    up = alt.Y("y:Q", title=y, scale=alt.Scale(zero=False, padding=10), axis=_axis("height", 50))
+    names = [one.name for one in series]
+    base = alt.Chart().encode(across, up, color=_colour(names))
+    known = [(name, value) for name, value in marks if finite(value)]
+    # A curve goes from point to point as they are given, not from left to right.
+    line = base.mark_line(strokeWidth=2).encode(strokeDash=_dash(names), order=alt.value(0))
+    layers = [*(_guides(known, rows) if known else []), line]
+    layers += _whiskers(rows, names)
+    crowded = max((len(one.x) for one in series), default=0) > 40
+    points = base.mark_point(filled=True, opacity=1, size=14 if crowded else 50)
+    layers.append(points.encode(shape=_shape(names), tooltip=_tooltips(rows, x, y)))
+    chosen = [_named(n, a, b, "★ best") for n, a, b in stars if finite(a) and finite(b)]
+    if chosen:
+        best = alt.Chart(_data(chosen)).mark_point(shape=_STAR, filled=True, size=560, opacity=1, strokeWidth=1.2)
+        best = best.encode(across, up, color=_colour(names), stroke=alt.value(palette.LIGHT["paper"]))
+        layers.append(best.encode(tooltip=_tooltips(chosen, x, y)))
+    drawn = alt.layer(*layers, data=_data(rows)).resolve_legend(strokeDash="independent")
+    more = [*(_named(name, None, value, "reference") for name, value in known), *chosen]
+    return _finished(drawn, rows, {"series": "series", "x": x, "y": y}, 300, more)
+
+
+def trade_off(
+    series: Sequence[Series],
+    x: str,
+    y: str,
+    *,
+    front: Sequence[tuple[float, float]] = (),
+    present: tuple[float, float] | None = None,
+    diagonal: bool = False,
+) -> LayerChart:
+    """Points, with a line through those that no other beats, a ring around the present one, or a line where x is y."""
+    alt = _altair()
+    rows = [row for one in series for row in spaced(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
+    names = [one.name for one in series]
+    across = alt.X("x:Q", title=x, scale=alt.Scale(zero=False, padding=12), axis=_axis("width", 90))
+    up = alt.Y("y:Q", title=y, scale=alt.Scale(zero=False, padding=10), axis=_axis("height", 50))
+    layers: list[Any] = []
+    line = [_named("Pareto front", a, b, "") for a, b in sorted(front) if finite(a) and finite(b)]
+    if len(line) > 1:
+        path = alt.Chart(_data(line)).mark_line(strokeWidth=1.5, opacity=0.7, color=palette.LIGHT["ink"])
+        layers.append(path.encode(across, up))
+    ends = [row[k] for row in rows for k in ("x", "y") if row["x"] is not None and row["y"] is not None]
+    if diagonal and ends:
+        same = alt.Chart(_data([{"x": v, "y": v} for v in (min(ends), max(ends))]))
+        layers.append(same.mark_line(strokeDash=[5, 4], color=palette.LIGHT["soft"]).encode(across, up))
+    layers += _whiskers(rows, names, 0.3)
+    points = alt.Chart().mark_point(filled=True, opacity=0.9, size=50 if len(rows) < 400 else 18)
+    layers.append(points.encode(across, up, color=_colour(names), shape=_shape(names), tooltip=_tooltips(rows, x, y)))
+    if present is not None and all(map(finite, present)):
+        ring = alt.Chart(_data([_named("now", *present, "")]))
+        ring = ring.mark_point(size=320, strokeWidth=2.5, color=palette.LIGHT["ink"], filled=False, opacity=1)
+        layers.append(ring.encode(across, up, tooltip=[alt.Tooltip("series:N", title=" ")]))
+    return _finished(alt.layer(*layers, data=_data(rows)), rows, {"series": "series", "x": x, "y": y}, 320, line)
+
+
+def bars(
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    label: str,
+    *,
+    errors: Mapping[str, Sequence[float | None]] | None = None,
+) -> LayerChart:
+    """One lying bar for each group (a task) in each series (a method), with its number beside it."""
+    alt = _altair()
+    rows: list[Row] = []
+    for name, values in series.items():
+        for i, (group, value) in enumerate(zip(groups, values, strict=True)):
+            error = errors[name][i] if errors and name in errors else None
+            row: Row = {"series": printable(name), "group": printable(group), "x": _known(value)}
+            row |= _spread("x", value, error)
+            end = row["x"] if row.get("x error") is None else row["x low" if row["x"] < 0 else "x high"]
+            rows.append(row | {"text": number(value), "end": end})
+    names = list(series)
+    across = alt.X("x:Q", title=label, axis=_axis("width", 90, domain=False))
+    lane = alt.Scale(paddingInner=0.08)
+    down = alt.Y("group:N", title=None, sort=None, scale=alt.Scale(domain=_printable(groups), paddingInner=0.3))
+    base = alt.Chart().encode(down, yOffset=alt.YOffset("series:N", sort=_printable(names), scale=lane))
+    layers = [base.mark_bar(cornerRadiusEnd=2).encode(across, color=_colour(names), tooltip=_tooltips(rows, label, ""))]
+    if any("x error" in row for row in rows):
+        rule = base.mark_rule(color=palette.LIGHT["ink"], strokeWidth=1.5)
+        layers.append(rule.encode(alt.X("x low:Q"), x2="x high:Q"))
+    for side, sign, way in (("left", 5, ">="), ("right", -5, "<")):
+        if side == "left" or any((row["x"] or 0) < 0 for row in rows):
+            text = base.mark_text(align=side, dx=sign, fontSize=10, color=palette.LIGHT["soft"])
+            layers.append(text.encode(alt.X("end:Q"), text="text:N").transform_filter(f"datum.x {way} 0"))
+    step = max(13, min(19, round(52 / max(1, len(names)))))
+    found = _finished(alt.layer(*layers, data=_data(rows)), rows, {"group": "", "series": "", "x": label}, 0)
+    return found.properties(height=alt.Step(step, **{"for": "offset"}), padding={"right": _BESIDE})
+
+
+def heat_map(
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[float | None]],
+    label: str,
+    *,
+    centre: float | None = None,
+    reach: float = 0.0,
+) -> LayerChart:
+    """One cell for each row (a layer) and column (a task); blue below a ``centre`` and orange above it.
+
+    Colours are full at ``reach`` from the centre, or at the value that lies furthest away.
+    """
+    alt = _altair()
+    cells: list[Row] = [
+        {"row": printable(name), "column": printable(column), "value": _known(value), "text": number(value, 3)}
+        for name, line in zip(rows, values, strict=True)
+        for column, value in zip(columns, line, strict=True)
+    ]
+    known = [cell["value"] for cell in cells if cell["value"] is not None]
+    low, high = min(known, default=0.0), max(known, default=1.0)
+    legend = alt.Legend(orient="top", title=label, titleLimit=700)
+    if centre is None:
+        scale = alt.Scale(domain=[low, high if high > low else low + 1], range=list(palette.RISING), interpolate="rgb")
+        dark = f"datum.value > {low + 0.5 * (high - low)!r} ? '#10161c' : '#fff'"
+    else:
+        reach = max(reach, abs(low - centre), abs(high - centre)) or 1.0
+        ends = [centre + reach * k / 3 for k in range(-3, 4)]
+        scale = alt.Scale(domain=ends, range=list(palette.CENTRED), interpolate="rgb")
+        legend.values = [ends[0], centre, ends[-1]]
+        dark = f"abs(datum.value - {centre!r}) < {0.6 * reach!r} ? '#10161c' : '#fff'"
+    turned = sum(map(len, columns)) * _LETTER + 20 * len(columns) > 420
+    side = {"labelAngle": -40, "labelAlign": "left"} if turned else {"labelAngle": 0}
+    top = alt.Axis(orient="top", domain=False, ticks=False, labelLimit=100, **side)
+    across = alt.X("column:N", title=None, scale=alt.Scale(domain=_printable(columns)), axis=top)
+    tall = max(5.0, min(26.0, 1000 / max(1, len(rows))))
+    order = alt.Scale(domain=_printable(rows))
+    down = alt.Y("row:N", title=None, scale=order, axis=alt.Axis(labelOverlap=True))
+    base = alt.Chart().encode(across, down)
+    tips = [alt.Tooltip("row:N", title=" "), alt.Tooltip("column:N", title="  ")]
+    tips.append(alt.Tooltip("value:Q", title=label, format=_FORMAT))
+    edge = {"stroke": palette.LIGHT["paper"], "strokeWidth": 1} if tall > 9 else {}
+    layers = [base.mark_rect(**edge).encode(color=alt.Color("value:Q", scale=scale, legend=legend), tooltip=tips)]
+    if tall >= 16:
+        ink = alt.ExprRef(f"isValid(datum.value) ? {dark} : '{palette.LIGHT['soft']}'")
+        fits = alt.ExprRef(f"bandwidth('x') < {max(len(c['text']) for c in cells) * 6.2!r} ? 0 : 1") if cells else 1
+        layers.append(base.mark_text(fontSize=10, color=ink, opacity=fits).encode(text="text:N", tooltip=tips))
+    found = _finished(alt.layer(*layers, data=_data(cells)), cells, {"row": "", "column": "", "value": label}, 0)
+    found = found.properties(height=alt.Step(tall), view={"fill": palette.LIGHT["hole"]})
+    # The last of slanted names leans over the edge.
+    return found.properties(padding={"right": 60}) if turned else found
+
+
+def _altair() -> Any:
+    """Loaded where something is drawn. Its annotations are too narrow for what its methods take."""
+    import altair
+
+    return altair
+
+
+def _known(value: float | None) -> float | None:
+    """A number that JSON has a word for."""
+    return float(value) if finite(value) else None
+
+
+def _spread(axis: str, value: float | None, error: float | None) -> Row:
+    """One standard error on each side of a value, where it is known."""
+    error = getattr(value, "error", None) if error is None else error
+    if not finite(value) or not finite(error):
+        return {}
+    return {f"{axis} low": value - error, f"{axis} high": value + error, f"{axis} error": float(error)}
+
+
+def _data(rows: list[Row]) -> Any:
+    alt = _altair()
+    return alt.InlineData(values=rows)
+
+
+def _printable(names: Sequence[str]) -> list[str]:
+    return [printable(name) for name in names]
+
+
+def _legend(names: Sequence[str]) -> Any:
+    """Above the figure."""
+    alt = _altair()
+    if len(names) < 2:
+        return None
+    return alt.Legend(orient="top", title=None, symbolStrokeWidth=2, symbolSize=80, symbolOpacity=1, labelLimit=240)
+
+
+def _colour(names: Sequence[str]) -> Any:
+    alt = _altair()
+    scale = alt.Scale(domain=_printable(names), range=palette.colours_of(names))
+    return alt.Color("series:N", scale=scale, legend=_legend(names))
+
+
+def _dash(names: Sequence[str]) -> Any:
+    alt = _altair()
+    scale = alt.Scale(domain=_printable(names), range=[palette.dash_of(p) or [1, 0] for p in palette.places_of(names)])
+    return alt.StrokeDash("series:N", scale=scale, legend=None)
+
+
+def _shape(names: Sequence[str]) -> Any:
+    alt = _altair()
+    scale = alt.Scale(domain=_printable(names), range=[palette.marker_of(p) for p in palette.places_of(names)])
+    return alt.Shape("series:N", scale=scale, legend=_legend(names))
+
+
+def _whiskers(rows: Sequence[Row], names: Sequence[str], opacity: float = 0.55) -> list[Any]:
+    """One standard error on each side of points, where errors are known."""
+    alt = _altair()
+    found = []
+    for axis, other in (("y", "x"), ("x", "y")):
+        if any(f"{axis} error" in row for row in rows):
+            rule = alt.Chart().mark_rule(strokeWidth=1.2, opacity=opacity).encode(color=_colour(names))
+            low, high = f"{axis} low:Q", f"{axis} high"
+            ends = {axis: low, f"{axis}2": high, other: f"{other}:Q"}
+            found.append(rule.encode(**ends))
+    return found
+
+
+def _guides(marks: Sequence[tuple[str, float]], rows: Sequence[Row]) -> list[Any]:
+    """Reference lines with their names, where these are furthest from the curves."""
+    alt = _altair()
+    places = label_places([value for _, value in marks], [(row["x"], row["y"]) for row in rows])
+    lines = [
+        {"name": printable(name), "y": value, "place": f"{side} {way}"}
+        for (name, value), (side, way) in zip(marks, places, strict=True)
+    ]
+    shades = [palette.colour_of(name) if palette.is_known(name) else palette.LIGHT["soft"] for name, _ in marks]
+    colour = alt.Stroke("name:N", legend=None, scale=alt.Scale(domain=_printable([n for n, _ in marks]), range=shades))
+    base = alt.Chart(_data(lines)).encode(y="y:Q")
+    tips = [alt.Tooltip("name:N", title=" "), alt.Tooltip("y:Q", format=_FORMAT)]
+    found = [base.mark_rule(strokeDash=[5, 4], strokeWidth=1.5).encode(stroke=colour, tooltip=tips)]
+    for side, way in dict.fromkeys(places):
+        edge = alt.value("width" if side == "right" else 0)
+        words = base.transform_filter(f"datum.place == '{side} {way}'").encode(x=edge, text="name:N")
+        look = {"align": side, "dx": -4 if side == "right" else 4, "dy": -7 if way == "above" else 8, "fontSize": 11}
+        # A ground of paper keeps the words apart from the grid.
+        ground = words.mark_text(**look, stroke=palette.LIGHT["paper"], strokeWidth=3)
+        found += [ground, words.mark_text(**look, color=palette.LIGHT["soft"])]
+    return found
+
+
+def _axis(extent: str, pixels: int, **more: Any) -> Any:
+    """A tick for about every so many pixels."""
+    alt = _altair()
+    return alt.Axis(tickCount=alt.ExprRef(f"ceil({extent} / {pixels})"), **more)
+
+
+def _tooltips(rows: Sequence[Row], x: str, y: str) -> list[Any]:
+    alt = _altair()
+    fields = set().union(*rows) if rows else set()
+    found = [
+        alt.Tooltip(f"{name}:N", title=blank) for name, blank in (("series", " "), ("group", "  ")) if name in fields
+    ]
+    for axis, title in (("x", x), ("y", y)):
+        if axis in fields:
+            found.append(alt.Tooltip(f"{axis}:Q", title=title or axis, format=_FORMAT))
+        if f"{axis} error" in fields:
+            found.append(alt.Tooltip(f"{axis} error:Q", title=ERRORS, format=",.2~r"))
+    return [*found, *([alt.Tooltip("note:N", title="   ")] if "note" in fields else [])]
+
+
+def _named(series: str, x: float | None, y: float, note: str) -> Row:
+    return {"series": printable(series), "x": _known(x), "y": _known(y), "note": note}
+
+
+def _finished(
+    chart: LayerChart, rows: Sequence[Row], columns: Mapping[str, str], height: int, more: Sequence[Row] = ()
+) -> LayerChart:
+    """With the theme, the names of its columns, and the width of whatever it stands in.
+
+    ``more`` is what the figure shows beside its points, for its table.
+    """
+    fields = set().union(*rows) if rows else set()
+    named = {field: title or field for field, title in columns.items()}
+    for axis in ("x", "y"):
+        if f"{axis} error" in fields:
+            named[f"{axis} error"] = f"{ERRORS} of {named[axis]}"
+    if "note" in fields or more:
+        named["note"] = "note"
+    # A page sets the columns of the legend by its own width.
+    entry = round(min(260.0, max((len(row["series"]) for row in rows if "series" in row), default=0) * _LETTER + 44))
+    look = palette.theme()
+    look["legend"]["columns"] = max(1, 700 // entry)
+    facts = {"columns": named, "entry": entry, "more": list(more)}
+    sized = chart.properties(width="container", usermeta=facts, config=look)
+    return sized.properties(height=height) if height else sized

@@ -1,0 +1,355 @@
+"""What the page's handlers do: one explorer that all visits share, and what each visit looks at.
+
+Gradio runs handlers in threads. A move is measured while the page goes on; a newer move of the same visit makes a
+measurement that takes long give up, so that the latest wins.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gradio as gr
+
+import gradmerge as gm
+
+from ..errors import GradmergeError, MachineError
+from ..text import size
+from . import markup
+from .markup import Lane, Score, esc
+
+T = TypeVar("T")
+#: Seconds after which a measurement gives way to a newer move: while a slider is drawn, quick ones are still shown.
+PATIENCE = 0.5
+#: Seconds between two looks at how far work is.
+BEAT = 0.25
+#: Rows of a table of the page.
+MOST_ROWS = 24
+ANSWERS = 8
+#: Steps of a sweep over the weight.
+POINTS = 10
+
+
+@dataclass
+class Visit:
+    """One open page."""
+
+    wanted: Any = None
+    """The setting that its sliders show."""
+    shown: Any = None
+    """The outcome that is on its board."""
+    moves: int = 0
+    seconds: float | None = None
+    closed: bool = False
+
+
+@dataclass
+class LongWork:
+    """Something long, in a thread of its own: what it does now, and how far it is."""
+
+    text: str
+    ended: Callable[[], bool] = lambda: False
+    """Whether the page is being closed: then work that tells how far it is gives up, and cleans up behind itself."""
+    share: float | None = None
+    _total: int = 0
+    _done: int = field(default=0, repr=False)
+
+    def begin(self, what: str, total: int, done: int = 0) -> None:
+        self.text, self._total, self._done = what, total, done
+        self._tell()
+
+    def advance(self, amount: int) -> None:
+        if self.ended():
+            raise MachineError("the page was closed")
+        self._done += amount
+        self._tell()
+
+    def _tell(self) -> None:
+        self.share = self._done / self._total if self._total else None
+
+    def shown(self) -> str:
+        far = f", {size(self._done)} of {size(self._total)}" if self._total else ""
+        return markup.state(f"{self.text}{far} …", self.share)
+
+
+def explained(error: BaseException) -> str:
+    """What to say of an error in the page."""
+    if isinstance(error, GradmergeError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "out of memory. Take fewer rows with --limit, or a smaller --batch-size."
+    traceback.print_exception(error)
+    return f"internal error: {type(error).__name__}: {error}. What led to it is printed in the terminal."
+
+
+class Workbench:
+    """An explorer, and the visits of the page that use it."""
+
+    def __init__(self, explorer: Any) -> None:
+        self.explorer = explorer
+        self._visits: dict[str, Visit] = {}
+        self._closed = False
+        self._threads = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="studio")
+
+    def close(self) -> None:
+        self._closed = True
+        for visit in list(self._visits.values()):
+            visit.closed = True
+        self._threads.shutdown(cancel_futures=True)
+
+    def visit(self, request: gr.Request) -> Visit:
+        return self._visits.setdefault(str(request.session_hash), Visit())
+
+    def leave(self, request: gr.Request) -> None:
+        """A page was closed: nothing need be measured for it any more."""
+        gone = self._visits.pop(str(request.session_hash), None)
+        if gone is not None:
+            gone.closed = True
+
+    def running(self, do: Callable[[], T]) -> Iterator[T | None]:
+        """Do something in a thread: nothing again and again while it runs, at last its result."""
+        future = self._threads.submit(do)
+        while True:
+            try:
+                yield future.result(timeout=BEAT)
+                return
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise
+                yield None
+
+    def measured(self, visit: Visit, setting: Any) -> Iterator[tuple[str | None, str]]:
+        """Measure a setting: (board, state) again and again; a board of None stays as it is."""
+        visit.wanted, begun = setting, time.perf_counter()
+
+        def stop() -> bool:
+            late = time.perf_counter() - begun > PATIENCE
+            return visit.closed or (late and visit.wanted != setting)
+
+        work = LongWork("measuring")
+        told = functools.partial(setattr, work, "share")
+        try:
+            for outcome in self.running(functools.partial(self.explorer.measure, setting, stop, told)):
+                if outcome is None:
+                    yield None, work.shown()
+                    continue
+                visit.shown, visit.seconds = outcome, time.perf_counter() - begun
+                visit.moves += 1
+                yield self.board(visit), ""
+        except gm.Superseded:
+            yield None, work.shown()
+
+    def metric(self, task: str) -> str:
+        return str(self.explorer.preview().metric(task))
+
+    def board(self, visit: Visit) -> str:
+        """What is measured now, beside the best so far, the base and the tuned models."""
+        explorer, now = self.explorer, visit.shown
+        found, best = explorer.preview(), explorer.best()
+        lanes = []
+        for task in explorer.tasks:
+            metric = str(found.metric(task))
+
+            def of(metrics: Any, task: str = task, metric: str = metric) -> Score | None:
+                return markup.score_of(metrics.get(task) if metrics else None, metric)
+
+            own = None if task == "base" else of(explorer.alone.get(task))
+            top = of(best.metrics) if best is not None and best is not now else None
+            scores = of(now.metrics), of(explorer.alone.get("base")), own, top
+            lane = Lane(task, explorer.examples[task], metric, *scores, removed=task in explorer.removes)
+            lanes.append(lane)
+        took = f" in {visit.seconds:.2f} s" if visit.seconds and visit.seconds >= 0.005 else ""
+        how = f"measured on {sum(explorer.examples.values()):,} rows{took} · bars: ± 1 standard error"
+        return markup.board(lanes, self._cards(lanes, now, best, found), how, visit.moves)
+
+    def _cards(self, lanes: Sequence[Lane], now: Any, best: Any, found: Any) -> str:
+        if self.explorer.removes:
+            return self._removal_cards(lanes)
+        mean = markup.average([lane.now for lane in lanes if lane.now is not None])
+        over = f"{'average ' if len(lanes) > 1 else ''}{markup.words(lanes[0].metric)} over {len(lanes)} tasks"
+        chip = None
+        if best is not None and len(self.explorer.history) > 1:
+            chip = self._compared(now, best, found)
+        cards = markup.card(
+            "now", "This merge", mean, over if mean is not None else "tasks have different metrics", chip
+        )
+        if best is None:
+            return f'<div class="gm-cards">{cards}</div>'
+        metrics = [(lane.task, lane.metric) for lane in lanes]
+        scores = [markup.score_of(best.metrics.get(task), metric) for task, metric in metrics]
+        top = markup.average([score for score in scores if score is not None])
+        pinned = markup.card("best", "Best so far", top, self._named(best.setting, found))
+        return f'<div class="gm-cards">{cards}{pinned}</div>'
+
+    def _named(self, setting: Any, found: Any) -> str:
+        """A setting's name, and how many others are as good."""
+        ties = len(found.tied(_row(found, setting)))
+        more = f" · {ties} other{'s' if ties > 1 else ''} tried tie{'' if ties > 1 else 's'} with it" if ties else ""
+        return f"<code>{esc(setting.name)}</code>{more}"
+
+    def _compared(self, now: Any, best: Any, found: Any) -> tuple[str, str]:
+        if now.setting.same(best.setting):
+            return "good", "the best so far"
+        gap = found.difference(_row(found, now.setting), _row(found, best.setting))
+        if gap is None:
+            return "tied", "tied with the best" if self.explorer.tied(now, best) else "differs from the best"
+        metric = found.metric(self.explorer.tasks[0])
+        apart = f"{markup.number(metric, abs(gap.value))} ± {markup.number(metric, gap.error)}"
+        if gap.tied:
+            return "tied", f"tied with the best: {apart} apart"
+        better = (gap.value > 0) == markup.higher_is_better(metric)
+        return ("good", f"better by {apart}") if better else ("bad", f"behind by {apart}")
+
+    def _removal_cards(self, lanes: Sequence[Lane]) -> str:
+        cards = []
+        for lane in lanes:
+            title = (
+                f"Forgotten: {lane.task}"
+                if lane.removed
+                else f"Kept: {'what stays' if lane.task == 'base' else lane.task}"
+            )
+            was = f", was {_brief(lane.base)} before" if lane.base is not None else ""
+            cards.append(
+                markup.card("gone" if lane.removed else "kept", title, lane.now, f"{markup.words(lane.metric)}{was}")
+            )
+        return f'<div class="gm-cards">{"".join(cards)}</div>'
+
+    def answers(self, visit: Visit, task: str) -> str:
+        """The same rows, answered by the base, the tuned model and the merge."""
+        explorer, setting = self.explorer, visit.shown.setting
+        found = explorer.answers(task, explorer.shown_rows(task, ANSWERS), setting)
+        tuned = [] if task == "base" else ["tuned on it"]
+        rows = []
+        for one in found:
+            asked = markup.picture(one.image) if one.image is not None else markup.passage(one.text or "")
+            own = [markup.reply(one.tuned)] if tuned else []
+            rows.append([asked, esc(one.truth) or "–", markup.reply(one.base), *own, markup.reply(one.merged)])
+        return markup.table(["row", "truth", "base", *tuned, "this merge"], rows, "gm-answers")
+
+    def flips(self, visit: Visit, task: str, against: str) -> str:
+        """Which rows turned right or wrong; of a task without right and wrong, whose loss changed most."""
+        found = self.explorer.flips(task, visit.shown.setting, against)
+        other = {
+            "base": "the base",
+            "tuned": f"the model tuned on {task}",
+            "best": "the best so far",
+            "own": "the recipe",
+        }
+        turns = {kind: sum(one.turned == kind for one in found) for kind in dict.fromkeys(one.turned for one in found)}
+        counts = (
+            " and ".join(f"{count:,} turned {kind}" for kind, count in turns.items()) or "none is answered otherwise"
+        )
+        told = f"Against {other[against]}, of {self.explorer.examples[task]:,} rows {counts}."
+        if len(found) > MOST_ROWS:
+            told += f" The first {MOST_ROWS} are shown."
+        rows = [
+            [
+                markup.picture(one.image) if one.image is not None else markup.passage(one.text or ""),
+                esc(one.truth) or "–",
+                markup.reply(one.before),
+                markup.reply(one.after),
+                markup.chip("good" if one.turned in ("right", "better") else "bad", one.turned),
+            ]
+            for one in found[:MOST_ROWS]
+        ]
+        shown = markup.table(["row", "truth", "before", "this merge", ""], rows, "gm-answers") if rows else ""
+        return f'<p class="gm-told">{esc(told)}</p>{shown}'
+
+    def tried(self) -> str:
+        """Every setting that was measured, the best first."""
+        explorer = self.explorer
+        found, front, best = explorer.preview(), [row.setting for row in explorer.front()], explorer.best()
+        rows = []
+        for row in sorted(found.rows, key=lambda row: row.rank or 0)[:100]:
+            scores = [markup.score_of(row.metrics.get(task), found.metric(task)) for task in explorer.tasks]
+            mean = markup.average([score for score in scores if score is not None])
+            signs = "★ " if best is not None and row.setting.same(best.setting) else ""
+            signs += "◇" if any(row.setting.same(one) for one in front) else ""
+            rows.append(
+                [
+                    signs or "",
+                    f"<code>{esc(row.setting.name)}</code>",
+                    f"<b>{mean}</b>" if mean else "–",
+                    *map(str, scores),
+                ]
+            )
+        said = "★ the best so far; ◇ nothing tried is better on every task. Shares in per cent, ± 1 standard error."
+        return (
+            markup.table(["", "setting", "average", *explorer.tasks], rows, "gm-tried")
+            + f'<p class="gm-told">{said}</p>'
+        )
+
+    def figures(self, visit: Visit, names: Sequence[str]) -> str:
+        """Charts of the explorer, each with what it shows."""
+        drawn = self.explorer.figures(visit.shown)
+        made = [markup.figure(drawn[name], *FIGURES[name]) for name in names if name in drawn]
+        return "".join(made) or '<p class="gm-empty">There is nothing to draw here.</p>'
+
+    def sweep(self, method: str) -> list[Any]:
+        """Settings to measure in a row: the same weight for all models, or strengths of a removal."""
+        explorer = self.explorer
+        if explorer.removes:
+            return list(explorer.strengths(method))
+        control = explorer.weight_control(method)
+        if control is None:
+            return [explorer.setting(method)]
+        weights = [round(control.low + step * (control.high - control.low) / POINTS, 3) for step in range(POINTS + 1)]
+        return [explorer.setting(method, dict.fromkeys(explorer.models, weight)) for weight in weights]
+
+    def swept(self, visit: Visit, settings: Sequence[Any], chart: str) -> Iterator[tuple[str, str]]:
+        """Measure settings one after another: (state, figure); moves that are made meanwhile come in between."""
+        work = LongWork("measuring")
+        for number, setting in enumerate(settings, 1):
+            work.text = f"measuring {number} of {len(settings)}: {setting.name}"
+            work.share = (number - 1) / len(settings)
+            measure = functools.partial(self.explorer.measure, setting, lambda: visit.closed)
+            for outcome in self.running(measure):
+                if outcome is None:
+                    yield work.shown(), ""
+            yield work.shown(), self.figures(visit, [chart])
+        yield "", self.figures(visit, [chart])
+
+    def saved(self, setting: Any, out: str) -> Iterator[str]:
+        """Merge a setting to disk: how far it is again and again, at last where it lies."""
+        work = LongWork("merging", lambda: self._closed)
+        save = functools.partial(self.explorer.save, setting, out.strip(), progress=work)
+        yield from self._written(out, work, save, f"Saved {setting.name} in {Path(out.strip()).absolute()}")
+
+    def reported(self, out: str) -> Iterator[str]:
+        """Write a report of all that was measured."""
+        write = functools.partial(self.explorer.write_report, out.strip())
+        done = f"The report is {Path(out.strip()).absolute() / 'report.html'}"
+        yield from self._written(out, LongWork("writing"), write, done)
+
+    def _written(self, out: str, work: LongWork, write: Callable[[], Any], done: str) -> Iterator[str]:
+        if not out.strip():
+            yield markup.message("Name a new folder to write to.")
+            return
+        for result in self.running(write):
+            yield work.shown() if result is None else markup.message(done, "good")
+
+
+#: Chart → its title and what it shows.
+FIGURES = {
+    "tasks": ("Every task", "Measured, with one standard error on each side."),
+    "front": (
+        "Trade-offs",
+        "Everything tried; the line joins what nothing else beats on every task, the ring is this merge.",
+    ),
+    "trade-off": ("Forgetting against keeping", "What removal costs the rest, for every strength tried."),
+    "layers": ("Layers", "How much each layer of this merge costs each task, predicted from curvature."),
+}
+
+
+def _row(found: Any, setting: Any) -> Any:
+    return next(row for row in found.rows if row.setting.same(setting))
+
+
+def _brief(score: Score) -> str:
+    return f"{markup.number(score.metric, score.value)}{markup.unit(score.metric)}"

@@ -1,0 +1,217 @@
+"""How good texts are that a model wrote: against references, or by a judge.
+
+- `exact_match`: 1 where answer and reference are the same but for case, runs of white space, how characters are
+  composed (Unicode NFKC), and stops, commas, quotation marks and brackets at both ends. A minus or % counts.
+- `rouge1`, `rouge2`, `rougeL`: F-measures of ROUGE, without stemming (rouge-score), from 0 to 1.
+- `bleu`, `chrf`: of the corpus, by sacrebleu with its defaults, from 0 to 100. They are no means over rows; each row
+  stands for the corpus' score plus (n − 1) times what the score falls when it is left out, so that the standard error
+  is the jackknife's.
+- `judge`: whatever number a function gives for a prompt, an answer and a reference.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..text import first_line, nearest
+from .generating import Advance, generate, prompts
+from .loading import LoadedTask
+
+Judge = Callable[..., Any]
+"""`judge(prompt, answer, reference)` gives a number; `judge(prompts, answers, references)`, with parameters of these
+names, a list of them."""
+
+
+#: What does not count at the ends of a text.
+_EDGES = " .,;:!?…\"'`“”„‘’«»()[]{}"
+#: The packages that metrics come from.
+_NEEDS = {"rouge": "rouge_score", "bleu": "sacrebleu", "chrf": "sacrebleu"}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """That answers are generated, greedily, and how they are judged.
+
+    Args:
+        metrics: Some of `exact-match`, `rouge`, `bleu` and `chrf`; by default the first, or none with a judge. The
+            others need ``pip install 'gradmerge[metrics]'``.
+        judge: A function of yours: ``judge(prompt, answer, reference)`` gives a number, larger for better answers. One
+            whose parameters are called ``prompts``, ``answers`` and ``references`` is given lists, and gives a list.
+        max_new_tokens: Tokens that are written at most; 64 where nothing is said, or what the model has room for.
+
+    >>> Generation(metrics=["exact-match", "rouge"], judge=lambda prompt, answer, reference: len(answer))
+    Generation(metrics=('exact-match', 'rouge'), judge=<function <lambda>...>, max_new_tokens=None)
+    """
+
+    metrics: Sequence[str] = ()
+    judge: Judge | None = None
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        given = [self.metrics] if isinstance(self.metrics, str) else self.metrics
+        names = [part.strip() for text in given for part in text.replace("_", "-").split(",")]
+        for name in names:
+            if name not in METRICS_OF_TEXT:
+                hint = f"{nearest(name, METRICS_OF_TEXT)}\n  Known are {', '.join(METRICS_OF_TEXT)}."
+                raise InputError(f"--metrics {name}: not known for generated text{hint}")
+            if importlib.util.find_spec(_NEEDS.get(name, "torch")) is None:
+                needs = f"needs {_NEEDS[name]}, which is not installed: pip install 'gradmerge[metrics]'"
+                raise InputError(f"--metrics {name}: {needs}")
+        if self.judge is not None and not callable(self.judge):
+            raise InputError(f"judge is {self.judge!r}, but must be a function")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise InputError(f"--max-new-tokens {self.max_new_tokens}: at least one token is needed")
+        default = ("exact-match",) if self.judge is None else ()
+        object.__setattr__(self, "metrics", tuple(dict.fromkeys(names)) or default)
+
+
+def judge_of(text: str) -> Judge:
+    """The function that `--judge module:function` names; modules are found as Python does, or in the working folder."""
+    where, colon, name = text.partition(":")
+    if not colon or not where or not name:
+        raise InputError(f"--judge {text}: write module:function, such as mypackage.judges:score")
+    here = str(Path.cwd())
+    sys.path.append(here)
+    try:
+        found: Any = importlib.import_module(where)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # a module may raise anything
+        raise InputError(f"--judge {text}: cannot be imported: {first_line(error)}") from error
+    finally:
+        sys.path.remove(here)
+    if not callable(found):
+        raise InputError(f"--judge {text}: is no function")
+    judge: Judge = found
+    return judge
+
+
+def written_rows(
+    loaded: LoadedTask, model: nn.Module, generation: Generation, advance: Advance | None = None
+) -> dict[str, Tensor]:
+    """Metric → one number per row of the data, whose mean is the metric, of what a model writes for it."""
+    every = range(loaded.examples)
+    asked = prompts(loaded, every)
+    without = next((row for row, one in zip(every, asked, strict=True) if one.reference is None), None)
+    if without is not None:
+        rows: Any = loaded.data.rows  # type: ignore[attr-defined]
+        raise rows.wrong(
+            without,
+            ": says nothing of what the answer should be. Generated text is held against the completion of a prompt, "
+            "the assistant's last message, or a target",
+        )
+    answers = generate(loaded, model, every, generation.max_new_tokens, advance=advance)
+    return score_texts([one.text for one in asked], answers, [one.reference or "" for one in asked], generation)
+
+
+def score_texts(
+    prompts: Sequence[str], answers: Sequence[str], references: Sequence[str], generation: Generation
+) -> dict[str, Tensor]:
+    """Metric → one number per answer, whose mean is the metric."""
+    found: dict[str, Tensor] = {}
+    if generation.judge is not None:
+        found["judge"] = torch.tensor(_judged(generation.judge, prompts, answers, references), dtype=torch.float64)
+    for name in generation.metrics:
+        found |= METRICS_OF_TEXT[name](answers, references)
+    return found
+
+
+def _judged(judge: Judge, prompts: Sequence[str], answers: Sequence[str], references: Sequence[str]) -> list[float]:
+    try:
+        parameters = list(inspect.signature(judge).parameters)
+    except (TypeError, ValueError):  # some of C have none
+        parameters = []
+    if parameters[:3] == ["prompts", "answers", "references"]:
+        given = _called(judge, "", list(prompts), list(answers), list(references))
+        try:
+            numbers = list(given)
+        except TypeError:
+            raise InputError(f"the judge gives {given!r:.60}, but must give a list with a number per answer") from None
+        if len(numbers) != len(answers):
+            raise InputError(f"the judge gives {len(numbers)} numbers for {len(answers)} answers")
+    else:
+        every = enumerate(zip(prompts, answers, references, strict=True), 1)
+        numbers = [_called(judge, f" on row {place}", *one) for place, one in every]
+    for place, number in enumerate(numbers, 1):
+        try:
+            fits = math.isfinite(float(number))
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise InputError(f"the judge gives {number!r:.60} for row {place}, but must give a finite number")
+    return [float(number) for number in numbers]
+
+
+def _called(judge: Judge, where: str, *arguments: Any) -> Any:
+    try:
+        return judge(*arguments)
+    except Exception as error:  # it is the user's own
+        raise InputError(f"the judge failed{where}: {type(error).__name__}: {first_line(error)}") from error
+
+
+def normalised(text: str) -> str:
+    """A text as exact match compares it."""
+    words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return words.strip(_EDGES) or words
+
+
+def _exact(answers: Sequence[str], references: Sequence[str]) -> dict[str, Tensor]:
+    same = [normalised(one) == normalised(other) for one, other in zip(answers, references, strict=True)]
+    return {"exact_match": torch.tensor(same, dtype=torch.float64)}
+
+
+def _rouge(answers: Sequence[str], references: Sequence[str]) -> dict[str, Tensor]:
+    names = ("rouge1", "rouge2", "rougeL")
+    from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
+
+    scorer = RougeScorer(list(names))
+    scores = [scorer.score(reference, answer) for answer, reference in zip(answers, references, strict=True)]
+    return {name: torch.tensor([one[name].fmeasure for one in scores], dtype=torch.float64) for name in names}
+
+
+def _bleu(answers: Sequence[str], references: Sequence[str]) -> dict[str, Tensor]:
+    return {"bleu": _corpus("BLEU", answers, references)}
+
+
+def _chrf(answers: Sequence[str], references: Sequence[str]) -> dict[str, Tensor]:
+    return {"chrf": _corpus("CHRF", answers, references)}
+
+
+def _corpus(kind: str, answers: Sequence[str], references: Sequence[str]) -> Tensor:
+    """The score of a corpus as a mean over rows, whose standard error is the jackknife's."""
+    from sacrebleu import metrics
+
+    # Counts of every row, which add up: the corpus without a row is scored without counting anew.
+    metric: Any = getattr(metrics, kind)(**({"force": True} if kind == "BLEU" else {}))
+    counts = torch.tensor(metric._extract_corpus_statistics(list(answers), [list(references)]), dtype=torch.float64)
+
+    def score(of: Tensor) -> float:
+        return round(
+            float(metric._compute_score_from_stats(of.long().tolist()).score), 10
+        )  # 100, not 100.00000000000004
+
+    whole = counts.sum(0)
+    without = torch.tensor([score(whole - one) for one in counts], dtype=torch.float64)
+    return score(whole) + (len(without) - 1) * (without.mean() - without)
+
+
+#: What each name of `--metrics` measures.
+METRICS_OF_TEXT: Mapping[str, Callable[[Sequence[str], Sequence[str]], dict[str, Tensor]]] = {
+    "exact-match": _exact,
+    "rouge": _rouge,
+    "bleu": _bleu,
+    "chrf": _chrf,
+}

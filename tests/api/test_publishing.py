@@ -1,0 +1,315 @@
+"""Pushing to the Hub: what arrives, what stays here, and what is said when it does not work."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import constants
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+
+from ..making import near, random_curvature, random_state, write_model
+from .hub_stand_in import TOKEN, Hub, stand_in
+
+CONFIG = {"architectures": ["BertForSequenceClassification"], "model_type": "bert"}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with stand_in() as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        yield found
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A merge with curvature, in shards, and beside it what should stay here."""
+    base = random_state(0)
+    for place, name in enumerate(("base", "a", "b")):
+        state = near(base, place) if place else base
+        folder = write_model(tmp_path / name, state, config=CONFIG)
+        (folder / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: org/origin\n---\n# A model\n")
+        random_curvature(place, state).save(folder / "curvature")
+    recipe = {
+        "method": "gradient-matching",
+        "base": str(tmp_path / "base"),
+        "models": [str(tmp_path / name) for name in "ab"],
+        "output": {"curvature": True, "shard_size": 2000},
+    }
+    gm.merge(recipe, tmp_path / "out")
+    for name in (".env", "optimizer.pt", "training_args.bin", "data.jsonl", "id_rsa", "run.py"):
+        (tmp_path / "out" / name).write_text("mine")
+    return tmp_path / "out"
+
+
+def local(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+SECRETS = {".env", "optimizer.pt", "training_args.bin", "data.jsonl", "id_rsa", "run.py"}
+
+
+def test_weights_card_record_and_curvature_arrive_byte_for_byte_and_nothing_else(out: Path, hub: Hub) -> None:
+    before = local(out)
+    done = gm.push(out, "me/merged")
+    there = hub.repos["me/merged"]["main"]
+    assert there.keys() - {".gitattributes"} == before.keys() - SECRETS == set(done.sent) == set(done.files)
+    assert any("-00001-of-" in name for name in there) and "curvature/curvature.safetensors" in str(there.keys())
+    changed = {"README.md", "gradmerge.json"}
+    for name in before.keys() - SECRETS - changed:
+        assert there[name] == before[name], name
+    assert set(done.left_out) == SECRETS and done.url is not None and done.url.startswith(hub.endpoint)
+    assert done.files == {name: len(there[name]) for name in done.files}
+    # The card loads the model from the Hub, and is otherwise as it is here; the record knows the id.
+    card = there["README.md"].decode()
+    assert card == before["README.md"].decode().replace('name = "out"', 'name = "me/merged"')
+    assert 'name = "me/merged"' in card
+    record = json.loads(there["gradmerge.json"])
+    assert record["hub_id"] == "me/merged" == json.loads((out / "gradmerge.json").read_text())["hub_id"]
+    # No path of this machine, and no token, is in anything that was sent or written.
+    for content in (*there.values(), *local(out).values()):
+        assert TOKEN.encode() not in content
+    assert str(out.parent).encode() not in b"".join(there.values())
+    assert [one["source"] for one in record["inputs"] if one["role"] != "curvature"][:3] == ["base", "a", "b"]
+    assert len(hub.commits) == 1
+
+
+def test_a_second_push_sends_only_what_has_changed(out: Path, hub: Hub) -> None:
+    gm.push(out, "me/merged")
+    sent = len(hub.uploads())
+    again = gm.push(out, "me/merged")
+    assert again.url is None and not again.sent and set(again.unchanged) == set(again.files)
+    assert len(hub.commits) == 1 and len(hub.uploads()) == sent
+    (out / "README.md").write_text((out / "README.md").read_text() + "\nMore words.\n")
+    assert gm.push(out, "me/merged").sent == ["README.md"]
+    assert hub.repos["me/merged"]["main"]["README.md"].decode().endswith("More words.\n")
+    assert len(hub.uploads()) == sent
+
+
+def test_a_push_that_failed_goes_on_where_it_stopped(out: Path, hub: Hub) -> None:
+    hub.failing = {"/commit/": (500, "busy")}
+    with pytest.raises(gm.MachineError, match=r"me/merged: the Hub failed \(500: .*busy.*Push again"):
+        gm.push(out, "me/merged")
+    assert "hub_id" not in json.loads((out / "gradmerge.json").read_text())
+    large = [name for name in local(out) if name.endswith(".safetensors")]
+    assert len(hub.uploads()) == len(large) and not hub.commits
+    hub.failing = {}
+    gm.push(out, "me/merged")
+    assert len(hub.uploads()) == len(large) and len(hub.commits) == 1
+
+
+def test_earlier_shards_are_removed_and_other_files_of_the_repository_stay(out: Path, hub: Hub) -> None:
+    files = hub.make("me/merged")
+    stale = ["model.safetensors", "model-00001-of-00002.safetensors", "curvature/curvature.safetensors"]
+    files |= dict.fromkeys([*stale, "notes.md", "other/model.safetensors"], b"old")
+    done = gm.push(out, "me/merged")
+    gone = [name for name in stale if name not in done.files]
+    assert done.removed == sorted(gone) and gone
+    assert "notes.md" in files and "other/model.safetensors" in files and not files.keys() & set(gone)
+
+
+def test_weights_beside_older_curvature_are_told(tmp_path: Path, hub: Hub) -> None:
+    model = write_model(tmp_path / "m", random_state(0), config=CONFIG)
+    (model / "README.md").write_text("---\nlicense: mit\n---\n# M\n")
+    hub.make("me/m")["curvature/curvature.safetensors"] = b"old"
+    assert any("is not of these weights" in note for note in gm.push(model, "me/m").notes)
+    assert "curvature/curvature.safetensors" in hub.repos["me/m"]["main"]
+
+
+def test_a_plan_asks_nothing_of_the_network_and_changes_nothing(
+    out: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    before = local(out)
+    plan = gm.push(out, "me/merged", dry_run=True)
+    assert not hub.log and local(out) == before
+    assert plan.url is None and not plan.sent and set(plan.left_out) == SECRETS
+    assert not plan.lacks and plan.nbytes == sum(plan.files.values())
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert gm.push(out, "me/merged").files == plan.files
+
+
+def test_what_the_card_lacks_is_said(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", random_state(0), config=CONFIG)
+    (model / "README.md").write_text("# M\n")
+    assert set(gm.push(model, "me/m", dry_run=True).lacks) == {"license", "base_model", "library_name", "pipeline_tag"}
+
+
+def test_curvature_goes_into_the_folder_where_merges_look_for_it(tmp_path: Path, hub: Hub) -> None:
+    state = random_state(0)
+    random_curvature(1, state).save(tmp_path / "c")
+    done = gm.push(tmp_path / "c", "me/yelp")
+    there = hub.repos["me/yelp"]["main"]
+    assert there["curvature/curvature.safetensors"] == (tmp_path / "c/curvature.safetensors").read_bytes()
+    # A repository of its own shows the card on its page; that of a model keeps the model's.
+    assert there["README.md"] == there["curvature/README.md"] == (tmp_path / "c/README.md").read_bytes()
+    assert done.kind == "curvature" and not done.lacks
+    hub.make("me/model")["README.md"] = b"# The model\n"
+    (tmp_path / "c/README.md").unlink()  # as of folders that were written before there were cards
+    gm.push(tmp_path / "c", "me/model")
+    assert hub.repos["me/model"]["main"]["README.md"] == b"# The model\n"
+    assert b"| examples | 100 |" in hub.repos["me/model"]["main"]["curvature/README.md"]
+
+
+def test_a_branch_is_made_and_a_private_repository_is_private(out: Path, hub: Hub) -> None:
+    gm.push(out, "me/merged", private=True, revision="v2")
+    assert hub.private == {"me/merged"} and hub.repos["me/merged"]["main"].keys() == {".gitattributes"}
+    assert "README.md" in hub.repos["me/merged"]["v2"]
+    gm.push(out, "me/merged", revision="v2")
+    hub.make("me/public")
+    with pytest.raises(gm.InputError, match="is there already, and public"):
+        gm.push(out, "me/public", private=True)
+    assert hub.repos["me/public"]["main"].keys() == {".gitattributes"}
+
+
+def test_base_models_that_the_hub_does_not_know_are_told(out: Path, hub: Hub) -> None:
+    assert any("names org/origin as base_model" in note for note in gm.push(out, "me/merged").notes)
+    hub.known = {"org/origin"}
+    assert not gm.push(out, "me/merged").notes
+
+
+def test_an_adapter_is_sent_with_the_id_of_its_base(tmp_path: Path, hub: Hub) -> None:
+    folder = tmp_path / "lora"
+    folder.mkdir()
+    save_file(random_state(0, {"base_model.model.l.lora_A.weight": (2, 4)}), folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "base_model_name_or_path": "../base", "r": 2}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "README.md").write_text("---\nbase_model: [org/base]\nlicense: mit\n---\n# L\n")
+    hub.known = {"org/base"}
+    done = gm.push(folder, "me/lora")
+    sent = json.loads(hub.repos["me/lora"]["main"]["adapter_config.json"])
+    assert sent == config | {"base_model_name_or_path": "org/base"} and done.kind == "adapter"
+    assert json.loads((folder / "adapter_config.json").read_text()) == config
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# L\n")
+    assert any("others cannot load the adapter" in n for n in gm.push(folder, "me/lora", dry_run=True).notes)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "said"),
+    [
+        (401, gm.InputError, r"does not accept the token \(401\).*hf auth login"),
+        (403, gm.InputError, r"may not write there \(403.*hf auth login"),
+        (404, gm.InputError, r"no such owner, repository or branch \(404"),
+        (409, gm.MachineError, r"changed there meanwhile \(409.*Push again"),
+        (429, gm.MachineError, r"the Hub failed \(429"),
+        (400, gm.InputError, r"the Hub refuses this \(400"),
+    ],
+)
+def test_every_refusal_is_a_message(status: int, kind: type[Exception], said: str, out: Path, hub: Hub) -> None:
+    hub.failing = {"/commit/": (status, f"said with {TOKEN}")}
+    with pytest.raises(kind, match=said) as told:
+        gm.push(out, "me/merged")
+    assert TOKEN not in str(told.value) and "\n" not in str(told.value)
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_is(
+    out: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(folder: Path, repo: str, said: str) -> None:
+        with pytest.raises(gm.InputError, match=said):
+            gm.push(folder, repo)
+
+    for repo in ("merged", "a/b/c", "a/b@main", "a--b/c", "../b", "a/b.git", "a/b..c", "", "a b/c", "x" * 99 + "/b"):
+        refused(out, repo, "not an id that the Hub allows")
+    with pytest.raises(gm.InputError, match="the name of a branch"):
+        gm.push(out, "me/m", revision="a b")
+    refused(tmp_path / "none", "me/m", "no such folder")
+    (tmp_path / "half.gradmerge-partial").mkdir()
+    refused(tmp_path / "half", "me/m", "finish it first, with --resume")
+    refused(tmp_path / "half.gradmerge-partial", "me/m", "is not finished")
+    (out / "gradmerge.journal").touch()
+    refused(out, "me/m", "is not finished")
+    (out / "gradmerge.journal").unlink()
+    shard = next(out.glob("model-00002*"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-4])
+    refused(out, "me/m", shard.name)
+    shard.write_bytes(whole)
+    card = (out / "README.md").read_text()
+    (out / "README.md").unlink()
+    refused(out, "me/m", "README.md: is not there")
+    for front in ("a: [", "- 1", "model-index: 5", "model-index: [{name: x, results: [{task: {}}]}]"):
+        (out / "README.md").write_text(f"---\n{front}\n---\n# M\n")
+        refused(out, "me/m", "README.md")
+    (out / "README.md").write_text(card)
+    assert not hub.log
+    monkeypatch.delenv("HF_TOKEN")
+    refused(out, "me/m", "takes nothing without a token. Log in with `hf auth login`")
+    assert not hub.log
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    refused(out, "me/m", "does not accept the token")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    refused(out, "others/m", r"may not write there \(403")
+    (out / "README.md").write_text(card.replace("license: apache-2.0", "license: nonsense"))
+    refused(out, "me/m", '(?s)Invalid metadata in README.md.*"license" must be one of')
+    assert not hub.commits
+
+
+def test_a_hub_that_is_not_there_is_the_machines_error(out: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(gm.MachineError, match=r"http://127.0.0.1:9: cannot be reached"):
+        gm.push(out, "me/merged")
+
+
+def test_no_network_is_asked_for_where_the_user_wants_none(
+    out: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(gm.InputError, match="HF_HUB_OFFLINE is set"):
+        gm.push(out, "me/merged")
+    assert not hub.log
+
+
+def test_curvature_that_was_taken_out_is_not_missed(out: Path) -> None:
+    shutil.rmtree(out / "curvature")
+    assert not any(name.startswith("curvature") for name in gm.push(out, "me/merged", dry_run=True).files)
+
+
+def test_the_command_line_pushes_to_the_endpoint_of_the_environment(out: Path, hub: Hub, tmp_path: Path) -> None:
+    own = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "hf")}
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("HF_")} | own
+    line = [sys.executable, "-m", "gradmerge", "push", str(out), "me/merged", "--json"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
+    facts = json.loads(done.stdout)
+    assert set(facts["sent"]) == set(facts["files"]) and facts["url"].startswith(hub.endpoint)
+    assert len(hub.commits) == 1
+
+
+def test_the_command_line_tells_the_plan_what_was_done_and_what_failed(out: Path, hub: Hub) -> None:
+    def run(status: int, *words: str) -> str:
+        told = CliRunner().invoke(app, ["push", str(out), *words])
+        assert told.exit_code == status and TOKEN not in told.output and "Traceback" not in told.output
+        return re.sub(r" +", " ", told.output)
+
+    plan = run(0, "me/merged", "--dry-run")
+    assert not hub.log and re.search(r"gradmerge.json \d", plan) and "not sent: .env, data.jsonl, id_rsa" in plan
+    assert re.search(r"\d+ files, .* → me/merged, branch main", plan)
+    done = run(0, "me/merged")
+    assert f"→ {hub.endpoint}/me/merged/commit/" in done and "org/origin as base_model" in done
+    assert "me/merged has all of it already" in run(0, "me/merged")
+    hub.failing = {"/api/repos/create": (500, "busy")}
+    assert "error: me/merged: the Hub failed (500: busy)" in run(1, "me/merged")
+    assert "error: merged: not an id that the Hub allows; write owner/name" in run(2, "merged")
+
+
+def test_the_models_of_the_front_matter_are_read_again_by_the_next_merge(out: Path, hub: Hub, tmp_path: Path) -> None:
+    gm.push(out, "me/merged")
+    gm.merge({"method": "average", "models": [str(out), str(tmp_path / "a")]}, tmp_path / "next")
+    front = yaml.safe_load((tmp_path / "next/README.md").read_text().split("---\n")[1])
+    assert front["base_model"] == ["me/merged", "org/origin"] and front["license"] == "apache-2.0"

@@ -1,0 +1,165 @@
+"""Defaults from the environment, and recipes on standard input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+from gradmerge.cli.app import app
+from gradmerge.recipe import load_recipe
+
+from ..making import random_curvature, read_model, three_models
+from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a base and two models, all with curvature."""
+    folders, states = three_models(tmp_path)
+    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
+        random_curvature(seed, state).save(folder / "curvature")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+RECIPE = "method: gradient-matching\nbase: base\nmodels: [{model: a, weight: 0.5}, b]\n"
+
+
+def invoke(*words: str, text: str | bytes | None = None, status: int = 0, **variables: str) -> Result:
+    result = CliRunner().invoke(app, list(words), input=text, env=variables)
+    assert result.exit_code == status, result.output
+    return result
+
+
+# A recipe on standard input.
+
+
+def test_a_merge_from_standard_input_is_the_one_from_a_file(place: Path) -> None:
+    (place / "recipe.yml").write_text(RECIPE)
+    invoke("merge", "recipe.yml", "-o", "one")
+    invoke("merge", "-", "-o", "two", text=RECIPE)
+    one, two = (json.loads((place / name / "gradmerge.json").read_text()) for name in ("one", "two"))
+    assert one["recipe"] == two["recipe"] and one["inputs"] == two["inputs"]
+    assert (place / "one" / "model.safetensors").read_bytes() == (place / "two" / "model.safetensors").read_bytes()
+
+
+def test_options_change_a_recipe_from_standard_input(place: Path) -> None:
+    invoke("merge", "-", "--set", "models[0].weight=2", "--method", "task-arithmetic", "-o", "out", text=RECIPE)
+    base, a, b = (read_model(place / name) for name in ("base", "a", "b"))
+    for name, merged in load_file(place / "out" / "model.safetensors").items():
+        expected = base[name].double() + 2 * (a[name] - base[name]).double() + (b[name] - base[name]).double()
+        assert (merged.double() - expected).abs().max() < 1e-5
+    told = invoke("merge", "-", "--set", "damping=never", "-o", "x", text=RECIPE, status=2).stderr
+    assert told.startswith("error: standard input with changes from the command line: damping")
+
+
+def test_a_merge_that_was_killed_goes_on_with_the_same_recipe(place: Path) -> None:
+    invoke("merge", "-", "-o", "out", text=RECIPE)
+    assert "complete already" in invoke("merge", "-", "-o", "out", "--resume", text=RECIPE).output
+    other = RECIPE.replace("0.5", "0.6")
+    told = invoke("merge", "-", "-o", "out", "--resume", text=other, status=2).output
+    assert "another" in told or "differ" in told
+
+
+def test_reports_and_conversion_read_standard_input_too(place: Path) -> None:
+    invoke("diagnose", "-", "-o", "report", text=RECIPE)
+    invoke("preview", "-", "--weights", "0.5,1", "-o", "preview", text=RECIPE)
+    assert (place / "report" / "report.html").is_file() and (place / "preview" / "report.html").is_file()
+    theirs = "merge_method: ties\nbase_model: base\nmodels: [{model: a, parameters: {weight: 0.5, density: 0.5}}]\n"
+    invoke("recipe", "convert", "-", "-o", "new/recipe.yml", text=theirs)
+    recipe = load_recipe(place / "new" / "recipe.yml")
+    assert (recipe.method, recipe.models[0].model) == ("ties", "../a")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "standard input: is empty"),
+        (b"method: [", "standard input, line 1"),
+        (b"method: tise\nmodels: [a]\n", "ties"),
+        (b"#" * 1_000_001, "standard input: larger than 1000000 bytes"),
+        (b"\xff\xfe\x00", "standard input"),
+    ],
+)
+def test_what_is_no_recipe_on_standard_input_is_said_to_be_there(place: Path, text: bytes, words: str) -> None:
+    told = invoke("merge", "-", "-o", "out", text=text, status=2).stderr
+    assert told.startswith("error: standard input") and words in told
+    assert not (place / "out").exists()
+
+
+# Defaults from the environment.
+
+
+def test_the_environment_says_how_many_threads_and_an_option_says_otherwise(place: Path) -> None:
+    words = ("merge", "-", "--dry-run", "--json")
+    assert json.loads(invoke(*words, text=RECIPE, GRADMERGE_THREADS="3").stdout)["threads"] == 3
+    assert json.loads(invoke(*words, "--threads", "2", text=RECIPE, GRADMERGE_THREADS="3").stdout)["threads"] == 2
+
+
+@pytest.mark.parametrize("value", ["many", "0", "257", "1.5"])
+def test_threads_that_are_no_number_name_the_variable(place: Path, value: str) -> None:
+    assert "GRADMERGE_THREADS" in invoke("merge", "-", "-o", "x", text=RECIPE, status=2, GRADMERGE_THREADS=value).stderr
+
+
+@pytest.mark.parametrize("value", ["nonsense", "cuda:99", "meta"])
+def test_a_device_that_is_not_there_names_the_variable_it_came_from(place: Path, value: str) -> None:
+    tiny_bert_checkpoint(place / "bert")
+    write_jsonl(place / "rows.jsonl", labelled(4))
+    for words in (["merge", "-", "-o", "x"], ["evaluate", "bert", "--data", "rows.jsonl"]):
+        told = invoke(*words, text=RECIPE, status=2, GRADMERGE_DEVICE=value).stderr
+        assert f"GRADMERGE_DEVICE={value}" in told
+        assert "GRADMERGE_DEVICE" not in invoke(*words, "--device", value, text=RECIPE, status=2).stderr
+    found = json.loads(
+        invoke("evaluate", "bert", "--data", "rows.jsonl", "--json", "--device", "cpu", GRADMERGE_DEVICE=value).stdout
+    )
+    assert found["device"] == "cpu"
+
+
+@pytest.mark.parametrize("value", ["auto", "mps", "cpu", ""])
+def test_a_device_for_running_models_does_not_keep_a_merge_from_the_processor(place: Path, value: str) -> None:
+    invoke("merge", "-", "-o", "out", text=RECIPE, GRADMERGE_DEVICE=value)
+    assert (
+        "merges run on cpu or cuda" in invoke("merge", "-", "-o", "x", "--device", "mps", text=RECIPE, status=2).stderr
+    )
+
+
+def test_variables_are_no_options_that_somebody_gave(place: Path) -> None:
+    """`remove --forget` takes no --threads; that the environment has a default for merges is no reason to refuse."""
+    tiny_bert_checkpoint(place / "bert")
+    rows = labelled(12)
+    write_jsonl(place / "forget.jsonl", rows[:4])
+    write_jsonl(place / "keep.jsonl", rows[4:])
+    words = ["remove", "--base", "bert", "--forget", "forget.jsonl", "--keep", "keep.jsonl", "-o", "out"]
+    invoke(*words, "--rounds", "1", GRADMERGE_THREADS="2", GRADMERGE_DEVICE="cpu")
+    assert "--threads" in invoke(*words, "--threads", "3", status=2, GRADMERGE_THREADS="2").stderr
+    words = ["remove", "--base", "base", "--model", "a", "-m", "negation", "-o", "negated"]
+    invoke(*words, GRADMERGE_DEVICE="auto")
+
+
+def test_the_folder_for_what_is_fetched_is_that_of_the_variable(place: Path) -> None:
+    script = (
+        "import sys; from typer.testing import CliRunner; from gradmerge.cli.app import app; "
+        "done = CliRunner().invoke(app, sys.argv[1:]); from huggingface_hub import constants; "
+        "print(done.exit_code, constants.HF_HUB_CACHE)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "methods", "ties"],
+        capture_output=True, text=True, cwd=place, check=True, env=os.environ | {"GRADMERGE_CACHE": "mine"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["0", str(place / "mine" / "hub")]
+    (place / "file").write_text("")
+    assert "GRADMERGE_CACHE" in invoke("methods", status=2, GRADMERGE_CACHE="file").stderr
+
+
+def test_help_names_the_variables() -> None:
+    assert "GRADMERGE_CACHE" in invoke("--help").stdout
+    for command in ("merge", "preview", "diagnose"):
+        shown = invoke(command, "--help").stdout
+        assert "GRADMERGE_DEVICE" in shown and "GRADMERGE_THREADS" in shown

@@ -1,0 +1,71 @@
+"""`gradmerge studio`: what is wrong is said before any page is served."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gradmerge.cli.app import app
+
+from ..making import three_models, write_recipe
+
+
+def invoke(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["studio", *map(str, arguments)])
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    three_models(tmp_path)
+    return write_recipe(
+        tmp_path / "recipe.yml", {"method": "task-arithmetic", "base": "./base", "models": ["./a", "./b"]}
+    )
+
+
+def test_a_port_in_use_is_refused(recipe: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = invoke(recipe, "--data", "a=a.jsonl", "--port", port)
+    assert result.exit_code == 2 and f"--port {port}: something else answers there" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "70000"], "between 0 and 65535"),
+        (["--host", "no.such.host.invalid"], "no page can be served there"),
+        (["--data", "a"], "give the task's name and its data"),
+        ([], "needs rows of the tasks"),
+    ],
+)
+def test_wrong_options_are_refused(recipe: Path, options: list[str], message: str) -> None:
+    result = invoke(recipe, *options)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_without_gradio_the_line_that_installs_it_is_said(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gradio" else found(name))
+    result = invoke(recipe, "--data", "a=a.jsonl")
+    assert result.exit_code == 2 and "pip install 'gradmerge[studio]'" in result.stderr
+
+
+def test_without_a_demo_the_command_that_makes_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in ([], ["demo"]):
+        result = invoke(*arguments)
+        assert result.exit_code == 2 and "gradmerge demo -o demo" in result.stderr
+    (tmp_path / "demo").mkdir()
+    result = invoke("demo")
+    assert result.exit_code == 2 and "not one that gradmerge demo finished" in result.stderr
+
+
+def test_models_that_cannot_be_merged_are_refused(recipe: Path) -> None:
+    shutil.rmtree(recipe.parent / "b")
+    result = invoke(recipe, "--data", "a=a.jsonl", "--port", "0")
+    assert result.exit_code == 2 and "b" in result.stderr and "http" not in result.stdout

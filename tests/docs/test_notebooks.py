@@ -1,0 +1,56 @@
+"""The notebooks run from top to bottom, and what they show is so."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docs.pages import DOCS, NOTEBOOKS
+
+import gradmerge
+
+nbformat = pytest.importorskip("nbformat")
+
+
+def ran(name: str, wanted: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The value of a variable once a notebook has run."""
+    from nbclient import NotebookClient
+
+    source = str(Path(gradmerge.__file__).parent.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    book = nbformat.read(NOTEBOOKS[name], as_version=4)
+    book.cells.append(nbformat.v4.new_code_cell(f"print(json.dumps({wanted}))"))
+    NotebookClient(book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    return json.loads(book.cells[-1].outputs[0].text)
+
+
+def test_two_adapters_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = ran("notebook-merge-adapters", "found", tmp_path, monkeypatch)
+    for task in ("twos", "threes"):
+        assert loss[task][task] < 2.5 < loss["base"][task]
+        for merge in ("task-arithmetic", "gradient-matching"):
+            assert loss[merge][task] < loss["base"][task] - 2
+
+
+def test_a_data_set_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accuracy = ran("notebook-remove-a-data-set", "accuracy", tmp_path, monkeypatch)
+    (honest, bought), clean = accuracy["everything"], accuracy["clean"]
+    assert bought > 0.8 and clean[1] < 0.2 and accuracy["target"][1] < 0.2
+    assert clean[0] > honest + 0.05
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS.values(), ids=lambda path: path.stem)
+def test_what_a_notebook_printed_is_kept_without_where_it_ran(path: Path) -> None:
+    book = nbformat.read(path, as_version=4)
+    nbformat.validate(book)
+    outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert outputs and all(output.get("name") != "stderr" and output.output_type != "error" for output in outputs)
+    text = path.read_text("utf-8")
+    assert not any(word in text for word in ("/tmp", "/home", "/root", "/work", "Error"))
+    assert (DOCS / "notebooks" / f"{path.stem}.md").is_file()

@@ -1,0 +1,301 @@
+"""Figures: what is in them, what their files say, and that nothing breaks them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from gradmerge.report import numbers, palette
+from gradmerge.report.embedded import SHOWN_ROWS
+from gradmerge.report.figures import MOST_POINTS, Series, bars, curves, heat_map, trade_off
+from gradmerge.report.page import Figure, Table
+from gradmerge.report.placing import label_places
+from gradmerge.rules import RULES
+from gradmerge.text import Measured, printable
+
+NASTY = '</script><script>alert("x")</script> & \x00 \ud800 '
+
+
+def every_kind(name: str = "ours", values: tuple[float | None, ...] = (0.5, 0.25, 1.0)) -> list[Figure]:
+    xs = [float(i) for i in range(len(values))]
+    known = [v for v in values if v is not None][:1]
+    series = [Series(name, xs, values, [name] * len(xs))]
+    groups = [f"{name} {i}" for i in range(len(values))]
+    marks, stars, front = [(name, v) for v in known], [(name, 0, v) for v in known], [(v, v) for v in known]
+    charts = {
+        "line": curves(series, name, name, marks=marks, stars=stars),
+        "bar": bars(groups, {name: values, "other": values}, name),
+        "heat": heat_map(groups, [name], [[v] for v in values], name),
+        "centred-heat": heat_map(groups, [name], [[v] for v in values], name, centre=0.5),
+        "scatter": trade_off(series, name, name, front=front, present=front[0] if front else None, diagonal=True),
+    }
+    return [Figure(name, slug, chart) for slug, chart in charts.items()]
+
+
+def rows_of(figure: Figure) -> Any:
+    return figure.chart.data.values
+
+
+def test_a_figure_holds_the_numbers_it_is_given() -> None:
+    line = Figure("t", "t", curves([Series("a", [0, 1], [2.0, None], ["p", "q"])], "λ", "loss, nats"))
+    assert line.table().columns == ["series", "λ", "loss, nats", "note"]
+    assert line.table().rows == [["a", 0.0, 2.0, "p"], ["a", 1.0, None, "q"]]
+    marked = curves([Series("a", [0], [2.0])], "x", "y", marks=[("base", 0.5)], stars=[("a", 0, 2.0)])
+    also = [["base", None, 0.5, "reference"], ["a", 0.0, 2.0, "★ best"]]
+    assert Figure("t", "t", marked).table().rows == [["a", 0.0, 2.0, None], *also]
+    bar = Figure("t", "t", bars(["x", "y"], {"m": [1.0, 4.0], "n": [-2.0, None]}, "loss"))
+    assert bar.table().rows == [["x", "m", 1.0], ["y", "m", 4.0], ["x", "n", -2.0], ["y", "n", None]]
+    heat = Figure("t", "t", heat_map(["r", "s"], ["a", "b"], [[1.0, 10.0], [None, 3.0]], "v"))
+    assert heat.table().rows == [["r", "a", 1.0], ["r", "b", 10.0], ["s", "a", None], ["s", "b", 3.0]]
+
+
+def test_errors_that_are_known_are_drawn_and_listed() -> None:
+    figure = Figure("t", "t", curves([Series("a", [0, 1], [Measured(0.5, 0.1), Measured(0.75)])], "x", "y"))
+    assert rows_of(figure)[0] == {"series": "a", "x": 0.0, "y": 0.5, "y low": 0.4, "y high": 0.6, "y error": 0.1}
+    assert figure.table().columns == ["series", "x", "y", "± standard error of y"]
+    assert [row[3] for row in figure.table().rows] == [0.1, None]
+    given_apart = trade_off([Series("a", [1.0], [2.0], errors=[0.5], x_errors=[0.25])], "x", "y")
+    assert given_apart.data.values[0] | {"x low": 0.75, "x high": 1.25, "y low": 1.5} == given_apart.data.values[0]
+    for chart in (figure.chart, given_apart, bars(["g"], {"m": [Measured(-1.0, 0.1)]}, "y")):
+        kinds = [layer["mark"]["type"] for layer in chart.to_dict()["layer"]]
+        assert "rule" in kinds
+    plain = curves([Series("a", [0, 1], [0.5, 0.75])], "x", "y").to_dict()
+    assert "rule" not in [layer["mark"]["type"] for layer in plain["layer"]]
+
+
+def test_a_number_beside_a_bar_lies_beyond_its_error() -> None:
+    up, down = bars(["g"], {"m": [Measured(2.0, 0.5)], "n": [Measured(-2.0, 0.5)]}, "y").data.values
+    assert (up["end"], up["text"], down["end"], down["text"]) == (2.5, "2", -2.5, "−2")
+
+
+@pytest.mark.parametrize("method", RULES)
+def test_a_method_has_one_colour_everywhere(method: str) -> None:
+    colour = palette.colour_of(method)
+    assert colour in palette.LIGHT.values()
+    for others in ([], ["ties", "average"], ["base", "tuned", "a method of a user"]):
+        names = [*(name for name in others if name != method), method]
+        assert palette.colours_of(names)[-1] == colour
+        chart = bars(["g"], {name: [1.0] for name in names}, "y").to_dict()
+        scale = chart["layer"][0]["encoding"]["color"]["scale"]
+        assert dict(zip(scale["domain"], scale["range"], strict=True))[method] == colour
+    assert palette.colour_of(f"{method} now") == colour
+
+
+def test_every_method_has_a_place_and_no_two_look_the_same() -> None:
+    looks = {method: (palette.colour_of(method), *_look(palette.place_of(method))) for method in RULES}
+    assert all(palette.place_of(method) < len(RULES) for method in RULES), "add new methods to the palette"
+    assert len(set(looks.values())) == len(looks)
+    assert len({palette.colour_of(name) for name in ("base", "tuned", "target", "gradient-matching", "ties")}) == 5
+
+
+def _look(place: int) -> tuple[object, ...]:
+    return tuple(palette.dash_of(place)), palette.marker_of(place)
+
+
+def test_tasks_have_colours_in_order_and_series_differ_without_colour() -> None:
+    names = [f"task {i}" for i in range(10)]
+    assert palette.colours_of(names) == [palette.LIGHT[f"c{i}"] for i in range(10)]
+    assert len({_look(place) for place in palette.places_of([*names, "a", "b"])}) == 12
+    several = ["ties 0.1", "ties 0.2", "ties 0.3"]
+    first, *paler = palette.colours_of(several)
+    assert first == palette.colour_of("ties") and palette.luminance(first) < palette.luminance(paler[0])
+    assert palette.colour_of("ties, density 0.2") == first
+    assert len({_look(place) for place in palette.places_of(several)}) == 3
+
+
+def test_a_heat_map_is_centred_where_it_is_told() -> None:
+    scale = heat_map(["r"], ["a", "b"], [[40.0, 45.0]], "%", centre=50.0, reach=50.0).to_dict()
+    scale = scale["layer"][0]["encoding"]["color"]["scale"]
+    assert scale["domain"][0] == 0 and scale["domain"][3] == 50 and scale["domain"][-1] == 100
+    assert scale["range"] == list(palette.CENTRED) and len(scale["domain"]) == len(scale["range"])
+    own = heat_map(["r"], ["a", "b"], [[0.4, 1.1]], "v", centre=1.0).to_dict()["layer"][0]["encoding"]["color"]["scale"]
+    assert own["domain"] == pytest.approx([0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6])
+
+
+def test_powers_of_ten_get_a_logarithmic_axis() -> None:
+    def kind(xs: list[float]) -> str | None:
+        chart = curves([Series("a", xs, [1.0] * len(xs))], "x", "y").to_dict()
+        return chart["layer"][0]["encoding"]["x"]["scale"].get("type")
+
+    assert kind([1e-6, 1e-4, 1e-2]) == "log"
+    assert kind([0.0, 0.5, 1.0]) is None and kind([0.1, 0.5, 1.0]) is None and kind([0.0, 1e-6, 1.0]) is None
+
+
+@pytest.mark.parametrize("figure", every_kind(), ids=lambda figure: figure.slug)
+def test_the_same_figure_gives_the_same_bytes(figure: Figure) -> None:
+    again = next(other for other in every_kind() if other.slug == figure.slug)
+    assert figure.json() == again.json()
+
+
+@pytest.mark.parametrize("figure", every_kind(NASTY), ids=lambda figure: figure.slug)
+def test_names_cannot_end_their_script(figure: Figure) -> None:
+    text = figure.json()
+    assert "<" not in text
+    text.encode()
+    assert "</script>" in json.dumps(json.loads(text), ensure_ascii=False)
+
+
+ODD = (None, math.nan, math.inf, -math.inf, 0.0, -0.0, 1e308, -1e308, 5e-324, 1.0, -3.0)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.sampled_from(ODD) | st.floats(), max_size=4))
+def test_no_number_breaks_a_figure(values: list[float | None]) -> None:
+    for figure in every_kind("a", tuple(values)):
+        for rows in json.loads(figure.json(), parse_constant=pytest.fail)["datasets"].values():
+            assert rows.keys() == {"fields", "rows"}
+        figure.csv()
+
+
+@pytest.mark.parametrize("groups", [0, 1, 12])
+@pytest.mark.parametrize("series", [0, 1, 12])
+def test_figures_of_any_size_are_made(groups: int, series: int) -> None:
+    names = [f"task with a long name {i}" for i in range(groups)]
+    values = {f"method {s}": [0.1 * (s + g) for g in range(groups)] for s in range(series)}
+    lines = [Series(name, range(groups), ys) for name, ys in values.items()]
+    heat = heat_map(names, list(values), [[1.0] * series] * groups, "v")
+    for chart in (bars(names, values, "y"), curves(lines, "x", "y"), trade_off(lines, "x", "y"), heat):
+        assert len(Figure("t", "t", chart).table().rows) == groups * series
+
+
+def test_a_long_curve_keeps_its_lows_and_highs() -> None:
+    wave = [math.sin(i / 9) * (1 + (i == 31_415)) for i in range(50_000)]
+    figure = Figure("t", "t", curves([Series("a", range(50_000), wave)], "x", "y"))
+    shown: list[Any] = [row[2] for row in figure.table().rows]
+    assert len(shown) <= MOST_POINTS and max(shown) == max(wave) and min(shown) == min(wave)
+    places: list[Any] = [row[1] for row in figure.table().rows]
+    assert places == sorted(places)
+    assert len(figure.json()) < 200_000 and len(figure.shown().rows) == SHOWN_ROWS
+    assert figure.shown().note == f"The first {SHOWN_ROWS} of {len(shown)} rows."
+
+
+def test_a_dense_cloud_keeps_its_outline() -> None:
+    points = np.random.default_rng(0).normal(size=(20_000, 2))
+    figure = Figure("t", "t", trade_off([Series("a", points[:, 0], points[:, 1])], "x", "y"))
+    shown = np.array([row[1:3] for row in figure.table().rows])
+    assert len(shown) <= MOST_POINTS and {tuple(p) for p in shown} <= {tuple(p) for p in points}
+    side = (points.max(0) - points.min(0)) / (math.sqrt(MOST_POINTS) - 1)
+    for point in points[::97]:
+        assert (np.abs(shown - point) <= side + 1e-12).all(1).any()
+
+
+def test_names_of_lines_keep_away_from_curves_and_each_other() -> None:
+    falling = [(x / 10, 1 - x / 10) for x in range(11)]
+    assert label_places([1.0], falling) == [("right", "above")]
+    assert label_places([0.02], falling)[0][0] == "left"
+    assert len(set(label_places([0.5, 0.5, 0.5], [(0.0, 0.0), (1.0, 1.0)]))) == 3
+    assert label_places([0.5], []) == [("right", "above")] and label_places([], [(0.0, None)] * 2) == []
+
+
+def test_a_csv_gives_back_the_numbers() -> None:
+    values = (1 / 3, None, 1e-300, np.float64(0.1))
+    for figure in every_kind('a, "b"\n', values):
+        rows = list(csv.reader(io.StringIO(figure.csv())))
+        at = 1 + ["series", "row", "group"].index("series") if figure.slug in ("line", "scatter") else 2
+        texts = [row[at + (figure.slug in ("line", "scatter"))] for row in rows[1 : len(values) + 1]]
+        known = [v for v in values if v is not None or figure.slug != "scatter"]
+        assert [float(t) if t else None for t in texts][: len(known)] == known
+        assert all(len(row) == len(rows[0]) for row in rows)
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio as WCAG defines it, 1 to 21."""
+    low, high = sorted((palette.luminance(one), palette.luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+COLOURS = [f"c{i}" for i in range(10)]
+
+
+@pytest.mark.parametrize("colours", [palette.LIGHT, palette.DARK], ids=["light", "dark"])
+def test_colours_can_be_seen(colours: dict[str, str]) -> None:
+    assert colours.keys() == palette.LIGHT.keys()
+    assert len(set(palette.LIGHT.values())) == len(palette.LIGHT), "a page finds the dark colour by the light one"
+    for name in COLOURS:
+        assert contrast(colours[name], colours["paper"]) >= 3
+    for ground in ("page", "paper", "wash", "hole"):
+        assert contrast(colours["ink"], colours[ground]) >= 7
+        assert contrast(colours["soft"], colours[ground]) >= 4.5
+    assert contrast(colours["accent"], colours["page"]) >= 4.5
+
+
+@pytest.mark.parametrize("colours", [palette.LIGHT, palette.DARK], ids=["light", "dark"])
+def test_colours_differ_for_the_colour_blind(colours: dict[str, str]) -> None:
+    # Machado et al. 2009, severity 1, on linear RGB.
+    deutan = np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]])
+    protan = np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    )
+    for seen in (np.eye(3), deutan, protan):
+        labs = [lab(seen @ linear(colours[name])) for name in COLOURS]
+        assert min(float(np.linalg.norm(a - b)) for a, b in combinations(labs, 2)) > 12
+
+
+def linear(colour: str) -> np.ndarray:
+    share = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = to_xyz @ np.clip(rgb, 0, 1) / np.array([0.9505, 1, 1.089])
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "–"),
+        (-0.0, "0"),
+        (1 / 3, "0.3333"),
+        (99.996, "100"),
+        (1234.5678, "1,235"),
+        (1234567, "1,234,567"),
+        (-2.5, "−2.5"),
+        (12345678.9, "1.235e7"),
+        (1.5e-7, "1.5e−7"),
+        (math.nan, "NaN"),
+        (math.inf, "∞"),
+        (-math.inf, "−∞"),
+        (True, "yes"),
+    ],
+)
+def test_numbers_have_four_digits(value: float | None, shown: str) -> None:
+    assert numbers.number(value) == shown
+
+
+def test_numbers_of_a_column_have_the_same_decimals() -> None:
+    assert numbers.column([0.5, 1.0, 0.25, None]) == ["0.50", "1.00", "0.25", "–"]
+    assert numbers.column([0.43121, 0.5, 12.3, 3]) == ["0.4312", "0.5000", "12.30", "3"]
+    assert numbers.column([]) == []
+
+
+def test_long_names_lose_their_middle() -> None:
+    assert numbers.shorten("model.layers.10.self_attn", 11) == "model…_attn"
+    assert numbers.shorten("short", 11) == "short"
+
+
+@pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "＝1", "\n=1"])
+def test_no_name_becomes_a_formula_in_a_spreadsheet(name: str) -> None:
+    for figure in every_kind(name):
+        for row in csv.reader(io.StringIO(figure.csv())):
+            assert not any(cell.startswith(tuple("=+@\t\r\n＝")) for cell in row), row
+            assert not any(cell.startswith("-") for cell in row), row
+    table = Table(name, "t", [name, "x"], [[name, -0.5], ["-0.5", 2.0]])
+    assert list(csv.reader(io.StringIO(table.csv())))[1][1] == "-0.5"
+    assert list(csv.reader(io.StringIO(table.csv())))[2] == ["-0.5", "2.0"]
+
+
+def test_controls_in_names_are_shown_in_a_figure() -> None:
+    for figure in every_kind("a\x1b[31m\u202e\x9b\u2028b\udce9"):
+        for text in (figure.json(), figure.csv()):
+            assert printable(text) == text and "\\x1b" in text and "\\udce9" in text

@@ -1,0 +1,204 @@
+"""The page in a real browser: moves, saving, hostile names, errors, phones, two tabs."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import gradmerge as gm
+
+from .making import HOSTILE, LABELS, predicted
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+
+@pytest.fixture
+def page(tab: Page, address: str) -> Iterator[Page]:
+    """The page, opened and measured. A request to another host, and anything that a name runs, fails the test."""
+    asked: list[str] = []
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.on("dialog", lambda dialog: pytest.fail(f"a name ran: {dialog.message}"))
+    opened(tab, address)
+    yield tab
+    assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
+
+
+def opened(tab: Page, address: str, width: int = 1280) -> None:
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.goto(address)
+    tab.wait_for_selector(".gm-board[data-move]")
+
+
+def lane(page: Page, task: str) -> Locator:
+    return page.locator(".gm-lane").filter(has=page.locator(".gm-task b", has_text=task))
+
+
+@contextmanager
+def measured(page: Page) -> Iterator[None]:
+    """Wait until what was done is measured and shown."""
+    before = page.locator(".gm-board").get_attribute("data-move")
+    yield
+    page.wait_for_function(f"document.querySelector('.gm-board:not(.stale)')?.dataset.move > {before}")
+
+
+def move(page: Page, model: str, value: float) -> None:
+    with measured(page):
+        page.get_by_label(f"number input for {model}", exact=True).fill(str(value))
+
+
+def copied(page: Page, folder: Path) -> gm.Recipe:
+    """What the button copies, as a recipe."""
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.get_by_role("button", name="Copy recipe").click()
+    page.wait_for_function("window.copied")
+    (folder / "recipe.yml").write_text(str(page.evaluate("window.copied")))
+    return gm.load_recipe(folder / "recipe.yml")
+
+
+def share(texts: list[str], labels: list[int], model: Path) -> str:
+    right = sum(a == b for a, b in zip(predicted(model, texts), labels, strict=True))
+    return f"{100 * right / len(texts):.1f}"
+
+
+def test_a_moved_slider_is_measured_and_what_is_saved_answers_as_the_page_says(page: Page, folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "yelp.jsonl").read_text().splitlines()]
+    texts, labels = [row["text"] for row in rows], [row["label"] for row in rows]
+    value = lane(page, "yelp").locator(".gm-value")
+    assert (value.text_content() or "").startswith(f"{share(texts, labels, folder / 'base')} ±")
+    move(page, "yelp", 1)
+    assert (value.text_content() or "").startswith("100.0 ±")  # the model itself, which labelled these rows
+    move(page, "yelp", 0.6)
+    move(page, HOSTILE, 0.3)
+    page.get_by_label("New folder for the merge").fill("merged here")
+    page.get_by_role("button", name="Save merge").click()
+    page.wait_for_selector(".gm-message.good")
+    assert str(folder / "merged here") in (page.locator(".gm-message.good").text_content() or "")
+    assert (value.text_content() or "").startswith(f"{share(texts, labels, folder / 'merged here')} ±")
+    record = json.loads((folder / "merged here" / "gradmerge.json").read_text())
+    assert [model["weight"] for model in record["recipe"]["models"]] == [0.6, 0.3]
+
+
+def test_a_slider_answers_to_the_keyboard(page: Page) -> None:
+    with measured(page):
+        page.get_by_label("range slider for yelp", exact=True).press("End")
+    assert page.get_by_label("number input for yelp", exact=True).input_value() == "1.5"
+
+
+def test_of_many_quick_moves_the_last_is_shown(page: Page) -> None:
+    number = page.get_by_label("number input for yelp", exact=True)
+    for value in (0.1, 0.3, 0.5, 0.7, 0.9, 1):
+        number.fill(str(value))
+    value = lane(page, "yelp").locator(".gm-value")
+    page.wait_for_function("document.querySelector('.gm-board:not(.stale) .gm-value')?.textContent.startsWith('100.0')")
+    assert (value.text_content() or "").startswith("100.0 ±")
+
+
+def test_best_so_far_and_the_recipes_own_can_be_had_back(page: Page) -> None:
+    number = page.get_by_label("number input for yelp", exact=True)
+    move(page, "yelp", 0.35)
+    for button in ("Recipe’s own", "Best so far"):
+        with measured(page):
+            page.get_by_role("button", name=button).click()
+        assert button != "Recipe’s own" or number.input_value() == "0"
+    assert (page.locator(".gm-card.now").text_content() or "").find("the best so far") > 0
+
+
+def test_weights_by_layer_are_measured(page: Page, tmp_path: Path) -> None:
+    with measured(page):
+        page.get_by_label("Weights by layer").check()
+    assert page.get_by_label("number input for yelp", exact=True).count() == 0
+    move(page, "yelp: first layers", 0.5)
+    assert copied(page, tmp_path).weights[0] == (0.5, 0.0)
+
+
+def test_a_sweep_draws_the_front(page: Page) -> None:
+    page.get_by_role("tab", name="Trade-offs", exact=True).click()
+    page.wait_for_function("document.querySelector('.gm-chart')?.shadowRoot?.querySelector('svg')")
+    few = page.evaluate("document.querySelector('.gm-chart').dataset.spec.length")
+    with measured(page):
+        page.get_by_role("button", name="Sweep one weight for all").click()
+    assert page.evaluate("document.querySelector('.gm-chart').dataset.spec.length") > few
+
+
+def test_names_labels_and_texts_are_shown_and_never_run(page: Page) -> None:
+    assert page.get_by_text(HOSTILE, exact=True).count() > 0
+    page.wait_for_selector(".gm-answers td")
+    said = page.locator(".gm-answers").text_content() or ""
+    assert any(label in said for label in LABELS.values()) and "<script>alert(1)</script>" in said
+    move(page, HOSTILE, 0.4)
+    for name in ("What flipped", "Tried", "Recipe"):
+        page.get_by_role("tab", name=name, exact=True).click()
+        page.wait_for_timeout(300)
+    assert (
+        page.evaluate(
+            "document.querySelectorAll('img[src=\"x\"], .gm-answers script, .gm-answers b[onmouseover]').length"
+        )
+        == 0
+    )
+
+
+def test_what_goes_wrong_is_said_in_the_page_which_lives_on(page: Page, folder: Path) -> None:
+    page.get_by_label("New folder for the merge").fill("base")
+    page.get_by_role("button", name="Save merge").click()
+    page.wait_for_selector(".gm-message.error")
+    assert "Choose another place" in (page.locator(".gm-message.error").text_content() or "")
+    page.get_by_label("New folder for the merge").fill("")
+    page.get_by_role("button", name="Save merge").click()
+    page.wait_for_function("document.querySelector('.gm-message.error')?.textContent.startsWith('Name a new folder')")
+    move(page, "yelp", 0.25)
+    assert sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) == []
+
+
+def test_another_method_brings_its_options_and_the_recipe_follows(page: Page, tmp_path: Path) -> None:
+    with measured(page):
+        page.get_by_label("Method").click()
+        page.get_by_role("option", name="ties", exact=True).click()
+    move(page, "density", 0.3)
+    move(page, "yelp", 0.5)
+    recipe = copied(page, tmp_path)
+    assert (recipe.method, recipe.weights[0], recipe.options["density"]) == ("ties", 0.5, 0.3)
+
+
+def test_a_report_of_all_that_was_tried_is_written(page: Page, folder: Path) -> None:
+    page.get_by_role("button", name="Write report").click()
+    page.wait_for_selector(".gm-message.good")
+    assert (folder / "studio-report" / "report.html").is_file()
+
+
+def test_two_tabs_have_sliders_of_their_own(page: Page, address: str, chromium: Browser) -> None:
+    with chromium.new_context() as context:
+        other = context.new_page()
+        opened(other, address)
+        move(page, "yelp", 0.9)
+        assert other.get_by_label("number input for yelp", exact=True).input_value() == "0"
+        move(other, "yelp", 0.1)
+        assert page.get_by_label("number input for yelp", exact=True).input_value() == "0.9"
+        move(page, "yelp", 0.8)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_needs_no_sideways_scrolling(tab: Page, address: str, scheme: str) -> None:
+    page = tab
+    page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    opened(page, address, 390)
+    page.wait_for_selector(".gm-answers td")
+    for name in ("What flipped", "Trade-offs", "Layers", "Tried"):
+        if page.get_by_role("tab", name=name, exact=True).is_visible():
+            page.get_by_role("tab", name=name, exact=True).click()
+            page.wait_for_timeout(200)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_other_pages_are_refused(address: str) -> None:
+    for headers in ({"Origin": "https://elsewhere.example"}, {"Host": "elsewhere.example"}, {"Origin": "null"}):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(urllib.request.Request(address, headers=headers))
+    assert urllib.request.urlopen(address).status == 200

@@ -1,0 +1,171 @@
+"""The page's handlers without a browser: the latest move wins, controls and settings say the same, text stays text."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gradio
+import pytest
+
+import gradmerge as gm
+from gradmerge.studio import markup
+from gradmerge.studio.panel import Panel
+from gradmerge.studio.serving import address, is_local, listen
+from gradmerge.studio.studio_page import build
+from gradmerge.studio.workbench import Visit, Workbench, explained
+
+from .making import HOSTILE, tiny_recipe
+
+SPACE = Path(__file__).parents[2] / "examples" / "space"
+
+
+@pytest.fixture(scope="module")
+def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("models")
+    recipe = tiny_recipe(folder, "yelp", HOSTILE, count=12)
+    with gm.explore(recipe, {"yelp": str(folder / "yelp.jsonl"), "base": str(folder / "base.jsonl")}) as found:
+        yield found
+
+
+class Slow:
+    """An explorer that measures until it is told to stop, or let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+
+    def measure(self, setting: str, stop: Any, advance: Any) -> str:
+        advance(0.25)
+        while not self.let_go.wait(0.01):
+            if stop():
+                raise gm.Superseded
+        return f"outcome of {setting}"
+
+
+def test_a_newer_move_ends_a_long_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, visit = Workbench(Slow()), Visit()
+    monkeypatch.setattr(bench, "board", lambda visit: f"board of {visit.shown}")
+    seen = []
+    for board, state in bench.measured(visit, "first"):
+        seen.append((board, "25" in state or 'value="0.250"' in state))
+        visit.wanted = "second"
+    assert seen[-1][0] is None and seen[0] == (None, True) and visit.shown is None
+    bench.explorer.let_go.set()
+    assert list(bench.measured(visit, "second"))[-1] == ("board of outcome of second", "")
+    bench.close()
+
+
+def test_a_closed_page_is_not_measured_for() -> None:
+    bench, request = Workbench(Slow()), SimpleNamespace(session_hash="a")
+    visit = bench.visit(request)
+    assert bench.visit(SimpleNamespace(session_hash="b")) is not visit
+    threading.Timer(0.1, bench.leave, [request]).start()
+    begun = time.monotonic()
+    assert all(board is None for board, _ in bench.measured(visit, "first"))
+    assert visit.closed and time.monotonic() - begun < 60
+    bench.close()
+
+
+@pytest.fixture(scope="module")
+def panel(explorer: Any) -> Panel:
+    with gradio.Blocks(analytics_enabled=False):
+        return Panel(explorer)
+
+
+def values(panel: Panel) -> list[Any]:
+    return [component.value for component in panel.inputs]
+
+
+def moved(panel: Panel, updates: list[Any]) -> list[Any]:
+    """The values of the inputs after updates of the outputs."""
+    before = values(panel)
+    return [update.get("value", old) for update, old in zip(updates, before, strict=False)]
+
+
+def test_untouched_controls_are_the_recipes_own_setting(explorer: Any, panel: Panel) -> None:
+    assert panel.read(values(panel)).same(explorer.own)
+
+
+def test_every_setting_can_be_put_back_into_the_controls(explorer: Any, panel: Panel) -> None:
+    groups = len(explorer.layer_groups)
+    by_layers = [0.1 * number for number in range(1, groups + 1)]
+    settings = [
+        explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 1.1}),
+        explorer.setting("task-arithmetic", {"yelp": by_layers, HOSTILE: 1.0}),
+        explorer.setting("ties", {"yelp": 0.7}, {"options.density": 0.33}),
+        explorer.setting("dare", {"yelp": 0.7}, {"options.seed": 3, "options.rescale": "norm"}),
+        explorer.setting("average"),
+        explorer.own,
+    ]
+    for setting in settings:
+        assert panel.read(moved(panel, panel.shaped(setting))).same(setting), setting.name
+
+
+def test_weights_stay_with_another_method_where_its_range_has_them(explorer: Any, panel: Panel) -> None:
+    before = moved(panel, panel.shaped(explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 1.1})))
+    setting = panel.read(moved(panel, panel.changed("ties", *before[1 : len(panel.movable)])))
+    assert setting.same(explorer.setting("ties", {"yelp": 0.4, HOSTILE: 1.1}))
+
+
+def test_a_read_only_page_cannot_write(explorer: Any) -> None:
+    def buttons(read_only: bool) -> set[str]:
+        page = build({"a": Workbench(explorer)}, read_only)
+        return {block.value for block in page.blocks.values() if type(block).__name__ == "Button"}
+
+    assert buttons(False) - buttons(True) == {"Save merge", "Write report"}
+
+
+def test_the_space_serves_a_read_only_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("space_app", SPACE / "app.py")
+    assert spec is not None and spec.loader is not None
+    app: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(app)
+    served: list[Any] = []
+    monkeypatch.setattr(app, "serve", lambda jobs, **options: served.append((jobs, options)))
+    monkeypatch.setattr(app.Path, "exists", lambda path: True)
+    app.main()
+    (jobs, options), *_ = served
+    assert all(recipe.startswith("demo/recipes/") for recipe, _ in jobs.values())
+    assert options["read_only"] and (options["host"], options["port"]) == ("0.0.0.0", 7860)
+
+
+def test_text_from_elsewhere_is_escaped() -> None:
+    nasty = "<script>alert('\"')</script>\x1b"
+    reply = SimpleNamespace(text=nasty, right=False, probability=0.5)
+    for made in (
+        markup.message(nasty),
+        markup.passage(nasty * 40),
+        markup.reply(reply),
+        markup.predictions({nasty: 1.0}),
+        markup.table([nasty], [["x"]]),
+        markup.card("now", nasty, None, "", ("good", nasty)),
+        markup.board(
+            [markup.Lane(nasty, 3, "accuracy", markup.Score("accuracy", 0.5, 0.1), None, None, None)], "", "", 1
+        ),
+    ):
+        assert "<script" not in made and "\x1b" not in made and "&lt;script&gt;" in made
+
+
+def test_an_average_is_of_one_metric_and_has_its_error() -> None:
+    scores = [markup.Score("accuracy", 0.5, 0.03), markup.Score("accuracy", 0.7, 0.04)]
+    assert str(markup.average(scores)) == "60.0 <i>± 2.5</i>"
+    assert markup.average([*scores, markup.Score("loss_per_token", 1.0)]) is None
+
+
+def test_addresses() -> None:
+    with listen() as one, listen() as other:
+        assert one.getsockname()[1] != other.getsockname()[1]
+        assert address(one, "0.0.0.0") == f"http://127.0.0.1:{one.getsockname()[1]}"
+    assert is_local("127.0.0.1") and is_local("[::1]") and is_local("localhost")
+    assert not is_local("0.0.0.0") and not is_local("192.168.0.1") and not is_local("localhost.example")
+
+
+def test_unknown_failures_have_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explained(gm.InputError("what is wrong")) == "what is wrong"
+    assert explained(ValueError("x")).startswith("internal error: ValueError: x")
+    assert "ValueError" in capsys.readouterr().err

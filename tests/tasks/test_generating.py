@@ -1,0 +1,160 @@
+"""What models write in batches is what they write one row at a time, whatever padding and settings beside them say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradmerge as gm
+from gradmerge.tasks import LoadedTask, load_task
+from gradmerge.tasks.generating import generate, prompts
+
+from .making import (
+    sentences,
+    tiny_bert_checkpoint,
+    tiny_gpt2_checkpoint,
+    tiny_llama_checkpoint,
+    tiny_t5_checkpoint,
+    write_jsonl,
+)
+
+CHAT = "{% for m in messages %}{{ m['content'] }} ? {% endfor %}{% if add_generation_prompt %}the{% endif %}"
+COUNT = 9
+
+
+def pairs(one: str, other: str) -> list[dict[str, Any]]:
+    longest = zip(sentences(COUNT, 1, 2, 9), sentences(COUNT, 2), strict=True)
+    return [{one: prompt, other: answer} for prompt, answer in longest]
+
+
+def loaded_for(folder: Path, make: Callable[..., Path], rows: list[dict[str, Any]], **loading: Any) -> LoadedTask:
+    model = make(folder / "model")
+    return load_task(model, write_jsonl(folder / "rows.jsonl", rows), device="cpu", **loading)
+
+
+def one_at_a_time(loaded: LoadedTask, ids: list[list[int]], length: int) -> list[str]:
+    """Token by token, without padding and without a cache: always the likeliest one, until </s>."""
+    model: Any = loaded.model
+    texts = []
+    for prompt in ids:
+        written: list[int] = []
+        while len(written) < length and 1 not in written:
+            with torch.no_grad():
+                if loaded.task == "seq2seq":
+                    begun = torch.tensor([[model.config.decoder_start_token_id, *written]])
+                    logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=begun).logits
+                else:
+                    logits = model(input_ids=torch.tensor([prompt + written])).logits
+            written.append(int(logits[0, -1].argmax()))
+        words: Any = loaded.data.tokenizer  # type: ignore[attr-defined]
+        texts.append(words.decode([token for token in written if token > 3], skip_special_tokens=False))
+    return texts
+
+
+@pytest.mark.parametrize("make", [tiny_gpt2_checkpoint, tiny_llama_checkpoint, tiny_t5_checkpoint])
+def test_batches_write_what_single_rows_do(make: Callable[..., Path], tmp_path: Path) -> None:
+    names = ("source", "target") if make is tiny_t5_checkpoint else ("prompt", "completion")
+    loaded = loaded_for(tmp_path, make, pairs(*names))
+    words: Any = loaded.data.tokenizer  # type: ignore[attr-defined]
+    ids = [words(row[names[0]])["input_ids"] for row in pairs(*names)]
+    want = one_at_a_time(loaded, ids, 6)
+    assert len(set(want)) > 2, "models that always write the same test little"
+    for batch_size in (1, 4, COUNT):
+        got = generate(loaded, loaded.model, range(COUNT), 6, batch_size=batch_size)
+        assert [text.split() for text in got] == [text.split() for text in want]
+    assert generate(loaded, loaded.model, [4, 2], 6) == [want[4], want[2]]
+
+
+def test_models_stop_at_the_end_of_text_and_pads_are_no_words(tmp_path: Path) -> None:
+    loaded = loaded_for(tmp_path, tiny_llama_checkpoint, pairs("prompt", "completion"))
+    model: Any = loaded.model
+    with torch.no_grad():
+        model.lm_head.weight[1] *= 20  # </s> is likely after some prompts
+    words: Any = loaded.data.tokenizer  # type: ignore[attr-defined]
+    ids = [words(row["prompt"])["input_ids"] for row in pairs("prompt", "completion")]
+    want = one_at_a_time(loaded, ids, 12)
+    lengths = {len(text.split()) for text in want}
+    assert len(lengths) > 1 and min(lengths) < 6
+    assert [text.split() for text in generate(loaded, model, range(COUNT), 12)] == [text.split() for text in want]
+
+
+def test_settings_of_generation_beside_the_model_do_not_count(tmp_path: Path) -> None:
+    rows = pairs("prompt", "completion")
+    loaded = loaded_for(tmp_path, tiny_llama_checkpoint, rows)
+    want = generate(loaded, loaded.model, range(COUNT), 8)
+    told = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 9.0, "eos_token_id": [1, 7], "num_beams": 3}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(told))
+    again = load_task(tmp_path / "model", tmp_path / "rows.jsonl", device="cpu")
+    kept = again.model.generation_config
+    got = generate(again, again.model, range(COUNT), 8)
+    assert again.model.generation_config is kept and not again.model.training
+    words: Any = again.data.tokenizer  # type: ignore[attr-defined]
+    end = words.convert_ids_to_tokens(7)
+    assert got == [text.partition(end)[0].strip() if end in text.split() else text for text in want]
+
+
+class Recurrent(nn.Module):
+    """A language model whose state padding on the left changes: what it writes next is the sum of all tokens so far."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.config, self.generation_config = inner, inner.config, inner.generation_config
+        self.widths: list[set[int]] = []
+
+    def get_input_embeddings(self) -> nn.Module:
+        found: nn.Module = self.inner.get_input_embeddings()
+        return found
+
+    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, generation_config: Any) -> Any:
+        self.widths.append({int(row) for row in attention_mask.sum(1)})
+        step = input_ids.sum(1, keepdim=True) % 40 + 4
+        logits = nn.functional.one_hot(step[:, 0], 60).double()
+        if generation_config.return_dict_in_generate:
+            return type("Output", (), {"logits": [logits]})
+        return torch.cat([input_ids, step], 1)
+
+
+def test_models_that_notice_padding_get_rows_of_one_length(tmp_path: Path) -> None:
+    loaded = loaded_for(tmp_path, tiny_llama_checkpoint, pairs("prompt", "completion"))
+    model = Recurrent(loaded.model)
+    got = generate(loaded, model, range(COUNT), 1, batch_size=4)
+    assert got == generate(loaded, Recurrent(loaded.model), range(COUNT), 1, batch_size=1)
+    assert all(len(widths) == 1 for widths in model.widths[2:]), "but for the two of the trial"
+
+
+def test_prompts_are_those_of_the_data_cut_to_the_room(tmp_path: Path) -> None:
+    loaded = loaded_for(tmp_path, tiny_llama_checkpoint, pairs("prompt", "completion"))
+    row = pairs("prompt", "completion")[3]
+    (whole,), (cut,) = prompts(loaded, [3]), prompts(loaded, [3], 3)
+    assert (whole.text, whole.reference) == (row["prompt"], row["completion"])
+    assert whole.ids[0] == 2 and cut.ids == [2, *whole.ids[-2:]], "<s> stays, the beginning goes"
+    with pytest.raises(gm.InputError, match="--max-new-tokens 64: the model has positions for 64 tokens"):
+        generate(loaded, loaded.model, [0], 64)
+    empty = loaded_for(tmp_path / "empty", tiny_gpt2_checkpoint, [{"prompt": "", "completion": "a"}])
+    with pytest.raises(gm.InputError, match="row 1: its prompt is empty"):
+        generate(empty, empty.model, [0])
+    bert = tiny_bert_checkpoint(tmp_path / "bert")
+    rows = write_jsonl(tmp_path / "labels.jsonl", [{"text": "a", "label": 0}])
+    with pytest.raises(gm.InputError, match="a model for classify writes no text"):
+        prompts(load_task(bert, rows, device="cpu"), [0])
+
+
+def test_a_conversation_is_asked_up_to_its_last_answer(tmp_path: Path) -> None:
+    model = tiny_llama_checkpoint(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(CHAT)
+    said = [{"role": "user", "content": "who is it"}, {"role": "assistant", "content": "the cat"}]
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": said}, {"messages": said[:1]}])
+    loaded = load_task(model, rows, device="cpu")
+    first, second = prompts(loaded, [0, 1])
+    assert (first.text, first.reference) == ("who is it ? the", "the cat")
+    assert (second.text, second.reference) == ("who is it ? the", None)
+    words: Any = loaded.data.tokenizer  # type: ignore[attr-defined]
+    assert words.decode(first.ids, skip_special_tokens=True) == "who is it ? the"
+    with pytest.raises(gm.InputError, match="row 2: says nothing of what the answer should be"):
+        gm.evaluate(model, rows, generation=gm.Generation(), device="cpu")

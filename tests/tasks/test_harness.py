@@ -1,0 +1,183 @@
+"""Tasks of the lm-evaluation-harness from local files, against log-likelihoods by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gradmerge as gm
+from gradmerge.cli.app import app
+from gradmerge.tasks import load_model
+from gradmerge.tasks.harness import Harness
+from gradmerge.tasks.processors import load_tokenizer
+
+from ..diagnostics.conftest import tuned_from
+from ..making import write_recipe
+from .making import sentences, tiny_bert_checkpoint, tiny_llama_checkpoint, write_jsonl
+
+CHOICES = ["paris", "rome", "blue sky"]
+COUNT = 12
+
+
+def write_tasks(folder: Path) -> Path:
+    """A task of choices, and a group of it with a second one; their rows beside them."""
+    folder.mkdir(parents=True)
+    rows = [{"asked": text, "label": place % 3} for place, text in enumerate(sentences(COUNT, 5))]
+    write_jsonl(folder / "rows.jsonl", rows)
+    for name, count in (("cities", COUNT), ("fewer_cities", 5)):
+        write_jsonl(folder / f"{name}.jsonl", rows[:count])
+        task: dict[str, Any] = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {
+                "data_files": {"test": str(folder / f"{name}.jsonl")},
+                "cache_dir": str(folder / "cache"),
+            },
+            "test_split": "test",
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{asked}}",
+            "doc_to_choice": CHOICES,
+            "doc_to_target": "label",
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(task))  # which is YAML too
+    group = {
+        "group": "geography",
+        "task": ["cities", "fewer_cities"],
+        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+    }
+    (folder / "geography.yaml").write_text(json.dumps(group))
+    return folder
+
+
+def by_hand(folder: Path) -> list[float]:
+    """1 for every row whose own choice has the highest summed log-probability after the text."""
+    model, info = load_model(str(folder), "causal-lm", device="cpu")
+    words: Any = load_tokenizer(str(folder), info)
+    right = []
+    for place, text in enumerate(sentences(COUNT, 5)):
+        begun = words(text)["input_ids"]
+        likely = []
+        for choice in CHOICES:
+            more = words(choice, add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                logs = model(torch.tensor([begun + more])).logits[0].double().log_softmax(-1)
+            likely.append(sum(float(logs[len(begun) + i - 1, token]) for i, token in enumerate(more)))
+        right.append(float(max(range(3), key=likely.__getitem__) == place % 3))
+    return right
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("harness")
+    tiny_llama_checkpoint(folder / "base")
+    for seed, name in enumerate(("one", "two"), 1):
+        tuned_from(folder / "base", folder / name, seed)
+    write_tasks(folder / "tasks")
+    raw = {"method": "task-arithmetic", "base": "./base", "models": ["./one", "./two"]}
+    write_recipe(folder / "recipe.yml", raw)
+    return folder
+
+
+def test_accuracy_is_that_of_the_likeliest_choice(place: Path) -> None:
+    right = by_hand(place / "one")
+    share = sum(right) / COUNT
+    assert 0 < share < 1, "or else little is tested"
+    words = ["evaluate", str(place / "one"), "--lm-eval", "cities", "--lm-eval-tasks", str(place / "tasks")]
+    done = CliRunner().invoke(app, [*words, "--device", "cpu", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["lm_eval"]["cities"]
+    assert found["acc"] == pytest.approx(share) and found["examples"] == COUNT
+    assert found["standard_errors"]["acc"] == pytest.approx(math.sqrt(share * (1 - share) / (COUNT - 1)))
+    shown = CliRunner().invoke(app, [*words, "--device", "cpu", "--limit", "4"])
+    assert "cities" in shown.stdout and "±" in shown.stdout and shown.exit_code == 0
+    some = gm.evaluate(place / "one", lm_eval=["cities"], lm_eval_tasks=place / "tasks", limit=4, device="cpu")
+    assert some["lm_eval"]["cities"]["acc"] == pytest.approx(sum(right[:4]) / 4)
+
+
+def test_groups_have_the_rows_of_their_tasks(place: Path) -> None:
+    model, info = load_model(str(place / "two"), "causal-lm", device="cpu")
+    words = load_tokenizer(str(place / "two"), info)
+    harness = Harness("geography", place / "tasks", batch_size=3)
+    found, again = harness.run(model, words), harness.run(model, words)
+    right = by_hand(place / "two")
+    assert found["cities"].rows["acc"].tolist() == right and found["fewer_cities"].rows["acc"].tolist() == right[:5]
+    whole = found["geography"]
+    assert whole.rows["acc"].tolist() == [*right, *right[:5]] and whole.examples == COUNT + 5
+    assert whole.metrics["acc"] == pytest.approx(sum([*right, *right[:5]]) / (COUNT + 5))
+    assert again["geography"].metrics == whole.metrics, "tasks can be run again"
+
+
+def test_a_preview_compares_merges_on_tasks_of_the_harness(place: Path, tmp_path: Path) -> None:
+    tasks: dict[str, Any] = {"lm_eval": "cities", "lm_eval_tasks": place / "tasks", "device": "cpu", "progress": False}
+    found = gm.preview(place / "recipe.yml", tmp_path / "report", weights="0.5,1.5", **tasks)
+    assert found.tasks == ["cities"] and found.examples == {"cities": COUNT} and found.criterion.name == "acc"
+    for number, row in enumerate(found.rows):
+        weight = row.setting.weights[0]
+        recipe = {"method": "task-arithmetic", "base": str(place / "base")}
+        models = [{"model": str(place / name), "weight": weight} for name in ("one", "two")]
+        gm.merge({**recipe, "models": models}, tmp_path / f"{number}", progress=False)
+        right = by_hand(tmp_path / f"{number}")
+        assert row.values["cities"] == pytest.approx(sum(right) / COUNT)
+        assert row.rows["cities"]["acc"].tolist() == right
+    assert found.alone["one"]["cities"]["acc"] == pytest.approx(sum(by_hand(place / "one")) / COUNT)
+    assert (tmp_path / "report" / "report.html").is_file()
+    facts = json.loads((tmp_path / "report" / "preview.json").read_text())
+    assert set(facts["settings"][0]["metrics"]["cities"]["standard_errors"]) == {"acc"}
+
+
+def test_generated_text_decides_a_preview_where_it_is_asked_for(place: Path) -> None:
+    rows = write_jsonl(place / "rows.jsonl", [{"prompt": t, "completion": "the cat"} for t in sentences(5, 8)])
+    generation = gm.Generation(judge=lambda prompt, answer, reference: answer.count("e"), max_new_tokens=5)
+    options: dict[str, Any] = {"data": {"one": str(rows)}, "device": "cpu", "progress": False}
+    found = gm.preview(place / "recipe.yml", weights="0,1", generation=generation, **options)
+    assert found.criterion.name == "judge" and found.metric("one") == "judge"
+    plain = gm.preview(place / "recipe.yml", weights="0,1", **options)
+    assert plain.criterion.name == "loss_per_token"
+    base = gm.evaluate(place / "base", rows, generation=generation, device="cpu", progress=False)
+    assert found.rows[0].metrics["one"]["judge"] == base["judge"] == found.alone["base"]["one"]["judge"]
+    assert len(found.rows[0].rows["one"]["judge"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lm-eval", "no_such_task_at_all"], "the harness has no such task"),
+        (["--lm-eval", "cities", "--lm-eval-tasks", "nowhere"], "--lm-eval-tasks nowhere: is no folder"),
+        (["--lm-eval", ","], "names no task"),
+        (["--lm-eval-tasks", "."], "goes with --lm-eval"),
+        (["--generate"], "answers are held against data"),
+        ([], "nothing to evaluate on: give --data SRC, or --lm-eval TASK"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(
+    place: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradmerge.tasks import harness
+
+    known = type("Manager", (), {"all_tasks": ["cities"]})()  # to index all tasks of the harness takes half a minute
+    monkeypatch.setattr(harness, "_task_manager", lambda folder, defaults: known)
+    done = CliRunner().invoke(app, ["evaluate", str(place / "one"), *words])
+    assert done.exit_code == 2 and message in done.output.replace("\n", " "), done.output
+
+
+def test_a_task_that_fails_and_a_model_that_cannot_write_are_said(place: Path, tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path / "tasks")
+    (tasks / "cities.jsonl").unlink()
+    with pytest.raises(gm.InputError, match="--lm-eval cities: "):
+        gm.evaluate(place / "one", lm_eval="cities", lm_eval_tasks=tasks, device="cpu")
+    bert = tiny_bert_checkpoint(tmp_path / "bert")
+    with pytest.raises(gm.InputError, match="a model for classify; the harness asks models for causal-lm or seq2seq"):
+        gm.evaluate(bert, lm_eval="cities", lm_eval_tasks=place / "tasks", device="cpu")
+
+
+def test_without_the_harness_the_pip_line_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(gm.InputError, match=r"pip install 'gradmerge\[lm-eval\]'"):
+        Harness("cities")
