@@ -50,8 +50,9 @@ def main() -> None:
                 seconds.setdefault("prediction", []).append(predicted)
         data = dict(explorer._sources)
     recipe = options.demo / "recipes" / "gradient-matching.yml"
+    torch.set_num_threads(1)  # as an exploration of small models does
     one: dict[str, Any] = {"weights": "0.5", "data": data, "batch_size": 64, "progress": False}
-    seconds["gradmerge preview"] = [timed(lambda: gm.preview(recipe, **one))[1] for _ in range(5)]
+    seconds["gradmerge preview"] = [timed(lambda: gm.preview(recipe, **one))[1] for _ in range(3)]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     slowest = max(METHODS, key=lambda method: medians[method])
     result = {

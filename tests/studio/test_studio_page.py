@@ -94,8 +94,8 @@ def test_a_slider_answers_to_the_keyboard(page: Page) -> None:
 
 def test_of_many_quick_moves_the_last_is_shown(page: Page) -> None:
     number = page.get_by_label("number input for yelp", exact=True)
-    for value in (0.1, 0.3, 0.5, 0.7, 0.9, 1):
-        number.fill(str(value))
+    for weight in (0.1, 0.3, 0.5, 0.7, 0.9, 1):
+        number.fill(str(weight))
     value = lane(page, "yelp").locator(".gm-value")
     page.wait_for_function("document.querySelector('.gm-board:not(.stale) .gm-value')?.textContent.startsWith('100.0')")
     assert (value.text_content() or "").startswith("100.0 ±")
