@@ -57,7 +57,7 @@ def plus_minus(text: str, value: object) -> str:
     error = getattr(value, "error", None)
     if error is None:
         return text
-    return f"{text} ± {error:.0f}" if 100 <= error < 1e7 else f"{text} ± {error:.2g}"
+    return f"{text} ± {error:.0f}" if 10 <= error < 1e7 else f"{text} ± {error:#.2g}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -40,7 +40,7 @@ WRONG: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("merge_state_dicts", (STATE, [STATE]), {"damping": "x"}, "damping is 'x', but must be a number"),
     ("merge_state_dicts", (STATE, 5), {}, "tuned: give a list of state dicts"),
     ("evaluate", (5, "rows.jsonl"), {}, "model is 5, but must be a path"),
-    ("evaluate", ("./a", None), {}, "source is None, but must be a path"),
+    ("evaluate", ("./a", 3), {}, "source is 3, but must be a path or None"),
     ("evaluate", ("./a", "rows.jsonl"), {"progress": None}, "progress is None, but must be True or False"),
     ("evaluate", ("./a", "rows.jsonl"), {"limits": 3}, "there is no option 'limits'; did you mean 'limit'?"),
     ("preview", ([1],), {}, f"recipe is [1], {ANY_RECIPE}"),

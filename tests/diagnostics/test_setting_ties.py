@@ -113,7 +113,7 @@ def test_of_tied_settings_the_recipes_own_is_taken_and_ranks_say_that_they_are_t
     assert found.best() is rows[1] and [row.rank for row in rows] == [3, 1, 1]
     words = " ".join(verdict(found))
     assert "2 of 3 settings are **tied**" in words and "0.7917 ± 0.026 (task-arithmetic 0.5)" in words
-    assert "**gradient-matching with weight 1** is taken, as the recipe's own merge is among them" in words
+    assert "**gradient-matching with weight 1** is taken, as it is the recipe's own merge" in words
     assert "has the highest" not in words
     assert found.best("task-arithmetic") is rows[2]
     cells = {row[0]: row for row in best_table(found).rows}
@@ -160,12 +160,16 @@ def test_a_clear_winner_is_named_with_its_distance() -> None:
     assert words[1].startswith("The recipe's own merge (gradient-matching 1) has 0.5 ± ") and "0.4167 ± " in words[1]
 
 
-def test_a_recipe_whose_own_weights_are_not_asked_for_is_told_where_it_is_tied() -> None:
+def test_a_recipe_whose_own_weights_are_not_asked_for_is_kept_where_it_is_tied() -> None:
     own = accurate("gradient-matching", (1.0, 1.0), a=range(95), b=range(95))
     rows = [accurate("gradient-matching", (0.5, 0.5), a=range(96), b=range(96))]
     found = preview(rows, own)
-    assert found.best() is rows[0] and own.rank == 1
-    assert "is tied with the best too: the rows give no reason to change it" in " ".join(verdict(found))
+    assert found.best() is own and own.rank == 1 and found.all_tied() == [rows[0], own]
+    words = " ".join(verdict(found))
+    assert "1 of 1 setting and the recipe's own merge are **tied** with the highest average accuracy" in words
+    assert "**gradient-matching with weight 1** is taken, as it is the recipe's own merge" in words
+    found.keeps_own = False  # as where weights were searched in ranges without it
+    assert found.best() is rows[0] and "The recipe's own merge (gradient-matching 1) has" in verdict(found)[-1]
 
 
 def test_mean_ranks_are_tied_where_no_task_tells_settings_apart() -> None:
@@ -186,7 +190,7 @@ def test_mean_ranks_are_tied_where_no_task_tells_settings_apart() -> None:
         False,
     ]
     assert {row.rank for row in rows[:2]} == {1}
-    assert "none differs on any task by more than two standard errors" in " ".join(verdict(found))
+    assert "none differs by more than two standard errors on any task" in " ".join(verdict(found))
 
 
 def test_simple_is_few_changes_then_few_needs_then_few_weights() -> None:

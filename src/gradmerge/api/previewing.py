@@ -268,8 +268,8 @@ def _tell(
 
 def _chosen(found: Preview, best: Outcome) -> str:
     """What the recipe of a preview is, in a line."""
-    tied = len(found.tied(found.leading() or best)) + 1
-    if tied == 1:
+    tied = len(found.all_tied())
+    if tied <= 1:
         return "The best setting of the preview"
     which = "the recipe's own" if best is found.own else "the simplest"
     return f"Of {tied} settings that are tied in the preview, {which}"

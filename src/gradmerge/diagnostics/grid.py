@@ -234,10 +234,4 @@ def recipe_with(recipe: Recipe, setting: Setting) -> Recipe:
 
 def in_few_words(changes: Sequence[tuple[str, Any]]) -> str:
     """Changes as they are shown: `damping 0.001, density 0.2`."""
-
-    def words(value: Any) -> str:
-        if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
-            return " + ".join(value) or "nothing"
-        return in_words(value)
-
-    return ", ".join(f"{key.removeprefix('options.')} {words(value)}" for key, value in changes)
+    return ", ".join(f"{key.removeprefix('options.')} {in_words(value)}" for key, value in changes)

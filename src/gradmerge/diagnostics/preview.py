@@ -80,13 +80,15 @@ class Preview(Displayed):
     verdict: list[str] = field(default_factory=list)
     """What a user should know, in sentences."""
 
+    keeps_own: bool = True
+    """Whether the recipe's own merge may be taken; not where weights were searched in ranges without it."""
     _ties: dict[int, list[Outcome]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def _line(self) -> list[str]:
         best = self.best()
         found = f"best: {best.setting.name}" if best is not None else "no best"
-        if best is not None and (tied := len(self.tied(self.leading() or best))):
-            found += f" of {tied + 1} that are tied"
+        if (tied := len(self.all_tied())) > 1:
+            found += f" of {tied} that are tied"
         return [f"{len(self.rows)} settings", found, "measured" if self.measured else "predicted"]
 
     def _view(self) -> View:
@@ -175,21 +177,27 @@ class Preview(Displayed):
             return self.measured and are_tied(row, leading, self.criterion)
         return any(row is other for other in self.tied(leading))
 
+    def all_tied(self) -> list[Outcome]:
+        """The leading setting and those tied with it, the recipe's own among them even if it was not asked for."""
+        own = [self.reference] if self.own is not None and not any(self.own is row for row in self.rows) else []
+        return [row for row in (*self.rows, *own) if self.measured and self.among_best(row)]
+
     def best(self, method: str | None = None) -> Outcome | None:
         """The setting of a method, or of all, to take.
 
-        Of the leading one and those tied with it the recipe's own, else the simplest (:func:`simplicity`) of those that
-        are not tied with the recipe's own, and of equally simple ones the one with the best score.
+        Of the leading one and those tied with it the recipe's own, even if it was not asked for, else the simplest
+        (:func:`simplicity`) of those that are not tied with it, and of equally simple ones the one with the best score.
         """
         leading = self.leading(method)
         if leading is None or not self.measured:
             return leading
         among = self.as_good(method)
         own = self.own
-        if own is not None and any(row is own for row in among):
-            return own
-        if own is not None and method in (None, own.setting.method) and not are_tied(leading, own, self.criterion):
-            among = [row for row in among if not are_tied(row, own, self.criterion)]
+        if own is not None and method in (None, own.setting.method):
+            tied = own is leading or are_tied(own, leading, self.criterion)
+            if tied and self.keeps_own:
+                return own
+            among = among if tied else [row for row in among if not are_tied(row, own, self.criterion)]
         return min(among, key=lambda row: (simplicity(row.setting), self._badness(row)))
 
     @property

@@ -155,7 +155,9 @@ def suggest(
     own = next((row for row in rows if row.setting.same(reference)), rows[0])
     if len(rows) > 1 and reference.weights and not ranges.holds(reference.weights):
         rows = [row for row in rows if row is not own]
-    return suggestion_of(make_preview(recipe, looker, rows, own, ranges.axis, criterion), objective)
+    found = make_preview(recipe, looker, rows, own, ranges.axis, criterion)
+    found.keeps_own = any(row is own for row in rows)
+    return suggestion_of(found, objective)
 
 
 def suggestion_of(found: Preview, objective: str, over: OverLayers | None = None) -> Suggestion:

@@ -100,6 +100,8 @@ def in_words(value: Any) -> str:
         return " | ".join(map(in_words, value))
     if not isinstance(value, tuple):
         return f"{value:g}" if isinstance(value, float) else str(value)
+    if all(isinstance(item, str) for item in value):
+        return " + ".join(value) or "nothing"
     if isinstance(value[0], Case):
         return "; ".join(f"{case.filter or 'else'}: {in_words(case.value)}" for case in value)
     return "(" + ", ".join(map(in_words, value)) + ") over the layers"

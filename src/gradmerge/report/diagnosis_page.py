@@ -167,8 +167,9 @@ def _gauge_section(found: Diagnosis) -> Section:
         "Were the models tuned under the penalty?",
         "Gradient matching takes each model to be tuned to the end under ½‖θ − θ_0‖²_P: then ∇ℓ_t(θ_t) = −P Δ_t, and "
         "the gauge ‖P Δ_t + ∇ℓ_t(θ_t)‖ / ‖P Δ_t‖ is 0. Around 1 or above, it was not, and P = 0 (`base.penalty: none`) "
-        "is the better assumption. Gradients are of the data given, which should be rows that the model was tuned on: "
-        "on few rows, or others, the gauge is too large.",
+        "may be the better assumption; what the merge measures with it stands among the others above. Gradients are of "
+        "the data given, which should be rows that the model was tuned on: on few rows, or others, the gauge is too "
+        "large.",
         tables=[
             Table(
                 "Gauge of the penalty",

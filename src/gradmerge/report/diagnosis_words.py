@@ -132,11 +132,16 @@ def _gauge_words(found: Diagnosis) -> list[str]:
     ):
         fitting = {task: gauge for task, gauge in known.items() if low <= (gauge.gauge or 0.0) < high}
         if fitting:
-            names = ", ".join(f"{task} ({number(gauge.gauge, 2)})" for task, gauge in fitting.items())
+            names = ", ".join(f"{task} ({_gauge(gauge.gauge)})" for task, gauge in fitting.items())
             were = "were" if len(fitting) > 1 else "was"
             kinds = " and ".join(dict.fromkeys(PENALTIES[gauge.penalty] for gauge in fitting.values()))
             words.append(f"By the gauge (0: tuned under it; about 1 or more: not), {names} {were} {says.format(kinds)}")
     return words
+
+
+def _gauge(gauge: float | None) -> str:
+    """Far above 1 the number says nothing more."""
+    return "over 100" if (gauge or 0.0) > 100 else number(gauge, 2)
 
 
 def _without_penalty_words(found: Diagnosis) -> str:
@@ -165,7 +170,7 @@ def _against(compared: Preview, row: Outcome, other: Outcome) -> str:
     apart = compared.difference(row, other)
     one, two = compared.shown_score(row), compared.shown_score(other)
     scores = f"{compared.criterion.name.replace('_', ' ')} {one:.4g} against {two:.4g}"
-    return scores if apart is None else f"{scores}, difference {plus_minus(f'{apart.value:.2g}', apart)}"
+    return scores if apart is None else f"{scores}, difference {plus_minus(number(apart.value, 2), apart)}"
 
 
 def _measured_advice(found: Diagnosis, compared: Preview) -> list[str]:

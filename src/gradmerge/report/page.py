@@ -118,7 +118,7 @@ def rich(words: str) -> Markup:
     """One paragraph: **bold** and `code` are understood, all else is text."""
     from markupsafe import Markup, escape
 
-    parts = re.split(r"`([^`\n]+)`", str(escape(visible(words))))
+    parts = re.split(r"`([^`\n]+)`", str(escape(visible(words.replace(" ± ", "\u00a0±\u00a0")))))
     parts[::2] = [re.sub(r"\*\*(?=\S)(.+?)\*\*", r"<strong>\1</strong>", part) for part in parts[::2]]
     parts[1::2] = [f"<code>{part}</code>" for part in parts[1::2]]
     return Markup("".join(parts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..diagnostics.predict import BASE
 from ..diagnostics.preview import Outcome, Preview
@@ -27,6 +27,8 @@ from .preview_words import (
 WHISKERS = "Lines through points reach one standard error to each side."
 #: With more tasks than this, pairs of tasks are not drawn one by one.
 PAIRS = 4
+#: With more values of other keys than this, only the curve with the best setting of a method is drawn.
+CURVES = 6
 
 Get = Callable[[Outcome], float | None]
 
@@ -79,7 +81,7 @@ def _curves(found: Preview) -> Section:
         unit = _label(found, _task_unit(found, task), found.higher(task))
         charts.append(_chart(found, f"Task {task}", f"task-{task}", unit, _value(found, task), _marks(found, task)))
     shown = [chart for chart in (*charts, *_maps(found, name, label)) if chart is not None]
-    return Section("Against the weight" if shown else "What was looked at", text, shown)
+    return Section(f"Against the {found.axis.partition(',')[0]}" if shown else "What was looked at", text, shown)
 
 
 def _label(found: Preview, unit: str, higher: bool) -> str:
@@ -97,40 +99,59 @@ def _marks(found: Preview, task: str) -> list[tuple[str, float]]:
 def _chart(
     found: Preview, title: str, slug: str, label: str, get: Get, alone: Sequence[tuple[str, float]] = ()
 ) -> Figure | None:
-    """A curve for each method that something varies of, a line for each that takes no weights; or nothing."""
+    """A curve for each method and values of keys that are not on the axis, a line where nothing varies; or nothing."""
     series, marks, stars = [], [], []
     for method in found.methods:
         rows = [row for row in found.rows if row.setting.method == method]
-        placed = ((row.setting.position, row) for row in rows if row.setting.position is not None)
-        curve = sorted(placed, key=lambda point: point[0])
-        if len(curve) > 1:
-            words = [_weights(found, row) for _, row in curve]
-            series.append(Series(method, [x for x, _ in curve], [get(row) for _, row in curve], words))
-            best = found.best(method)
-            stars += [(method, x, y) for x, row in curve if row is best and (y := get(row)) is not None]
-        elif not rows[0].setting.weights:
+        best = found.best(method)
+        names = list(dict.fromkeys(row.setting.series for row in rows))
+        for name in names if len(names) <= CURVES or best is None else [best.setting.series]:
+            placed = ((row.setting.position, row) for row in rows if row.setting.series == name)
+            curve = sorted(((x, row) for x, row in placed if x is not None), key=lambda point: point[0])
+            if len(curve) > 1:
+                words = [_setting(found, row) for _, row in curve]
+                series.append(Series(name, [x for x, _ in curve], [get(row) for _, row in curve], words))
+                stars += [(name, x, y) for x, row in curve if row is best and (y := get(row)) is not None]
+        if len(rows) == 1 and (not rows[0].setting.weights or rows[0].setting.position is None):
             marks += [(method, value) for value in [get(rows[0])] if value is not None]
     chart = curves(series, found.axis, label, marks=[*marks, *alone], stars=stars)
     return Figure(title, slug, chart) if series else None
 
 
+def _setting(found: Preview, row: Outcome) -> str:
+    """The weights and what else is changed."""
+    return ", ".join(part for part in (_weights(found, row), row.setting.changes_in_words) if part)
+
+
 def _maps(found: Preview, name: str, label: str) -> list[Figure]:
-    """The score over two weights, where exactly two vary and every combination was tried."""
+    """The score over two weights or other keys, where exactly two vary and every combination was tried."""
     maps = []
     for method in found.methods:
-        rows = [row for row in found.rows if row.setting.method == method and row.setting.weights]
-        rows = [row for row in rows if not any(isinstance(weight, tuple) for weight in row.setting.weights)]
-        tried = [sorted({row.setting.weights[i] for row in rows}) for i in range(len(found.models))]
-        varying = [i for i, weights in enumerate(tried) if len(weights) > 1]
-        if len(varying) != 2:
+        rows = [row for row in found.rows if row.setting.method == method]
+        places = {key: values for key, values in _places(found, rows).items() if len(set(values)) > 1}
+        if len(places) != 2:
             continue
-        one, other = varying
-        known = {(row.setting.weights[one], row.setting.weights[other]): found.shown_score(row) for row in rows}
-        if len(known) == len(tried[one]) * len(tried[other]):
-            down, across = ([f"{found.models[i]} {weight:g}" for weight in tried[i]] for i in varying)
-            values = [[known[a, b] for b in tried[other]] for a in tried[one]]
+        (one, downs), (other, acrosses) = places.items()
+        known = {(a, b): found.shown_score(row) for a, b, row in zip(downs, acrosses, rows, strict=True)}
+        tried = [sorted(set(values)) for values in (downs, acrosses)]
+        if len(known) == len(tried[0]) * len(tried[1]):
+            down, across = ([f"{key} {x:g}" for x in xs] for key, xs in zip((one, other), tried, strict=True))
+            values = [[known[a, b] for b in tried[1]] for a in tried[0]]
             maps.append(Figure(f"{method}: {name}", f"map-{method}", heat_map(down, across, values, label)))
     return maps
+
+
+def _places(found: Preview, rows: Sequence[Outcome]) -> dict[str, list[float]]:
+    """What some settings differ in, as far as all of them have numbers there: weights, and other keys."""
+    every = [row.setting for row in rows]
+    if len({len(set(setting.weights)) == 1 for setting in every}) == 1 and len(set(every[0].weights)) == 1:
+        columns: dict[str, list[Any]] = {"weight": [setting.weights[0] for setting in every]}
+    else:
+        columns = {model: [s.weights[i] if s.weights else None for s in every] for i, model in enumerate(found.models)}
+    keys = dict.fromkeys(key for setting in every for key, _ in setting.changes)
+    columns |= {key.removeprefix("options."): [dict(s.changes).get(key) for s in every] for key in keys}
+    plain = {key: values for key, values in columns.items() if not any(isinstance(value, bool) for value in values)}
+    return {key: values for key, values in plain.items() if all(isinstance(value, int | float) for value in values)}
 
 
 class _Axis(NamedTuple):
@@ -174,7 +195,7 @@ def _front(found: Preview, title: str, slug: str, x: _Axis, y: _Axis) -> Figure:
     series, points = [], []
     for method in found.methods:
         rows = [(x.get(row), y.get(row), row) for row in found.rows if row.setting.method == method]
-        known = [(a, b, _weights(found, row)) for a, b, row in rows if finite(a) and finite(b)]
+        known = [(a, b, _setting(found, row)) for a, b, row in rows if finite(a) and finite(b)]
         series.append(Series(method, [a for a, _, _ in known], [b for _, b, _ in known], [w for _, _, w in known]))
         points += [(a, b) for a, b, _ in known]
     front = pareto_front(points, (x.higher, y.higher))

@@ -61,15 +61,12 @@ def best_table(found: Preview) -> Table:
             continue
         shown.append(best)
         close = [row for row in found.as_good(None if found.measured else method) if row.setting.method == method]
-        rows.append([*_cells(found, best), range_words(found, close) or (f"{len(close)} settings" if close else None)])
+        many = "yes" if len(close) == 1 else f"{len(close)} settings"
+        rows.append([*_cells(found, best), range_words(found, close) or many if close else None])
     if not any(row is found.reference for row in shown) and found.best() is not None:
         rows.append([*_cells(found, found.reference), reference_words(found).partition(" (")[0]])
-    what = f"Rank 1 is best of {len(found.rows)} settings"
-    note = (
-        f"{what}, or tied with it. {ERRORS}"
-        if found.measured
-        else f"{what}. The reference is {reference_words(found)}."
-    )
+    more = f", or tied with it. {ERRORS}" if found.measured else f". The reference is {reference_words(found)}."
+    note = f"Rank 1 is best of {len(found.rows)} settings{more}"
     return Table("Best setting of each method", "best", columns, rows, note)
 
 

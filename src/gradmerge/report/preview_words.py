@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.suggest import Suggestion
@@ -22,7 +23,7 @@ TRUST = (
 #: What simple means, as `diagnostics/setting_ties.py` has it.
 SIMPLEST = "fewest changed keys, then the method that needs least, then the fewest different weights"
 #: With more tied settings than this, their ranges are told instead of their names.
-NAMED = 3
+NAMED = 4
 
 
 def verdict(found: Preview, suggestion: Suggestion | None = None) -> list[str]:
@@ -60,24 +61,25 @@ def _predicted_words(found: Preview, best: Outcome) -> list[str]:
 
 
 def _measured_words(found: Preview, best: Outcome, leading: Outcome) -> list[str]:
-    tied = found.tied(leading)
+    tied, own = found.all_tied(), found.own
     what = f"{'highest' if found.criterion.higher else 'smallest'} {in_plain_words(found.criterion.name)}"
     count = f"{len(found.rows)} setting{'s' if len(found.rows) > 1 else ''}"
-    if not tied:
+    if len(tied) == 1:
         none = "; no other is within two standard errors of it on the same rows" if len(found.rows) > 1 else ""
         words = [f"Of {count}, **{_named(found, best)}** has the {what}: {_score(found, best)}{none}."]
     else:
-        how = "none differs on any task" if found.criterion.by_rank else "none differs"
-        words = [
-            f"{len(tied) + 1} of {count} are **tied**: on the same rows {how} by more than two standard errors from "
-            f"the {what}, {_score(found, leading)} ({leading.setting.name}). They are "
-            f"{_tied_words(found, [leading, *tied])}."
-        ]
-        them = "them" if found.own is None else "those that are not tied with the recipe's own merge"
-        own = best is found.own
-        why = "the recipe's own merge is among them" if own else f"it is the simplest of {them} ({SIMPLEST})"
+        asked = sum(map(found.among_best, found.rows))
+        more = " and the recipe's own merge" if len(tied) > asked else ""
+        most = f"{what}, {_score(found, leading)} ({leading.setting.name})"
+        words = [f"{asked} of {count}{more} are **tied** with the {most}."]
+        them = "them" if own is None or own.rank == 1 else "those that are not tied with the recipe's own merge"
+        why = "it is the recipe's own merge" if best is own else f"it is the simplest of {them} ({SIMPLEST})"
         scored = "" if best is leading else f" It has {_score(found, best)}."
         words.append(f"**{_named(found, best)}** is taken, as {why}.{scored}")
+        where = " on any task" if found.criterion.by_rank else ""
+        words.append(
+            f"On the same rows none differs by more than two standard errors{where}: {_tied_words(found, tied)}."
+        )
     if found.reference is not best:
         words.append(_reference_words(found, best))
     return words
@@ -88,7 +90,7 @@ def _reference_words(found: Preview, best: Outcome) -> str:
     reference, apart = found.reference, found.difference(found.reference, best)
     has = f"{capital(reference_words(found))} has {_score(found, reference)}"
     if reference.rank == 1 and not any(reference is row for row in found.rows):
-        return f"{has}, and is tied with the best too: the rows give no reason to change it."
+        return f"{has}, and is tied with the best too."
     if apart is None:
         return f"{has}."
     return f"{has}, which is {number(abs(apart.value))}{plus_minus('', apart)} {'more' if apart.value > 0 else 'less'}."
@@ -147,10 +149,20 @@ def capital(text: str) -> str:
 
 
 def range_words(found: Preview, rows: Sequence[Outcome]) -> str:
-    """The weights of some settings: `0.3–0.6`, or by task; nothing on those that differ between layers."""
-    spans = {
-        task: f"{low:g}" if low == high else f"{low:g}–{high:g}" for task, (low, high) in found.spans(rows).items()
-    }
+    """What some settings have: `0.3–0.6`, or weights by task where they do not differ by layer, and other keys."""
+    spans = {task: _span([low, high]) for task, (low, high) in found.spans(rows).items()}
+    parts = [f"{task} {span}" for task, span in spans.items()]
     if len(spans) == len(found.models) and len(set(spans.values())) == 1:
-        return spans[found.models[0]]
-    return ", ".join(f"{task} {span}" for task, span in spans.items())
+        parts = [spans[found.models[0]]]
+    changes = [dict(row.setting.changes) for row in rows]
+    for key in dict.fromkeys(key for one in changes for key in one):
+        parts.append(f"{key.removeprefix('options.')} {_span([one[key] for one in changes if key in one])}")
+    return ", ".join(parts)
+
+
+def _span(values: Sequence[Any]) -> str:
+    """`0.3–0.6`, or the values one by one where they are no numbers."""
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        return " or ".join(dict.fromkeys(map(in_words, values)))
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g}–{high:g}"

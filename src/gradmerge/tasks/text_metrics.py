@@ -199,7 +199,9 @@ def _corpus(kind: str, answers: Sequence[str], references: Sequence[str]) -> Ten
     counts = torch.tensor(metric._extract_corpus_statistics(list(answers), [list(references)]), dtype=torch.float64)
 
     def score(of: Tensor) -> float:
-        return float(metric._compute_score_from_stats(of.long().tolist()).score)
+        return round(
+            float(metric._compute_score_from_stats(of.long().tolist()).score), 10
+        )  # 100, not 100.00000000000004
 
     whole = counts.sum(0)
     without = torch.tensor([score(whole - one) for one in counts], dtype=torch.float64)

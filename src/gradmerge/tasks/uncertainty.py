@@ -40,7 +40,7 @@ class Difference:
 
 
 def standard_error(rows: Tensor, share: bool = False) -> float:
-    """Standard error of the mean of one number per example; NaN of a single example.
+    """Standard error of the mean of one number per example; NaN where they are all the same, as a single one is.
 
     Args:
         rows: One number per example.
@@ -52,11 +52,12 @@ def standard_error(rows: Tensor, share: bool = False) -> float:
         if right in (0, count):
             right, count = right + 2, count + 4
         return math.sqrt(right * (count - right) / count**3)
-    return float(rows.double().std()) / math.sqrt(count) if count > 1 else math.nan
+    spread = float(rows.double().std()) if count > 1 else 0.0
+    return spread / math.sqrt(count) if spread > 1e-12 * float(rows.abs().max()) else math.nan
 
 
 def standard_errors(rows: Mapping[str, Tensor]) -> dict[str, float | None]:
-    """The standard error of every metric; None where it is not known, as of the mean of a single number."""
+    """The standard error of every metric; None where it is not known, as nothing varies."""
     found = {name: standard_error(values, name in SHARES) for name, values in rows.items()}
     return {name: error if math.isfinite(error) else None for name, error in found.items()}
 
@@ -66,7 +67,7 @@ def difference(rows: Tensor, others: Tensor) -> Difference:
     apart, count = rows.double() - others.double(), len(rows)
     value = float(apart.mean())
     if not all(bool(((one == 0) | (one == 1)).all()) for one in (rows, others)):
-        return Difference(value, standard_error(apart))
+        return Difference(value, float(apart.std()) / math.sqrt(count) if count > 1 else math.nan)
     more = count + 2
     return Difference(value, math.sqrt(float(apart.square().sum()) + 2 - float(apart.sum()) ** 2 / more) / more)
 
