@@ -64,6 +64,7 @@ def test_whole_numbers_stay_whole_and_a_mapping_is_the_same() -> None:
         ("dampng=1", "no key dampng; did you mean 'damping'"),
         ("options.densty=0.5", "options.densty makes no difference to ties.*did you mean 'density'"),
         ("method=a,b", "methods are compared with --methods"),
+        ("weight=0,1", "write --weights RANGE"),
         ("models.0.model=a", "models.0.model is not swept"),
         ("output.shard_size=1GB", "output.shard_size is not swept"),
         ("density", "write key=value"),
@@ -265,7 +266,7 @@ def test_reports_and_recipes_of_a_sweep_name_what_was_changed(place: Place, tmp_
     ]
     best = make_recipe(facts["winner"] and gm.load_recipe(out / "recipe.yml").model_dump(mode="json"))
     changed = facts["winner"]["changes"]
-    assert best.damping == changed["damping"] and "damping" in (out / "report.html").read_text()
+    assert best.damping == changed["damping"] and "Against the damping" in (out / "report.html").read_text()
     gm.merge(out / "recipe.yml", tmp_path / "again")
     want, got = read_model(tmp_path / "again"), read_model(tmp_path / "best")
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())

@@ -170,7 +170,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "pip install matplotlib" in done.stderr
+    assert "pip install 'gradmerge[plot]'" in done.stderr
 
 
 def test_a_machine_is_told_of_the_plot(tmp_path: Path) -> None:

@@ -35,7 +35,10 @@ def write_tasks(folder: Path) -> Path:
         task: dict[str, Any] = {
             "task": name,
             "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}},
+            "dataset_kwargs": {
+                "data_files": {"test": str(folder / f"{name}.jsonl")},
+                "cache_dir": str(folder / "cache"),
+            },
             "test_split": "test",
             "output_type": "multiple_choice",
             "doc_to_text": "{{asked}}",

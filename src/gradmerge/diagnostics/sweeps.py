@@ -109,6 +109,8 @@ def changes_files(key: str) -> bool:
 
 def known_key(key: str, methods: Sequence[str], where: str) -> str:
     """The dotted key, which at least one of the methods knows; the nearest is named for one that none does."""
+    if key in ("weight", "weights"):
+        raise InputError(f"{where}: write --weights RANGE, or models.0.weight=… for lists over layers and filters")
     full = full_key(key, [RULES[method] for method in methods], where)
     if full == "method":
         raise InputError(f"{where}: methods are compared with --methods A,B")

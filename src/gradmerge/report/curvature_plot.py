@@ -64,7 +64,7 @@ def check_plot_path(path: Path) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise InputError("plots need matplotlib: pip install matplotlib") from error
+        raise InputError("plots need matplotlib: pip install 'gradmerge[plot]'") from error
 
 
 def plot_curvature(file: CurvatureFile, path: Path) -> None:

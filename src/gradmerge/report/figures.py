@@ -6,7 +6,6 @@ table and the CSV of a figure from that. A page also turns the colours of paper 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..text import printable
 from . import palette
 from .numbers import finite, number
+from .placing import label_places, spaced, thinned
 
 if TYPE_CHECKING:
     from altair import LayerChart
@@ -67,7 +67,7 @@ def curves(
 ) -> LayerChart:
     """Curves over x, with reference lines (name, y) and starred points (name of a series, x, y)."""
     alt = _altair()
-    rows = [row for one in series for row in _thinned(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
+    rows = [row for one in series for row in thinned(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
     xs = [row["x"] for row in rows if row["x"] is not None]
     whole = bool(xs) and all(float(value).is_integer() for value in xs)
     count = int(max(xs) - min(xs)) if whole else 0
@@ -81,8 +81,8 @@ def curves(
     base = alt.Chart().encode(across, up, color=_colour(names))
     known = [(name, value) for name, value in marks if finite(value)]
     # A curve goes from point to point as they are given, not from left to right.
-    line = base.mark_line(strokeWidth=2).encode(strokeDash=_dash(names), order=alt.value(0))
-    layers = [*(_guides(known) if known else []), line]
+    line = base.mark_line(strokeWidth=2).encode(strokeDash=_dash(names), order=alt.OrderValue(0))
+    layers = [*(_guides(known, rows) if known else []), line]
     layers += _whiskers(rows, names)
     crowded = max((len(one.x) for one in series), default=0) > 40
     points = base.mark_point(filled=True, opacity=1, size=14 if crowded else 50)
@@ -90,11 +90,11 @@ def curves(
     chosen = [_named(n, a, b, "★ best") for n, a, b in stars if finite(a) and finite(b)]
     if chosen:
         best = alt.Chart(_data(chosen)).mark_point(shape=_STAR, filled=True, size=560, opacity=1, strokeWidth=1.2)
-        best = best.encode(across, up, color=_colour(names), stroke=alt.value(palette.LIGHT["paper"]))
+        best = best.encode(across, up, color=_colour(names), stroke=alt.StrokeValue(palette.LIGHT["paper"]))
         layers.append(best.encode(tooltip=_tooltips(chosen, x, y)))
     drawn = alt.layer(*layers, data=_data(rows)).resolve_legend(strokeDash="independent")
     more = [*(_named(name, None, value, "reference") for name, value in known), *chosen]
-    return _finished(drawn, rows, {"series": "series", "x": x, "y": y}, 300, more)
+    return _finished(drawn, rows, {"series": "series", "x": x, "y": y}, more, height=300)
 
 
 def trade_off(
@@ -108,7 +108,7 @@ def trade_off(
 ) -> LayerChart:
     """Points, with a line through those that no other beats, a ring around the present one, or a line where x is y."""
     alt = _altair()
-    rows = [row for one in series for row in _spaced(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
+    rows = [row for one in series for row in spaced(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
     names = [one.name for one in series]
     across = alt.X("x:Q", title=x, scale=alt.Scale(zero=False, padding=12), axis=_axis("width", 90))
     up = alt.Y("y:Q", title=y, scale=alt.Scale(zero=False, padding=10), axis=_axis("height", 50))
@@ -121,14 +121,14 @@ def trade_off(
     if diagonal and ends:
         same = alt.Chart(_data([{"x": v, "y": v} for v in (min(ends), max(ends))]))
         layers.append(same.mark_line(strokeDash=[5, 4], color=palette.LIGHT["soft"]).encode(across, up))
-    layers += _whiskers(rows, names)
+    layers += _whiskers(rows, names, 0.3)
     points = alt.Chart().mark_point(filled=True, opacity=0.9, size=50 if len(rows) < 400 else 18)
     layers.append(points.encode(across, up, color=_colour(names), shape=_shape(names), tooltip=_tooltips(rows, x, y)))
     if present is not None and all(map(finite, present)):
         ring = alt.Chart(_data([_named("now", *present, "")]))
         ring = ring.mark_point(size=320, strokeWidth=2.5, color=palette.LIGHT["ink"], filled=False, opacity=1)
         layers.append(ring.encode(across, up, tooltip=[alt.Tooltip("series:N", title=" ")]))
-    return _finished(alt.layer(*layers, data=_data(rows)), rows, {"series": "series", "x": x, "y": y}, 320, line)
+    return _finished(alt.layer(*layers, data=_data(rows)), rows, {"series": "series", "x": x, "y": y}, line, height=320)
 
 
 def bars(
@@ -156,14 +156,14 @@ def bars(
     layers = [base.mark_bar(cornerRadiusEnd=2).encode(across, color=_colour(names), tooltip=_tooltips(rows, label, ""))]
     if any("x error" in row for row in rows):
         rule = base.mark_rule(color=palette.LIGHT["ink"], strokeWidth=1.5)
-        layers.append(rule.encode(alt.X("x low:Q"), x2="x high:Q"))
+        layers.append(rule.encode(alt.X("x low:Q"), x2=alt.X2("x high")))
     for side, sign, way in (("left", 5, ">="), ("right", -5, "<")):
         if side == "left" or any((row["x"] or 0) < 0 for row in rows):
             text = base.mark_text(align=side, dx=sign, fontSize=10, color=palette.LIGHT["soft"])
-            layers.append(text.encode(alt.X("end:Q"), text="text:N").transform_filter(f"datum.x {way} 0"))
+            layers.append(text.encode(alt.X("end:Q"), text=alt.Text("text:N")).transform_filter(f"datum.x {way} 0"))
     step = max(13, min(19, round(52 / max(1, len(names)))))
-    found = _finished(alt.layer(*layers, data=_data(rows)), rows, {"group": "", "series": "", "x": label}, 0)
-    return found.properties(height=alt.Step(step, **{"for": "offset"}), padding={"right": _BESIDE})
+    size = {"height": alt.Step(step, **{"for": "offset"}), "padding": {"right": _BESIDE}}
+    return _finished(alt.layer(*layers, data=_data(rows)), rows, {"group": "", "series": "", "x": label}, **size)
 
 
 def heat_map(
@@ -212,11 +212,13 @@ def heat_map(
     if tall >= 16:
         ink = alt.ExprRef(f"isValid(datum.value) ? {dark} : '{palette.LIGHT['soft']}'")
         fits = alt.ExprRef(f"bandwidth('x') < {max(len(c['text']) for c in cells) * 6.2!r} ? 0 : 1") if cells else 1
-        layers.append(base.mark_text(fontSize=10, color=ink, opacity=fits).encode(text="text:N", tooltip=tips))
-    found = _finished(alt.layer(*layers, data=_data(cells)), cells, {"row": "", "column": "", "value": label}, 0)
-    found = found.properties(height=alt.Step(tall), view={"fill": palette.LIGHT["hole"]})
+        layers.append(
+            base.mark_text(fontSize=10, color=ink, opacity=fits).encode(text=alt.Text("text:N"), tooltip=tips)
+        )
     # The last of slanted names leans over the edge.
-    return found.properties(padding={"right": 60}) if turned else found
+    room = {"padding": {"right": 60}} if turned else {}
+    size = {"height": alt.Step(tall), "view": {"fill": palette.LIGHT["hole"]}, **room}
+    return _finished(alt.layer(*layers, data=_data(cells)), cells, {"row": "", "column": "", "value": label}, **size)
 
 
 def _altair() -> Any:
@@ -237,34 +239,6 @@ def _spread(axis: str, value: float | None, error: float | None) -> Row:
     if not finite(value) or not finite(error):
         return {}
     return {f"{axis} low": value - error, f"{axis} high": value + error, f"{axis} error": float(error)}
-
-
-def _thinned(rows: list[Row], most: int) -> list[Row]:
-    """A curve's points, of a long one the lowest and the highest of every stretch: the same picture."""
-    if len(rows) <= most:
-        return rows
-    per = math.ceil(2 * len(rows) / most)
-    kept: list[Row] = []
-    for start in range(0, len(rows), per):
-        part = [row for row in rows[start : start + per] if row["y"] is not None]
-        ends = {id(f(part, key=lambda row: row["y"])) for f in (min, max)} if part else set()
-        kept += [row for row in part if id(row) in ends]
-    return kept
-
-
-def _spaced(rows: list[Row], most: int) -> list[Row]:
-    """A cloud's points, of a dense one the first of every small square."""
-    known = [row for row in rows if row["x"] is not None and row["y"] is not None]
-    if len(known) <= most:
-        return known
-    (left, wide), (low, tall) = (
-        (min(values), max(values) - min(values) or 1.0) for values in ([row[k] for row in known] for k in ("x", "y"))
-    )
-    side = math.sqrt(most)
-    squares: dict[tuple[int, int], Row] = {}
-    for row in known:
-        squares.setdefault((int((row["x"] - left) / wide * side), int((row["y"] - low) / tall * side)), row)
-    return list(squares.values())
 
 
 def _data(rows: list[Row]) -> Any:
@@ -302,34 +276,40 @@ def _shape(names: Sequence[str]) -> Any:
     return alt.Shape("series:N", scale=scale, legend=_legend(names))
 
 
-def _whiskers(rows: Sequence[Row], names: Sequence[str]) -> list[Any]:
+def _whiskers(rows: Sequence[Row], names: Sequence[str], opacity: float = 0.55) -> list[Any]:
     """One standard error on each side of points, where errors are known."""
     alt = _altair()
     found = []
     for axis, other in (("y", "x"), ("x", "y")):
         if any(f"{axis} error" in row for row in rows):
-            rule = alt.Chart().mark_rule(strokeWidth=1.2, opacity=0.55).encode(color=_colour(names))
-            low, high = f"{axis} low:Q", f"{axis} high"
-            ends = {axis: low, f"{axis}2": high, other: f"{other}:Q"}
+            rule = alt.Chart().mark_rule(strokeWidth=1.2, opacity=opacity).encode(color=_colour(names))
+            kinds = {"x": (alt.X, alt.X2), "y": (alt.Y, alt.Y2)}
+            from_, to = kinds[axis]
+            ends = {axis: from_(f"{axis} low:Q"), f"{axis}2": to(f"{axis} high"), other: kinds[other][0](f"{other}:Q")}
             found.append(rule.encode(**ends))
     return found
 
 
-def _guides(marks: Sequence[tuple[str, float]]) -> list[Any]:
-    """Reference lines with their names, at either end in turn so that neighbours do not meet."""
+def _guides(marks: Sequence[tuple[str, float]], rows: Sequence[Row]) -> list[Any]:
+    """Reference lines with their names, where these are furthest from the curves."""
     alt = _altair()
-    marks = sorted(marks, key=lambda mark: mark[1])
-    lines = [{"name": printable(name), "y": value, "side": i % 2} for i, (name, value) in enumerate(marks)]
+    places = label_places([value for _, value in marks], [(row["x"], row["y"]) for row in rows])
+    lines = [
+        {"name": printable(name), "y": value, "place": f"{side} {way}"}
+        for (name, value), (side, way) in zip(marks, places, strict=True)
+    ]
     shades = [palette.colour_of(name) if palette.is_known(name) else palette.LIGHT["soft"] for name, _ in marks]
     colour = alt.Stroke("name:N", legend=None, scale=alt.Scale(domain=_printable([n for n, _ in marks]), range=shades))
-    base = alt.Chart(_data(lines)).encode(y="y:Q")
+    base = alt.Chart(_data(lines)).encode(alt.Y("y:Q"))
     tips = [alt.Tooltip("name:N", title=" "), alt.Tooltip("y:Q", format=_FORMAT)]
     found = [base.mark_rule(strokeDash=[5, 4], strokeWidth=1.5).encode(stroke=colour, tooltip=tips)]
-    for place, align, dx in (("width", "right", -4), (0, "left", 4))[: len(lines)]:
-        words = base.transform_filter(f"datum.side == {int(place == 0)}").encode(x=alt.value(place), text="name:N")
+    for side, way in dict.fromkeys(places):
+        edge = alt.XValue("width" if side == "right" else 0)
+        words = base.transform_filter(f"datum.place == '{side} {way}'").encode(x=edge, text=alt.Text("name:N"))
+        look = {"align": side, "dx": -4 if side == "right" else 4, "dy": -7 if way == "above" else 8, "fontSize": 11}
         # A ground of paper keeps the words apart from the grid.
-        ground = words.mark_text(align=align, dy=-7, dx=dx, fontSize=11, stroke=palette.LIGHT["paper"], strokeWidth=3)
-        found += [ground, words.mark_text(align=align, dy=-7, dx=dx, fontSize=11, color=palette.LIGHT["soft"])]
+        ground = words.mark_text(**look, stroke=palette.LIGHT["paper"], strokeWidth=3)
+        found += [ground, words.mark_text(**look, color=palette.LIGHT["soft"])]
     return found
 
 
@@ -358,7 +338,7 @@ def _named(series: str, x: float | None, y: float, note: str) -> Row:
 
 
 def _finished(
-    chart: LayerChart, rows: Sequence[Row], columns: Mapping[str, str], height: int, more: Sequence[Row] = ()
+    chart: LayerChart, rows: Sequence[Row], columns: Mapping[str, str], more: Sequence[Row] = (), **size: Any
 ) -> LayerChart:
     """With the theme, the names of its columns, and the width of whatever it stands in.
 
@@ -376,5 +356,4 @@ def _finished(
     look = palette.theme()
     look["legend"]["columns"] = max(1, 700 // entry)
     facts = {"columns": named, "entry": entry, "more": list(more)}
-    sized = chart.properties(width="container", usermeta=facts, config=look)
-    return sized.properties(height=height) if height else sized
+    return chart.properties(width="container", usermeta=facts, config=look, **size)

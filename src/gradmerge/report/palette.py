@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Sequence
 from functools import cache
@@ -72,19 +73,20 @@ RISING = ("#46226b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#ad
 CENTRED = ("#1c5c99", "#5f9bd0", "#b5d2ea", "#f4f3ef", "#f3c294", "#e0853a", "#a8480a")
 
 
-def place_of(method: str) -> int:
+def _method(name: str) -> str:
+    """The method that a series is of: `ties` of `ties 0.5`, and of `ties, density 0.2`."""
+    return re.split("[ ,]", name, maxsplit=1)[0]
+
+
+def place_of(name: str) -> int:
     """The place of a method, also of one that a user has added: the same on every page."""
-    known = _PLACES.get(method.partition(" ")[0])
-    return zlib.crc32(method.encode("utf-8", "replace")) % 1000 if known is None else known
+    known = _PLACES.get(_method(name))
+    return zlib.crc32(name.encode("utf-8", "replace")) % 1000 if known is None else known
 
 
 def is_known(name: str) -> bool:
     """Whether a series is one of ours: a method, or a model that is no merge."""
-    return name in _MODELS or _is_method(name)
-
-
-def _is_method(name: str) -> bool:
-    return name.partition(" ")[0] in _PLACES
+    return name in _MODELS or _method(name) in _PLACES
 
 
 def colour_of(method: str) -> str:
@@ -94,18 +96,32 @@ def colour_of(method: str) -> str:
 
 def colours_of(names: Sequence[str]) -> list[str]:
     """Colours of series: of methods their own, of other names (tasks, rounds) one after the other."""
-    if any(map(_is_method, names)):
-        return [colour_of(name) for name in names]
-    return [colour_of(name) if name in _MODELS else LIGHT[f"c{i % _COLOURS}"] for i, name in enumerate(names)]
+    if not _of_methods(names):
+        return [colour_of(name) if name in _MODELS else LIGHT[f"c{i % _COLOURS}"] for i, name in enumerate(names)]
+    return [_paler(colour_of(name), again) for name, again in zip(names, _repeats(names), strict=True)]
 
 
 def places_of(names: Sequence[str]) -> list[int]:
     """What dash and marker a series has, by the same order."""
-    if not any(map(_is_method, names)):
+    if not _of_methods(names):
         return list(range(len(names)))
-    # Several series of one method have its colour, and differ in dash and marker.
-    methods = [name.partition(" ")[0] for name in names]
-    return [place_of(name) + methods[:i].count(methods[i]) for i, name in enumerate(names)]
+    return [place_of(name) + again for name, again in zip(names, _repeats(names), strict=True)]
+
+
+def _of_methods(names: Sequence[str]) -> bool:
+    return any(_method(name) in _PLACES for name in names)
+
+
+def _repeats(names: Sequence[str]) -> list[int]:
+    """How many series of the same method come before each."""
+    methods = [name if name in _MODELS else _method(name) for name in names]
+    return [methods[:i].count(method) for i, method in enumerate(methods)]
+
+
+def _paler(colour: str, times: int) -> str:
+    """The colour itself, and paler for further series of one method."""
+    share = 0.62**times
+    return "#" + bytes(round(255 - share * (255 - part)) for part in bytes.fromhex(colour[1:])).hex()
 
 
 def dash_of(place: int) -> list[int]:
