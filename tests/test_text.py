@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from gradmerge.text import listed, natural, one_line, printable, to_json
+from gradmerge.text import Measured, listed, natural, one_line, printable, to_json
 
 #: What a terminal, a viewer of text or an encoder would not show as it is.
 UNSEEN = "\x00\x07\x08\t\r\x1b\x7f\x80\x9b\u2028\u2029\u202a\u202e\u2066\u2069\udce9\ud800"
@@ -44,3 +44,15 @@ def test_json_has_no_nan_and_nothing_that_cannot_be_encoded() -> None:
 def test_names_with_thousands_of_digits_can_be_sorted() -> None:
     names = [f"layers.{'9' * 5000}.weight", "layers.10.weight", "layers.2.weight"]
     assert sorted(names, key=natural) == ["layers.2.weight", "layers.10.weight", names[0]]
+
+
+def test_a_measured_number_is_a_float_that_shows_its_error() -> None:
+    value = Measured(0.791666, 0.03707)
+    assert f"{value:.4g}" == "0.7917 ± 0.037" and value == 0.791666 and json.dumps(value) == "0.791666"
+    assert [f"{Measured(1234.5, error):.5g}" for error in (0.3, 3.21, 123.4, None, math.nan)] == [
+        "1234.5 ± 0.30",
+        "1234.5 ± 3.2",
+        "1234.5 ± 123",
+        "1234.5",
+        "1234.5",
+    ]

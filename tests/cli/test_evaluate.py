@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,9 @@ def test_numbers_are_shown_with_their_meaning(place: Path) -> None:
     result = invoke(place / "bert", "--data", place / "labelled.jsonl", "--device", "cpu")
     assert result.exit_code == 0, result.output
     want = gm.evaluate(str(place / "bert"), str(place / "labelled.jsonl"), device="cpu")
-    numbers = [f"{want['accuracy']:.5g}", f"{want['loss_per_example']:.5g}"]
+    share, errors = want["accuracy"], want["standard_errors"]
+    assert errors["accuracy"] == pytest.approx(math.sqrt(share * (1 - share) / 9))
+    numbers = [f"{want[name]:.5g} ± {errors[name]:#.2g}" for name in ("accuracy", "loss_per_example")]
     meanings = ["share of examples whose most", "nats", "F1 of class 1", "macro_f1"]
     for words in ("classify, text from text, label from label", *numbers, *meanings):
         assert words in result.stdout, result.stdout

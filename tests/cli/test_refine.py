@@ -72,6 +72,11 @@ def test_a_folder_is_refined_and_written_as_it_was_with_a_record_a_card_and_a_re
     facts = record["refinement"]
     assert facts["method"] == "newton" and 2 <= len(facts["rounds"]) <= 3
     assert facts["tasks"]["a"]["rows"] == 72 and facts["tasks"]["a"]["held_rows"] == 8
+    for task in facts["tasks"].values():
+        gained, before, after = task["gained"], task["before"], task["after"]
+        for name in ("accuracy", "loss_per_example"):
+            assert gained[name]["value"] == pytest.approx(after[name] - before[name]) and gained[name]["error"] > 0
+            assert before["standard_errors"][name] > 0
     sums = [one["sum_of_held"] for one in facts["rounds"]]
     assert sums == sorted(sums, reverse=True) and len(set(sums)) == len(sums)
     assert all(step["length"] > 0 for one in facts["rounds"][1:] for step in one["steps"])

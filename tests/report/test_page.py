@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from gradmerge.errors import MachineError
+from gradmerge.report.cells import columns_of
 from gradmerge.report.embedded import digest, library
 from gradmerge.report.figures import Series, bars, curves, heat_map, trade_off
 from gradmerge.report.page import Figure, Page, Section, Table, html, rich, write_report
+from gradmerge.text import Measured
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&`**"
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -211,3 +213,16 @@ def test_a_folder_that_cannot_be_made_is_the_machine_s_fault(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match="cannot be made"):
         write_report(tmp_path / "file" / "out", small_page())
+
+
+def test_a_standard_error_stands_beside_its_number_and_has_a_column_of_its_own_in_csv() -> None:
+    table = Table("T", "t", ["name", "accuracy"], [["a", Measured(0.9, 0.0123)], ["b", 0.75], ["c", None]])
+    (_, shown) = columns_of(table)
+    assert [cell.text for cell in shown.cells] == ["0.90 ± 0.012", "0.75", "–"] and shown.numeric
+    assert [cell.full for cell in shown.cells[:2]] == ["0.9", "0.75"], "what is sorted by"
+    assert table.csv().splitlines() == [
+        'name,accuracy,"accuracy, standard error"',
+        "a,0.9,0.0123",
+        "b,0.75,",
+        "c,,",
+    ]

@@ -86,7 +86,8 @@ def preview(
         loading: How models and data are loaded: the keywords of :class:`gradmerge.Loading`.
 
     Returns:
-        Every setting with its results and rank; ``.best()`` is the best of them.
+        Every setting with its results and rank; ``.best()`` is the one to take: of those that the data do not tell from
+        the best (``.all_tied()``, all of rank 1) the recipe's own, else the simplest.
 
     >>> preview("recipe.yml", weights="0:1:0.25").best().setting.name  # doctest: +SKIP
     'gradient-matching 0.75'

@@ -81,7 +81,7 @@ def curves(
     base = alt.Chart().encode(across, up, color=_colour(names))
     known = [(name, value) for name, value in marks if finite(value)]
     # A curve goes from point to point as they are given, not from left to right.
-    line = base.mark_line(strokeWidth=2).encode(strokeDash=_dash(names), order=alt.value(0))
+    line = base.mark_line(strokeWidth=2).encode(strokeDash=_dash(names), order=alt.OrderValue(0))
     layers = [*(_guides(known, rows) if known else []), line]
     layers += _whiskers(rows, names)
     crowded = max((len(one.x) for one in series), default=0) > 40
@@ -90,11 +90,11 @@ def curves(
     chosen = [_named(n, a, b, "★ best") for n, a, b in stars if finite(a) and finite(b)]
     if chosen:
         best = alt.Chart(_data(chosen)).mark_point(shape=_STAR, filled=True, size=560, opacity=1, strokeWidth=1.2)
-        best = best.encode(across, up, color=_colour(names), stroke=alt.value(palette.LIGHT["paper"]))
+        best = best.encode(across, up, color=_colour(names), stroke=alt.StrokeValue(palette.LIGHT["paper"]))
         layers.append(best.encode(tooltip=_tooltips(chosen, x, y)))
     drawn = alt.layer(*layers, data=_data(rows)).resolve_legend(strokeDash="independent")
     more = [*(_named(name, None, value, "reference") for name, value in known), *chosen]
-    return _finished(drawn, rows, {"series": "series", "x": x, "y": y}, 300, more)
+    return _finished(drawn, rows, {"series": "series", "x": x, "y": y}, more, height=300)
 
 
 def trade_off(
@@ -128,7 +128,7 @@ def trade_off(
         ring = alt.Chart(_data([_named("now", *present, "")]))
         ring = ring.mark_point(size=320, strokeWidth=2.5, color=palette.LIGHT["ink"], filled=False, opacity=1)
         layers.append(ring.encode(across, up, tooltip=[alt.Tooltip("series:N", title=" ")]))
-    return _finished(alt.layer(*layers, data=_data(rows)), rows, {"series": "series", "x": x, "y": y}, 320, line)
+    return _finished(alt.layer(*layers, data=_data(rows)), rows, {"series": "series", "x": x, "y": y}, line, height=320)
 
 
 def bars(
@@ -156,14 +156,14 @@ def bars(
     layers = [base.mark_bar(cornerRadiusEnd=2).encode(across, color=_colour(names), tooltip=_tooltips(rows, label, ""))]
     if any("x error" in row for row in rows):
         rule = base.mark_rule(color=palette.LIGHT["ink"], strokeWidth=1.5)
-        layers.append(rule.encode(alt.X("x low:Q"), x2="x high:Q"))
+        layers.append(rule.encode(alt.X("x low:Q"), x2=alt.X2("x high")))
     for side, sign, way in (("left", 5, ">="), ("right", -5, "<")):
         if side == "left" or any((row["x"] or 0) < 0 for row in rows):
             text = base.mark_text(align=side, dx=sign, fontSize=10, color=palette.LIGHT["soft"])
-            layers.append(text.encode(alt.X("end:Q"), text="text:N").transform_filter(f"datum.x {way} 0"))
+            layers.append(text.encode(alt.X("end:Q"), text=alt.Text("text:N")).transform_filter(f"datum.x {way} 0"))
     step = max(13, min(19, round(52 / max(1, len(names)))))
-    found = _finished(alt.layer(*layers, data=_data(rows)), rows, {"group": "", "series": "", "x": label}, 0)
-    return found.properties(height=alt.Step(step, **{"for": "offset"}), padding={"right": _BESIDE})
+    size = {"height": alt.Step(step, **{"for": "offset"}), "padding": {"right": _BESIDE}}
+    return _finished(alt.layer(*layers, data=_data(rows)), rows, {"group": "", "series": "", "x": label}, **size)
 
 
 def heat_map(
@@ -212,11 +212,13 @@ def heat_map(
     if tall >= 16:
         ink = alt.ExprRef(f"isValid(datum.value) ? {dark} : '{palette.LIGHT['soft']}'")
         fits = alt.ExprRef(f"bandwidth('x') < {max(len(c['text']) for c in cells) * 6.2!r} ? 0 : 1") if cells else 1
-        layers.append(base.mark_text(fontSize=10, color=ink, opacity=fits).encode(text="text:N", tooltip=tips))
-    found = _finished(alt.layer(*layers, data=_data(cells)), cells, {"row": "", "column": "", "value": label}, 0)
-    found = found.properties(height=alt.Step(tall), view={"fill": palette.LIGHT["hole"]})
+        layers.append(
+            base.mark_text(fontSize=10, color=ink, opacity=fits).encode(text=alt.Text("text:N"), tooltip=tips)
+        )
     # The last of slanted names leans over the edge.
-    return found.properties(padding={"right": 60}) if turned else found
+    room = {"padding": {"right": 60}} if turned else {}
+    size = {"height": alt.Step(tall), "view": {"fill": palette.LIGHT["hole"]}, **room}
+    return _finished(alt.layer(*layers, data=_data(cells)), cells, {"row": "", "column": "", "value": label}, **size)
 
 
 def _altair() -> Any:
@@ -281,8 +283,9 @@ def _whiskers(rows: Sequence[Row], names: Sequence[str], opacity: float = 0.55) 
     for axis, other in (("y", "x"), ("x", "y")):
         if any(f"{axis} error" in row for row in rows):
             rule = alt.Chart().mark_rule(strokeWidth=1.2, opacity=opacity).encode(color=_colour(names))
-            low, high = f"{axis} low:Q", f"{axis} high"
-            ends = {axis: low, f"{axis}2": high, other: f"{other}:Q"}
+            kinds = {"x": (alt.X, alt.X2), "y": (alt.Y, alt.Y2)}
+            from_, to = kinds[axis]
+            ends = {axis: from_(f"{axis} low:Q"), f"{axis}2": to(f"{axis} high"), other: kinds[other][0](f"{other}:Q")}
             found.append(rule.encode(**ends))
     return found
 
@@ -297,12 +300,12 @@ def _guides(marks: Sequence[tuple[str, float]], rows: Sequence[Row]) -> list[Any
     ]
     shades = [palette.colour_of(name) if palette.is_known(name) else palette.LIGHT["soft"] for name, _ in marks]
     colour = alt.Stroke("name:N", legend=None, scale=alt.Scale(domain=_printable([n for n, _ in marks]), range=shades))
-    base = alt.Chart(_data(lines)).encode(y="y:Q")
+    base = alt.Chart(_data(lines)).encode(alt.Y("y:Q"))
     tips = [alt.Tooltip("name:N", title=" "), alt.Tooltip("y:Q", format=_FORMAT)]
     found = [base.mark_rule(strokeDash=[5, 4], strokeWidth=1.5).encode(stroke=colour, tooltip=tips)]
     for side, way in dict.fromkeys(places):
-        edge = alt.value("width" if side == "right" else 0)
-        words = base.transform_filter(f"datum.place == '{side} {way}'").encode(x=edge, text="name:N")
+        edge = alt.XValue("width" if side == "right" else 0)
+        words = base.transform_filter(f"datum.place == '{side} {way}'").encode(x=edge, text=alt.Text("name:N"))
         look = {"align": side, "dx": -4 if side == "right" else 4, "dy": -7 if way == "above" else 8, "fontSize": 11}
         # A ground of paper keeps the words apart from the grid.
         ground = words.mark_text(**look, stroke=palette.LIGHT["paper"], strokeWidth=3)
@@ -335,7 +338,7 @@ def _named(series: str, x: float | None, y: float, note: str) -> Row:
 
 
 def _finished(
-    chart: LayerChart, rows: Sequence[Row], columns: Mapping[str, str], height: int, more: Sequence[Row] = ()
+    chart: LayerChart, rows: Sequence[Row], columns: Mapping[str, str], more: Sequence[Row] = (), **size: Any
 ) -> LayerChart:
     """With the theme, the names of its columns, and the width of whatever it stands in.
 
@@ -353,5 +356,4 @@ def _finished(
     look = palette.theme()
     look["legend"]["columns"] = max(1, 700 // entry)
     facts = {"columns": named, "entry": entry, "more": list(more)}
-    sized = chart.properties(width="container", usermeta=facts, config=look)
-    return sized.properties(height=height) if height else sized
+    return chart.properties(width="container", usermeta=facts, config=look, **size)

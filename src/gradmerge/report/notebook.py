@@ -57,7 +57,7 @@ def _packed() -> tuple[str, str]:
 
 def _height(figure: Figure) -> int:
     """About how tall a figure is in a page."""
-    height: Any = figure.chart.to_dict()["height"]
+    height: Any = figure.chart.to_dict(validate=False)["height"]
     if isinstance(height, dict):
         rows = figure.table().rows
         lanes = len(rows) if height.get("for") == "offset" else len({row[0] for row in rows})

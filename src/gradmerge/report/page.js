@@ -179,7 +179,7 @@
     const body = head.closest("table").tBodies[0];
     body.append(...[...body.rows].sort((a, b) => compare(a.cells[index], b.cells[index], up ? 1 : -1)));
   }
-  for (const head of all(document, "th")) head.querySelector("button").addEventListener("click", () => sort(head));
+  for (const head of all(document, ".table th")) head.querySelector("button").addEventListener("click", () => sort(head));
 
   function copyOld(text) {
     const area = document.createElement("textarea");
