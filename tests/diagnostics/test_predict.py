@@ -196,8 +196,14 @@ def test_interference_and_movement_are_their_definitions_entry_by_entry(
     found = predict(plan_of(states, curvature), TASKS, [])
     for group, names in GROUPS.items():
         overlap, opposed, moved = [], [], {task: [] for task in TASKS}
+        chance = 0.0
         for name in names:
             columns = [value[name].reshape(-1).tolist() for value in (*states, *curvature[1:])]
+            theta, one, two, h_one, h_two = columns
+            sizes = [math.sqrt(h) * abs(x - y) for h, x, y in zip(h_one, one, theta, strict=True)]
+            others = [math.sqrt(h) * abs(x - y) for h, x, y in zip(h_two, two, theta, strict=True)]
+            # Every entry of one meets every entry of the other equally often.
+            chance += math.fsum(x * y for x in sizes for y in others) / len(sizes)
             for base, a, b, ha, hb in zip(*columns, strict=True):
                 shared = math.sqrt(ha * hb) * abs((a - base) * (b - base))
                 overlap.append(shared)
@@ -208,6 +214,7 @@ def test_interference_and_movement_are_their_definitions_entry_by_entry(
         got = found.interference["a", "b", group]
         assert got.overlap == pytest.approx(math.fsum(overlap), rel=1e-9)
         assert got.opposed == pytest.approx(math.fsum(opposed), rel=1e-9)
+        assert got.chance == pytest.approx(chance, rel=1e-9)
         for task in TASKS:
             assert found.moved[task, group] == pytest.approx(math.fsum(moved[task]), rel=1e-9)
         assert found.moved[BASE, group] == 0

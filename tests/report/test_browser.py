@@ -45,7 +45,6 @@ def figures() -> list[Figure]:
             "accuracy (%), a long name of an axis that has to be broken into lines",
             front=[(0.0, 0.1), (0.5, 0.3)],
             present=(0.5, 0.25),
-            diagonal=True,
         ),
         "Nothing": curves([], "x", "y"),
     }

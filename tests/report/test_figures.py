@@ -35,7 +35,7 @@ def every_kind(name: str = "ours", values: tuple[float | None, ...] = (0.5, 0.25
         "bar": bars(groups, {name: values, "other": values}, name),
         "heat": heat_map(groups, [name], [[v] for v in values], name),
         "centred-heat": heat_map(groups, [name], [[v] for v in values], name, centre=0.5),
-        "scatter": trade_off(series, name, name, front=front, present=front[0] if front else None, diagonal=True),
+        "scatter": trade_off(series, name, name, front=front, present=front[0] if front else None),
     }
     return [Figure(name, slug, chart) for slug, chart in charts.items()]
 

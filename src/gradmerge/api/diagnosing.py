@@ -159,7 +159,14 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         },
         "costliest_layers": [{"layer": name, "share": share} for name, share in costliest(found)],
         "interference": [
-            {"task": one, "other": other, "layer": group, "overlap": value.overlap, "opposed_share": value.share}
+            {
+                "task": one,
+                "other": other,
+                "layer": group,
+                "overlap": value.overlap,
+                "overlap_by_chance": value.chance,
+                "opposed_share": value.share,
+            }
             for (one, other, group), value in prediction.interference.items()
         ],
         "measured": found.metrics,

@@ -71,7 +71,8 @@ class Interference(_Additive):
     opposed: float = 0.0
     """The same over entries that the two move in opposite directions."""
     chance: float = 0.0
-    """The overlap if each moved its entries as far, but which ones had nothing to do with the other's."""
+    """The overlap to expect if each had moved as far, but which entries had nothing to do with the other's: the mean
+    over all orders of the entries, within blocks of tensors as they are read."""
 
     @property
     def share(self) -> float:

@@ -104,9 +104,8 @@ def trade_off(
     *,
     front: Sequence[tuple[float, float]] = (),
     present: tuple[float, float] | None = None,
-    diagonal: bool = False,
 ) -> LayerChart:
-    """Points, with a line through those that no other beats, a ring around the present one, or a line where x is y."""
+    """Points, with a line through those that no other beats, and a ring around the present one."""
     alt = _altair()
     rows = [row for one in series for row in spaced(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
     names = [one.name for one in series]
@@ -117,10 +116,6 @@ def trade_off(
     if len(line) > 1:
         path = alt.Chart(_data(line)).mark_line(strokeWidth=1.5, opacity=0.7, color=palette.LIGHT["ink"])
         layers.append(path.encode(across, up))
-    ends = [row[k] for row in rows for k in ("x", "y") if row["x"] is not None and row["y"] is not None]
-    if diagonal and ends:
-        same = alt.Chart(_data([{"x": v, "y": v} for v in (min(ends), max(ends))]))
-        layers.append(same.mark_line(strokeDash=[5, 4], color=palette.LIGHT["soft"]).encode(across, up))
     layers += _whiskers(rows, names, 0.3)
     points = alt.Chart().mark_point(filled=True, opacity=0.9, size=50 if len(rows) < 400 else 18)
     layers.append(points.encode(across, up, color=_colour(names), shape=_shape(names), tooltip=_tooltips(rows, x, y)))
