@@ -12,6 +12,7 @@ from torch import Tensor
 from ..recipe import leaves
 from ..rules import RULES
 from ..tasks.uncertainty import Difference, averaged, difference, standard_error
+from ..text import Measured
 from .grid import Setting
 from .scores import Criterion, headline
 
@@ -72,6 +73,12 @@ def share_difference(shares: Mapping[str, Tensor], others: Mapping[str, Tensor],
 
     value, values = apart(torch.stack(means).amax(0)), apart(torch.stack(drawn).amax(0))
     return Difference(float(value), float(values.std()))
+
+
+def lost_share(row: Outcome, task: str) -> float | None:
+    """The share of what fine-tuning gained that a setting loses of a task, with its standard error."""
+    cost, rows = row.costs.get(task), row.shares.get(task)
+    return cost if cost is None or rows is None else Measured(cost, standard_error(rows))
 
 
 def score_error(row: Outcome, criterion: Criterion) -> float | None:
