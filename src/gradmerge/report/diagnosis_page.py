@@ -13,7 +13,7 @@ from ..text import Measured
 from .diagnosis_words import PENALTIES, base_of, pairs, ratio, tuned_of, verdict
 from .figures import Series, bars, heat_map, trade_off
 from .notebook import in_notebooks
-from .numbers import number
+from .numbers import in_plain_words, number
 from .page import Figure, Page, Section, Table, Value
 
 TRUST = (
@@ -124,7 +124,7 @@ def measured_table(found: Diagnosis, losses: bool = True) -> Table:
     compared = found.measured
     assert compared is not None
     outcomes = {row.setting.method: row for row in compared.rows}
-    columns = ["model", compared.criterion.name.replace("_", " "), f"more than {found.own}"]
+    columns = ["model", in_plain_words(compared.criterion.name), f"more than {found.own}"]
     rows: list[list[Value]] = []
     for model in (BASE, "tuned", *outcomes, *(["target"] if "target" in found.metrics else [])):
         row = outcomes.get(model)
@@ -136,7 +136,7 @@ def measured_table(found: Diagnosis, losses: bool = True) -> Table:
     for task in found.examples:
         name = headline(found.metrics[found.own][task])
         shown = [name, "loss_per_example"] if losses and name != "loss_per_example" else [name]
-        columns += [f"{task}, {metric.replace('_', ' ')}" for metric in shown]
+        columns += [f"{task}, {in_plain_words(metric)}" for metric in shown]
         for cells in rows:
             cells += [measured(found.metrics[str(cells[0])][task], metric) for metric in shown]
     note = "± is a standard error; merges are compared on the same rows, and a tie is within two standard errors."

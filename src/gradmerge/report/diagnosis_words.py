@@ -13,7 +13,7 @@ from ..diagnostics.scores import headline, higher_is_better, measured
 from ..diagnostics.setting_ties import are_tied
 from ..tasks.uncertainty import Difference, difference
 from ..text import counted, plus_minus
-from .numbers import number
+from .numbers import in_plain_words, number
 
 #: Where a model's P comes from, in words.
 PENALTIES = {"recipe": "of the recipe", "recorded": "recorded beside it", "H_0": "H_0"}
@@ -84,7 +84,7 @@ def _measured_words(found: Diagnosis) -> list[str]:
         if merged is None or tuned is None:
             continue
         on = f"On {task} ({counted(range(found.examples[task]), 'example')})"
-        what = f"{on} its {name.replace('_', ' ')} is {merged:.4g}"
+        what = f"{on} its {in_plain_words(name)} is {merged:.4g}"
         other = f"{'the base' if task == BASE else 'the model tuned for it'} has {tuned:.4g}"
         beside = ", a tie on the same examples" if apart is not None and apart.tied else ""
         words.append(f"{what}; {other}{beside}.")
@@ -172,7 +172,7 @@ def _against(compared: Preview, row: Outcome, other: Outcome) -> str:
     """`average accuracy 0.84 ± 0.016 against 0.81 ± 0.018; difference 0.03 ± 0.01`."""
     apart = compared.difference(row, other)
     one, two = compared.shown_score(row), compared.shown_score(other)
-    scores = f"{compared.criterion.name.replace('_', ' ')} {one:.4g} against {two:.4g}"
+    scores = f"{in_plain_words(compared.criterion.name)} {one:.4g} against {two:.4g}"
     return scores if apart is None else f"{scores}, difference {plus_minus(number(apart.value, 2), apart)}"
 
 

@@ -54,6 +54,11 @@ def column(values: Sequence[float | int | None]) -> list[str]:
     return list(map(filled, values, texts))
 
 
+def in_plain_words(name: str) -> str:
+    """The name of a metric for people: loss per token."""
+    return name.replace("_", " ")
+
+
 def shorten(text: str, most: int) -> str:
     """A long name without its middle: both ends tell names apart."""
     if len(text) <= most:

@@ -14,11 +14,10 @@ from ..text import Measured
 from .figures import Series, curves, heat_map, trade_off
 from .layer_weights_page import layers_section
 from .notebook import in_notebooks
-from .numbers import finite
+from .numbers import finite, in_plain_words as _words
 from .page import Figure, Page, Section
 from .preview_tables import alone_table, best_table, task_unit as _task_unit, top_table, unit_of as _unit
 from .preview_words import (
-    in_plain_words as _words,
     reference_words as _reference,
     verdict,
     weights_words as _weights,

@@ -10,8 +10,9 @@ from ..diagnostics.scores import measured
 from ..diagnostics.setting_ties import lost_share
 from ..recipe import in_words
 from ..text import Measured
+from .numbers import in_plain_words
 from .page import Table, Value
-from .preview_words import in_plain_words, range_words, reference_words, weights_words
+from .preview_words import range_words, reference_words, weights_words
 
 #: Settings that the report's own table shows; preview.csv has all.
 SHOWN = 200

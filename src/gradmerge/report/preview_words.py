@@ -10,7 +10,7 @@ from ..diagnostics.suggest import Suggestion
 from ..recipe import Varying, in_words
 from ..text import plus_minus
 from .layer_weights_page import layers_words
-from .numbers import number
+from .numbers import in_plain_words, number
 
 TRUST = (
     "Predictions come from curvature alone and are shown as ranks and as multiples of a reference merge, never as "
@@ -150,10 +150,6 @@ def reference_words(found: Preview) -> str:
     setting = found.reference.setting
     own = "the recipe's own merge" if setting.method == found.recipe.method else "the reference"
     return f"{own} ({setting.name})"
-
-
-def in_plain_words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def capital(text: str) -> str:

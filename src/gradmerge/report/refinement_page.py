@@ -13,6 +13,7 @@ from ..refinement.rounds import Refinement
 from ..text import Measured
 from .figures import Series, curves
 from .notebook import in_notebooks
+from .numbers import in_plain_words
 from .page import Figure, Page, Section, Table, Value
 
 
@@ -52,7 +53,7 @@ def verdict(done: Refinement) -> list[str]:
         now, then = measured(done.after[task], name), measured(before, name)
         if now is not None and then is not None:
             tie = ", a tie on the same rows" if name in done.gains[task] and done.gains[task][name].tied else ""
-            words.append(f"On {task} the {name.replace('_', ' ')} went from {then:.4g} to {now:.4g}{tie}.")
+            words.append(f"On {task} the {in_plain_words(name)} went from {then:.4g} to {now:.4g}{tie}.")
     worse = [task for task, loss in last.held.items() if loss > first.held[task]]
     if worse:
         words.append(f"{', '.join(worse)} lost what others gained.")
@@ -67,7 +68,7 @@ def metrics_table(done: Refinement) -> Table:
     for task, before in done.before.items():
         name = headline(before)
         loss, after, gains = loss_name(before), done.after[task], done.gains[task]
-        row: list[Value] = [task, measured(before, loss), measured(after, loss), name.replace("_", " ")]
+        row: list[Value] = [task, measured(before, loss), measured(after, loss), in_plain_words(name)]
         gained = Measured(gains[name].value, gains[name].error) if name in gains else None
         rows.append([*row, measured(before, name), measured(after, name), gained])
     columns = ["task", "loss before", "loss after", "metric", "before", "after", "gained"]
