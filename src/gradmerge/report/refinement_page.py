@@ -71,8 +71,8 @@ def metrics_table(done: Refinement) -> Table:
         row: list[Value] = [task, measured(before, loss), measured(after, loss), in_plain_words(name)]
         gained = Measured(gains[name].value, gains[name].error) if name in gains else None
         rows.append([*row, measured(before, name), measured(after, name), gained])
-    columns = ["task", "loss before", "loss after", "metric", "before", "after", "gained"]
-    note = "Loss: the mean over rows, in nats. ± is a standard error; what was gained is compared on the same rows."
+    columns = ["task", "loss before", "loss after", "metric", "before", "after", "change"]
+    note = "Loss: the mean over rows, in nats. ± is a standard error; that of the change is taken on the same rows."
     return Table("Rows held back", "held-back", columns, rows, note)
 
 
