@@ -89,7 +89,7 @@ def curves(
     crowded = max((len(one.x) for one in series), default=0) > 40
     points = base.mark_point(filled=True, opacity=1, size=14 if crowded else 50)
     layers.append(points.encode(shape=_shape(names), tooltip=_tooltips(rows, x, y)))
-    chosen = [_named(n, a, b, "★ best") for n, a, b in stars if finite(a) and finite(b)]
+    chosen = [_named(n, a, b, "★ taken") for n, a, b in stars if finite(a) and finite(b)]
     if chosen:
         best = alt.Chart(_data(chosen)).mark_point(shape=_STAR, filled=True, size=560, opacity=1, strokeWidth=1.2)
         best = best.encode(across, up, color=_colour(names), stroke=alt.StrokeValue(palette.LIGHT["paper"]))
