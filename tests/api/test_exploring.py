@@ -355,7 +355,8 @@ def test_replies_are_kept_for_a_number_of_models(shared: gm.Explorer, monkeypatc
 
 
 def test_a_saved_setting_is_the_merge_of_its_recipe(shared: gm.Explorer, texts: Path, tmp_path: Path) -> None:
-    setting = shared.setting("ties", {"a": LIST}, {"options.density": 0.5})
+    setting = shared.setting("ties", {"a": LIST}, {"density": 0.5})
+    assert setting == shared.setting("ties", {"a": LIST}, {"options.density": 0.5})
     told: list[str] = []
 
     class Told:
@@ -454,6 +455,7 @@ def test_controls_are_those_of_the_method_s_signature(shared: gm.Explorer) -> No
         (("ties", {"a": [1, 2, 3, 4, 5]}), r"2 groups of layers \(first layers, last layers\)"),
         (("ties", {"a": "much"}), "a is 'much', but must be a number"),
         (("ties", {}, {"options.densty": 0.5}), "density"),
+        (("ties", {}, {"densty": 0.5}), "did you mean 'density'"),
         (("ties", {}, {"options.density": 2}), "density"),
         (("weighted-average", {"a": 1, "b": -1}), "weights"),
     ],

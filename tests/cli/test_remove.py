@@ -59,8 +59,10 @@ def test_a_folder_is_written_as_the_base_was_with_a_record_a_card_and_a_report(p
     assert facts["used"] == pytest.approx(facts["after"]["kept"] / facts["before"]["kept"] - 1)
     # What the record says of the rows to forget is what the models have on them, computed apart.
     for when, folder in (("before", place / "base"), ("after", out)):
-        loss = gm.evaluate(folder, place / "forget.jsonl", progress=False)["loss_per_example"]
-        assert facts[when]["forget"] == pytest.approx(loss, rel=1e-4)
+        found = gm.evaluate(folder, place / "forget.jsonl", progress=False)
+        assert facts[when]["forget"] == pytest.approx(found["loss_per_example"], rel=1e-4)
+        error = found["standard_errors"]["loss_per_example"]
+        assert facts["standard_errors"][when]["forget"] == pytest.approx(error, rel=1e-4)
     assert facts["after"]["forget"] > facts["before"]["forget"]
     card: Any = ModelCard((out / "README.md").read_text())
     assert "influence steps" in card.text and "report.html" not in card.text and str(place) not in card.content

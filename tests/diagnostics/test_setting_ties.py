@@ -172,6 +172,35 @@ def test_a_recipe_whose_own_weights_are_not_asked_for_is_kept_where_it_is_tied()
     assert found.best() is rows[0] and "The recipe's own merge (gradient-matching 1) has" in verdict(found)[-1]
 
 
+def test_nothing_is_taken_that_is_worse_than_the_recipes_own_though_that_was_not_asked_for() -> None:
+    own = accurate("gradient-matching", (1.0, 1.0), a=range(110), b=range(110))
+    rows = [accurate("gradient-matching", (w, w), a=range(n), b=range(n)) for w, n in ((0.1, 40), (0.2, 60))]
+    found = preview(rows, own)
+    assert found.best() is own and [row.rank for row in (own, rows[1], rows[0])] == [1, 2, 3]
+    words = " ".join(verdict(found))
+    assert "Of 2 settings and the recipe's own, **gradient-matching with weight 1** has the highest" in words
+    assert "no other is within two standard errors" in words
+
+
+def predicted(own: float, *others: float) -> Preview:
+    rows = [Outcome(Setting("gradient-matching", (1.0, 1.0), changes=(("damping", value),)), {}) for value in others]
+    for row, value in zip(
+        (first := Outcome(Setting("gradient-matching", (1.0, 1.0)), {}), *rows), (own, *others), strict=True
+    ):
+        row.values, row.costs = {"a": value, "b": value / 2}, {"a": value, "b": value / 2}
+    recipe = make_recipe({"method": "gradient-matching", "base": "base", "models": ["a", "b"]})
+    criterion = score_all([first, *rows], False, "worst")
+    return Preview(recipe, ["a", "b"], ["a", "b"], False, criterion, rows, first, "damping")
+
+
+def test_of_predictions_the_recipes_own_is_taken_within_a_hundredth_of_the_smallest() -> None:
+    found = predicted(1.0, 0.995, 1.3)
+    assert found.best() is found.reference and found.leading() is found.rows[0]
+    assert "is taken: it is the recipe's own merge, and within 1 % of that" in " ".join(verdict(found))
+    other = predicted(1.0, 0.9, 1.3)
+    assert other.best() is other.rows[0] and "0.9 times that of the recipe's own merge" in verdict(other)[0]
+
+
 def test_mean_ranks_are_tied_where_no_task_tells_settings_apart() -> None:
     def mixed(weight: float, right: int, loss: float) -> Outcome:
         losses = loss + torch.linspace(0, 1, 50, dtype=torch.float64)

@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from gradmerge.refinement import influence
 from gradmerge.refinement.influence import remove_influence
 from gradmerge.refinement.overlap import in_both
 from gradmerge.refinement.owners import DataOwner
+from gradmerge.refinement.splitting import as_batches, split_batches
 
 from .making import Batch, batches, classes, perceptron, regression
 
@@ -195,6 +197,29 @@ def test_the_budget_is_used_and_kept_on_rows_that_no_step_has_seen(task: Any, ro
         assert all(trial.kept > limit or trial.forget < one.chosen.forget for trial in longer)
         assert longer[0].s / one.chosen.s <= 2 ** (1 / 2 ** (influence.HALVINGS - 1)) + 1e-9 or rounds > 1
         assert one.curve == sorted(one.curve, key=lambda trial: trial.s) and one.curve[0].s == 0
+
+
+def test_errors_are_those_of_the_losses_row_by_row(task: Any) -> None:
+    model, keep, forget = copy.deepcopy(task[0]), task[1], task[2]
+    start = copy.deepcopy(model)
+    done = gm.remove(model, forget=batches(forget), keep=batches(keep), rounds=1, seed=0, progress=False)
+    facts = done.facts()["standard_errors"]
+
+    def losses(which: nn.Module, rows: Batch) -> np.ndarray[Any, Any]:
+        found = -torch.stack(logits(which, rows)).double()
+        return np.array([one[label].item() for one, label in zip(found, rows[1], strict=True)])
+
+    before, after = losses(start, forget), losses(model, forget)
+    root = np.sqrt(len(before))
+    for name, rows in (("before", before), ("after", after), ("rise", after - before)):
+        assert facts[name]["forget"] == pytest.approx(rows.std(ddof=1) / root, rel=1e-4)
+    _, held = split_batches("keep", as_batches("keep", batches(keep)), 0)
+    a, b = (np.concatenate([losses(which, one) for one in held]) for which in (start, model))
+    count = len(a)
+    left = [(b.sum() - b[i]) / (a.sum() - a[i]) - 1 for i in range(count)]
+    jackknife = np.sqrt((count - 1) / count * np.square(left - np.mean(left)).sum())
+    assert done.used == pytest.approx(b.sum() / a.sum() - 1, rel=1e-4)
+    assert facts["used"]["kept"] == pytest.approx(jackknife, rel=0.2) and "±" in done.used_words
 
 
 def test_every_length_tried_is_measured_at_that_length(task: Any) -> None:

@@ -119,7 +119,7 @@ def test_the_gauge_advises_what_was_measured(without: int, says: str) -> None:
     assert says in words and ("set `base.penalty: none`" in words) == (without == 118)
     assert "To try: gradient-matching, base" not in words
     alone = " ".join(verdict(diagnosis({OWN: 1.0}, {}, gauge=2.0)))
-    assert "`base.penalty: none` may suit them better" in alone
+    assert "`base.penalty: none` may suit better" in alone
 
 
 def test_numbers_have_their_errors_and_ties_are_called_so() -> None:

@@ -132,6 +132,56 @@ def test_a_preview_compares_merges_on_tasks_of_the_harness(place: Path, tmp_path
     assert set(facts["settings"][0]["metrics"]["cities"]["standard_errors"]) == {"acc"}
 
 
+def write_unlike_tasks(folder: Path) -> Path:
+    """`wiki`: perplexity by words and bytes; `copy`: BLEU of what is written. Neither is a mean over rows."""
+    folder.mkdir()
+    write_jsonl(folder / "rows.jsonl", [{"text": text} for text in sentences(8, 3)])
+    files = {"data_files": {"test": str(folder / "rows.jsonl")}, "cache_dir": str(folder / "cache")}
+    common = {"dataset_path": "json", "dataset_kwargs": files, "test_split": "test", "doc_to_target": "{{text}}"}
+    wiki: dict[str, Any] = {"output_type": "loglikelihood_rolling", "doc_to_text": ""}
+    wiki["metric_list"] = [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}]
+    copy: dict[str, Any] = {"output_type": "generate_until", "doc_to_text": "{{text}}"}
+    copy |= {"generation_kwargs": {"until": ["."], "max_gen_toks": 4}, "metric_list": [{"metric": "bleu"}]}
+    for name, task in (("wiki", wiki), ("copy", copy)):
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **task}))
+    return folder
+
+
+def test_metrics_of_the_harness_that_are_no_means_are_compared_with_their_errors(place: Path, tmp_path: Path) -> None:
+    tasks = write_unlike_tasks(tmp_path / "tasks")
+    words = ["preview", str(place / "recipe.yml"), "--lm-eval-tasks", str(tasks), "--device", "cpu", "--json"]
+    for task, metric in (("wiki", "word_perplexity"), ("copy", "bleu")):
+        done = CliRunner().invoke(app, [*words, "-w", "0.9,1,1.1", "--lm-eval", task, "-o", str(tmp_path / task)])
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)  # which has none of the harness' own words
+        assert found["compared_by"] == metric and all(row["standard_error"] > 0 for row in found["settings"])
+        others = [row["more_than_best"] for row in found["settings"] if row["more_than_best"] is not None]
+        assert found["tied_with_best"] == 1 + sum(abs(one["value"]) <= 2 * one["standard_error"] for one in others)
+    assert found["winner"]["weights"] == {"one": 1.0, "two": 1.0}, "the recipe's own, as BLEU ties all"
+    one = gm.evaluate(place / "one", lm_eval="wiki", lm_eval_tasks=tasks, device="cpu")["lm_eval"]["wiki"]
+    model, info = load_model(str(place / "one"), "causal-lm", device="cpu")
+    rows = Harness("wiki", tasks).run(model, load_tokenizer(str(place / "one"), info))["wiki"].rows
+    texts = sentences(8, 3)
+    for metric, units in (
+        ("word_perplexity", [len(t.split()) for t in texts]),
+        ("bits_per_byte", list(map(len, texts))),
+    ):
+        value, count = one[metric], len(texts)
+        per_unit = math.log(value) if metric == "word_perplexity" else value * math.log(2)
+        # Loss of each text, back from its row; leaving out one after the other gives the error of the jackknife.
+        scale = value if metric == "word_perplexity" else 1 / math.log(2)
+        mean = sum(units) / count
+        nats = [
+            (row - value) / scale * mean + per_unit * unit
+            for row, unit in zip(rows[metric].tolist(), units, strict=True)
+        ]
+        assert sum(nats) / sum(units) == pytest.approx(per_unit)
+        left = [(sum(nats) - n) / (sum(units) - u) for n, u in zip(nats, units, strict=True)]
+        left = [math.exp(x) if metric == "word_perplexity" else x / math.log(2) for x in left]
+        jackknife = math.sqrt((count - 1) / count * sum((x - sum(left) / count) ** 2 for x in left))
+        assert one["standard_errors"][metric] == pytest.approx(jackknife, rel=0.15)
+
+
 def test_generated_text_decides_a_preview_where_it_is_asked_for(place: Path) -> None:
     rows = write_jsonl(place / "rows.jsonl", [{"prompt": t, "completion": "the cat"} for t in sentences(5, 8)])
     generation = gm.Generation(judge=lambda prompt, answer, reference: answer.count("e"), max_new_tokens=5)

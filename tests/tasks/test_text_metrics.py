@@ -141,11 +141,15 @@ def test_a_judge_is_found_in_the_working_folder_or_installed(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     assert judge_of("my_judges_of_text:score")("", "", "") == 2
     assert judge_of("os.path:basename") is not None
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "judges_of_a_file.py").write_text("def score(prompt, answer, reference):\n    return 3\n")
+    assert judge_of("in/judges_of_a_file.py:score")("", "", "") == 3
     for text, message in (
         ("my_judges_of_text", "write module:function"),
         ("my_judges_of_text:WORD", "is no function"),
         ("my_judges_of_text:other", "cannot be imported: .*other"),
         ("no_such_module_here:score", "cannot be imported: No module named"),
+        ("in/os.py:getcwd", "cannot be imported: os is the name of another module"),
     ):
         with pytest.raises(gm.InputError, match=message):
             judge_of(text)

@@ -143,12 +143,12 @@ class Explorer(Displayed):
             method: One of ``methods``; by default the recipe's own.
             weights: Model → a number, or a list with one for each of ``layer_groups``; those that are not named have
                 the recipe's.
-            changes: Keys of the recipe with their values, as `{"damping": 1e-3, "options.density": 0.2}`.
+            changes: Keys of the recipe with their values, as `{"damping": 1e-3, "density": 0.2}`.
 
         Returns:
             What :meth:`measure` and the others take.
 
-        >>> explorer.setting("ties", {"yelp": 0.5}, {"options.density": 0.2})  # doctest: +SKIP
+        >>> explorer.setting("ties", {"yelp": 0.5}, {"density": 0.2})  # doctest: +SKIP
         """
         made = self._choices.setting(method, weights or {}, changes or {})
         self._moves.check(made)

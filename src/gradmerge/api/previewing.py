@@ -15,6 +15,7 @@ from ..diagnostics.lm_eval_data import HarnessTasks
 from ..diagnostics.predict import task_names
 from ..diagnostics.predictor import Predictor
 from ..diagnostics.preview import Looker, Outcome, Preview, compare
+from ..diagnostics.setting_ties import lost_share
 from ..diagnostics.suggest import Suggestion, check_objective, search_ranges, suggest
 from ..diagnostics.sweeps import Sweeps, parse_sweeps, with_changes
 from ..diagnostics.weight_ranges import DEFAULT, Weights, parse_weights
@@ -331,6 +332,7 @@ def _row(found: Preview, row: Outcome) -> dict[str, Any]:
             "standard_error": getattr(found.shown_score(row), "error", None),
             "tied_with_best": found.among_best(row),
             "more_than_best": None if apart is None else {"value": apart.value, "standard_error": apart.error},
+            **({"lost_share": _shares(found, row)} if found.criterion.shares else {}),
             "metrics": row.metrics,
         }
     return {
@@ -338,6 +340,11 @@ def _row(found: Preview, row: Outcome) -> dict[str, Any]:
         "times_reference": found.relative_score(row),
         "tasks": {t: {"times_reference": found.relative(row, t), "rank": row.ranks.get(t)} for t in found.tasks},
     }
+
+
+def _shares(found: Preview, row: Outcome) -> dict[str, Any]:
+    shares = {task: lost_share(row, task) for task in found.tasks}
+    return {task: {"value": one, "standard_error": getattr(one, "error", None)} for task, one in shares.items()}
 
 
 def _best(found: Preview, method: str | None) -> dict[str, Any] | None:

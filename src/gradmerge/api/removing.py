@@ -233,6 +233,7 @@ def _measured(start: Start, done: InfluenceRemoval, keep: str) -> list[dict[str,
     if not done.rows["held_rows"]:
         return []
     numbers = {"task": start.info.task, "loss_per_example": done.after.kept, "examples": done.rows["held_rows"]}
+    numbers["standard_errors"] = {"loss_per_example": done.standard_errors["after"]["kept"]}
     return [
         evaluation(
             *named_data(keep), numbers, "examples to keep, held back: by them the lengths of the steps were chosen"
@@ -275,6 +276,12 @@ class _Asked:
             )
         stays.examples = self.keep_size or rows
         start = _weights(model) if settle is not None else {}
+
+        def row_losses() -> dict[str, Tensor]:
+            kept = stays.row_losses(model, held=stays.held > 0)
+            return {"kept": kept, "forget": goes.row_losses(model, held=False)}
+
+        before = row_losses()
         progress.begin("removing", rounds)
         done = remove_influence(
             model,
@@ -294,6 +301,7 @@ class _Asked:
             )
         if settle is not None:
             self._settle(done, goes, stays, start, settle)
+        done.tell_errors(before, row_losses())
         if done.after.forget <= done.before.forget:
             done.notes.append(
                 "The model knows what is to be forgotten no worse than before: no step within the budget made it "

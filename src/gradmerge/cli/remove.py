@@ -166,13 +166,8 @@ def _by_influence(
         note(text, printing.quiet)
     if printing.quiet:
         return
-    before, after = result.before, result.after
-    rows = [
-        ["to be forgotten", f"{before.forget:.4f}", f"{after.forget:.4f}"],
-        ["kept", f"{before.kept:.4f}", f"{after.kept:.4f}"],
-    ]
-    print_table(["mean loss of an example", "before", "after"], rows, right=(1, 2))
-    used = f"{100 * result.used:+.3g} % of kept loss"
+    print_table(["mean loss of an example", "before", "after", "rose by"], result.losses(), right=(1, 2, 3))
+    used = f"{result.used_words} of kept loss"
     budget = f"{used}, budget {100 * result.budget:.4g} %" if result.budget is not None else used
     several = f"{len(result.rounds)} steps" if len(result.rounds) > 1 else "one step"
-    say(f"influence: {several}, s {after.s:.3g} in all; {budget} → {out} ({result.seconds:.1f} s)")
+    say(f"influence: {several}, s {result.after.s:.3g} in all; {budget} → {out} ({result.seconds:.1f} s)")

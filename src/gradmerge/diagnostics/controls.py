@@ -12,6 +12,7 @@ from ..engine.candidates import Candidate, plan_of
 from ..engine.plan import Plan
 from ..errors import InputError
 from ..recipe import Base, Model, Recipe, Varying, leaves, mapped
+from ..recipe.changing import full_key
 from ..rules import RULES
 from ..rules.spec import Auto, Option, OrNone
 from ..storage.tensorfile import local_path
@@ -168,7 +169,8 @@ class Choices:
                 raise InputError(f"weights: no model is called {name!r}{hint}")
         own = zip(self.models, self._weights_of(method), strict=True)
         chosen = tuple(self._weight(name, weights[name]) if name in weights else weight for name, weight in own)
-        pairs = tuple((key, _frozen(value)) for key, value in changes.items())
+        rules = [RULES[method]]
+        pairs = tuple((full_key(key, rules, f"changes: {key}"), _frozen(value)) for key, value in changes.items())
         return _setting(method, chosen, pairs)
 
     def strengths(self, method: str | None) -> list[Setting]:

@@ -103,20 +103,23 @@ class Evaluator:
         inputs = self.plan.inputs
         found: dict[str, dict[str, dict[str, Any]]] = {}
         if inputs.base is not None:
-            found[BASE], rows = {}, self.alone_rows.setdefault(BASE, {})
-            for task in self.tasks:
-                try:
-                    found[BASE][task], rows[task] = self._data[task].evaluate_rows(self._any.loaded.model)
-                except InputError as error:
-                    raise InputError(f"data of {task}: {error}") from error
+            found[BASE] = self._alone(BASE, self._any.loaded.model)
         for name, checkpoint in zip(self._names, inputs.tuned, strict=True):
             try:
                 model = self._any.model_with(state_of(checkpoint))
             except InputError:  # its own head does not fit the config that all merges share
                 continue
-            found[name], rows = {}, self.alone_rows.setdefault(name, {})
-            for task in self.tasks:
-                found[name][task], rows[task] = self._data[task].evaluate_rows(model)
+            found[name] = self._alone(name, model)
+        return found
+
+    def _alone(self, name: str, model: nn.Module) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        rows = self.alone_rows.setdefault(name, {})
+        for task in self.tasks:
+            try:
+                found[task], rows[task] = self._data[task].evaluate_rows(model)
+            except InputError as error:
+                raise InputError(f"{name} on the data of {task}: {error}") from error
         return found
 
     def _row_shares(self, rows: Mapping[str, Rows]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,8 @@ class HarnessData(TaskData):
         if not set(summary) & set(found.metrics):
             raise InputError(f"--lm-eval {self.name}: none of {', '.join(found.metrics)} can be compared here")
         first = headline(summary)
+        if not math.isfinite(summary[first]):
+            raise InputError(f"--lm-eval {self.name}: {first} is {summary[first]:g}, no number to compare")
         return summary, {first: found.rows[first]} if first in found.rows else {}
 
 

@@ -143,11 +143,18 @@ class Preview(Displayed):
 
     def leading(self, method: str | None = None) -> Outcome | None:
         """The setting of a method, or of all, with the best score, be it by chance; of equal ones that of the smaller
-        loss. None for removal, be it by negation: what goes and what stays pull against each other."""
+        loss. The recipe's own is among them even if it was not asked for. None for removal, be it by negation: what
+        goes and what stays pull against each other."""
         if is_removal(self.recipe):
             return None
-        known = [row for row in self.rows if row.score is not None and row.setting.method != "removal"]
+        known = [row for row in self.compared() if row.score is not None and row.setting.method != "removal"]
         return min((row for row in known if method in (None, row.setting.method)), key=self._badness, default=None)
+
+    def compared(self) -> list[Outcome]:
+        """The settings, and the recipe's own if it was not asked for but may be taken."""
+        own = self.own
+        more = [] if own is None or not self.keeps_own or any(own is row for row in self.rows) else [own]
+        return [*self.rows, *more]
 
     def _badness(self, row: Outcome) -> tuple[float, float]:
         losses = [loss_of(metrics) for metrics in row.metrics.values()] or [0.0]
@@ -180,26 +187,29 @@ class Preview(Displayed):
 
     def all_tied(self) -> list[Outcome]:
         """The leading setting and those tied with it, the recipe's own among them even if it was not asked for."""
-        own = [self.reference] if self.own is not None and not any(self.own is row for row in self.rows) else []
-        return [row for row in (*self.rows, *own) if self.measured and self.among_best(row)]
+        return [row for row in self.compared() if self.measured and self.among_best(row)]
 
     def best(self, method: str | None = None) -> Outcome | None:
         """The setting of a method, or of all, to take.
 
         Of the leading one and those tied with it the recipe's own, even if it was not asked for, else the simplest
         (:func:`simplicity`) of those that are not tied with it, and of equally simple ones the one with the best score.
+        Of predictions the recipe's own within 1 % of the leading one, else that.
         """
-        leading = self.leading(method)
-        if leading is None or not self.measured:
-            return leading
-        among = self.as_good(method)
-        own = self.own
+        leading, own = self.leading(method), self.own
+        if leading is None:
+            return None
+        among = self.as_good(method) if self.measured else [leading]
         if own is not None and method in (None, own.setting.method):
-            tied = own is leading or are_tied(own, leading, self.criterion)
+            tied = own is leading or self._alike(own, leading)
             if tied and self.keeps_own:
                 return own
-            among = among if tied else [row for row in among if not are_tied(row, own, self.criterion)]
+            among = among if tied else [row for row in among if not self._alike(row, own)]
         return min(among, key=lambda row: (simplicity(row.setting), self._badness(row)))
+
+    def _alike(self, row: Outcome, other: Outcome) -> bool:
+        """Whether a setting is as good as another, usually the leading one: tied, or predicted within 1 % of it."""
+        return are_tied(row, other, self.criterion) if self.measured else self.criterion.close(row, other)
 
     @property
     def own(self) -> Outcome | None:
@@ -216,7 +226,7 @@ class Preview(Displayed):
         if self.measured:
             tied = self.tied(leading)
             return [row for row in same if row is leading or any(row is other for other in tied)]
-        return [row for row in same if self.criterion.close(row, leading)]
+        return [row for row in same if self._alike(row, leading)]
 
     def spans(self, rows: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
         """Task → the smallest and the largest of its weights in some settings; none where they differ by layer."""
@@ -230,7 +240,7 @@ class Preview(Displayed):
     def rank_all(self) -> None:
         """Fill in the ranks of all settings; those that are tied with the leading one are first with it."""
         self._ties.clear()
-        overall = Ranking([row.score for row in self.rows], self.criterion.higher)
+        overall = Ranking([row.score for row in self.compared()], self.criterion.higher)
         for row in (*self.rows, self.reference):
             row.rank = 1 if self.among_best(row) else overall.place(row.score)
         for task in self.tasks:

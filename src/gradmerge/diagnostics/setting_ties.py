@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..recipe import leaves
 from ..rules import RULES
-from ..tasks.uncertainty import SHARES, Difference, averaged, difference, standard_error
+from ..tasks.uncertainty import Difference, averaged, difference, standard_error
+from ..text import Measured
 from .grid import Setting
 from .scores import Criterion, headline
 
@@ -23,12 +24,16 @@ DRAWS = 1000
 
 
 def task_differences(row: Outcome, other: Outcome) -> dict[str, Difference]:
-    """Task → how much larger its first metric is for one setting than for another, on the same rows."""
+    """Task → how much larger its first metric is for one setting than for another: on the same rows, or by the errors
+    of both where a metric of the harness, such as BLEU, is not known row by row."""
     found = {}
     for task, metrics in row.metrics.items():
-        name = headline(metrics) if metrics else ""
+        name, against = headline(metrics) if metrics else "", other.metrics.get(task, {})
         if name in row.rows.get(task, {}) and name in other.rows.get(task, {}):
             found[task] = difference(row.rows[task][name], other.rows[task][name])
+        elif name in metrics and name in against:
+            errors = (one["standard_errors"].get(name) or math.nan for one in (metrics, against))
+            found[task] = Difference(metrics[name] - against[name], math.hypot(*errors))
     return found
 
 
@@ -70,13 +75,18 @@ def share_difference(shares: Mapping[str, Tensor], others: Mapping[str, Tensor],
     return Difference(float(value), float(values.std()))
 
 
+def lost_share(row: Outcome, task: str) -> float | None:
+    """The share of what fine-tuning gained that a setting loses of a task, with its standard error."""
+    cost, rows = row.costs.get(task), row.shares.get(task)
+    return cost if cost is None or rows is None else Measured(cost, standard_error(rows))
+
+
 def score_error(row: Outcome, criterion: Criterion) -> float | None:
     """Standard error of a score; None for mean ranks, and for what was not measured."""
-    if row.score is None or criterion.by_rank or not row.rows:
+    if row.score is None or criterion.by_rank or not row.metrics:
         return None
     if not criterion.shares:
-        names = {task: headline(metrics) for task, metrics in row.metrics.items()}
-        errors = [standard_error(row.rows[task][name], name in SHARES) for task, name in names.items()]
+        errors = [found["standard_errors"].get(headline(found)) or math.nan for found in row.metrics.values()]
         return math.hypot(*errors) / len(errors)
     if criterion.worst:
         return standard_error(row.shares[max(row.costs, key=lambda task: row.costs[task])])

@@ -17,7 +17,7 @@ Gradients are those of all rows; for curvature, S and GGN, a fixed sample of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from torch import Tensor, nn
 
 from ..display import Displayed, View
 from ..errors import InputError
+from ..tasks.metrics import ratio_rows
+from ..tasks.uncertainty import standard_errors
+from ..text import Measured
 from .basis import Basis
 from .owners import Owner
 from .points import Point, dot, trained, unit, weighted
@@ -83,6 +86,21 @@ class InfluenceRemoval(Displayed):
     output: Path | None = None
     """On disk: the folder that was written."""
     notes: list[str] = field(default_factory=list)
+    standard_errors: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """`before`, `after`, `rise` (on the same rows) and `used` → of `kept` and `forget`; None where nothing varies."""
+
+    def tell_errors(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """How sure the losses are, from those of every row of `kept` and `forget`."""
+        rise = {name: after[name] - before[name] for name in before}
+        used = {"kept": ratio_rows(rise["kept"], before["kept"])}
+        every = {"before": before, "after": after, "rise": rise, "used": used}
+        self.standard_errors = {name: standard_errors(rows) for name, rows in every.items()}
+
+    @property
+    def used_words(self) -> str:
+        """`+1.8 ± 0.4 %`."""
+        error = self.standard_errors.get("used", {}).get("kept")
+        return f"{100 * self.used:+.3g}{'' if error is None else f' ± {100 * error:.2g}'} %"
 
     def measure(self, forget: Owner, keep: Owner) -> None:
         """Take the losses after the removal anew, as the model is now."""
@@ -104,21 +122,28 @@ class InfluenceRemoval(Displayed):
             "s": self.after.s,
             "before": {"kept": self.before.kept, "forget": self.before.forget},
             "after": {"kept": self.after.kept, "forget": self.after.forget},
+            "standard_errors": self.standard_errors,
             "rounds": [asdict(one) for one in self.rounds],
         }
 
     def _line(self) -> list[str]:
-        kept, forget = (f"{name} {a:.4g} → {b:.4g}" for name, a, b in self._losses())
+        forget, kept = (f"{name} {float(a):.4g} → {float(b):.4g}" for name, a, b, _ in self.losses())
         return [f"{forget}", f"{kept}", f"s {self.after.s:.3g}", f"{self.seconds:.1f} s"]
 
     def _view(self) -> View:
-        return ["mean loss", "before", "after"], [list(row) for row in self._losses()], self.notes
+        return ["mean loss", "before", "after", "rose by"], [list(row) for row in self.losses()], self.notes
 
-    def _losses(self) -> list[tuple[str, float, float]]:
-        return [
-            ("kept", self.before.kept, self.after.kept),
-            ("to be forgotten", self.before.forget, self.after.forget),
-        ]
+    def losses(self) -> list[tuple[str, Measured, Measured, Measured]]:
+        """What is to go and what is kept: the mean loss of an example before, after, and what it rose by."""
+
+        def told(when: str, name: str, value: float) -> Measured:
+            return Measured(value, self.standard_errors.get(when, {}).get(name))
+
+        found = []
+        for words, name in (("to be forgotten", "forget"), ("kept", "kept")):
+            a, b = getattr(self.before, name), getattr(self.after, name)
+            found.append((words, told("before", name, a), told("after", name, b), told("rise", name, b - a)))
+        return found
 
 
 def remove_influence(

@@ -115,6 +115,12 @@ class DataOwner:
                 found.append(total / self.held if held else total)
         return found
 
+    def row_losses(self, model: nn.Module, *, held: bool) -> Tensor:
+        """The loss of every row, or of every one held back."""
+        with evaluated(model), torch.no_grad():
+            batches = self._on_device(model, self._valid if held else self._batches)
+            return torch.cat([self._losses(model, batch, check=True).cpu() for batch in batches])
+
     def batches_of(self, rows: Sequence[int], model: nn.Module | None = None) -> list[Any]:
         """Some rows as batches, few of them; with a model, where it is, and counted."""
         if isinstance(self._batches, RowBatches):

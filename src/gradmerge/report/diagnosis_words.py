@@ -12,7 +12,7 @@ from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.scores import headline, higher_is_better, measured
 from ..diagnostics.setting_ties import are_tied
 from ..tasks.uncertainty import Difference, difference
-from ..text import plus_minus
+from ..text import counted, plus_minus
 from .numbers import number
 
 #: Where a model's P comes from, in words.
@@ -83,7 +83,8 @@ def _measured_words(found: Diagnosis) -> list[str]:
         merged, tuned = (measured(found.metrics[model][task], name) for model in (found.own, "tuned"))
         if merged is None or tuned is None:
             continue
-        what = f"On {task} ({found.examples[task]} examples) its {name.replace('_', ' ')} is {merged:.4g}"
+        on = f"On {task} ({counted(range(found.examples[task]), 'example')})"
+        what = f"{on} its {name.replace('_', ' ')} is {merged:.4g}"
         other = f"{'the base' if task == BASE else 'the model tuned for it'} has {tuned:.4g}"
         beside = ", a tie on the same examples" if apart is not None and apart.tied else ""
         words.append(f"{what}; {other}{beside}.")
@@ -123,6 +124,8 @@ def _interference_words(found: Diagnosis) -> list[str]:
 
 
 def _gauge_words(found: Diagnosis) -> list[str]:
+    if "penalty" not in found.recipe.rule.inputs:  # it takes no penalty for granted
+        return []
     known = {task: gauge for task, gauge in found.gauges.items() if gauge.gauge is not None}
     words = []
     for low, high, says in (
@@ -148,7 +151,7 @@ def _without_penalty_words(found: Diagnosis) -> str:
     """What follows from a gauge: what the merge without the penalty measured, where it was."""
     none = "`base.penalty: none`"
     if found.measured is None or not found.without_penalty:
-        return f": {none} may suit them better; {PREVIEW} with --set base.penalty=none and data tells."
+        return f": {none} may suit better; {PREVIEW} with --set base.penalty=none and data tells."
     row = next(row for row in found.measured.rows if row.setting.method == found.without_penalty)
     how = _against(found.measured, row, found.measured.reference)
     if are_tied(row, found.measured.reference, found.measured.criterion):

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.scores import measured
+from ..diagnostics.setting_ties import lost_share
 from ..recipe import in_words
 from ..text import Measured
 from .page import Table, Value
@@ -34,7 +35,7 @@ def _task_columns(found: Preview) -> list[str]:
 
 
 def _task_cells(found: Preview, row: Outcome) -> list[Value]:
-    shares: list[Value] = [row.costs.get(task) for task in found.tasks if found.criterion.shares]
+    shares: list[Value] = [lost_share(row, task) for task in found.tasks if found.criterion.shares]
     return shares + [found.shown_value(row, task) for task in found.tasks]
 
 

@@ -46,32 +46,36 @@ def verdict(found: Preview, suggestion: Suggestion | None = None) -> list[str]:
 
 
 def _predicted_words(found: Preview, best: Outcome) -> list[str]:
-    times = found.relative_score(best)
+    leading = found.leading() or best
+    times = found.relative_score(leading)
     beside = f": {number(times)} times that of {reference_words(found)}" if times is not None else ""
-    words = [
-        f"Of {len(found.rows)} settings, **{_named(found, best)}** has the smallest {found.criterion.name}{beside}."
-    ]
+    if leading is found.own:
+        beside = ", and is the recipe's own merge"
+    words = [f"Of {_count(found)}, **{_named(found, leading)}** has the smallest {found.criterion.name}{beside}."]
+    if best is not leading:
+        words.append(f"**{_named(found, best)}** is taken: it is the recipe's own merge, and within 1 % of that.")
     if best.setting.weights:
         close = found.as_good(best.setting.method)
         tried = f"of its {sum(row.setting.method == best.setting.method for row in found.rows)} settings"
         flat = range_words(found, close)
-        several = f"{len(close)} {tried} are within 1 % of it{f': weights {flat}' if flat else ''}."
-        words.append(several if len(close) > 1 else f"No other {tried} is within 1 % of it.")
+        are = "are" if len(close) > 1 else "is"
+        several = f"{len(close)} {tried} {are} within 1 % of the smallest{f': weights {flat}' if flat else ''}."
+        other = any(row is not leading for row in close)
+        words.append(several if other else f"No other {tried} is within 1 % of it.")
     return words
 
 
 def _measured_words(found: Preview, best: Outcome, leading: Outcome) -> list[str]:
     tied, own = found.all_tied(), found.own
     what = f"{'highest' if found.criterion.higher else 'smallest'} {in_plain_words(found.criterion.name)}"
-    count = f"{len(found.rows)} setting{'s' if len(found.rows) > 1 else ''}"
     if len(tied) == 1:
         none = "; no other is within two standard errors of it on the same rows" if len(found.rows) > 1 else ""
-        words = [f"Of {count}, **{_named(found, best)}** has the {what}: {_score(found, best)}{none}."]
+        words = [f"Of {_count(found)}, **{_named(found, best)}** has the {what}: {_score(found, best)}{none}."]
     else:
         asked = sum(map(found.among_best, found.rows))
         more = " and the recipe's own merge" if len(tied) > asked else ""
         most = f"{what}, {_score(found, leading)} ({leading.setting.name})"
-        words = [f"{asked} of {count}{more} are **tied** with the {most}."]
+        words = [f"{asked} of {_settings(found)}{more} are **tied** with the {most}."]
         them = "them" if own is None or own.rank == 1 else "those that are not tied with the recipe's own merge"
         why = "it is the recipe's own merge" if best is own else f"it is the simplest of {them} ({SIMPLEST})"
         scored = "" if best is leading else f" It has {_score(found, best)}."
@@ -83,6 +87,14 @@ def _measured_words(found: Preview, best: Outcome, leading: Outcome) -> list[str
     if found.reference is not best:
         words.append(_reference_words(found, best))
     return words
+
+
+def _settings(found: Preview) -> str:
+    return f"{len(found.rows)} setting{'s' if len(found.rows) > 1 else ''}"
+
+
+def _count(found: Preview) -> str:
+    return _settings(found) + (" and the recipe's own" if len(found.compared()) > len(found.rows) else "")
 
 
 def _reference_words(found: Preview, best: Outcome) -> str:

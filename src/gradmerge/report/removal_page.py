@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..refinement.influence import InfluenceRemoval
+from ..tasks.uncertainty import TIE
 from .figures import Series, curves
 from .notebook import in_notebooks
-from .numbers import number
 from .page import Figure, Page, Section, Table, Value, made
 
 HOW = (
@@ -32,14 +32,14 @@ def removal_page(found: InfluenceRemoval, base: str, forget: str, keep: str, com
 
 def removal_card(found: InfluenceRemoval, forget: str, keep: str) -> str:
     """The model card below its title."""
-    before, after, rows = found.before, found.after, found.rows
+    count = found.rows["forget_rows"]
+    lines = "\n".join(f"| {name} | {before:.4g} | {after:.4g} |" for name, before, after, _ in found.losses())
     return f"""\
-What the model had learned from {rows["forget_rows"]} examples was taken out by **influence steps** with gradmerge.
+What the model had learned from {count} examples was taken out by **influence steps** with gradmerge.
 
 | mean loss of an example | before | after |
 |---|---:|---:|
-| to be forgotten | {before.forget:.4g} | {after.forget:.4g} |
-| kept | {before.kept:.4g} | {after.kept:.4g} |
+{lines}
 
 {_budget_words(found)} `gradmerge.json` in this repository holds every step.
 """
@@ -47,14 +47,15 @@ What the model had learned from {rows["forget_rows"]} examples was taken out by 
 
 def verdict(found: InfluenceRemoval) -> list[str]:
     """What a user should know, in sentences."""
-    before, after = found.before, found.after
-    lost = f"**{number(before.forget)} to {number(after.forget)}**"
-    return [f"The mean loss of an example that is to be forgotten rose from {lost}.", _budget_words(found)]
+    _, before, after, rise = found.losses()[0]
+    tied = " That is no more than two standard errors." if rise.error and abs(rise) <= TIE * rise.error else ""
+    lost = f"went from **{before:.4g} to {after:.4g}**"
+    return [f"The mean loss of an example that is to be forgotten {lost}.{tied}", _budget_words(found)]
 
 
 def _budget_words(found: InfluenceRemoval) -> str:
-    before, after = found.before, found.after
-    rose = f"The loss of a kept one went from {number(before.kept)} to {number(after.kept)} ({100 * found.used:+.3g} %)"
+    _, before, after, _ = found.losses()[1]
+    rose = f"The loss of a kept one went from {before:.4g} to {after:.4g} ({found.used_words} on the same rows)"
     return (
         f"{rose}; the budget was {100 * found.budget:.4g} %."
         if found.budget is not None
@@ -83,7 +84,7 @@ def _chart(found: InfluenceRemoval) -> Figure:
     if found.budget is not None:
         marks.append((f"budget, +{100 * found.budget:.3g} %", found.before.kept * (1 + found.budget)))
     last = series[-1].name
-    stars = [(last, found.rounds[-1].chosen.forget, found.rounds[-1].chosen.kept)]
+    stars = [(last, found.after.forget, found.after.kept)]
     forgotten, kept = (
         "mean loss of an example to forget, higher is better",
         "mean loss of a kept example, lower is better",
@@ -93,12 +94,9 @@ def _chart(found: InfluenceRemoval) -> Figure:
 
 
 def _losses(found: InfluenceRemoval) -> Table:
-    before, after = found.before, found.after
-    rows: list[list[Value]] = [
-        ["to be forgotten", before.forget, after.forget],
-        ["kept", before.kept, after.kept],
-    ]
-    return Table("Mean loss of an example", "losses", ["examples", "before", "after"], rows)
+    rows: list[list[Value]] = [list(row) for row in found.losses()]
+    note = "± is a standard error; that of the rise is taken on the same rows."
+    return Table("Mean loss of an example", "losses", ["examples", "before", "after", "rose by"], rows, note)
 
 
 def _rounds(found: InfluenceRemoval) -> Table:

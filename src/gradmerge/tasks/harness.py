@@ -20,8 +20,10 @@ from ..errors import GradmergeError, InputError
 from ..quiet import quiet_transformers
 from ..text import first_line, nearest
 from .loading import LoadedTask, Loading
+from .metrics import perplexity_rows, ratio_rows
 from .models import device_of, load_model
 from .processors import load_tokenizer
+from .uncertainty import are_shares, standard_error
 
 #: Draws of the bootstrap, for standard errors of metrics that are no means.
 DRAWS = 1000
@@ -36,7 +38,7 @@ class HarnessResult:
     metrics: dict[str, float]
     """By the harness' names; with the filter behind a comma where there is one."""
     errors: dict[str, float | None]
-    """Standard errors, as the harness gives them."""
+    """Standard errors, as the harness gives them, or of the rows where it has none."""
     rows: dict[str, Tensor]
     """Metric → one number per example, whose mean is the metric; those for which that is so."""
     higher: dict[str, bool]
@@ -124,23 +126,28 @@ class Harness:
                 continue
             own = metric.removesuffix("_stderr") + ("" if filter_ == "none" else f",{filter_}")
             (errors if metric.endswith("_stderr") else told)[own] = float(value)
+        if any(map(math.isinf, told.values())):
+            raise InputError(
+                f"--lm-eval {name}: the model's loss is not finite. Its weights are damaged, or the numbers too large "
+                "for its type (try --dtype float32)"
+            )
         inside = _leaves(found.get("group_subtasks") or {}, name)
         samples = [sample for task in inside for sample in found["samples"].get(task, ())]
         rows = {}
         for metric, value in told.items():
             plain, _, filter_ = metric.partition(",")
-            numbers = [one.get(plain) for one in samples if one["filter"] == (filter_ or "none")]
-            if numbers and all(isinstance(number, bool | int | float) for number in numbers):
-                each = torch.tensor(numbers, dtype=torch.float64)
-                if math.isclose(float(each.mean()), value, rel_tol=1e-9, abs_tol=1e-12):
-                    rows[metric] = each
+            each = _each([one.get(plain) for one in samples if one["filter"] == (filter_ or "none")], value)
+            if each is not None:
+                rows[metric] = each
+                # The harness has none for some metrics, and 0 where all examples are right.
+                errors[metric] = errors.get(metric) or standard_error(each, are_shares(each))
         counts = found.get("n-samples", {})
         higher = {
             key: bool(good) for task in inside for key, good in (found["higher_is_better"].get(task) or {}).items()
         }
         return HarnessResult(
             told,
-            {metric: errors.get(metric) if math.isfinite(errors.get(metric) or 0.0) else None for metric in told},
+            {metric: error if math.isfinite(error := errors.get(metric) or math.nan) else None for metric in told},
             rows,
             {metric: higher.get(metric.partition(",")[0], True) for metric in told},
             sum(int(counts[task]["effective"]) for task in inside if task in counts),
@@ -172,6 +179,22 @@ def language_model(
     )
 
 
+def _each(numbers: Sequence[Any], value: float) -> Tensor | None:
+    """One number per example whose mean is a metric, of what the harness keeps of each: a number, or a log-likelihood
+    and the words or bytes that it is of. None where the metric is made of them in another way."""
+    parts = [one if isinstance(one, tuple | list) else (one,) for one in numbers]
+    if not parts or any(len(one) != len(parts[0]) or len(one) > 2 for one in parts):
+        return None
+    if not all(isinstance(number, bool | int | float) for one in parts for number in one):
+        return None
+    each = torch.tensor(parts, dtype=torch.float64)
+    nats = -each[:, 0] if each.shape[1] == 1 else ratio_rows(-each[:, 0], each[:, 1])
+    for rows in (-nats, perplexity_rows(nats), nats / math.log(2)):
+        if math.isclose(float(rows.mean()), value, rel_tol=1e-9, abs_tol=1e-12):
+            return rows
+    return None
+
+
 def _leaves(groups: dict[str, Any], name: str) -> list[str]:
     """The tasks of a group, or a task itself."""
     return [leaf for child in groups.get(name) or () for leaf in _leaves(groups, child)] or [name]
@@ -184,7 +207,8 @@ def _quiet(where: str) -> Iterator[None]:
     before = log.level
     log.setLevel(logging.ERROR)
     try:
-        with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
+        nowhere = io.StringIO()
+        with quiet_transformers(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             yield
     except (GradmergeError, MemoryError, torch.OutOfMemoryError):
         raise

@@ -126,8 +126,8 @@ class LabelMetrics(Metrics):
         hits, seen = 2.0 * (told & true).double(), told.double() + true.double()
         occurring = seen.any(0)
         return {
-            "micro_f1": _ratio(hits.sum(1), seen.sum(1)) if bool(occurring.any()) else None,
-            "macro_f1": _ratio(hits[:, occurring], seen[:, occurring]).mean(1) if bool(occurring.any()) else None,
+            "micro_f1": ratio_rows(hits.sum(1), seen.sum(1)) if bool(occurring.any()) else None,
+            "macro_f1": ratio_rows(hits[:, occurring], seen[:, occurring]).mean(1) if bool(occurring.any()) else None,
             "exact_match": (told == true).all(-1).double(),
             "loss_per_example": losses,
         }
@@ -144,7 +144,7 @@ class SquaredMetrics(Metrics):
             "mse": error.mean(1),
             "pearson_r": _pearson(told, true),
             # The mean of the labels adds nothing of first order: it is where their squared distance is smallest.
-            "r2": 1 - _ratio(error, spread).mean(1) if bool((spread.sum(0) > 0).all()) else None,
+            "r2": 1 - ratio_rows(error, spread).mean(1) if bool((spread.sum(0) > 0).all()) else None,
         }
 
 
@@ -179,14 +179,12 @@ class TokenMetrics(Metrics):
         tokens, right = facts
         if not bool(tokens.any()):
             raise InputError("the data has no token to predict: its texts are too short, or cut before what counts")
-        per_token = _ratio(losses, tokens)
-        mean = per_token.mean()
+        per_token = ratio_rows(losses, tokens)
         return {
             "loss_per_token": per_token,
-            # Beyond 700 it is no float64; rows that are not finite have no error.
-            "perplexity": mean.exp() * (1 + per_token - mean) if mean < 700 else torch.full_like(per_token, math.inf),
+            "perplexity": perplexity_rows(per_token),
             "loss_per_example": losses,
-            "token_accuracy": _ratio(right, tokens),
+            "token_accuracy": ratio_rows(right, tokens),
         }
 
 
@@ -207,12 +205,18 @@ METRICS: Mapping[str, type[Metrics]] = {
 }
 
 
-def _ratio(tops: Tensor, bottoms: Tensor) -> Tensor:
+def ratio_rows(tops: Tensor, bottoms: Tensor) -> Tensor:
     """A ratio of two means over examples, as a mean over examples: r + (top − r · bottom) / mean bottom."""
     whole = bottoms.mean(0)
     ratio = tops.mean(0) / whole
     rows: Tensor = ratio + (tops - ratio * bottoms) / whole
     return rows
+
+
+def perplexity_rows(losses: Tensor) -> Tensor:
+    """exp of a mean over examples, likewise. Beyond 700 it is no float64; rows that are not finite have no error."""
+    mean = losses.mean()
+    return mean.exp() * (1 + losses - mean) if mean < 700 else torch.full_like(losses, math.inf)
 
 
 def _pearson(told: Tensor, true: Tensor) -> Tensor | None:

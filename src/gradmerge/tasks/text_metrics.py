@@ -79,14 +79,18 @@ class Generation:
 
 
 def judge_of(text: str) -> Judge:
-    """The function that `--judge module:function` names; modules are found as Python does, or in the working folder."""
-    where, colon, name = text.partition(":")
+    """The function that `--judge` names: `module:function`, of a module that Python finds or of the working folder, or
+    `file.py:function`."""
+    where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
-        raise InputError(f"--judge {text}: write module:function, such as mypackage.judges:score")
-    here = str(Path.cwd())
+        raise InputError(f"--judge {text}: write module:function, such as mypackage.judges:score, or judges.py:score")
+    file = Path(where).absolute() if where.endswith(".py") else None
+    here = str(Path.cwd() if file is None else file.parent)
     sys.path.append(here)
     try:
-        found: Any = importlib.import_module(where)
+        found: Any = importlib.import_module(where if file is None else file.stem)
+        if file is not None and Path(found.__file__ or "") != file:
+            raise ImportError(f"{file.stem} is the name of another module; rename the file")
         for part in name.split("."):
             found = getattr(found, part)
     except Exception as error:  # a module may raise anything

@@ -6,7 +6,8 @@
 - The error of any other metric is that of a mean over examples, √(variance/n): every metric is written as the mean of
   one number per example (``Metrics.rows``), to first order.
 - Two models are compared on the same examples: the error is that of the mean of the differences. Of right and wrong
-  answers, half an example is added to each of the four cells of the table (Agresti and Min), as few examples differ.
+  answers, one example is added that only the one has right, and one that only the other has (Bonett and Price), as
+  few examples differ.
 - Two numbers are tied where they differ by no more than two standard errors. Nothing is corrected for the number of
   comparisons.
 """
@@ -62,11 +63,16 @@ def standard_errors(rows: Mapping[str, Tensor]) -> dict[str, float | None]:
     return {name: error if math.isfinite(error) else None for name, error in found.items()}
 
 
+def are_shares(rows: Tensor) -> bool:
+    """Whether the mean of one number per example is a share of the examples."""
+    return bool(((rows == 0) | (rows == 1)).all())
+
+
 def difference(rows: Tensor, others: Tensor) -> Difference:
     """How much larger the mean of ``rows`` is than that of ``others``: the same examples in the same order."""
     apart, count = rows.double() - others.double(), len(rows)
     value = float(apart.mean())
-    if not all(bool(((one == 0) | (one == 1)).all()) for one in (rows, others)):
+    if not (are_shares(rows) and are_shares(others)):
         return Difference(value, float(apart.std()) / math.sqrt(count) if count > 1 else math.nan)
     more = count + 2
     return Difference(value, math.sqrt(float(apart.square().sum()) + 2 - float(apart.sum()) ** 2 / more) / more)
