@@ -88,6 +88,12 @@ def test_scripts_without_prior_trainer_leave_curvature_and_the_penalty(
     assert any(not torch.equal(tuned[key], base[key]) for key in base)
     assert gm.Curvature.load(out / "tuned" / "curvature").keys() == gm.Curvature.load(out / "base" / "curvature").keys()
     assert (out / "tuned" / "gradmerge_penalty.json").is_file()
+    gm.merge({"method": "gradient-matching", "base": str(out / "base"), "models": [str(out / "tuned")]}, out / "merged")
+    h0, h, p = (gm.Curvature.load(out / f) for f in ("base/curvature", "tuned/curvature", "tuned/penalty"))
+    for key, found in load_file(out / "merged" / "model.safetensors").items():
+        ratio = (p[key].double() + h[key]) / (h0[key].double() + h[key] + 1e-10)
+        torch.testing.assert_close(found, (base[key] + ratio * (tuned[key] - base[key])).float(), rtol=1e-4, atol=1e-5)
+    assert any(bool((p[key] != h0[key]).any()) for key in base)
 
 
 def test_the_script_with_adapters_ends_with_a_merge_that_is_better_on_both(
@@ -97,3 +103,5 @@ def test_the_script_with_adapters_ends_with_a_merge_that_is_better_on_both(
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if " loss " in line]
     loss = {(name, task): float(value) for name, _, task, _, value, *_ in lines}
     assert all(loss["merged", task] < loss["base", task] for task in ("twos:", "threes:"))
+    found = gm.Curvature.load(Path("example-adapters/twos/curvature"))
+    assert found.keys() == load_file("example-adapters/base/model.safetensors").keys() and found.examples == 100

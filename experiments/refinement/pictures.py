@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import gradmerge as gm
 
 from ..common.states import State
 from ..vision import run
-from ..vision.settings import epochs_on
 from .study import Study
 
 
@@ -25,25 +23,7 @@ class PictureSeed(run.Seed, Study):
         self.trained = ["base", "joint", *(f"tuned-{task}" for task in self.tasks)]
 
     def results(self) -> dict[str, Any]:
-        settings, stages = self.settings, self.stages.run
-        given = {"seed": self.seed, "data": self.run.sets, "encoder": settings.encoder, "rows": settings.base_rows}
-        given |= {"model": self.run.model}
-        trained = {"base": stages("base", self._base, given=given)}
-        for task in self.tasks:
-            training = replace(settings.fine_tuning, epochs=epochs_on(settings, self.run.sets[task]["train"]))
-            trained[task] = stages(
-                f"tuned-{task}",
-                lambda folder, task=task, training=training: self._tuned(folder, [task], training),
-                given=asdict(training),
-                after=["base"],
-            )
-        trained["joint"] = stages(
-            "joint",
-            lambda folder: self._tuned(folder, self.tasks, settings.joint),
-            given=asdict(settings.joint),
-            after=["base"],
-        )
-        return {"seed": self.seed, "trained": trained, **self.compare()}
+        return {"seed": self.seed, "trained": self.train(), **self.compare()}
 
     def states(self) -> dict[str, State]:
         tuned = {task: self._state(f"tuned-{task}") for task in self.tasks}

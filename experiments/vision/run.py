@@ -90,40 +90,24 @@ class Seed(seeds.Seed):
 
     def results(self) -> dict[str, Any]:
         run, settings, tasks = self.stages.run, self.settings, self.settings.tasks
-        given = {"seed": self.seed, "data": self.run.sets, "size": self.run.size}
-        how = {"pretraining": settings.pretraining and asdict(settings.pretraining), "encoder": settings.encoder}
-        base = run("base", self._base, given=given | how | {"model": self.run.model, "rows": settings.base_rows})
-        trained = {}
-        for task in tasks:
-            training = replace(settings.fine_tuning, epochs=epochs_on(settings, self.run.sets[task]["train"]))
-            trained[task] = run(
-                f"tuned-{task}",
-                lambda folder, task=task, training=training: self._tuned(folder, [task], training),
-                given=asdict(training),
-                after=["base"],
-            )
-            for labels in LABELS:
-                run(
-                    f"{labels}-{task}",
-                    lambda folder, task=task, labels=labels: self._curvature(
-                        folder, f"tuned-{task}", [task], None, labels
-                    ),
-                    after=[f"tuned-{task}"],
-                )
-            run(f"gram-{task}", lambda folder, task=task: self._gram(folder, task), after=[f"tuned-{task}"])
-        trained["joint"] = run(
-            "joint",
-            lambda folder: self._tuned(folder, tasks, settings.joint),
-            given=asdict(settings.joint),
-            after=["base"],
-        )
+        trained = self.train()
         for labels in LABELS:
+            for place in tasks:
+                run(
+                    f"{labels}-{place}",
+                    lambda folder, place=place, labels=labels: self._curvature(
+                        folder, f"tuned-{place}", [place], None, labels
+                    ),
+                    after=[f"tuned-{place}"],
+                )
             run(
                 f"{labels}-base",
                 lambda folder, labels=labels: self._curvature(folder, "base", tasks, settings.base_rows, labels),
                 given={"rows": settings.base_rows},
                 after=["base"],
             )
+        for task in tasks:
+            run(f"gram-{task}", lambda folder, task=task: self._gram(folder, task), after=[f"tuned-{task}"])
         found = run(
             "merges",
             self._merges,
@@ -134,7 +118,32 @@ class Seed(seeds.Seed):
                 *(f"gram-{task}" for task in tasks),
             ],
         )
+        base = trained.pop("base")
         return {"base": base, "training": trained, **found, "seconds": self.stages.seconds()}
+
+    def train(self) -> dict[str, Any]:
+        """The base, a model for every task and one for all together (`joint`); what is known of each training."""
+        run, settings, tasks = self.stages.run, self.settings, self.settings.tasks
+        given = {"seed": self.seed, "data": self.run.sets, "size": self.run.size}
+        how = {"pretraining": settings.pretraining and asdict(settings.pretraining), "encoder": settings.encoder}
+        trained = {
+            "base": run("base", self._base, given=given | how | {"model": self.run.model, "rows": settings.base_rows})
+        }
+        for task in tasks:
+            training = replace(settings.fine_tuning, epochs=epochs_on(settings, self.run.sets[task]["train"]))
+            trained[task] = run(
+                f"tuned-{task}",
+                lambda folder, task=task, training=training: self._tuned(folder, [task], training),
+                given=asdict(training),
+                after=["base"],
+            )
+        trained["joint"] = run(
+            "joint",
+            lambda folder: self._tuned(folder, tasks, settings.joint),
+            given=asdict(settings.joint),
+            after=["base"],
+        )
+        return trained
 
     def _images(self, tasks: Sequence[str], split: str, first: int | None = None) -> Images:
         data = self.run.out / "data"

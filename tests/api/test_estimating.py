@@ -199,7 +199,7 @@ def test_a_run_that_was_stopped_goes_on(place: Path, name: str, likelihood: str,
     assert clock.begun == [("estimating", whole.examples, 4)]
     assert clock.done == whole.examples - 4
     assert_same(gm.Curvature.load(tmp_path / "c"), dict(whole), 1e-6)
-    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["curvature.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["README.md", "curvature.safetensors"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "whole"]
 
 

@@ -695,7 +695,7 @@ def test_the_key_adapter_puts_an_adapter_on_a_model_whatever_base_it_names(tmp_p
     assert_close(read_model(tmp_path / "out"), slow.task_arithmetic(want[0], [want[1]], [0.4]), 1e-6)
     assert [n for n in result.notes if "./tuned+./adapter1" in n and "it is applied to ./tuned" in n]
     assert not [n for n in result.notes if "applied to ./base" in n]
-    assert "`./tuned` with `./adapter1`" in (tmp_path / "out/README.md").read_text()
+    assert "`tuned` with `adapter1`" in (tmp_path / "out/README.md").read_text()
     with pytest.raises(InputError, match=r"adapter0: lies in|adapter0: exists|holds"):
         gm.merge(tmp_path / "recipe.yml", tmp_path / "adapter0", force=True)
     assert (adapters[0] / "adapter_config.json").is_file()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import hashlib
 import json
 import os
 import re
@@ -112,10 +114,26 @@ def test_the_commands_print_through_one_place() -> None:
 
 
 class Scripts(HTMLParser):
-    count = 0
+    """The scripts of a page: those that run, and data in JSON."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.run: list[str] = []
+        self.data: list[str] = []
+        self._into: list[str] | None = None
+        self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.count += tag == "script"
+        if tag == "script":
+            self._into = self.data if dict(attrs).get("type") == "application/json" else self.run
+            self._into.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self._into is not None:
+            self._into[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._into = None
 
 
 @pytest.mark.parametrize("command", [["diagnose"], ["preview", "--weights", "0,1"]])
@@ -126,9 +144,12 @@ def test_reports_on_hostile_names_are_safe_to_open(hostile: Path, tmp_path: Path
         assert printable(text) == text, path.name
         if path.suffix == ".csv":
             assert not re.search(r'(^|,)"?[=+@]', text, re.MULTILINE), path.name
-    page = Scripts()
-    page.feed((tmp_path / "out" / "report.html").read_text("utf-8"))
-    assert page.count == 1
+    text = (tmp_path / "out" / "report.html").read_text("utf-8")
+    page = Scripts(text)
+    hashes = {base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in page.run}
+    assert hashes and hashes == set(re.findall(r"'sha256-([^']+)'", text.partition("script-src")[2].partition(";")[0]))
+    assert not [script for script in page.run if "all is lost" in script]
+    assert all(json.loads(data) for data in page.data)
     clean(*command, hostile / "recipe.yml", "-o", tmp_path / "json", "--json")
 
 

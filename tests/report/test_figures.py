@@ -49,12 +49,25 @@ def test_a_figure_holds_the_numbers_it_is_given() -> None:
     assert line.table().columns == ["series", "λ", "loss, nats", "note"]
     assert line.table().rows == [["a", 0.0, 2.0, "p"], ["a", 1.0, None, "q"]]
     marked = curves([Series("a", [0], [2.0])], "x", "y", marks=[("base", 0.5)], stars=[("a", 0, 2.0)])
-    also = [["base", None, 0.5, "reference"], ["a", 0.0, 2.0, "★ best"]]
+    also = [["base", None, 0.5, "reference"], ["a", 0.0, 2.0, "★ taken"]]
     assert Figure("t", "t", marked).table().rows == [["a", 0.0, 2.0, None], *also]
     bar = Figure("t", "t", bars(["x", "y"], {"m": [1.0, 4.0], "n": [-2.0, None]}, "loss"))
     assert bar.table().rows == [["x", "m", 1.0], ["y", "m", 4.0], ["x", "n", -2.0], ["y", "n", None]]
     heat = Figure("t", "t", heat_map(["r", "s"], ["a", "b"], [[1.0, 10.0], [None, 3.0]], "v"))
     assert heat.table().rows == [["r", "a", 1.0], ["r", "b", 10.0], ["s", "a", None], ["s", "b", 3.0]]
+
+
+def test_of_many_points_only_those_that_nothing_beats_have_error_bars() -> None:
+    many = [float(i) for i in range(100)]
+    front = [(99.0, 3.0), (5.0, 95.0)]
+    ys = [3.0 if x == 99 else 95.0 if x == 5 else x / 100 for x in many]
+    for shown, barred in ((slice(0, 50), None), (slice(0, 100), {(5.0, 95.0), (99.0, 3.0)})):
+        series = Series("a", many[shown], ys[shown], errors=[0.5] * len(many[shown]))
+        drawn = trade_off([series], "x", "y", front=front).to_dict()
+        rules = [layer for layer in drawn["layer"] if layer["mark"]["type"] == "rule"]
+        own = [drawn["datasets"][rule["data"]["name"]] if "data" in rule else None for rule in rules]
+        found = [None if rows is None else {(row["x"], row["y"]) for row in rows} for rows in own]
+        assert found == [barred], "without rows of its own, a layer draws all"
 
 
 def test_errors_that_are_known_are_drawn_and_listed() -> None:

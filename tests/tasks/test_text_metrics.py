@@ -183,12 +183,14 @@ def test_an_evaluation_has_both_the_loss_and_what_was_written(tmp_path: Path) ->
 
     def judge(prompt: str, answer: str, reference: str) -> float:
         seen.append((prompt, answer, reference))
-        return len(answer.split())
+        return len(prompt) + len(answer.split())
 
     generation = gm.Generation(["exact-match", "rouge"], judge=judge, max_new_tokens=4)
     found = gm.evaluate(model, data, generation=generation, device="cpu", progress=False)
     assert [(prompt, reference) for prompt, _, reference in seen] == [(row["prompt"], "cat") for row in rows]
-    lengths = torch.tensor([float(len(answer.split())) for _, answer, _ in seen], dtype=torch.float64)
+    lengths = torch.tensor(
+        [float(len(prompt) + len(answer.split())) for prompt, answer, _ in seen], dtype=torch.float64
+    )
     assert found["judge"] == float(lengths.mean())
     assert found["standard_errors"]["judge"] == pytest.approx(float(lengths.std()) / math.sqrt(6))
     assert found["exact_match"] == sum(answer.strip() == "cat" for _, answer, _ in seen) / 6

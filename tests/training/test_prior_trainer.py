@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import subprocess
 import sys
 import textwrap
@@ -20,8 +19,6 @@ from transformers.utils import logging
 import gradmerge as gm
 
 from ..curvature.training import examples, fresh
-
-PAGE = Path(__file__).parent.parent.parent / "docs" / "training.md"
 
 
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
@@ -297,48 +294,3 @@ def test_without_accelerate_it_says_what_to_install() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert "pip install 'gradmerge[train]'" in done.stdout, done.stderr
-
-
-def documented(*words: str) -> str:
-    """The page's snippet that has all these words."""
-    (found,) = [s for s in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if all(w in s for w in words)]
-    return str(found)
-
-
-@pytest.mark.parametrize(
-    "words", [("gm.PriorTrainer(", "base/curvature"), ("Trainer(", "optimizers=("), ("in batches:",)]
-)
-def test_what_the_page_shows_gives_a_model_with_its_curvature(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = examples("bert", 40)
-    batches = [default_data_collator(data[i : i + 4]) for i in range(0, 40, 4)]
-    start = fresh("bert")
-    gm.estimate_curvature(start, batches).save("base/curvature")
-    model = copy.deepcopy(start)
-    settings = arguments(Path("tuned"), max_steps=10)
-    exec(documented(*words), {"model": model, "arguments": settings, "data": data, "batches": batches})
-    stored = load_file("tuned/model.safetensors")
-    assert not torch.equal(stored["classifier.weight"], start.classifier.weight)
-    start.save_pretrained("base")
-    gm.merge({"method": "gradient-matching", "base": "base", "models": ["tuned"]}, "merged")
-    merged, name = load_file("merged/model.safetensors"), "classifier.weight"
-    h0, h, p = (gm.Curvature.load(f)[name].double() for f in ("base/curvature", "tuned/curvature", "tuned/penalty"))
-    assert bool((p != h0).any())
-    ratio = (p + h) / (h0 + h + 1e-10)
-    torch.testing.assert_close(merged[name], start.classifier.weight + ratio * (stored[name] - start.classifier.weight))
-
-
-def test_what_the_page_shows_of_lora_gives_curvature_of_the_full_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(
-        documented("peft_model"),
-        {"peft_model": adapter(), "arguments": arguments(Path("tuned")), "data": examples("llama-untied", 10)},
-    )
-    assert Path("tuned/adapter_model.safetensors").is_file()
-    found = gm.Curvature.load("tuned/curvature")
-    assert found.keys() == {n for n, _ in fresh("llama-untied").named_parameters()}
-    assert found.examples == 10

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
 
-from .._version import __version__
 from ..arguments import checked
 from ..diagnostics.diagnosis import Diagnosis, find_costs
 from ..diagnostics.grid import Space, grid
@@ -24,7 +22,7 @@ from ..progress import Progress, shown
 from ..recipe import Recipe
 from ..report.diagnosis_page import diagnosis_page
 from ..report.diagnosis_words import costliest, verdict
-from ..report.page import write_report
+from ..report.page import made, write_report
 from ..storage.staging import Staging
 from ..tasks import Loading, complete
 from ..tasks.data_sources import data_paths
@@ -123,8 +121,7 @@ def recipe_text(recipe: Recipe) -> str:
 def provenance(recipe: Recipe, data: Mapping[str, str]) -> dict[str, str]:
     """Where a report comes from."""
     facts = {
-        "made by": f"gradmerge {__version__}",
-        "made at": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        **made(),
         "recipe": recipe.file.name if recipe.file is not None else "given on the command line",
         "method": recipe.method,
         "reduction": str(recipe.reduction),

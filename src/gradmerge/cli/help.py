@@ -26,7 +26,8 @@ class HelpFormatter(PlainContext.formatter_class):  # type: ignore[misc]
         super().write(string.replace(UNBROKEN, "-"))
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
-        super().write_usage(prog, args.replace("-", UNBROKEN), prefix)
+        # Typer puts braces around what must be given; everybody else around nothing.
+        super().write_usage(prog, args.translate({ord("{"): None, ord("}"): None, ord("-"): UNBROKEN}), prefix)
 
     def write_text(self, text: str) -> None:
         super().write_text(text.replace("-", UNBROKEN))
@@ -34,10 +35,11 @@ class HelpFormatter(PlainContext.formatter_class):  # type: ignore[misc]
     def write_dl(self, rows: Any, *rest: Any, **more: Any) -> None:
         super().write_dl([(first, second.replace("-", UNBROKEN)) for first, second in rows], *rest, **more)
 
-    def write_examples(self, examples: list[str]) -> None:
+    def write_examples(self, epilog: str) -> None:
         """Commands, each on lines that a shell takes together."""
-        with self.section("Examples" if len(examples) > 1 else "Example"):
-            for example in examples:
+        title, _, examples = epilog.partition(": ")
+        with self.section(title):
+            for example in examples.split(BETWEEN):
                 self.write(command_lines(example, self.width - self.current_indent, " " * self.current_indent))
 
 
@@ -73,11 +75,12 @@ class CommandWithHelp(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         if self.epilog:
-            formatter.write_examples(self.epilog.partition(": ")[2].split(BETWEEN))
+            formatter.write_examples(self.epilog)
 
 
 class GroupWithHelp(TyperGroup):
     context_class = HelpContext
+    format_epilog = CommandWithHelp.format_epilog
 
 
 class Commands(typer.Typer):

@@ -25,7 +25,7 @@ EXAMPLE = "Examples: gradmerge inspect ./model   ·   gradmerge inspect ./base .
 @command
 def inspect(
     *,
-    model: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models; the first is taken as the base.")],
+    model: Annotated[list[str], typer.Argument(metavar="MODEL", help="Models; the first is taken as the base.")],
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Leave tensors out of the comparison.")
     ] = None,

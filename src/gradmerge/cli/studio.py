@@ -24,7 +24,7 @@ def studio(
     *,
     source: Annotated[
         Path,
-        typer.Argument(metavar="[RECIPE | DEMO_DIR]", help="Recipe file (YAML), or the folder of gradmerge demo."),
+        typer.Argument(metavar="RECIPE|DEMO_DIR", help="Recipe file (YAML), or the folder of gradmerge demo."),
     ] = Path("demo"),
     data: Annotated[
         list[str] | None,

@@ -75,6 +75,8 @@ def model_card(
     table = "\n".join(["| | model | weight | curvature |", "|---|---|---|---|", *rows])
     table = _slices(recipe, shown) if recipe.slices else table
     made = "Made from" if rule.name == "removal" else "A merge of"
+    if len(recipe.models) == 1 and recipe.output.format == "adapter":
+        made = "A LoRA adapter from"
     models = f"{len(recipe.models)} fine-tuned {'model' if len(recipe.models) == 1 else 'models'}"
     if recipe.slices:
         number = len(dict.fromkeys(model.model for model in recipe.sources))

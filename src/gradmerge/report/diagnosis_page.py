@@ -73,7 +73,11 @@ def _prediction_section(found: Diagnosis) -> Section:
 def _layer_section(found: Diagnosis) -> Section:
     groups, tasks, excess = found.prediction.groups, found.prediction.tasks, found.prediction.excess
     wholes = {task: excess(found.own, task) for task in tasks}
-    shares = [[ratio(100 * excess(found.own, t, group), wholes[t]) for t in tasks] for group in groups]
+    # A reader asks which layers cost most: beyond hundredths of a percent, digits tell nothing.
+    shares = [
+        [round(100 * excess(found.own, t, group) / wholes[t], 2) if wholes[t] > 0 else None for t in tasks]
+        for group in groups
+    ]
     rows = [[group, *row] for group, row in zip(groups, shares, strict=True)]
     label = "% of the task's predicted loss"
     return Section(

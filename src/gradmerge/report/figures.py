@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: More points of one figure than this are thinned out where they would cover one another.
 MOST_POINTS = 3000
+#: Points of a trade-off beyond which only the best of them have error bars.
+_CROWD = 60
 #: About the width of a letter, in pixels.
 _LETTER = 6.6
 _STAR = "M0-.9L.22-.28L.86-.28L.35.11L.53.73L0 .36L-.53.73L-.35.11L-.86-.28L-.22-.28Z"
@@ -87,7 +89,7 @@ def curves(
     crowded = max((len(one.x) for one in series), default=0) > 40
     points = base.mark_point(filled=True, opacity=1, size=14 if crowded else 50)
     layers.append(points.encode(shape=_shape(names), tooltip=_tooltips(rows, x, y)))
-    chosen = [_named(n, a, b, "★ best") for n, a, b in stars if finite(a) and finite(b)]
+    chosen = [_named(n, a, b, "★ taken") for n, a, b in stars if finite(a) and finite(b)]
     if chosen:
         best = alt.Chart(_data(chosen)).mark_point(shape=_STAR, filled=True, size=560, opacity=1, strokeWidth=1.2)
         best = best.encode(across, up, color=_colour(names), stroke=alt.StrokeValue(palette.LIGHT["paper"]))
@@ -105,7 +107,10 @@ def trade_off(
     front: Sequence[tuple[float, float]] = (),
     present: tuple[float, float] | None = None,
 ) -> LayerChart:
-    """Points, with a line through those that no other beats, and a ring around the present one."""
+    """Points, with a line through those that no other beats, and a ring around the present one.
+
+    Of many points only those on the line have error bars: crosses all over would hide them.
+    """
     alt = _altair()
     rows = [row for one in series for row in spaced(one.rows(), max(2, MOST_POINTS // max(1, len(series))))]
     names = [one.name for one in series]
@@ -116,7 +121,12 @@ def trade_off(
     if len(line) > 1:
         path = alt.Chart(_data(line)).mark_line(strokeWidth=1.5, opacity=0.7, color=palette.LIGHT["ink"])
         layers.append(path.encode(across, up))
-    layers += _whiskers(rows, names, 0.3)
+    whiskers = _whiskers(rows, names, 0.3)
+    if len(rows) > _CROWD:
+        unbeaten = set(front)
+        for layer in whiskers:
+            layer.data = _data([row for row in rows if (row["x"], row["y"]) in unbeaten])
+    layers += whiskers
     points = alt.Chart().mark_point(filled=True, opacity=0.9, size=50 if len(rows) < 400 else 18)
     layers.append(points.encode(across, up, color=_colour(names), shape=_shape(names), tooltip=_tooltips(rows, x, y)))
     if present is not None and all(map(finite, present)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from markupsafe import Markup
 
-__all__ = ["Figure", "Page", "Section", "Table", "Value", "html", "rich", "write_report"]
+__all__ = ["Figure", "Page", "Section", "Table", "Value", "html", "made", "rich", "write_report"]
 
 #: Before anything is shown: a figure's numbers stay hidden until it is drawn, or cannot be.
 _STARTED = 'document.documentElement.className = "js";'
@@ -51,6 +52,12 @@ class Page:
     recipe: str
     provenance: Mapping[str, str]
     commands: Sequence[str] = ()
+
+
+def made() -> dict[str, str]:
+    """What made a report, and when: the beginning of its provenance."""
+    now = datetime.datetime.now(datetime.UTC)
+    return {"made by": f"gradmerge {__version__}", "made at": now.strftime("%Y-%m-%d %H:%M UTC")}
 
 
 def write_report(folder: Path, page: Page) -> list[Path]:

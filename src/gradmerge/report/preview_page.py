@@ -24,6 +24,7 @@ from .preview_words import (
 )
 
 WHISKERS = "Lines through points reach one standard error to each side."
+STARS = "A star is the setting that is taken of a method."
 #: With more tasks than this, pairs of tasks are not drawn one by one.
 PAIRS = 4
 #: With more values of other keys than this, only the curve with the best setting of a method is drawn.
@@ -40,7 +41,10 @@ def preview_page(
     sections = [*([layers_section(found, over)] if over is not None else []), _curves(found)]
     front = _fronts(found)
     if front:
-        text = "Every setting as a point: no setting on the front can be improved for one without losing on the other."
+        text = (
+            "Every setting is a point. The line joins those that cannot be improved for one task without losing on "
+            "the other."
+        )
         sections.append(Section("Trade-offs", text, front))
     tables = [best_table(found), top_table(found), *([alone_table(found)] if found.alone else [])]
     what = "Measured" if found.measured else "Predicted"
@@ -79,7 +83,10 @@ def _curves(found: Preview) -> Section:
     for task in found.tasks:
         unit = _label(found, _task_unit(found, task), found.higher(task))
         charts.append(_chart(found, f"Task {task}", f"task-{task}", unit, _value(found, task), _marks(found, task)))
-    shown = [chart for chart in (*charts, *_maps(found, name, label)) if chart is not None]
+    drawn = [chart for chart in charts if chart is not None]
+    if drawn and found.best() is not None:
+        text = f"{text} {STARS}"
+    shown = [*drawn, *_maps(found, name, label)]
     return Section(f"Against the {found.axis.partition(',')[0]}" if shown else "What was looked at", text, shown)
 
 

@@ -15,7 +15,7 @@ from .page import Table, Value
 from .preview_words import range_words, reference_words, weights_words
 
 #: Settings that the report's own table shows; preview.csv has all.
-SHOWN = 200
+SHOWN = 50
 ERRORS = "± is a standard error."
 
 
@@ -82,8 +82,9 @@ def top_table(found: Preview) -> Table:
     rows: list[list[Value]] = [_cells(found, row) for row in ranked[:SHOWN]]
     setting = ["method", "weights", *(["changed"] if _changed(found) else [])]
     columns = [*setting, unit_of(found, found.criterion.name), "rank", *_task_columns(found)]
-    note = f"The first {SHOWN} of {len(ranked)}. " if len(ranked) > SHOWN else ""
-    return Table("All settings", "settings", columns, rows, note + (ERRORS if found.measured else ""))
+    cut = len(ranked) > SHOWN
+    note = (f"The first {SHOWN} of {len(ranked)}. " if cut else "") + (ERRORS if found.measured else "")
+    return Table("First settings" if cut else "All settings", "settings", columns, rows, note)
 
 
 def alone_table(found: Preview) -> Table:

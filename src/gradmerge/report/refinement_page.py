@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._version import __version__
 from ..diagnostics.scores import headline, loss_name, measured
 from ..markdown import to_yaml
 from ..refinement.rounds import Refinement
@@ -14,7 +12,7 @@ from ..text import Measured
 from .figures import Series, curves
 from .notebook import in_notebooks
 from .numbers import in_plain_words
-from .page import Figure, Page, Section, Table, Value
+from .page import Figure, Page, Section, Table, Value, made
 
 
 def refinement_page(done: Refinement, start: str, facts: Mapping[str, Any], commands: Sequence[str]) -> Page:
@@ -24,8 +22,7 @@ def refinement_page(done: Refinement, start: str, facts: Mapping[str, Any], comm
         sections.append(Section("Notes", "\n\n".join(done.notes)))
     tasks = facts["tasks"]
     provenance = {
-        "made by": f"gradmerge {__version__}",
-        "made at": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        **made(),
         "start": start,
         "method": done.method,
         **{f"data of {name}": f"{task['data']}, {task['rows']} rows" for name, task in tasks.items()},

@@ -8,7 +8,7 @@ from ..refinement.influence import InfluenceRemoval
 from ..tasks.uncertainty import TIE
 from .figures import Series, curves
 from .notebook import in_notebooks
-from .page import Figure, Page, Section, Table, Value
+from .page import Figure, Page, Section, Table, Value, made
 
 HOW = (
     "Each step goes along (S + λ)⁻¹ g: g the gradient of what is to be forgotten, S the Kronecker curvature of what is "
@@ -26,7 +26,7 @@ def removal_page(found: InfluenceRemoval, base: str, forget: str, keep: str, com
         Section("Steps", HOW, (), [_losses(found), _rounds(found)]),
         *([Section("Notes", "\n\n".join(found.notes))] if found.notes else []),
     ]
-    given = {"model": base, "forget": forget, "keep": keep}
+    given = {**made(), "model": base, "forget": forget, "keep": keep}
     return Page(f"Removal from {base}", counted, verdict(found), sections, "", given, commands)
 
 
@@ -55,7 +55,7 @@ def verdict(found: InfluenceRemoval) -> list[str]:
 
 def _budget_words(found: InfluenceRemoval) -> str:
     _, before, after, _ = found.losses()[1]
-    rose = f"That of a kept one went from {before:.4g} to {after:.4g} ({found.used_words} on the same rows)"
+    rose = f"The loss of a kept one went from {before:.4g} to {after:.4g} ({found.used_words} on the same rows)"
     return (
         f"{rose}; the budget was {100 * found.budget:.4g} %."
         if found.budget is not None
