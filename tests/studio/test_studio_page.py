@@ -92,6 +92,19 @@ def test_a_slider_answers_to_the_keyboard(page: Page) -> None:
     assert page.get_by_label("number input for yelp", exact=True).input_value() == "1.5"
 
 
+def test_a_number_is_typed_letter_by_letter(page: Page) -> None:
+    box = page.get_by_label("number input for yelp", exact=True)
+    for typed, taken in (("", "0"), ("9", "1.5"), ("0.7", "0.7")):
+        box.click()
+        page.keyboard.press("ControlOrMeta+A")
+        page.keyboard.press("Backspace")
+        box.press_sequentially(typed, delay=30)
+        page.get_by_role("heading", name="gradmerge studio").click()
+        page.wait_for_function(f"document.querySelector('.gm-weight input[type=number]').value === '{taken}'")
+    page.wait_for_function("document.querySelector('.gm-board:not(.stale)')")
+    assert page.get_by_test_id("toast-body").count() == 0
+
+
 def test_of_many_quick_moves_the_last_is_shown(page: Page) -> None:
     number = page.get_by_label("number input for yelp", exact=True)
     for weight in (0.1, 0.3, 0.5, 0.7, 0.9, 1):
