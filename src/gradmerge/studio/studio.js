@@ -76,6 +76,11 @@
         console.error(error);
       }
     }
+    // What a button answers may lie below the edge of the column.
+    for (const told of document.querySelectorAll(".gm-kept .gm-message:not([data-seen])")) {
+      told.dataset.seen = "";
+      told.scrollIntoView({ block: "nearest" });
+    }
   }
   const watch = { childList: true, subtree: true, attributes: true, attributeFilter: ["data-spec", "class", "style"] };
   let waiting = false;
