@@ -265,6 +265,26 @@ def test_who_waits_for_another_measurement_can_be_stopped(explorer: gm.Explorer)
     assert [row.setting.weights for row in explorer.history] == [(0.2, 1.0)]
 
 
+def test_explorers_take_turns(explorer: gm.Explorer, texts: Path) -> None:
+    """How many threads torch takes is a setting of the whole process."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow() -> bool:
+        inside.set()
+        return not go_on.wait(60)
+
+    with gm.explore(texts / "plain.yml", data_of(texts)) as other:
+        first = threading.Thread(target=lambda: explorer.measure(explorer.setting(weights={"a": 0.15}), slow))
+        first.start()
+        assert inside.wait(60)
+        with pytest.raises(gm.Superseded):
+            other.measure(other.own, lambda: True)
+        assert other.history == []
+        go_on.set()
+        first.join()
+        assert other.measure(other.own) in other.history
+
+
 def test_what_was_measured_is_remembered_once(explorer: gm.Explorer) -> None:
     first = explorer.measure(explorer.own)
     assert explorer.measure(explorer.setting("gradient-matching", {"a": 1, "b": [1.0, 1.0]})) is first
@@ -466,7 +486,7 @@ def test_a_setting_that_cannot_be_is_refused(shared: gm.Explorer, arguments: tup
 
 
 def test_wrong_requests_say_what_is_wrong(texts: Path, shared: gm.Explorer, tmp_path: Path) -> None:
-    with pytest.raises(gm.InputError, match="needs rows of the tasks"):
+    with pytest.raises(gm.InputError, match="no rows to measure settings on"):
         gm.explore(texts / "recipe.yml")
     with pytest.raises(gm.InputError, match="is a folder, and no demo"):
         gm.explore(tmp_path)

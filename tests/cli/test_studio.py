@@ -40,7 +40,7 @@ def test_a_port_in_use_is_refused(recipe: Path) -> None:
         (["--port", "70000"], "between 0 and 65535"),
         (["--host", "no.such.host.invalid"], "no page can be served there"),
         (["--data", "a"], "give the task's name and its data"),
-        ([], "needs rows of the tasks"),
+        ([], "no rows to measure settings on"),
     ],
 )
 def test_wrong_options_are_refused(recipe: Path, options: list[str], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,9 +29,9 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture
-def tab(chromium: Browser) -> Iterator[Page]:
-    """A tab with a profile of its own. A page that complains of anything fails its test."""
+@contextmanager
+def new_tab(chromium: Browser) -> Iterator[Page]:
+    """A tab with a profile of its own. A page that complains of anything fails."""
     complaints: list[str] = []
 
     def listen(message: ConsoleMessage) -> None:
@@ -43,3 +44,9 @@ def tab(chromium: Browser) -> Iterator[Page]:
         page.on("pageerror", lambda error: complaints.append(str(error)))
         yield page
     assert complaints == []
+
+
+@pytest.fixture
+def tab(chromium: Browser) -> Iterator[Page]:
+    with new_tab(chromium) as page:
+        yield page

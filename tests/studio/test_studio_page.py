@@ -14,21 +14,32 @@ import pytest
 
 import gradmerge as gm
 
+from ..report.conftest import new_tab
 from .making import HOSTILE, LABELS, predicted
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
 
-@pytest.fixture
-def page(tab: Page, address: str) -> Iterator[Page]:
-    """The page, opened and measured. A request to another host, and anything that a name runs, fails the test."""
+@pytest.fixture(scope="module")
+def opened_page(chromium: Browser, address: str) -> Iterator[Page]:
+    """The page, opened once. A request to another host, and anything that a name runs, fails the tests."""
     asked: list[str] = []
-    tab.on("request", lambda request: asked.append(request.url))
-    tab.on("dialog", lambda dialog: pytest.fail(f"a name ran: {dialog.message}"))
-    opened(tab, address)
-    yield tab
+    with new_tab(chromium) as tab:
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("dialog", lambda dialog: pytest.fail(f"a name ran: {dialog.message}"))
+        opened(tab, address)
+        yield tab
     assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
+
+
+@pytest.fixture
+def page(opened_page: Page) -> Page:
+    """The page with the recipe's own setting, measured, and its first tab."""
+    opened_page.get_by_role("tab", name="Answers", exact=True).click()
+    with measured(opened_page):
+        opened_page.get_by_role("button", name="Recipe’s own").click()
+    return opened_page
 
 
 def opened(tab: Page, address: str, width: int = 1280) -> None:
@@ -79,8 +90,7 @@ def test_a_moved_slider_is_measured_and_what_is_saved_answers_as_the_page_says(p
     move(page, HOSTILE, 0.3)
     page.get_by_label("New folder for the merge").fill("merged here")
     page.get_by_role("button", name="Save merge").click()
-    page.wait_for_selector(".gm-message.good")
-    assert str(folder / "merged here") in (page.locator(".gm-message.good").text_content() or "")
+    page.get_by_text(f"Saved task-arithmetic 0.6, 0.3 in {folder / 'merged here'}").wait_for()
     assert (value.text_content() or "").startswith(f"{share(texts, labels, folder / 'merged here')} ±")
     record = json.loads((folder / "merged here" / "gradmerge.json").read_text())
     assert [model["weight"] for model in record["recipe"]["models"]] == [0.6, 0.3]
@@ -90,6 +100,19 @@ def test_a_slider_answers_to_the_keyboard(page: Page) -> None:
     with measured(page):
         page.get_by_label("range slider for yelp", exact=True).press("End")
     assert page.get_by_label("number input for yelp", exact=True).input_value() == "1.5"
+
+
+def test_a_number_is_typed_letter_by_letter(page: Page) -> None:
+    box = page.get_by_label("number input for yelp", exact=True)
+    for typed, taken in (("", "0"), ("9", "1.5"), ("0.7", "0.7")):
+        box.click()
+        page.keyboard.press("ControlOrMeta+A")
+        page.keyboard.press("Backspace")
+        box.press_sequentially(typed, delay=30)
+        page.get_by_role("heading", name="gradmerge studio").click()
+        page.wait_for_function(f"document.querySelector('.gm-weight input[type=number]').value === '{taken}'")
+    page.wait_for_function("document.querySelector('.gm-board:not(.stale)')")
+    assert page.get_by_test_id("toast-body").count() == 0
 
 
 def test_of_many_quick_moves_the_last_is_shown(page: Page) -> None:
@@ -131,7 +154,7 @@ def test_a_sweep_draws_the_front(page: Page) -> None:
 def test_names_labels_and_texts_are_shown_and_never_run(page: Page) -> None:
     assert page.get_by_text(HOSTILE, exact=True).count() > 0
     page.wait_for_selector(".gm-answers td")
-    said = page.locator(".gm-answers").text_content() or ""
+    said = page.locator(".gm-answers").first.text_content() or ""
     assert any(label in said for label in LABELS.values()) and "<script>alert(1)</script>" in said
     move(page, HOSTILE, 0.4)
     for name in ("What flipped", "Tried", "Recipe"):
@@ -149,7 +172,7 @@ def test_what_goes_wrong_is_said_in_the_page_which_lives_on(page: Page, folder: 
     page.get_by_label("New folder for the merge").fill("base")
     page.get_by_role("button", name="Save merge").click()
     page.wait_for_selector(".gm-message.error")
-    assert "Choose another place" in (page.locator(".gm-message.error").text_content() or "")
+    assert "exists already" in (page.locator(".gm-message.error").text_content() or "")
     page.get_by_label("New folder for the merge").fill("")
     page.get_by_role("button", name="Save merge").click()
     page.wait_for_function("document.querySelector('.gm-message.error')?.textContent.startsWith('Name a new folder')")
@@ -169,7 +192,7 @@ def test_another_method_brings_its_options_and_the_recipe_follows(page: Page, tm
 
 def test_a_report_of_all_that_was_tried_is_written(page: Page, folder: Path) -> None:
     page.get_by_role("button", name="Write report").click()
-    page.wait_for_selector(".gm-message.good")
+    page.get_by_text("The report is").wait_for()
     assert (folder / "studio-report" / "report.html").is_file()
 
 

@@ -18,7 +18,7 @@ from gradmerge.studio import markup
 from gradmerge.studio.panel import Panel
 from gradmerge.studio.serving import address, is_local, listen
 from gradmerge.studio.studio_page import build
-from gradmerge.studio.workbench import Visit, Workbench, explained
+from gradmerge.studio.workbench import Visit, Workbench, _shaped, explained
 
 from .making import HOSTILE, tiny_recipe
 
@@ -110,6 +110,26 @@ def test_weights_stay_with_another_method_where_its_range_has_them(explorer: Any
     before = moved(panel, panel.shaped(explorer.setting("task-arithmetic", {"yelp": 0.4, HOSTILE: 1.1})))
     setting = panel.read(moved(panel, panel.changed("ties", *before[1 : len(panel.movable)])))
     assert setting.same(explorer.setting("ties", {"yelp": 0.4, HOSTILE: 1.1}))
+
+
+def test_a_sweep_keeps_the_options(explorer: Any) -> None:
+    bench = Workbench(explorer)
+    swept = bench.sweep(explorer.setting("ties", {"yelp": 0.5}, {"options.density": 0.3}))
+    assert {(one.method, one.changes) for one in swept} == {("ties", (("options.density", 0.3),))}
+    assert [set(one.weights) for one in swept][::5] == [{0.0}, {0.75}, {1.5}]
+    bench.close()
+
+
+def test_layers_say_what_they_show(explorer: Any) -> None:
+    bench = Workbench(explorer)
+    shown = bench.figures(Visit(shown=explorer.measure(explorer.own)), ["layers"])
+    assert "How far each layer" in shown and "predicted" not in shown  # there is no curvature
+    bench.close()
+
+
+def test_long_answers_have_all_the_room() -> None:
+    said = [SimpleNamespace(text=text) for text in ("good", "a whole sentence, and another one")]
+    assert [_shaped([one, None]) for one in said] == ["gm-answers", "gm-answers gm-long"]
 
 
 def test_a_read_only_page_cannot_write(explorer: Any) -> None:

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     import altair as alt
 
 
+#: One for all explorers: how many threads torch takes and what transformers says are settings of the whole process.
+_COMPUTING = threading.Lock()
+
+
 def _never() -> bool:
     return False
 
@@ -63,7 +67,7 @@ class Explorer(Displayed):
     ) -> None:
         self.recipe = recipe
         self._threads, self._allowed, self._sources = threads, dict(allowed), dict(data)
-        self._lock, self._predicting = threading.Lock(), threading.Lock()
+        self._predicting = threading.Lock()
         with contextlib.ExitStack() as stack:
             ready = stack.enter_context(merged_first(recipe, None, threads, allowed))
             how: dict[str, Any] = {"generation": generation, "memory": memory, "threads": threads}
@@ -160,20 +164,20 @@ class Explorer(Displayed):
 
     def _check_task(self, task: str) -> None:
         if task not in self.tasks:
-            hint = f"{nearest(task, self.tasks)}\n  Tasks are {', '.join(self.tasks)}."
-            raise InputError(f"{task}: has no data here{hint}")
+            known = ", ".join(self.tasks)
+            raise InputError(f"{task}: has no data here{nearest(task, self.tasks)}\n  Tasks are {known}.")
 
     @contextlib.contextmanager
     def _computing(self, stop: Stop = _never) -> Iterator[None]:
         """Alone, and always on as many threads, so that numbers do not depend on who calls."""
-        while not self._lock.acquire(timeout=0.02):
+        while not _COMPUTING.acquire(timeout=0.02):
             if stop():
                 raise Superseded
         try:
             with self._moves.threads():
                 yield
         finally:
-            self._lock.release()
+            _COMPUTING.release()
 
     def predict(self, setting: Setting) -> dict[str, float] | None:
         """What a setting is predicted to cost each task, from curvature alone.
@@ -188,10 +192,8 @@ class Explorer(Displayed):
         >>> explorer.predict(explorer.own)["yelp"]  # doctest: +SKIP
         1.0
         """
-        found = self._predicted(setting)
-        if found is None:
-            return None
-        return {task: cost / own for task, cost in found.costs.items() if (own := self._own_costs[task]) > 0}
+        costs = None if (found := self._predicted(setting)) is None else found.costs
+        return costs and {task: cost / own for task, cost in costs.items() if (own := self._own_costs[task]) > 0}
 
     def _predicted(self, setting: Setting) -> Outcome | None:
         if self._predictor is None or any(changes_files(key) for key, _ in setting.changes):
@@ -219,8 +221,7 @@ class Explorer(Displayed):
         if known is not None:
             return known
         with self._computing(stop):
-            known = self._measured(setting)
-            if known is None:
+            if (known := self._measured(setting)) is None:
                 known = self._moves.measure(setting, stop, advance or (lambda share: None))
                 self.history.append(known)
             return known
@@ -302,9 +303,8 @@ class Explorer(Displayed):
         self._check_task(task)
         known = ("base", "tuned", "best", "own")
         if against not in known:
-            raise InputError(
-                f"against {against!r}: not known{nearest(against, known)}\n  Known are {', '.join(known)}."
-            )
+            hint = f"{nearest(against, known)}\n  Known are {', '.join(known)}."
+            raise InputError(f"against {against!r}: not known{hint}")
         after = self.measure(setting, stop).rows[task]
         other: Setting | str = BASE if against == "base" else task
         if against in ("best", "own"):
@@ -392,7 +392,7 @@ def explore(
         if not data and (data := data_of_demo(recipe)):
             options["batch_size"] = loading.get("batch_size", 64)
     if not data:
-        raise InputError("explore needs rows of the tasks to measure settings on: data={NAME: SRC}, or --data NAME=SRC")
+        raise InputError("there are no rows to measure settings on: give data={NAME: SRC}, or --data NAME=SRC")
     found = recipe_of_models(recipe, "explore")
     check_methods(None, found)
     allowed = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}

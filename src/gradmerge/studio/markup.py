@@ -210,11 +210,11 @@ def picture(image: Any) -> str:
     return f'<img class="{kind}" alt="" src="data:image/png;base64,{base64.b64encode(kept.getvalue()).decode()}">'
 
 
-def passage(text: str) -> str:
+def passage(text: str, letters: int = _LETTERS) -> str:
     """A text, the rest of a long one behind a click."""
-    if len(text) <= _LETTERS:
+    if len(text) <= letters:
         return f'<span class="gm-text">{esc(text)}</span>'
-    return f'<details class="gm-text"><summary>{esc(text[:_LETTERS])}…</summary>{esc(text[_LETTERS:])}</details>'
+    return f'<details class="gm-text"><summary>{esc(text[:letters])}…</summary>{esc(text[letters:])}</details>'
 
 
 def reply(said: Any) -> str:
@@ -223,7 +223,8 @@ def reply(said: Any) -> str:
         return '<span class="gm-none">–</span>'
     kind, sign = {True: ("right", "✓"), False: ("wrong", "✗"), None: ("open", "")}[said.right]
     sure = f"<small>{100 * said.probability:.0f} %</small>" if said.probability is not None else ""
-    return f'<span class="gm-reply {kind}"><b>{sign}</b>{passage(said.text)}{sure}</span>'
+    text = passage(said.text, _LETTERS // 2) if said.text else '<span class="gm-none">(nothing)</span>'
+    return f'<span class="gm-reply {kind}"><b>{sign}</b>{text}{sure}</span>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "", empty: str = "") -> str:

@@ -242,7 +242,7 @@ def _slider_look(control: Any, seen: bool, value: Any = None) -> dict[str, Any]:
     low, high, step, label = control.low, control.high, control.step, control.label
     given = _plain(value)
     if control.logarithmic:
-        low, high, step, label = math.log10(low), math.log10(high), 0.1, f"{label}: 10 to the power of"
+        low, high, step, label = math.log10(low), math.log10(high), 0.1, f"{label} (power of ten)"
         given = math.log10(given) if given is not None and given > 0 else None
     if given is None:
         given = round((low + high) / 2, 1) if control.logarithmic else min(high, max(low, 1.0))

@@ -76,6 +76,11 @@
         console.error(error);
       }
     }
+    // What a button answers may lie below the edge of the column.
+    for (const told of document.querySelectorAll(".gm-kept .gm-message:not([data-seen])")) {
+      told.dataset.seen = "";
+      told.scrollIntoView({ block: "nearest" });
+    }
   }
   const watch = { childList: true, subtree: true, attributes: true, attributeFilter: ["data-spec", "class", "style"] };
   let waiting = false;
@@ -84,6 +89,18 @@
     waiting = true;
     requestAnimationFrame(() => ((waiting = false), look()));
   }).observe(document.documentElement, watch);
+
+  // Gradio takes every letter that is typed into the box of a slider for a move, and an empty one for an error.
+  const numberOf = ({ target }) => (target.type === "number" && target.closest(".gm-side") ? target : null);
+  const isMove = ({ value, min, max }) => value !== "" && Number(value) >= min && Number(value) <= max;
+  addEventListener("input", (event) => numberOf(event) && !isMove(event.target) && event.stopPropagation(), true);
+  addEventListener("focusout", (event) => {
+    const box = numberOf(event);
+    if (!box || isMove(box)) return;
+    const before = box.closest(".block").querySelector("input[type=range]").value;
+    box.value = box.value === "" ? before : Math.min(box.max, Math.max(box.min, box.value));
+    box.dispatchEvent(new Event("input", { bubbles: true }));
+  }, true);
 
   function copyOld(text) {
     const area = document.createElement("textarea");

@@ -170,7 +170,7 @@ class _Desk:
             component.input(self._look, picked, [*views, self.error], **_MOVES)
         for button, sweep in ((self.curve, self._sweep), (self.every, self._try_all)):
             button.click(
-                sweep, panel.method, [self.state, self.front, self.board, self.error], concurrency_limit=None, **_QUIET
+                sweep, inputs, [self.state, self.front, self.board, self.error], concurrency_limit=None, **_QUIET
             )
         self.copy.click(None, self.recipe, None, js=COPY, **_QUIET)
         if not self._read_only:
@@ -222,10 +222,10 @@ class _Desk:
         except Exception as error:
             return [gr.skip()] * len(views) + [markup.message(explained(error))]
 
-    def _sweep(self, request: gr.Request, method: str) -> Iterator[tuple[Any, ...]]:
-        yield from self._swept(request, lambda: self._bench.sweep(method))
+    def _sweep(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
+        yield from self._swept(request, lambda: self._bench.sweep(self.panel.read(values)))
 
-    def _try_all(self, request: gr.Request, method: str) -> Iterator[tuple[Any, ...]]:
+    def _try_all(self, request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
         explorer = self._bench.explorer
         yield from self._swept(request, lambda: [explorer.setting(name) for name in explorer.methods])
 

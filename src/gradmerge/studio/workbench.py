@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,8 @@ BEAT = 0.25
 #: Rows of a table of the page.
 MOST_ROWS = 24
 ANSWERS = 8
+#: Letters of an answer that still is a label.
+LABEL = 24
 #: Steps of a sweep over the weight.
 POINTS = 10
 
@@ -172,7 +175,9 @@ class Workbench:
         if self.explorer.removes:
             return self._removal_cards(lanes)
         mean = markup.average([lane.now for lane in lanes if lane.now is not None])
-        over = f"{'average ' if len(lanes) > 1 else ''}{markup.words(lanes[0].metric)} over {len(lanes)} tasks"
+        over = markup.words(lanes[0].metric)
+        if len(lanes) > 1:
+            over = f"average {over} over {len(lanes)} tasks"
         chip = None
         if best is not None and len(self.explorer.history) > 1:
             chip = self._compared(now, best, found)
@@ -230,7 +235,7 @@ class Workbench:
             asked = markup.picture(one.image) if one.image is not None else markup.passage(one.text or "")
             own = [markup.reply(one.tuned)] if tuned else []
             rows.append([asked, esc(one.truth) or "–", markup.reply(one.base), *own, markup.reply(one.merged)])
-        return markup.table(["row", "truth", "base", *tuned, "this merge"], rows, "gm-answers")
+        return markup.table(["row", "truth", "base", *tuned, "this merge"], rows, _shaped(one.merged for one in found))
 
     def flips(self, visit: Visit, task: str, against: str) -> str:
         """Which rows turned right or wrong; of a task without right and wrong, whose loss changed most."""
@@ -258,7 +263,8 @@ class Workbench:
             ]
             for one in found[:MOST_ROWS]
         ]
-        shown = markup.table(["row", "truth", "before", "this merge", ""], rows, "gm-answers") if rows else ""
+        kind = _shaped(one.after for one in found)
+        shown = markup.table(["row", "truth", "before", "this merge", ""], rows, kind) if rows else ""
         return f'<p class="gm-told">{esc(told)}</p>{shown}'
 
     def tried(self) -> str:
@@ -288,19 +294,21 @@ class Workbench:
     def figures(self, visit: Visit, names: Sequence[str]) -> str:
         """Charts of the explorer, each with what it shows."""
         drawn = self.explorer.figures(visit.shown)
-        made = [markup.figure(drawn[name], *FIGURES[name]) for name in names if name in drawn]
+        told = FIGURES | ({} if self.explorer.predict(visit.shown.setting) else {"layers": DISTANCES})
+        made = [markup.figure(drawn[name], *told[name]) for name in names if name in drawn]
         return "".join(made) or '<p class="gm-empty">There is nothing to draw here.</p>'
 
-    def sweep(self, method: str) -> list[Any]:
+    def sweep(self, present: Any) -> list[Any]:
         """Settings to measure in a row: the same weight for all models, or strengths of a removal."""
-        explorer = self.explorer
+        explorer, method = self.explorer, present.method
         if explorer.removes:
             return list(explorer.strengths(method))
         control = explorer.weight_control(method)
         if control is None:
-            return [explorer.setting(method)]
+            return [present]
         weights = [round(control.low + step * (control.high - control.low) / POINTS, 3) for step in range(POINTS + 1)]
-        return [explorer.setting(method, dict.fromkeys(explorer.models, weight)) for weight in weights]
+        options = dict(present.changes)
+        return [explorer.setting(method, dict.fromkeys(explorer.models, weight), options) for weight in weights]
 
     def swept(self, visit: Visit, settings: Sequence[Any], chart: str) -> Iterator[tuple[str, str]]:
         """Measure settings one after another: (state, figure); moves that are made meanwhile come in between."""
@@ -331,6 +339,9 @@ class Workbench:
         if not out.strip():
             yield markup.message("Name a new folder to write to.")
             return
+        if os.path.lexists(out.strip()):
+            yield markup.message(f"{Path(out.strip()).absolute()}: exists already. Name another folder.")
+            return
         for result in self.running(write):
             yield work.shown() if result is None else markup.message(done, "good")
 
@@ -340,11 +351,18 @@ FIGURES = {
     "tasks": ("Every task", "Measured, with one standard error on each side."),
     "front": (
         "Trade-offs",
-        "Everything tried; the line joins what nothing else beats on every task, the ring is this merge.",
+        "Everything tried; the line joins what nothing else beats on both axes, the ring is this merge.",
     ),
     "trade-off": ("Forgetting against keeping", "What removal costs the rest, for every strength tried."),
     "layers": ("Layers", "How much each layer of this merge costs each task, predicted from curvature."),
 }
+#: The layers without curvature.
+DISTANCES = ("Layers", "How far each layer of this merge still is from the model tuned on a task.")
+
+
+def _shaped(replies: Iterable[Any]) -> str:
+    """How a table of answers is laid out: labels take little room, texts all that there is."""
+    return "gm-answers gm-long" if any(len(one.text) > LABEL for one in replies if one is not None) else "gm-answers"
 
 
 def _row(found: Any, setting: Any) -> Any:
