@@ -90,7 +90,9 @@ def test_a_moved_slider_is_measured_and_what_is_saved_answers_as_the_page_says(p
     move(page, HOSTILE, 0.3)
     page.get_by_label("New folder for the merge").fill("merged here")
     page.get_by_role("button", name="Save merge").click()
-    page.get_by_text(f"Saved task-arithmetic 0.6, 0.3 in {folder / 'merged here'}").wait_for()
+    page.locator(".gm-kept .gm-message").first.wait_for()
+    said = page.locator(".gm-kept .gm-message").first.text_content()
+    assert said == f"Saved task-arithmetic 0.6, 0.3 in {folder / 'merged here'}"
     assert (value.text_content() or "").startswith(f"{share(texts, labels, folder / 'merged here')} ±")
     record = json.loads((folder / "merged here" / "gradmerge.json").read_text())
     assert [model["weight"] for model in record["recipe"]["models"]] == [0.6, 0.3]

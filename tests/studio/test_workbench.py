@@ -50,13 +50,27 @@ class Slow:
 def test_a_newer_move_ends_a_long_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, visit = Workbench(Slow()), Visit()
     monkeypatch.setattr(bench, "board", lambda visit: f"board of {visit.shown}")
+    visit.note("first")
     seen = []
     for board, state in bench.measured(visit, "first"):
         seen.append((board, "25" in state or 'value="0.250"' in state))
-        visit.wanted = "second"
+        visit.note("second")
     assert seen[-1][0] is None and seen[0] == (None, True) and visit.shown is None
     bench.explorer.let_go.set()
     assert list(bench.measured(visit, "second"))[-1] == ("board of outcome of second", "")
+    bench.close()
+
+
+def test_the_late_note_of_an_earlier_move_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, visit = Workbench(Slow()), Visit()
+    monkeypatch.setattr(bench, "board", lambda visit: f"board of {visit.shown}")
+    steps = bench.measured(visit, "second")
+    next(steps)
+    visit.note("first")
+    for _ in range(4):  # beyond the patience
+        next(steps)
+    bench.explorer.let_go.set()
+    assert list(steps)[-1] == ("board of outcome of second", "")
     bench.close()
 
 

@@ -186,7 +186,7 @@ class _Desk:
         """A move was made: say what is predicted of it, before it is measured."""
         try:
             setting = self.panel.read(values)
-            self._bench.visit(request).wanted = setting
+            self._bench.visit(request).note(setting)
             explorer = self._bench.explorer
             return markup.predictions(explorer.predict(setting)), explorer.recipe_text(setting), ""
         except Exception as error:

@@ -45,11 +45,16 @@ class Visit:
 
     wanted: Any = None
     """The setting that its sliders show."""
+    notes: int = 0
     shown: Any = None
     """The outcome that is on its board."""
     moves: int = 0
     seconds: float | None = None
     closed: bool = False
+
+    def note(self, setting: Any) -> None:
+        self.wanted = setting
+        self.notes += 1
 
 
 @dataclass
@@ -129,11 +134,14 @@ class Workbench:
 
     def measured(self, visit: Visit, setting: Any) -> Iterator[tuple[str | None, str]]:
         """Measure a setting: (board, state) again and again; a board of None stays as it is."""
-        visit.wanted, begun = setting, time.perf_counter()
+        begun, before, noted = time.perf_counter(), visit.notes, visit.wanted == setting
 
         def stop() -> bool:
-            late = time.perf_counter() - begun > PATIENCE
-            return visit.closed or (late and visit.wanted != setting)
+            # The note of an earlier move may come late, but only one: notes come in order, each after the last.
+            nonlocal noted
+            noted = noted or visit.wanted == setting
+            newer = visit.wanted != setting and (noted or visit.notes > before + 1)
+            return visit.closed or (newer and time.perf_counter() - begun > PATIENCE)
 
         work = LongWork("measuring")
         told = functools.partial(setattr, work, "share")
