@@ -243,7 +243,11 @@ class Workbench:
             asked = markup.picture(one.image) if one.image is not None else markup.passage(one.text or "")
             own = [markup.reply(one.tuned)] if tuned else []
             rows.append([asked, esc(one.truth) or "–", markup.reply(one.base), *own, markup.reply(one.merged)])
-        return markup.table(["row", "truth", "base", *tuned, "this merge"], rows, _shaped(one.merged for one in found))
+        return markup.table(
+            ["row", "truth", "base", *tuned, "this merge"],
+            rows,
+            _shaped(x for one in found for x in (one.base, one.tuned, one.merged)),
+        )
 
     def flips(self, visit: Visit, task: str, against: str) -> str:
         """Which rows turned right or wrong; of a task without right and wrong, whose loss changed most."""
@@ -271,7 +275,7 @@ class Workbench:
             ]
             for one in found[:MOST_ROWS]
         ]
-        kind = _shaped(one.after for one in found)
+        kind = _shaped(x for one in found for x in (one.before, one.after))
         shown = markup.table(["row", "truth", "before", "this merge", ""], rows, kind) if rows else ""
         return f'<p class="gm-told">{esc(told)}</p>{shown}'
 
