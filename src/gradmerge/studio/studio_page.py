@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import gradio as gr
@@ -34,7 +35,16 @@ def build(benches: Mapping[str, Workbench], read_only: bool) -> gr.Blocks:
                 for title, bench in benches.items():
                     with gr.Tab(title):
                         _Desk(page, bench, read_only)
+        page.load(_held, None, None, concurrency_limit=None, **_QUIET)
     return page
+
+
+async def _held() -> AsyncIterator[None]:
+    """An event that never ends. Gradio closes the stream of answers after the last, and an event that comes in that
+    moment is answered only once another one opens the stream again."""
+    while True:
+        yield
+        await asyncio.sleep(3600)
 
 
 def header(title: str, bench: Workbench | None) -> str:
