@@ -1,17 +1,14 @@
-"""What every test runs under."""
+"""What every test runs under: one thread of torch, here and in the programs that tests start.
+
+The models are so small that a second one would only wait for the first, and sums would depend on how many there are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 
-import pytest
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are so small that a second thread of torch would only wait for the first."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+torch.set_num_threads(1)
