@@ -345,7 +345,7 @@ def test_too_few_files_and_too_little_memory_are_named(place: Path) -> None:
     assert re.fullmatch(
         r"error: .*Too many open files\. This process may have 8 files open .*ulimit -n.*\n", done.stderr
     )
-    done = shell(place, "(ulimit -v 400000; gradmerge merge r.yml -o out; echo $?)")
+    done = shell(place, "(ulimit -v 300000; gradmerge merge r.yml -o out; echo $?)")
     assert done.stdout == "1\n" and re.fullmatch(r"error: out of memory\..*\n", done.stderr)
     assert not list(place.glob("out*"))
 
