@@ -134,14 +134,19 @@ def find_statistics(
                 found = _in_one_pass(plan, job, advance)
                 result.thresholds[job.name] = found or _thresholds(plan, [job], 1, advance)
 
-            run_parallel(plan.merged, lambda: one, threads)
+            run_parallel(_largest_first(plan), lambda: one, threads)
     if plan.measures:
 
         def ask(job: Job) -> None:
             result.measured[job.name] = measure(plan, job, result.of(job.name), advance)
 
-        run_parallel(plan.merged, lambda: ask, threads)
+        run_parallel(_largest_first(plan), lambda: ask, threads)
     return result
+
+
+def _largest_first(plan: Plan) -> list[Job]:
+    """The merged tensors, in an order in which no thread is left alone with a large one at the end."""
+    return sorted(plan.merged, key=lambda job: -job.info.numel)
 
 
 def chunks(jobs: list[Job]) -> Iterator[tuple[Job, int, int]]:
