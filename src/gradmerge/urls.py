@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/{1,3})(.*)", re.DOTALL)
-#: `user:password@` before the host, where keys of S3 may hold a slash; what follows @ in hf://org/name@revision is none.
+#: `user:password@` before the host, where keys of S3 may hold a slash; @revision in hf://org/name@revision is none.
 _USER = re.compile(r"(?<![\w+.-])((?!hf:)[A-Za-z][A-Za-z0-9+.-]+:/{1,2})([^/\s@:'\"?]+:[^\s@'\"?]+|[^/\s@'\"?]+)@")
 _QUERY = re.compile(r"(?<![\w+.-])([A-Za-z][A-Za-z0-9+.-]+:/{1,2}[^\s'\"?]*\?)([^\s'\"]+)")
 #: Parameters of a query that say which version of a file is meant. All others may be signatures.
@@ -100,3 +100,9 @@ class UrlPath(type(Path())):  # type: ignore[misc]
 
     def __str__(self) -> str:
         return as_url(super().__str__()) or super().__str__()
+
+
+def place_of(out: str | Path) -> Path:
+    """Where a result goes: a path of this machine, or a :class:`UrlPath`."""
+    url = as_url(out)
+    return Path(on_this_machine(out)) if url is None or url.startswith("file://") else UrlPath(url)

@@ -20,6 +20,7 @@ from ..engine.to_folder import MergeResult, merge_to_folder
 from ..errors import InputError
 from ..progress import Progress, shown
 from ..recipe import Recipe, load_recipe, make_recipe
+from ..urls import place_of
 from .named_merges import with_named_merges, with_stand_ins
 
 
@@ -80,7 +81,8 @@ def merge(
 
     Args:
         recipe: A recipe file, of ours or of mergekit's, a mapping with its keys, or a :class:`Recipe`.
-        out: A new folder. It appears when it is complete; until then the work is in ``OUT.gradmerge-partial``.
+        out: A new folder. It appears when it is complete; until then the work is in ``OUT.gradmerge-partial``. Or a
+            URL of fsspec, such as s3://bucket/name: it is complete when its gradmerge.json is there.
         threads: By default one per core, at most 4.
         device: Where the arithmetic is done: cpu, cuda, cuda:1, …
         force: Replace ``out`` if gradmerge wrote it, or it is empty.
@@ -102,7 +104,7 @@ def merge(
     148
     """
     recipe = as_recipe(recipe)
-    out = Path(out)
+    out = place_of(out)
     if out.suffix == ".safetensors":
         raise InputError(f"{out}: the result is a folder; give a name without .safetensors")
     check_device(device)
@@ -136,7 +138,7 @@ def merged_first(
     def make(one: Recipe, folder: Path) -> MergeResult:
         return merge(one, folder, progress=False, threads=threads, **allowed)
 
-    return with_named_merges(recipe, None if out is None else Path(out), make)
+    return with_named_merges(recipe, None if out is None else place_of(out), make)
 
 
 def _allow_many_files() -> None:

@@ -94,7 +94,7 @@ def _main(
             file_okay=False,
             writable=True,
             envvar="GRADMERGE_CACHE",
-            help="Folder for what is fetched from the Hub or a URL. Default: that of huggingface_hub, ~/.cache/gradmerge.",
+            help="Folder for what is fetched from the Hub or a URL. Default: that of the Hub, ~/.cache/gradmerge.",
         ),
     ] = None,
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
+
 from ..checkpoints.sidecars import sidecars, stems
 from ..curvature.curvature_card import OF_MERGES, write_curvature_card
 from ..curvature.files import STEM, metadata
@@ -11,7 +14,7 @@ from ..storage.staging import Staging
 from ..storage.tensorwriter import TensorWriter
 from .journal import Finished, Journal
 from .local import MergedBlock
-from .plan import Plan
+from .plan import Plan, Unit
 
 
 class Target:
@@ -29,6 +32,10 @@ class Target:
             header = metadata(plan.examples, likelihood, staging.out.name)
             folder = staging.folder / STEM
             self._writers.append(TensorWriter(folder, STEM, plan.precision_tensors, shard_size, header))
+        self._left: Counter[tuple[TensorWriter, str]] = Counter()
+        """Of a result at a URL: the units that each file still lacks, once the statistics are known."""
+        self._settled = False
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Target:
         return self
@@ -46,8 +53,13 @@ class Target:
         self._staging.keep = found is not None
         if found is None and resume:
             self._staging.clear()
+        found = self._check_sent(found)
         small = sidecars(self._plan.inputs.template).nbytes + 1_000_000
-        self._staging.require_space(sum(writer.nbytes for writer in self._writers) + small)
+        needed = sum(writer.nbytes for writer in self._writers)
+        if self._staging.upload is not None and not self._plan.statistics_read:  # files leave as they are complete
+            largest = max(nbytes for writer in self._writers for nbytes in writer.sizes.values())
+            needed = min(needed, 6 * largest)
+        self._staging.require_space(needed + small)
         for writer in self._writers:
             writer.folder.mkdir(exist_ok=True)
             if not writer.open():
@@ -61,6 +73,46 @@ class Target:
         self._finished = found or Finished()
         return self._finished
 
+    def _check_sent(self, found: Finished | None) -> Finished | None:
+        """Of a result at a URL: start over if what an earlier run has sent there is gone."""
+        upload = self._staging.upload
+        if upload is None:
+            return found
+        names = [self._name(writer, file) for writer in self._writers for file in writer.sizes]
+        if found is None or not upload.is_there(names):
+            self._staging.clear()
+            return None
+        for writer in self._writers:
+            writer.gone = {file for file in writer.sizes if self._name(writer, file) in upload.sent}
+        return found
+
+    def _name(self, writer: TensorWriter, file: str) -> str:
+        return (writer.folder.relative_to(self._staging.folder) / file).as_posix()
+
+    def settle(self) -> None:
+        """The statistics are known, so that what is finished stays: files at a URL are sent when they are complete."""
+        if self._staging.upload is None:
+            return
+        self._left = Counter()
+        for unit in self._plan.units():
+            for file in self._files_of(unit):
+                self._left[file] += unit.number not in self._finished.units
+        self._settled = True
+        for writer, file in [file for file, left in self._left.items() if left == 0 and file[1] not in file[0].gone]:
+            self._send(writer, file)
+
+    def _files_of(self, unit: Unit) -> set[tuple[TensorWriter, str]]:
+        """The files that a unit goes to: a layer that is solved whole may have its bias in another one."""
+        job, bias = unit.job, unit.job.layer.bias if unit.job.layer is not None else None
+        names = [job.name, bias.name] if bias is not None else [job.name]
+        found = ((writer, writer.file_of(name)) for writer in self._writers for name in names)
+        return {(writer, file) for writer, file in found if file is not None}
+
+    def _send(self, writer: TensorWriter, file: str) -> None:
+        assert self._staging.upload is not None
+        writer.release(file)
+        self._staging.upload.send(self._name(writer, file))
+
     def put(self, block: MergedBlock) -> None:
         """Write a block and then its line of the journal; may be called from several threads at once."""
         unit = block.unit
@@ -72,6 +124,12 @@ class Target:
         record = [block.digests.get(source, -1) for source in self._sources]
         self._journal.unit(unit.number, record)
         self._finished.units[unit.number] = record
+        if self._settled:
+            with self._lock:
+                self._left.subtract(self._files_of(unit))
+                full = [file for file in self._files_of(unit) if self._left[file] == 0]
+            for writer, file in full:
+                self._send(writer, file)
 
     def finish(self) -> dict[str, int]:
         """Write the indexes and close the files; bytes of each file, by its name in the result."""

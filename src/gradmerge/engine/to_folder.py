@@ -23,8 +23,9 @@ from ..progress import NoProgress, Progress
 from ..recipe import Recipe, reduction_factor
 from ..storage.smallfile import MAX_TOKENIZER, read_json
 from ..storage.staging import Staging
-from ..storage.tensorfile import FLOATS
+from ..storage.tensorfile import FLOATS, local_path
 from ..text import size, to_json
+from ..urls import is_url
 from .card import merge_card
 from .coefficients import coefficient_notes
 from .damping import find_damping
@@ -157,6 +158,7 @@ def merge_to_folder(
                 resumed = min(resumed, len(finished.units))
                 journal.statistics(statistics)
             assert finished.statistics is not None
+            target.settle()
             merge_units(finished.statistics)
 
             if path := changed(state, state_of(files)):
@@ -173,7 +175,8 @@ def merge_to_folder(
         record = merge_record(recipe, plan, fingerprint, sizes, finished.units, timings, resumed)
         (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
         (staging.folder / CARD).write_text(merge_card(recipe, plan, staging.folder, staging.out.name), "utf-8")
-        journal.remove()
+        if staging.upload is None:  # else it is needed until all has been sent
+            journal.remove()
     return result
 
 
@@ -254,6 +257,7 @@ def _within(path: object, folder: str) -> bool:
 def is_complete(out: Path, fingerprint: str) -> bool:
     """Whether a folder is what this merge would write: by its record, and the sizes of the files that it names."""
     try:
+        out = local_path(str(out), None) if is_url(out) else out
         record = read_json(out / RECORD, MAX_TOKENIZER)
         sizes = record["output"]["sizes"].items()
         return bool(record["fingerprint"] == fingerprint) and all(

@@ -18,7 +18,7 @@ from .remote import StoredFile
 
 #: Bytes of a piece, and of what is fetched first, which holds the header.
 PIECE, HEAD = 8 << 20, 1 << 16
-#: Pieces that are fetched ahead of a read, and at one time; and those of all files that are kept, or six for each model.
+#: Pieces that are fetched ahead of a read, and at one time; and those of all files that are kept, or six a model.
 AHEAD, AT_ONCE, KEPT = 2, 12, 64
 
 _pool = ThreadPoolExecutor(AT_ONCE, "gradmerge-ranges")

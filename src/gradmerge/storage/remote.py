@@ -1,9 +1,9 @@
 """Models at a URL, by fsspec: seen as a folder of this machine, whose weights are read by ranges.
 
 :func:`local_copy` lists what is there and makes a folder with the same names. Small files, such as configs and
-tokenizers, are fetched into it, so that all who read them need not know. A weight file is a hole of the right size whose
-first bytes make every reader refuse it, but for :class:`gradmerge.storage.tensorfile.PositionalFile`, which looks it up
-here (:func:`stored_at`) and reads ranges of the original.
+tokenizers, are fetched into it, so that all who read them need not know. A weight file is a hole of the right size,
+whose first bytes make every reader refuse it, but for :class:`gradmerge.storage.tensorfile.PositionalFile`: that looks
+it up here (:func:`stored_at`) and reads ranges of the original.
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ class PositionalFile:
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill the buffer with the file's bytes from ``offset`` on."""
         if self._ranges is not None:
-            return self._ranges.read_into(buffer, offset)
+            self._ranges.read_into(buffer, offset)
+            return
         done = 0
         while done < len(buffer):
             try:

@@ -63,6 +63,17 @@ class TensorWriter:
         for prefix, group in _by_folder(tensors, self._stems).items():
             self._lay_out(prefix, group, shard_size, metadata)
         self._files = _OpenFiles(folder)
+        self.gone: set[str] = set()
+        """Files that are complete and have been sent elsewhere."""
+
+    def file_of(self, name: str) -> str | None:
+        """The file that holds a tensor, if one does."""
+        return self._places[name][0] if name in self._places else None
+
+    def release(self, filename: str) -> None:
+        """Close a file that is complete, and leave it to others."""
+        self.gone.add(filename)
+        self._files.close(filename)
 
     def _lay_out(self, prefix: str, tensors: Tensors, shard_size: int, metadata: Mapping[str, str]) -> None:
         shards = split_into_shards(tensors, shard_size)
@@ -89,6 +100,8 @@ class TensorWriter:
         all_there = True
         for filename, header in self._headers.items():
             path = self.folder / filename
+            if filename in self.gone:
+                continue
             try:
                 path.parent.mkdir(exist_ok=True)
                 with self._files.opened(filename, create=True) as fd:
@@ -118,7 +131,7 @@ class TensorWriter:
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
             (self.folder / f"{prefix}{self._stems[prefix]}.safetensors.index.json").write_text(text, "utf-8")
         self.close()
-        for filename in self._headers:
+        for filename in self._headers.keys() - self.gone:
             TensorFile(self.folder / filename).close()
 
     def close(self) -> None:
@@ -157,9 +170,13 @@ class _OpenFiles:
         for name in [name for name in self._fds if not self._users[name]][: max(0, len(self._fds) - left)]:
             os.close(self._fds.pop(name))
 
-    def close(self) -> None:
+    def close(self, name: str | None = None) -> None:
+        """Close all that are not in use, or one that no one will use any more."""
         with self._lock:
-            self._close_idle(0)
+            if name is None:
+                self._close_idle(0)
+            elif name in self._fds:
+                os.close(self._fds.pop(name))
 
 
 def _by_folder(tensors: Tensors, prefixes: Iterable[str]) -> dict[str, dict[str, Described]]:
