@@ -139,7 +139,7 @@ def _hub_id_of(reference: str) -> str | None:
 def fetch_from_hub(
     reference: str, *, allow_pickle: bool = False, patterns: Sequence[str] | None = None, cached: bool = False
 ) -> Path:
-    """The local folder of a Hub model, downloaded into the Hugging Face cache if it is not there, or only ``cached``."""
+    """The local folder of a Hub model, downloaded into the Hugging Face cache unless it is, or must be, ``cached``."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 

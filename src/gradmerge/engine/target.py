@@ -95,11 +95,12 @@ class Target:
             return
         self._left = Counter()
         for unit in self._plan.units():
-            for file in self._files_of(unit):
-                self._left[file] += unit.number not in self._finished.units
+            for one in self._files_of(unit):
+                self._left[one] += unit.number not in self._finished.units
         self._settled = True
-        for writer, file in [file for file, left in self._left.items() if left == 0 and file[1] not in file[0].gone]:
-            self._send(writer, file)
+        for (writer, file), left in list(self._left.items()):
+            if left == 0 and file not in writer.gone:
+                self._send(writer, file)
 
     def _files_of(self, unit: Unit) -> set[tuple[TensorWriter, str]]:
         """The files that a unit goes to: a layer that is solved whole may have its bias in another one."""

@@ -277,6 +277,9 @@ def attempt(url: str, what: str, ask: Callable[[], Answer]) -> Answer:
 
 def _explained(url: str, error: Exception) -> GradmergeError:
     """Whose fault it is that a file system fails: the request's, or that of the network and the store."""
+    cause = error.__cause__
+    if isinstance(cause, Exception) and type(cause).__module__.startswith("aiohttp"):  # fsspec takes it for no file
+        return _explained(url, cause)
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     why = hidden(first_line(error) or type(error).__name__)
     kind = type(error).__name__
@@ -295,9 +298,9 @@ def _explained(url: str, error: Exception) -> GradmergeError:
 
 def file_system(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the path in it."""
-    import fsspec
-    from fsspec.core import url_to_fs
-    from fsspec.registry import get_filesystem_class, known_implementations
+    import fsspec  # type: ignore[import-untyped]
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+    from fsspec.registry import get_filesystem_class, known_implementations  # type: ignore[import-untyped]
 
     protocol = url.partition("://")[0]
     try:
