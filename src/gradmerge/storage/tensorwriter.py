@@ -100,6 +100,14 @@ class TensorWriter:
                 raise MachineError(f"{path}: {error.strerror}") from error
         return all_there
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def place(self, name: str) -> tuple[str, int]:
+        """The file of a tensor, and where in it the tensor begins."""
+        filename, entry = self._places[name]
+        return filename, entry.start
+
     def write(self, name: str, start: int, block: memoryview) -> None:
         """Put a block at element ``start`` of the flattened tensor."""
         filename, entry = self._places[name]
@@ -121,8 +129,12 @@ class TensorWriter:
         for filename in self._headers:
             TensorFile(self.folder / filename).close()
 
-    def close(self) -> None:
-        self._files.close()
+    def close(self, *, durable: bool = False) -> None:
+        """Close the files; with ``durable``, once all that was written is on the disk."""
+        try:
+            self._files.close(durable)
+        except OSError as error:
+            raise MachineError(f"{self.folder}: writing failed: {error.strerror}") from error
 
 
 class _OpenFiles:
@@ -144,7 +156,9 @@ class _OpenFiles:
             fd = self._fds.pop(name, -1)
             if fd < 0:
                 self._close_idle(self.most - 1)
-                fd = os.open(self._folder / name, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
+                # Not to read: on NFS, a client that may read takes whole pages for its own, and machines that write
+                # to two ends of a page would undo each other's.
+                fd = os.open(self._folder / name, os.O_WRONLY | (os.O_CREAT if create else 0), 0o666)
             self._fds[name] = fd
             self._users[name] += 1
         try:
@@ -157,8 +171,10 @@ class _OpenFiles:
         for name in [name for name in self._fds if not self._users[name]][: max(0, len(self._fds) - left)]:
             os.close(self._fds.pop(name))
 
-    def close(self) -> None:
+    def close(self, durable: bool = False) -> None:
         with self._lock:
+            for fd in self._fds.values() if durable else ():
+                os.fsync(fd)
             self._close_idle(0)
 
 
