@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 
 from ..checkpoints.sidecars import sidecars, stems
 from ..curvature.curvature_card import OF_MERGES, write_curvature_card
@@ -14,7 +14,46 @@ from ..storage.staging import Staging
 from ..storage.tensorwriter import TensorWriter
 from .journal import Finished, Journal
 from .local import MergedBlock
-from .plan import Plan, Unit
+from .plan import Plan
+
+
+class WeightFiles:
+    """The unfinished files of a result, weights and curvature, wherever they are written from."""
+
+    def __init__(self, plan: Plan, folder: Path, name: str, shard_size: int) -> None:
+        self._sources = plan.inputs.sources
+        folders = stems(plan.inputs.template)
+        self._model = TensorWriter(folder, "model", plan.tensors, shard_size, {"format": "pt"}, folders)
+        self.writers = [self._model]
+        if plan.write_precision:
+            likelihood = next((c.likelihood for c in plan.inputs.curvatures if c.likelihood), "empirical")
+            header = metadata(plan.examples, likelihood, name)
+            self.writers.append(TensorWriter(folder / STEM, STEM, plan.precision_tensors, shard_size, header))
+
+    def place(self, tensor: str) -> tuple[str, int]:
+        """The file of a tensor, and where in it the tensor begins."""
+        return self._model.place(tensor)
+
+    def open(self, tensors: Iterable[str]) -> None:
+        """Open the files of some tensors, which are there already: those that are written next."""
+        for tensor in tensors:
+            for writer in self.writers:
+                if tensor in writer:
+                    writer.write(tensor, 0, memoryview(b""))
+
+    def write(self, block: MergedBlock) -> list[int]:
+        """Write a block, from any thread; the digests of what it was made of, for the journal."""
+        unit = block.unit
+        self._model.write(unit.job.name, unit.start, bytes_of(block.values.contiguous()))
+        for name, values in block.beside.items():
+            self._model.write(name, 0, bytes_of(values.contiguous()))
+        if block.precision is not None:
+            self.writers[1].write(unit.job.name, unit.start, bytes_of(block.precision.contiguous()))
+        return [block.digests.get(source, -1) for source in self._sources]
+
+    def close(self, *, durable: bool = False) -> None:
+        for writer in self.writers:
+            writer.close(durable=durable)
 
 
 class Target:
@@ -22,28 +61,21 @@ class Target:
 
     def __init__(self, plan: Plan, staging: Staging, journal: Journal, shard_size: int) -> None:
         self._plan, self._staging, self._journal = plan, staging, journal
-        self._sources = plan.inputs.sources
         self._finished = Finished()
-        folders = stems(plan.inputs.template)
-        self._model = TensorWriter(staging.folder, "model", plan.tensors, shard_size, {"format": "pt"}, folders)
-        self._writers = [self._model]
-        if plan.write_precision:
-            likelihood = next((c.likelihood for c in plan.inputs.curvatures if c.likelihood), "empirical")
-            header = metadata(plan.examples, likelihood, staging.out.name)
-            folder = staging.folder / STEM
-            self._writers.append(TensorWriter(folder, STEM, plan.precision_tensors, shard_size, header))
-        self._left: Counter[tuple[TensorWriter, str]] = Counter()
-        """Of a result at a URL: the units that each file still lacks, once the statistics are known."""
-        self._settled = False
-        self._lock = threading.Lock()
+        self.files = WeightFiles(plan, staging.folder, staging.out.name, shard_size)
+        self._writers = self.files.writers
+        self._outgoing = None
+        if staging.upload is not None:
+            from .outgoing import Outgoing
+
+            self._outgoing = Outgoing(plan, staging, staging.upload, self._writers)
 
     def __enter__(self) -> Target:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._journal.close()
-        for writer in self._writers:
-            writer.close()
+        self.files.close()
         if isinstance(error, InputError):  # going on could only fail again
             self._staging.keep = False
 
@@ -53,12 +85,10 @@ class Target:
         self._staging.keep = found is not None
         if found is None and resume:
             self._staging.clear()
-        found = self._check_sent(found)
         small = sidecars(self._plan.inputs.template).nbytes + 1_000_000
         needed = sum(writer.nbytes for writer in self._writers)
-        if self._staging.upload is not None and not self._plan.statistics_read:  # files leave as they are complete
-            largest = max(nbytes for writer in self._writers for nbytes in writer.sizes.values())
-            needed = min(needed, 6 * largest)
+        if self._outgoing is not None:
+            found, needed = self._outgoing.checked(found), self._outgoing.space(needed)
         self._staging.require_space(needed + small)
         for writer in self._writers:
             writer.folder.mkdir(exist_ok=True)
@@ -73,64 +103,21 @@ class Target:
         self._finished = found or Finished()
         return self._finished
 
-    def _check_sent(self, found: Finished | None) -> Finished | None:
-        """Of a result at a URL: start over if what an earlier run has sent there is gone."""
-        upload = self._staging.upload
-        if upload is None:
-            return found
-        names = [self._name(writer, file) for writer in self._writers for file in writer.sizes]
-        if found is None or not upload.is_there(names):
-            self._staging.clear()
-            return None
-        for writer in self._writers:
-            writer.gone = {file for file in writer.sizes if self._name(writer, file) in upload.sent}
-        return found
-
-    def _name(self, writer: TensorWriter, file: str) -> str:
-        return (writer.folder.relative_to(self._staging.folder) / file).as_posix()
-
-    def settle(self) -> None:
-        """The statistics are known, so that what is finished stays: files at a URL are sent when they are complete."""
-        if self._staging.upload is None:
-            return
-        self._left = Counter()
-        for unit in self._plan.units():
-            for one in self._files_of(unit):
-                self._left[one] += unit.number not in self._finished.units
-        self._settled = True
-        for (writer, file), left in list(self._left.items()):
-            if left == 0 and file not in writer.gone:
-                self._send(writer, file)
-
-    def _files_of(self, unit: Unit) -> set[tuple[TensorWriter, str]]:
-        """The files that a unit goes to: a layer that is solved whole may have its bias in another one."""
-        job, bias = unit.job, unit.job.layer.bias if unit.job.layer is not None else None
-        names = [job.name, bias.name] if bias is not None else [job.name]
-        found = ((writer, writer.file_of(name)) for writer in self._writers for name in names)
-        return {(writer, file) for writer, file in found if file is not None}
-
-    def _send(self, writer: TensorWriter, file: str) -> None:
-        assert self._staging.upload is not None
-        writer.release(file)
-        self._staging.upload.send(self._name(writer, file))
-
     def put(self, block: MergedBlock) -> None:
         """Write a block and then its line of the journal; may be called from several threads at once."""
-        unit = block.unit
-        self._model.write(unit.job.name, unit.start, bytes_of(block.values.contiguous()))
-        for name, values in block.beside.items():
-            self._model.write(name, 0, bytes_of(values.contiguous()))
-        if block.precision is not None:
-            self._writers[1].write(unit.job.name, unit.start, bytes_of(block.precision.contiguous()))
-        record = [block.digests.get(source, -1) for source in self._sources]
-        self._journal.unit(unit.number, record)
-        self._finished.units[unit.number] = record
-        if self._settled:
-            with self._lock:
-                self._left.subtract(self._files_of(unit))
-                full = [file for file in self._files_of(unit) if self._left[file] == 0]
-            for writer, file in full:
-                self._send(writer, file)
+        self.done(block.unit.number, self.files.write(block))
+
+    def done(self, number: int, record: list[int]) -> None:
+        """Take a unit whose bytes are written into the journal."""
+        self._journal.unit(number, record)
+        self._finished.units[number] = record
+        if self._outgoing is not None:
+            self._outgoing.done(number)
+
+    def settle(self) -> None:
+        """The statistics are known, so that what is finished stays as it is."""
+        if self._outgoing is not None:
+            self._outgoing.settle(self._finished)
 
     def finish(self) -> dict[str, int]:
         """Write the indexes and close the files; bytes of each file, by its name in the result."""

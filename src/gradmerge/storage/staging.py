@@ -200,6 +200,13 @@ class Staging:
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
 
+    def sign(self, run: str) -> None:
+        """Have the mark of the unfinished folder say who is at work there, for processes on other machines."""
+        try:
+            (self.folder / MARK).write_text(json.dumps({"kind": self.kind, "run": run}))
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+
     def require_space(self, nbytes: int) -> None:
         """Fail at once if the disk cannot take ``nbytes`` more than the staging folder holds already."""
         require_space(self.folder, nbytes)

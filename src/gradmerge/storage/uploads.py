@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -99,12 +99,9 @@ class Upload:
                 "or, if all that it holds may go, remove it yourself first."
             )
 
-    def is_there(self, names: Sequence[str]) -> bool:
-        """Whether what was sent in an earlier run is still there."""
-        if not self.sent:
-            return True
-        found = {name: self._size(name) for name in self.sent}
-        return found == self.sent and set(names) >= self.sent.keys()
+    def is_there(self, names: Collection[str]) -> bool:
+        """Whether what was sent of these files in an earlier run is still there."""
+        return all(self._size(name) == nbytes for name, nbytes in self.sent.items() if name in names)
 
     def forget(self) -> None:
         """Start over: what an earlier run has sent is written anew, or removed."""
