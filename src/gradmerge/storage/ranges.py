@@ -35,6 +35,9 @@ class RangeReader:
         self._head = file.fetch(0, min(HEAD, file.size))
         self._starts = [len(self._head)] if file.size > len(self._head) else []
         self._left: dict[int, int] = {}
+        """Piece → bytes that have not been given out."""
+        self._spent: set[int] = set()
+        """Pieces of this pass that are not fetched ahead again, for a thread that is behind the others."""
 
     def cut(self, starts: Iterable[int]) -> None:
         """Have pieces begin where tensors do: one that is large has pieces of its own, small ones share one."""
@@ -67,8 +70,7 @@ class RangeReader:
             first = max(0, bisect.bisect_right(self._starts, offset) - 1)
             last = bisect.bisect_right(self._starts, offset + max(nbytes, 1) - 1) - 1
             with _lock:
-                for number in range(first, min(last + 1, first + AHEAD)):
-                    self._fetch(number)
+                self._fetch_ahead(range(first, min(last + 1, first + AHEAD)))
 
     def close(self) -> None:
         with _lock:
@@ -77,15 +79,21 @@ class RangeReader:
 
     def _piece(self, number: int) -> bytes:
         with _lock:
+            if number in self._spent:  # the next pass
+                self._spent.clear()
             found = self._fetch(number)
-            for later in range(number + 1, min(number + 1 + AHEAD, len(self._starts))):
-                self._fetch(later)
+            self._fetch_ahead(range(number + 1, min(number + 1 + AHEAD, len(self._starts))))
         try:
             return found.result()
         except BaseException:
             with _lock:
                 _pieces.pop((self, number), None)  # whoever asks again tries again
             raise
+
+    def _fetch_ahead(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if number not in self._spent:
+                self._fetch(number)
 
     def _fetch(self, number: int) -> Future[bytes]:
         """The piece, on its way at least; the lock is held."""
@@ -107,4 +115,5 @@ class RangeReader:
             self._left[number] -= nbytes
             if self._left[number] <= 0:
                 self._left[number] = whole
+                self._spent.add(number)
                 _pieces.pop((self, number), None)
