@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import threading
@@ -18,6 +17,7 @@ from gradmerge.errors import InputError, MachineError
 from gradmerge.storage import ranges, remote
 from gradmerge.storage.remote import StoredFile, fetched, local_copy
 from gradmerge.storage.tensorfile import TensorFile
+from gradmerge.urls import copies
 
 from ..http_stand_in import Web, web_server
 
@@ -45,6 +45,7 @@ def counted(nbytes: int) -> Counted:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "PIECE", 1000)
     monkeypatch.setattr(ranges, "HEAD", 100)
+    monkeypatch.setattr(ranges, "SAMPLE", 0)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -88,9 +89,23 @@ def test_reads_anywhere_give_what_the_file_holds_and_memory_stays_bounded(monkey
         buffer = bytearray(draw.randrange(min(5_000, file.size - start) + 1))
         reader.read_into(memoryview(buffer), start)
         assert buffer == file.content[start : start + len(buffer)]
-        assert len(ranges._pieces) <= 8 + ranges.AT_ONCE + ranges.AHEAD + 1 + 6 * len(remote._copies)
+        assert len(ranges._pieces) <= 8 + ranges.AT_ONCE + ranges.AHEAD + 1 + 6 * copies()
     reader.close()
     assert not [key for key in ranges._pieces if key[0] is reader]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_sample_takes_no_more_than_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "SAMPLE", 20)
+    monkeypatch.setattr(ranges, "FAR", 500)
+    file = counted(100_000)
+    reader = ranges.RangeReader(file)
+    reader.cut([100])
+    buffer = bytearray(20)
+    for start in range(2_000, 90_000, 10_000):
+        reader.read_into(memoryview(buffer), start)
+        assert buffer == file.content[start : start + 20]
+    assert file.asked == [(0, 100), *((start, start + 20) for start in range(2_000, 90_000, 10_000))]
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -132,7 +147,7 @@ def test_a_server_that_fails_now_and_then_is_asked_again(web: Web) -> None:
 
 def test_a_server_without_ranges_is_refused_and_not_read_to_the_end(web: Web) -> None:
     web.ranges = False
-    with pytest.raises(InputError, match="gives whole files where a part is asked for. Download the file"):
+    with pytest.raises(InputError, match="gives whole files where a part is asked for"):
         values(opened(web))
 
 
@@ -241,6 +256,6 @@ def test_a_model_that_is_run_is_fetched_whole_once(
     assert (place / "model.safetensors").read_bytes() == save({"w": torch.arange(5.0)})
     assert "is fetched" in caplog.text and folder in caplog.text
     monkeypatch.setattr(remote, "download", None)
-    assert fetched(folder) == place and os.listdir(place.parent) == ["model"]
+    assert fetched(folder) == place and [path.name for path in place.parent.iterdir()] == ["model"]
     with pytest.raises(InputError, match="a file is not enough"):
         fetched(f"{folder}/model.safetensors")

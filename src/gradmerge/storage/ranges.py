@@ -18,6 +18,8 @@ from .remote import StoredFile
 
 #: Bytes of a piece, and of what is fetched first, which holds the header.
 PIECE, HEAD = 8 << 20, 1 << 16
+#: A read of no more than this, and this far from the last, takes no piece: somebody looks at a sample.
+SAMPLE, FAR = 1 << 17, 1 << 20
 #: Pieces that are fetched ahead of a read, and at one time; and those of all files that are kept, or six a model.
 AHEAD, AT_ONCE, KEPT = 2, 12, 64
 
@@ -34,6 +36,7 @@ class RangeReader:
         self.file = file
         self._head = file.fetch(0, min(HEAD, file.size))
         self._starts = [len(self._head)] if file.size > len(self._head) else []
+        self._last = 0
         self._left: dict[int, int] = {}
         """Piece → bytes that have not been given out."""
         self._spent: set[int] = set()
@@ -55,6 +58,10 @@ class RangeReader:
         if offset < len(self._head):
             done = min(len(buffer), len(self._head) - offset)
             buffer[:done] = self._head[offset : offset + done]
+        last, self._last = self._last, offset + len(buffer)
+        if done == 0 and len(buffer) <= SAMPLE and abs(offset - last) > FAR and not self._has(offset, len(buffer)):
+            buffer[:] = self.file.fetch(offset, offset + len(buffer))
+            return
         while done < len(buffer):
             number = bisect.bisect_right(self._starts, offset + done) - 1
             begin = offset + done - self._starts[number]
@@ -63,6 +70,11 @@ class RangeReader:
             buffer[done : done + len(part)] = part
             done += len(part)
             self._given(number, len(part), len(piece))
+
+    def _has(self, offset: int, nbytes: int) -> bool:
+        """Whether the pieces of some bytes are here, or on their way."""
+        numbers = (bisect.bisect_right(self._starts, place) - 1 for place in (offset, offset + nbytes - 1))
+        return all((self, number) in _pieces for number in numbers)
 
     def will_need(self, offset: int, nbytes: int) -> None:
         """Start to fetch these bytes, or the first of them."""

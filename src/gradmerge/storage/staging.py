@@ -106,6 +106,8 @@ class Staging:
             self._check_replaceable()
             if not resume:
                 self.clear()
+            if self.upload is not None:
+                self.upload.reserve()
         except BaseException as error:
             if self._lock >= 0:
                 if [path.name for path in self.folder.iterdir()] in ([], [MARK]):
@@ -250,7 +252,8 @@ class Staging:
         except GradmergeError as error:
             upload.leave()
             rest = f"What has not arrived is in {self.folder}"
-            raise MachineError(f"{error}\n  {rest}; the same command with --resume, if it has that, goes on.") from None
+            advice = "the same command with --resume, if it has that, goes on"
+            raise type(error)(f"{error}\n  {rest}; {advice}.") from None
         shutil.rmtree(self.folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             self.folder.parent.rmdir()

@@ -48,7 +48,7 @@ class Upload:
         """Name → bytes of what is at the URL already."""
         self._old: list[str] = []
         self._stale: list[str] = []
-        self._begun = False
+        self._reserved = self._begun = False
         self._folder = self.beside
         self._pool = ThreadPoolExecutor(2, "gradmerge-send")
         self._room = threading.Semaphore(WAITING)
@@ -165,12 +165,16 @@ class Upload:
 
         return attempt(f"{self.url}/{name}", "its size", ask)
 
+    def reserve(self) -> None:
+        """Say that the result is unfinished; fails before any work is done if nothing can be written there."""
+        mark = f"{self._path}/{UNFINISHED}"
+        attempt(self.url, "writing", lambda: self._fs.pipe_file(mark, b"gradmerge is writing here\n"))
+        self._reserved = True
+
     def _begin(self) -> None:
-        """Say that the result is unfinished, and take away the record of the one that is replaced, if there is one."""
+        """Take away the record of the result that is replaced, if there is one: from now on it is a mixture."""
         with self._lock:
             if not self._begun:
-                mark = f"{self._path}/{UNFINISHED}"
-                attempt(self.url, "writing", lambda: self._fs.pipe_file(mark, b"gradmerge is writing here\n"))
                 self._remove([name for name in LAST if name in self._old and name not in self.sent])
                 self._begun = True
 
@@ -188,7 +192,6 @@ class Upload:
         self._remove([name for name in self._old if name not in {*left, *self.sent, *LAST, UNFINISHED}])
         for name in late:
             self.send_file(self._folder / name, name)
-        self._begin()
         self._remove([UNFINISHED])
         self._pool.shutdown()
 
@@ -210,7 +213,7 @@ class Upload:
         with contextlib.suppress(GradmergeError):
             self.wait()
         with contextlib.suppress(GradmergeError):
-            if self.sent or self._begun or self._stale:
+            if self.sent or self._reserved or self._stale:
                 self._remove([*self.sent, *self._stale, UNFINISHED])
         self._pool.shutdown()
 
