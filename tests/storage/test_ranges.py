@@ -25,8 +25,8 @@ from ..http_stand_in import Web, web_server
 class Counted(StoredFile):
     """A file in memory that notes the ranges it is asked for."""
 
-    content: bytes = b""
-    asked: list[tuple[int, int]] = []
+    content: bytes
+    asked: list[tuple[int, int]]
 
     def fetch(self, start: int, stop: int) -> bytes:
         self.asked.append((start, stop))

@@ -68,7 +68,8 @@ class Target:
         if staging.upload is not None:
             from .outgoing import Outgoing
 
-            self._outgoing = Outgoing(plan, staging, staging.upload, self._writers)
+            # Curvature leaves in the end: its card is written from its files.
+            self._outgoing = Outgoing(plan, staging, staging.upload, self._writers[0])
 
     def __enter__(self) -> Target:
         return self
