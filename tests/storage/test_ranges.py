@@ -254,7 +254,7 @@ def test_a_model_that_is_run_is_fetched_whole_once(
     place = fetched(folder)
     assert place.is_relative_to(tmp_path) and place.name == "model"
     assert (place / "model.safetensors").read_bytes() == save({"w": torch.arange(5.0)})
-    assert "is fetched" in caplog.text and folder in caplog.text
+    assert "fetched for that" in caplog.text and folder in caplog.text
     monkeypatch.setattr(remote, "download", None)
     assert fetched(folder) == place and [path.name for path in place.parent.iterdir()] == ["model"]
     with pytest.raises(InputError, match="a file is not enough"):

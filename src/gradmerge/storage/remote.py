@@ -137,16 +137,14 @@ def url_of(path: Path) -> str | None:
 
 def states_of(paths: Iterable[Path]) -> dict[Path, list[Any]]:
     """URL, size and version of every path that stands for a file at a URL, as they are there now."""
+    known = {path: _stored[str(path)] for path in paths if str(path) in _stored}
+    copies = {copy.url: copy for copy, _ in known.values()}
+    with ThreadPoolExecutor(8, "gradmerge-list") as pool:
+        listed = pool.map(lambda copy: copy.files if copy.pinned else _listing(copy.url)[0], copies.values())
+        now = {url: {file.url: file for file in files.values()} for url, files in zip(copies, listed, strict=True)}
     found: dict[Path, list[Any]] = {}
-    now: dict[str, dict[str, StoredFile]] = {}
-    for path in paths:
-        copy, file = _stored.get(str(path), (None, None))
-        if copy is None or file is None:
-            continue
-        if copy.url not in now:
-            now[copy.url] = copy.files if copy.pinned else _listing(copy.url)[0]
-        name = next(name for name, one in copy.files.items() if one is file)
-        there = now[copy.url].get(name)
+    for path, (copy, file) in known.items():
+        there = now[copy.url].get(file.url)
         found[path] = [file.url, *((there.size, there.version) if there is not None else ())]
     return found
 
@@ -190,7 +188,7 @@ def fetched(url: str) -> Path:
     folder = home / place.name
     if not folder.is_dir():
         total = sum(file.size for file in wanted.values())
-        logging.getLogger("gradmerge").warning("%s: is fetched, %s, to %s", url, size(total), folder)
+        logging.getLogger(__name__).warning("%s: is run, and fetched for that: %s to %s", url, size(total), folder)
         try:
             home.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(home).free) < total:

@@ -266,6 +266,9 @@ class Staging:
             shutil.rmtree(self.folder, ignore_errors=True)
         finally:
             self._unlock()
+        if self.upload is not None:
+            with contextlib.suppress(OSError):
+                self.folder.parent.rmdir()
 
     def leave(self) -> None:
         """Keep what was written for a later run to go on with."""
