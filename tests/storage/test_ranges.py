@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save
 
 from gradmerge.errors import InputError, MachineError
-from gradmerge.storage import ranges, remote
-from gradmerge.storage.remote import StoredFile, fetched, local_copy
+from gradmerge.storage import fetching, ranges, remote
+from gradmerge.storage.fetching import fetched
+from gradmerge.storage.remote import StoredFile, local_copy
 from gradmerge.storage.tensorfile import TensorFile
 from gradmerge.urls import copies
 
@@ -255,7 +256,7 @@ def test_a_model_that_is_run_is_fetched_whole_once(
     assert place.is_relative_to(tmp_path) and place.name == "model"
     assert (place / "model.safetensors").read_bytes() == save({"w": torch.arange(5.0)})
     assert "fetched for that" in caplog.text and folder in caplog.text
-    monkeypatch.setattr(remote, "download", None)
+    monkeypatch.setattr(fetching, "download", None)
     assert fetched(folder) == place and [path.name for path in place.parent.iterdir()] == ["model"]
     with pytest.raises(InputError, match="a file is not enough"):
         fetched(f"{folder}/model.safetensors")

@@ -36,7 +36,7 @@ class PickleFile(PositionalFile):
 
     def __init__(self, path: Path) -> None:
         if copies():
-            from ..storage.remote import make_whole
+            from ..storage.fetching import make_whole
 
             make_whole(path)
         super().__init__(path)

@@ -266,7 +266,7 @@ def _variable_named(device: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _fetching_noted(quiet: bool) -> Iterator[None]:
     """Say it as a note when a model is fetched: that may take a while."""
-    log = logging.getLogger("gradmerge.storage.remote")
+    log = logging.getLogger("gradmerge.storage.fetching")
     handler = Notes(logging.CRITICAL if quiet else logging.WARNING)
     log.addHandler(handler)
     log.propagate = False

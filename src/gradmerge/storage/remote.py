@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
-import json
-import logging
-import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -37,8 +33,6 @@ SMALL = (
 )
 #: What a folder may hold: files in all, folders that are looked into, and bytes of small files.
 MOST_FILES, MOST_FOLDERS, MOST_BYTES = 10_000, 64, 1_000_000_000
-#: Bytes of a range, where all of a file is fetched.
-STEP = 32 << 20
 #: Seconds for which a listing is taken for true while a recipe is being opened.
 FRESH = 10.0
 #: Where in an answer stands what changes with a file's content.
@@ -126,6 +120,12 @@ def stored_at(path: Path) -> StoredFile | None:
     return found[1] if found is not None else None
 
 
+def files_at(url: str) -> tuple[Path, dict[str, StoredFile]]:
+    """The stand-in of a URL, and the files there by name; one that is a file has the name ""."""
+    place = local_copy(url)
+    return place, _copies[url].files
+
+
 def url_of(path: Path) -> str | None:
     """The URL that a path is, or stands for."""
     for place in (path, *path.parents) if _copies else ():
@@ -166,73 +166,6 @@ def local_copy(url: str) -> Path:
         _stored.update({str(copy.path(name)): (copy, file) for name, file in files.items()})
         stands_for(copy.place, url)
         return copy.place
-
-
-def make_whole(path: Path) -> None:
-    """Fetch all of the file that a path stands for, if it does: for what cannot be read by ranges."""
-    if (file := stored_at(path)) is not None:
-        partial = path.with_name(path.name + ".partial")
-        download({file: partial})
-        partial.replace(path)
-
-
-def fetched(url: str) -> Path:
-    """The folder of a model at a URL, all of it on this machine: for those who run it. It stays in the cache."""
-    place = local_copy(url)
-    files = _copies[url].files
-    if "" in files:
-        raise InputError(f"{url}: a file is not enough to run a model; give the folder with its config.json")
-    wanted = {n: f for n, f in files.items() if n.endswith(".safetensors") or _is_small(f)}
-    key = json.dumps([url, sorted((name, file.size, file.version) for name, file in wanted.items())])
-    home = cache_folder() / "models" / hashlib.sha256(key.encode()).hexdigest()[:16]
-    folder = home / place.name
-    if not folder.is_dir():
-        total = sum(file.size for file in wanted.values())
-        logging.getLogger(__name__).warning("%s: is run, and fetched for that: %s to %s", url, size(total), folder)
-        try:
-            home.mkdir(parents=True, exist_ok=True)
-            if (free := shutil.disk_usage(home).free) < total:
-                raise MachineError(f"{home}: {url} takes {size(total)}, but only {size(free)} are free")
-            with tempfile.TemporaryDirectory(dir=home, prefix=".partial-") as partial:
-                places = {file: Path(partial) / place.name / name for name, file in wanted.items()}
-                for one in places.values():
-                    one.parent.mkdir(parents=True, exist_ok=True)
-                download(places)
-                (Path(partial) / place.name).rename(folder)
-        except OSError as error:
-            if not folder.is_dir():  # else another process has fetched it meanwhile
-                raise MachineError(f"{home}: cannot be written: {error.strerror}") from error
-    stands_for(folder, url)
-    return folder
-
-
-def download(places: Mapping[StoredFile, Path]) -> None:
-    """Fetch whole files, several ranges at a time."""
-
-    def fetch(part: tuple[StoredFile, Path, int]) -> None:
-        file, place, start = part
-        with place.open("r+b") as out:
-            out.seek(start)
-            out.write(file.fetch(start, min(start + STEP, file.size)))
-
-    for file, place in places.items():
-        with place.open("wb") as out:
-            out.truncate(file.size)
-    parts = [(file, place, start) for file, place in places.items() for start in range(0, file.size, STEP)]
-    with ThreadPoolExecutor(8, "gradmerge-fetch") as pool:
-        for done in [pool.submit(fetch, part) for part in parts]:
-            try:
-                done.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-
-
-def cache_folder() -> Path:
-    """Where what is fetched for good, and what waits to be sent, lies: GRADMERGE_CACHE, or a folder in the user's."""
-    given = os.environ.get("GRADMERGE_CACHE")
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "gradmerge"  # noqa: PTH111
-    return Path(given).absolute() if given else usual
 
 
 def read_at(url: str, limit: int) -> bytes:
@@ -393,7 +326,7 @@ def _fits(name: str) -> bool:
 
 def _fill(copy: Copy) -> None:
     """Make the stand-in: small files fetched, several at a time, and holes for all others."""
-    small = {name: file for name, file in copy.files.items() if _is_small(file)}
+    small = {name: file for name, file in copy.files.items() if is_small(file)}
     if sum(file.size for file in small.values()) > MOST_BYTES:
         raise InputError(f"{copy.url}: has more than {size(MOST_BYTES)} of small files; that is no model")
     (copy.place.parent if "" in copy.files else copy.place).mkdir(parents=True)
@@ -413,7 +346,8 @@ def _fill(copy: Copy) -> None:
         raise MachineError(f"{copy.place}: cannot be written: {error.strerror}") from error
 
 
-def _is_small(file: StoredFile) -> bool:
+def is_small(file: StoredFile) -> bool:
+    """Whether a file is one of those that are fetched at once."""
     return file.size <= MAX_TOKENIZER and any(fnmatchcase(_last(file.path), form) for form in SMALL.split())
 
 

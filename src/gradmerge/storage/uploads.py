@@ -18,7 +18,8 @@ from typing import Any
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import some
 from ..urls import UrlPath, as_url
-from .remote import attempt, cache_folder, file_system, url_of
+from .fetching import cache_folder
+from .remote import attempt, file_system, url_of
 
 #: The object that lies beside a result until that is complete; and, in the staged folder, the names that were sent.
 UNFINISHED, SENT = "gradmerge.unfinished", ".gradmerge-sent"

@@ -26,7 +26,7 @@ _ENDS = (
 def folder_of(reference: str) -> Path:
     """The folder of a model, as it is or fetched from the Hub or a URL."""
     if (url := as_url(reference)) is not None and not url.startswith("file://"):
-        from ..storage.remote import fetched
+        from ..storage.fetching import fetched
 
         return fetched(url)
     path = local_path(reference, None)
