@@ -1,4 +1,5 @@
-"""A stand-in of the Hugging Face Hub on this machine: the part of its HTTP interface that a push uses, and no more."""
+"""A stand-in of the Hugging Face Hub on this machine: the part of its HTTP interface that a push, or reading by ranges,
+uses, and no more."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import base64
 import contextlib
 import hashlib
 import json
+import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_" + "secret" * 6
 
@@ -29,6 +32,11 @@ class Hub:
         self.known: set[str] = set()
         """Models of others."""
         self.endpoint = ""
+        self.given: Counter[str] = Counter()
+        """Bytes of each file that were given out."""
+        self.whole: list[str] = []
+        """Files that were asked for without a range."""
+        self.ignores_ranges = False
 
     def make(self, repo: str, private: bool = False) -> dict[str, bytes]:
         self.repos[repo] = {"main": {".gitattributes": b"*.safetensors filter=lfs\n"}}
@@ -72,6 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, {})
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._answer(401, {"error": "Invalid credentials"}, X_Error_Message="Invalid credentials")
+        if "/resolve/" in path:
+            return self._resolve(path)
         if path == "/api/repos/create":
             return self._create(json.loads(raw))
         if path == "/api/validate-yaml":
@@ -97,11 +107,22 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(409, {"error": "Reference already exists"})
             branches[revision] = dict(branches["main"])
             return self._answer(200, {})
+        if what == "revision":
+            sha = "0" * 40 if revision in (*branches, "0" * 40) else None
+            gone = {"error": "Invalid rev id"}
+            return self._answer(200, {"id": repo, "sha": sha}) if sha else self._answer(404, gone)
+        revision, _, folder = revision.partition("/")
+        revision = "main" if revision == "0" * 40 else revision
         if revision not in branches:
             return self._answer(404, {"error": "Invalid rev id"}, X_Error_Code="RevisionNotFound")
         files = branches[revision]
         if what == "tree":
-            return self._answer(200, [_entry(name, content) for name, content in files.items()])
+            if "recursive=true" in self.path.lower():
+                return self._answer(200, [_entry(name, content) for name, content in files.items()])
+            return self._answer(200, _level(files, f"{folder}/" if folder else ""))
+        if what == "paths-info":
+            asked = parse_qs(raw.decode()).get("paths", []) if b"paths=" in raw else json.loads(raw)["paths"]
+            return self._answer(200, [_entry(name, files[name]) for name in asked if name in files])
         if what == "preupload":
             asked = json.loads(raw)["files"]
             modes = [{"path": f["path"], "uploadMode": "lfs" if _is_large(f["path"]) else "regular"} for f in asked]
@@ -119,6 +140,28 @@ class _Handler(BaseHTTPRequestHandler):
                 hub.commits.append(value["summary"])
         oid = f"{len(hub.commits):040x}"
         return self._answer(200, {"commitUrl": f"{hub.endpoint}/{repo}/commit/{oid}", "commitOid": oid})
+
+    def _resolve(self, path: str) -> None:
+        repo, _, rest = path[1:].partition("/resolve/")
+        revision, _, name = rest.partition("/")
+        content = self.hub.repos.get(repo, {}).get("main" if revision == "0" * 40 else revision, {}).get(name)
+        if content is None:
+            return self._answer(404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound")
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+        part = content
+        if found and not self.hub.ignores_ranges:
+            part = content[int(found[1]) : int(found[2]) + 1]
+        elif self.command == "GET":
+            self.hub.whole.append(name)
+        self.send_response(206 if part is not content else 200)
+        self.send_header("Content-Length", str(len(part)))
+        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.end_headers()
+        if self.command == "GET":
+            self.hub.given[name] += len(part)
+            self.wfile.write(part)
+        return None
 
     def _create(self, asked: dict[str, Any]) -> None:
         repo = f"{asked['organization']}/{asked['name']}"
@@ -153,6 +196,14 @@ def _entry(name: str, content: bytes) -> dict[str, Any]:
     if _is_large(name):
         entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
     return entry
+
+
+def _level(files: dict[str, bytes], prefix: str) -> list[dict[str, Any]]:
+    """What lies in one folder of a repository: its files, and its folders by their names."""
+    below = {name: content for name, content in files.items() if name.startswith(prefix)}
+    folders = {name.removeprefix(prefix).partition("/")[0] for name in below if "/" in name.removeprefix(prefix)}
+    found = [{"type": "directory", "path": prefix + name, "oid": "0" * 40, "size": 0} for name in sorted(folders)]
+    return found + [_entry(name, content) for name, content in below.items() if "/" not in name.removeprefix(prefix)]
 
 
 @contextlib.contextmanager

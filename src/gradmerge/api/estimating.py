@@ -33,6 +33,7 @@ from ..tasks import LoadedTask, Loading, complete, load_model, load_task
 from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
 from ..text import listed, nearest
+from ..urls import place_of
 from .saved_sums import SavedSums, stored_as
 
 #: What can be estimated, and what unfinished work on it is called.
@@ -272,7 +273,7 @@ def estimate_to_disk(
         write_curvature_card(staging.folder, _card_facts(source, loaded, options, at_delta))
         saved.remove()
     return Estimate(
-        out=Path(out),
+        out=place_of(out),
         kind=kind,
         task=loaded.task,
         examples=result.examples,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..errors import InputError
+from ..urls import place_of
 from .completion import words_of
-from .output import AllowConfig, AllowPickle, Debug, Dequantize, Json, Quiet, guarded
+from .output import AllowConfig, AllowPickle, Debug, Dequantize, Json, Notes, Quiet, guarded
 
 if TYPE_CHECKING:
     from ..tasks import Generation, Loading
@@ -231,12 +233,14 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(**given: Any) -> None:
         device = str(given.get("device"))
-        with guarded(given["debug"], given["json"]), _variable_named(device):
+        quiet = given["quiet"] or given["json"]
+        with guarded(given["debug"], given["json"]), _variable_named(device), _fetching_noted(quiet):
             made = {
                 name: group(**{option: given.pop(option) for option in group.__dataclass_fields__})
                 for name, group in groups.items()
             }
-            function(**given, **made)
+            places = {name: place_of(value) for name, value in given.items() if isinstance(value, Path)}
+            function(**given | places, **made)
 
     run.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: parameter.annotation for name, parameter in shown.items()}
@@ -257,6 +261,20 @@ def _variable_named(device: str) -> Iterator[None]:
         if from_environment("device", device) and re.search(r"\bdevice\b", str(error)):
             error.args = (f"{error}\n  It comes from the environment: {VARIABLES['device']}={device}",)
         raise
+
+
+@contextlib.contextmanager
+def _fetching_noted(quiet: bool) -> Iterator[None]:
+    """Say it as a note when a model is fetched: that may take a while."""
+    log = logging.getLogger("gradmerge.storage.fetching")
+    handler = Notes(logging.CRITICAL if quiet else logging.WARNING)
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

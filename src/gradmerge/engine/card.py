@@ -12,6 +12,7 @@ from ..checkpoints.published import Published, all_published, name_of, published
 from ..checkpoints.sidecars import library_of
 from ..markdown import as_block, as_card, as_code, as_text, to_yaml
 from ..recipe import NONE, Base, Identity, Model, Recipe, in_words
+from ..urls import is_url
 from .evaluations import PLACE
 from .front_matter import front_matter_of, licence_text
 from .inputs import CurvatureInput, Inputs
@@ -122,12 +123,13 @@ def _names(recipe: Recipe, known: Mapping[str, Published]) -> Shown:
 
 
 def _without_paths(value: Any, shown: Shown) -> Any:
-    """A recipe for others to read: a path from the root of this machine's disk is told by its end."""
+    """A recipe for others to read: a path from the root of this machine's disk, or in a store, is told by its end."""
     if isinstance(value, Mapping):
         return {key: _without_paths(item, shown) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_paths(item, shown) for item in value]
-    return shown(value) if isinstance(value, str) and value.startswith(("/", "~")) else value
+    private = isinstance(value, str) and (value.startswith(("/", "~")) or (is_url(value) and value[:5] != "hf://"))
+    return shown(value) if private else value
 
 
 def _slices(recipe: Recipe, shown: Shown) -> str:
