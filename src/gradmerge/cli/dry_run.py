@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..api import merging
+from ..api.forecasting import forecast_estimate
 from ..checkpoints.published import all_published
 from ..checkpoints.sidecars import sidecars
 from ..engine.calibration import measure_speeds
 from ..engine.coefficients import coefficient_notes
-from ..engine.costs import MergeCost, checked_rate, cost_of
+from ..engine.costs import MergeCost, Rate, checked_rate, cost_of
 from ..engine.front_matter import licence_notes
 from ..engine.penalties import used
 from ..engine.plan import Plan
 from ..engine.trust import trust_notes
+from ..errors import InputError
 from ..recipe import Recipe, in_words, plain
 from ..storage.tensorwriter import split_into_shards
 from ..text import count, duration, size
-from .options import PlanningOptions, RecipeOptions
+from .estimate import EstimateOptions, EstimatePlanning
+from .options import LoadingOptions, PlanningOptions, Printing, RecipeOptions
 from .output import continued, print_json, print_table
 from .streams import say
 
@@ -133,3 +137,71 @@ def say_time(seconds: Mapping[str, float], limit: str, where: str) -> None:
     """The total, what each part would take alone, and which one decides."""
     alone = ", ".join(f"{name} {duration(seconds[name])}" for name in seconds if name not in ("total", "start"))
     say(f"time:    about {duration(seconds['total'])} on {where}; alone {alone}: the {limit} is the limit")
+
+
+def print_forecast(
+    model: str,
+    data: str,
+    out: Path | None,
+    loading: LoadingOptions,
+    options: EstimateOptions,
+    planning: EstimatePlanning,
+    printing: Printing,
+) -> None:
+    """What estimating curvature would need."""
+    nodes, per_node = planning.nodes or 1, planning.processes or 1
+    if planning.memory is not None and not 0 < planning.memory < float("inf"):
+        raise InputError(f"--memory {planning.memory:g}: GB that the device of a process has, more than 0")
+    compute = checked_rate("compute-rate", planning.compute_rate, "TFLOP/s")
+    asked = ("kind", "likelihood", "precision", "at_delta", "widest", "sums", "shard")
+    found = forecast_estimate(
+        model,
+        data,
+        nodes=nodes,
+        per_node=per_node,
+        compute=None if compute is None else Rate(compute.amount * 1e3, compute.source),
+        disk=checked_rate("disk-rate", planning.disk_rate),
+        network=checked_rate("network-rate", planning.network_rate),
+        memory=None if planning.memory is None else round(planning.memory * 1e9),
+        **{name: value for name, value in asdict(options).items() if name in asked},
+        **loading.as_keywords(),
+    )
+    if printing.json:
+        given = {"model": model, "data": data, "out": str(out) if out else None, "kind": options.kind}
+        print_json({**given, **found.to_json(), "bytes_free": _free(out)})
+        return
+    cost, shapes = found.cost, found.cost.shapes
+    say(f"model:   {count(shapes.parameters)} parameters to estimate, {size(shapes.weights)} in {found.dtype}")
+    several = f", {cost.batches:,} batches of {loading.batch_size} for each of {cost.processes} processes"
+    alone = f", {cost.batches:,} batches of {loading.batch_size}"
+    tokens = f"{count(cost.tokens)} tokens with padding, " if cost.tokens != cost.examples else ""
+    say(f"data:    {cost.examples:,} examples, {tokens}{found.task}{several if cost.processes > 1 else alone}")
+    kinds = {"gram": "Gram matrices", "kronecker": "Kronecker factors, and diagonals of the rest"}
+    say(f"sums:    {size(shapes.sums)}, {kinds.get(options.kind, '4 bytes for each parameter')}")
+    parts = ", ".join(f"{name} {size(value)}" for name, value in cost.memory.items() if value and name != "total")
+    say(f"memory:  {size(cost.memory['total'])} on {found.device} for each process: {parts}")
+    room = f"the {size(found.available)} that are there ({found.available_from})"
+    say(f"         {'fits into' if found.fits else 'does NOT fit into'} {room}")
+    if cost.memory_cpu:
+        say(f"         {size(cost.memory_cpu)} of the computer for each process, while it loads and writes")
+    free = _free(out)
+    say(f"disk:    {size(cost.disk)}" + (f", of {size(free)} that are free" if free is not None else ""))
+    if cost.network:
+        say(f"network: {size(cost.network)}, {size(cost.network / cost.nodes)} through each node's connection")
+    where = f"{nodes} node{'s' if nodes > 1 else ''} with {per_node} process{'es' if per_node > 1 else ''}"
+    say_time(cost.seconds, cost.limit, where + (" each" if nodes > 1 else ""))
+    rates = cost.rates
+    shown = {"compute": f"{rates.compute / 1e12:.3g} TFLOP/s", "disk": f"{size(rates.disk)}/s"}
+    shown |= {"network": f"{size(rates.network)}/s for each node"}
+    for number, (name, source) in enumerate(rates.sources.items()):
+        say(f"{'         ' if number else 'assumed: '}{name} {shown[name]}, {source}")
+    if not found.fits:
+        say(f"note: {WHAT_ELSE}")
+    for text in found.notes:
+        say(f"note: {continued(text)}")
+
+
+WHAT_ELSE = (
+    "what helps, from the cheapest: a smaller --batch-size, --max-length, --dtype bfloat16, sums that are kept "
+    "elsewhere (--sums cpu), more processes that share the model (--shard)"
+)

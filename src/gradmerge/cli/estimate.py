@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..errors import InputError
 from ..text import count
 from .completion import words_of
-from .options import CurvatureOut, Data, Force, LoadingOptions, Model, Precision, Printing, command
+from .options import Data, Force, LoadingOptions, Model, PlanningOptions, Precision, Printing, command
 from .output import Durable, Notes, heavy_imports, note, print_json, progress
 from .streams import say
 
@@ -61,20 +63,56 @@ class EstimateOptions:
     durable: Durable = False
 
 
+@dataclass(frozen=True)
+class EstimatePlanning(PlanningOptions):
+    """What the plan of an estimate assumes besides."""
+
+    processes: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="With --dry-run: assume N processes on each node.", show_default="1"),
+    ] = None
+    compute_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TFLOP/S",
+            help="With --dry-run: assume that a training step reaches this on the device of a process.",
+            show_default="measured",
+        ),
+    ] = None
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB",
+            help="With --dry-run: assume that the device of a process has this much memory.",
+            show_default="that of the device",
+        ),
+    ] = None
+
+
 @command
 def estimate(
     *,
     model: Model,
     data: Data,
-    out: CurvatureOut,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")] = None,
     loading: LoadingOptions,
     options: EstimateOptions,
+    planning: EstimatePlanning,
     printing: Printing,
 ) -> None:
     """Estimate curvature: the sum over examples of the squared gradient of each example's loss.
 
     It costs about a training step per batch. The file goes into a recipe, or as MODEL/curvature is found by itself.
     """
+    planning.check()
+    if planning.dry_run:
+        with heavy_imports():
+            from .dry_run import print_forecast
+
+        print_forecast(model, data, out, loading, options, planning, printing)
+        return
+    if out is None:
+        raise InputError("say where to write the result: -o OUT")
     with heavy_imports():
         from ..api.estimating import estimate_to_disk
 

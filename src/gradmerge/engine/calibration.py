@@ -32,6 +32,8 @@ ENTRIES, READ, PIECE = 1 << 23, 1 << 27, 1 << 22
 SIDE = 256
 #: A connection of 10 Gbit/s.
 USUAL_NETWORK = Rate(1.25e9, "assumed: 10 Gbit/s")
+#: Where there is nothing to read.
+USUAL_DISK = Rate(1e9, "assumed")
 #: Where nothing can be tried, as no tensor is merged entry by entry.
 USUAL_ENTRIES = Rate(4e8, "assumed: as task arithmetic of two models on 2 cores")
 
@@ -191,8 +193,10 @@ def read_rate(files: Sequence[Path], threads: int) -> Rate:
     except OSError:  # such as a file system in memory
         direct = 0
         read, seconds = _read(places, threads, 0)
+    if not read:
+        return USUAL_DISK
     cache = "past the page cache" if direct else "some of it may have been in the page cache"
-    return Rate(max(read, 1) / max(seconds, 1e-9), f"measured: {size(read)} of the inputs, {cache}")
+    return Rate(read / max(seconds, 1e-9), f"measured: {size(read)} of the inputs, {cache}")
 
 
 def _read(places: Sequence[tuple[Path, int]], threads: int, flags: int) -> tuple[int, float]:

@@ -151,7 +151,7 @@ def load_task(
         attn=options["attn"],
         adapter_apart=adapter_apart,
     )
-    return _joined(model_reference, model, info, rows, options)
+    return joined(model_reference, model, info, rows, options)
 
 
 def with_data(
@@ -159,10 +159,11 @@ def with_data(
 ) -> LoadedTask:
     """Data for a model that :func:`load_model` has loaded."""
     options = complete(loading, with_data)
-    return _joined(str(model_reference), model, info, read_rows(str(source), limit=options["limit"]), options)
+    return joined(str(model_reference), model, info, read_rows(str(source), limit=options["limit"]), options)
 
 
-def _joined(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, options: Loading) -> LoadedTask:
+def joined(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, options: Loading) -> LoadedTask:
+    """A model and rows as one task."""
     fields = choose_columns(info.task, rows, options["columns"])
     notes = list(info.notes)
     if info.task == "causal-lm":

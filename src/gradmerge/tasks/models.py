@@ -89,7 +89,7 @@ def load_model(
         task, setup = "embedding", read_setup(reference, folder)
     base_folder = setup.transformer if setup else folder if adapter is None else base_of(reference, folder, adapter)
     check_small_files(base_folder)
-    config = _config_of(reference, folder, base_folder, adapter)
+    config = config_of(reference, folder, base_folder, adapter)
     task = task_of(reference, config, task, adapter)
     info = LoadingInfo(folder, base_folder, task)
     check_weights(reference, base_folder, "model")
@@ -173,7 +173,7 @@ def model_with(model: Any, state: Mapping[str, Tensor], name: str | None = None)
     return made.to(model.device).eval()
 
 
-def _config_of(reference: str, folder: Path, base_folder: Path, adapter: dict[str, Any] | None) -> Any:
+def config_of(reference: str, folder: Path, base_folder: Path, adapter: dict[str, Any] | None) -> Any:
     """The config of the model; for an adapter its own if it has one, else its base's with the adapter's classes."""
     from transformers import AutoConfig
 
@@ -197,13 +197,17 @@ def _config_of(reference: str, folder: Path, base_folder: Path, adapter: dict[st
     return config
 
 
+def class_name(task: str, config: Any) -> str:
+    """The class of transformers that makes the model of a task."""
+    return _AUTO_CLASSES[task][0] if task != "embedding" else _BARE[bool(getattr(config, "is_encoder_decoder", False))]
+
+
 def _loaded(
     reference: str, folder: Path, config: Any, task: str, dtype: str, attn: str | None, info: LoadingInfo
 ) -> nn.Module:
     import transformers
 
-    name = _AUTO_CLASSES[task][0] if task != "embedding" else _BARE[bool(getattr(config, "is_encoder_decoder", False))]
-    kind = getattr(transformers, name)
+    kind = getattr(transformers, class_name(task, config))
     given: dict[str, Any] = {} if attn is None else {"attn_implementation": attn}
     _refuse_inflated(reference, folder, kind, config)
     place: Path | None = folder

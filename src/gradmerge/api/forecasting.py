@@ -1,0 +1,165 @@
+"""What estimating curvature would cost, before any weight is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack
+
+import torch
+
+from ..curvature.kronecker import WIDEST
+from ..curvature.needs import EstimateCost, EstimateRates, estimate_cost, shapes_of
+from ..engine.calibration import USUAL_NETWORK, read_rate
+from ..engine.costs import Rate
+from ..errors import InputError
+from ..tasks import Loading, complete
+from ..tasks.models import device_of
+from ..tasks.outlines import Outline, outline_task
+from . import estimating
+
+#: A pass of a model reaches about this share of what the product of two large matrices does.
+REACHED = 0.5
+
+
+@dataclass
+class Forecast:
+    """The cost of an estimate, and whether a process fits into the memory that it has."""
+
+    cost: EstimateCost
+    task: str
+    device: str
+    dtype: str
+    available: int
+    """Bytes that the device of a process has."""
+    available_from: str
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return self.cost.memory["total"] <= self.available
+
+    def to_json(self) -> dict[str, Any]:
+        given = {"task": self.task, "device": self.device, "dtype": self.dtype}
+        found = {"memory_available": self.available, "fits": self.fits}
+        return {**given, **self.cost.to_json(), **found, "notes": self.notes}
+
+
+def forecast_estimate(
+    model: str,
+    source: str,
+    *,
+    kind: str = "diagonal",
+    likelihood: str = "empirical",
+    precision: str = "float32",
+    at_delta: str | None = None,
+    widest: int = WIDEST,
+    sums: str = "device",
+    shard: bool = False,
+    nodes: int = 1,
+    per_node: int = 1,
+    compute: Rate | None = None,
+    disk: Rate | None = None,
+    network: Rate | None = None,
+    memory: int | None = None,
+    **loading: Unpack[Loading],
+) -> Forecast:
+    """What `gradmerge curvature estimate` would need, from the config, the headers of the files and some of the rows.
+
+    ``nodes`` machines like this one have ``per_node`` processes each. Rates that are not given are measured here.
+    """
+    options = complete(loading, forecast_estimate)
+    estimating._check_options(likelihood, kind, precision, at_delta)
+    estimating._check_widest(widest, kind)
+    place = _place(options["device"], known=compute is not None and memory is not None)
+    outline = outline_task(model, source, place.type, **options)
+    made = outline.loaded.model
+    shapes = shapes_of(made, kind, widest)
+    notes = list(outline.loaded.notes)
+    if outline.adapter:
+        # Codes have no gradients: the adapter's parameters are estimated, and the base is in memory as it is stored.
+        shapes = replace(shapes, parameters=outline.adapter, sums=4 * outline.adapter, weights=outline.stored)
+    if kind == "kronecker" and shapes.wide:
+        notes.append(f"{shapes.wide} layers are wider than {widest:,} and have a diagonal")
+    dtype = next(made.parameters()).dtype
+    compute = compute or measured_compute(place, dtype)
+    disk = disk or read_rate(outline.files, 4)
+    network = network or USUAL_NETWORK
+    sources = {"compute": compute.source, "disk": disk.source} | ({"network": network.source} if nodes > 1 else {})
+    rates = EstimateRates(compute.amount, disk.amount, network.amount, sources)
+    activations, forward = _of_batch(outline, kind)
+    if outline.needs is None:
+        why = f"it does not run without weights: {outline.why}"
+        notes.append(f"what autograd keeps of a batch is not counted for this model, as {why}. Leave room for it")
+    if at_delta is not None:
+        notes.append(f"{at_delta} is loaded beside the model first, and takes its memory until it is subtracted")
+    labels = getattr(getattr(made, "config", None), "num_labels", 1)
+    cost = estimate_cost(
+        shapes,
+        rates,
+        examples=outline.loaded.examples,
+        tokens=outline.tokens,
+        batch_size=options["batch_size"],
+        activations=activations,
+        forward=forward,
+        passes=labels if likelihood == "exact" and isinstance(labels, int) else 1,
+        kind=kind,
+        device=place.type,
+        sums=sums,
+        shard=shard,
+        nodes=nodes,
+        per_node=per_node,
+    )
+    available, available_from = (memory, "given") if memory is not None else memory_of(place)
+    if place.type == "cpu" and memory is None:
+        available, available_from = available // per_node, f"{available_from}, for each of {per_node}"
+    return Forecast(
+        cost, outline.loaded.task, str(place), str(dtype).removeprefix("torch."), available, available_from, notes
+    )
+
+
+def _place(name: str, known: bool) -> torch.device:
+    """The device, which need not be here if its speed and memory are known."""
+    with contextlib.suppress(RuntimeError):
+        if known and name != "auto":
+            return torch.device(name)
+    try:
+        return device_of(name)
+    except InputError as error:
+        advice = "To plan for one that is elsewhere, give what it has: --memory GB and --compute-rate TFLOP/S"
+        raise InputError(f"{error}\n  {advice}.") from error
+
+
+def _of_batch(outline: Outline, kind: str) -> tuple[int, float | None]:
+    """Bytes of activations, and operations of the forward pass for each token."""
+    needs = outline.needs
+    if needs is None:
+        return 0, None
+    # Without a backward pass a few tensors are there at a time; with one, all that is kept and the gradient of one.
+    activations = 4 * needs.largest if kind == "gram" else needs.kept + needs.largest
+    return activations, needs.operations / max(1, outline.longest)
+
+
+def measured_compute(place: torch.device, dtype: torch.dtype) -> Rate:
+    """Operations a second that a pass of a model reaches here: a share of what one product of matrices does."""
+    side = 1024 if place.type == "cpu" else 8192
+    matrix = torch.ones(side, side, dtype=dtype, device=place)
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        float((matrix @ matrix)[0, 0])  # waits for a device
+        seconds.append(time.perf_counter() - begun)
+    source = f"measured: half of what a product of two {side} × {side} matrices reaches on {place}"
+    return Rate(REACHED * 2 * side**3 / min(seconds), source)
+
+
+def memory_of(place: torch.device) -> tuple[int, str]:
+    """Bytes of a device, and whose they are."""
+    if place.type == "cuda":
+        return int(torch.cuda.get_device_properties(place).total_memory), torch.cuda.get_device_name(place)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this computer"
+    except (AttributeError, ValueError, OSError):
+        return 0, "not known"
