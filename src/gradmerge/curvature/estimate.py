@@ -24,6 +24,7 @@ from .kronecker import WIDEST, KroneckerCurvature, factors_for, for_kronecker_fi
 from .losses import LOSSES, ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_of
 from .stored_names import for_files
 from .sums import Distrusted
+from .totals import Keeping
 from .trial import Trial
 
 STRUCTURES = ("diagonal", "kronecker")
@@ -41,6 +42,7 @@ class _Keywords(TypedDict, total=False):
     each_batch: Callable[[Callable[[], Any]], None] | None
     trial: Trial | None
     widest: int
+    keeping: Keeping | None
 
 
 @overload
@@ -78,12 +80,14 @@ def estimate_curvature(
     each_batch: Callable[[Callable[[], Any]], None] | None = None,
     trial: Trial | None = None,
     widest: int = WIDEST,
+    keeping: Keeping | None = None,
 ) -> Curvature | KroneckerCurvature:
     """Σ_i [∇ℓ_i(θ)]² over the examples of ``batches``; :func:`gradmerge.estimate_curvature` explains the arguments.
 
     How the sums come about: :mod:`gradmerge.curvature.accumulate`. ``device`` is where batches are moved to,
     by default where the model is. Of many calls with one ``trial``, only the first tries out on two examples which
-    formula fits each layer; the others check that now and then.
+    formula fits each layer; the others check that now and then. ``keeping`` says where the sums are kept; those so far
+    that ``each_batch`` is given are then the sums themselves, and change with the next batch.
     """
     if likelihood not in LIKELIHOODS:
         known = f"{', '.join(LIKELIHOODS)}{nearest(likelihood, LIKELIHOODS)}"
@@ -98,7 +102,7 @@ def estimate_curvature(
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
     objective = Objective(model, likelihood, LOSSES[output] if isinstance(output, str) else output, seed)
     begun = start.examples if start is not None else 0
-    kronecker = structure == "kronecker"
+    kronecker, keeping = structure == "kronecker", keeping or Keeping()
     alone = stored_alone(model) if kronecker else {}
 
     def so_far(copy: bool = True) -> Curvature | KroneckerCurvature:
@@ -108,8 +112,9 @@ def estimate_curvature(
         if kronecker:
             before, stored = start if isinstance(start, KroneckerCurvature) else None, for_kronecker_files(model, alone)
             return kronecker_of(found, before, examples, likelihood, label, wide, stored)
+        copy &= keeping.plain
         sums = {name: one.total.clone() if copy else one.total for name, one in found.items()}
-        if start is not None:
+        if start is not None and keeping.plain:
             for name, total in sums.items():
                 total += start[name].to(total)
         return Curvature(sums, examples, likelihood, label, for_files(model))
@@ -120,10 +125,13 @@ def estimate_curvature(
     while True:
         examples = begun
         try:
-            factors, wide = factors_for(model, every, alone, widest) if kronecker else ({}, [])
+            factors, wide = factors_for(model, every, alone, widest, keeping) if kronecker else ({}, [])
             if start is not None:
                 _check_start(start, structure, likelihood, parameters, factors)
-            accumulator = Accumulator(model, every, passes, objective.logits, trial, slow, factors)
+            accumulator = Accumulator(model, every, passes, objective.logits, trial, slow, factors, keeping)
+            if isinstance(start, Curvature) and not keeping.plain:
+                for name, p in parameters.items():
+                    accumulator.sums[p].add(lambda total, name=name: total.add_(start[name].to(total)))
             with prepared(model), accumulator:
                 for batch in batches:
                     batch = moved(batch, place)

@@ -20,6 +20,7 @@ from .files import INPUTS, OUTPUTS, metadata, open_curvature
 from .formulas import is_conv1d
 from .stored_names import for_files, stored_shapes, stored_sources
 from .sums import ParameterSum
+from .totals import Keeping
 
 #: Layers with more inputs or outputs get a diagonal: their factors would be of a gigabyte or more each.
 WIDEST = 16384
@@ -126,7 +127,11 @@ class KroneckerCurvature(NamedSums):
 
 
 def factors_for(
-    model: nn.Module, parameters: Collection[nn.Parameter], stored: Collection[str], widest: int = WIDEST
+    model: nn.Module,
+    parameters: Collection[nn.Parameter],
+    stored: Collection[str],
+    widest: int = WIDEST,
+    keeping: Keeping | None = None,
 ) -> tuple[dict[nn.Parameter, KroneckerSums], list[str]]:
     """Empty factors for the weight of every linear layer and convolution that one module alone holds.
 
@@ -152,7 +157,7 @@ def factors_for(
             wide.append(name)
             continue
         bias = module._parameters.get("bias")
-        found[parameter] = KroneckerSums(name, parameter, bias if bias in known else None, turned)
+        found[parameter] = KroneckerSums(name, parameter, bias if bias in known else None, turned, keeping)
     return found, wide
 
 
@@ -173,7 +178,9 @@ def kronecker_of(
     for name, one in sums.items():
         if name not in factors and one.parameter not in inside:
             before = start.diagonal.get(name) if start is not None else None
-            diagonal[name] = one.total.clone() if before is None else one.total + before.to(one.total)
+            total = one.total
+            total = total.clone() if one.keeping.plain else total
+            diagonal[name] = total if before is None else total + before.to(total)
     turned = [name for name, one in factors.items() if one.turned]
     return KroneckerCurvature(layers, diagonal, examples, likelihood, model, turned, wide, stored)
 
