@@ -24,7 +24,8 @@ from .kronecker import WIDEST, KroneckerCurvature, factors_for, for_kronecker_fi
 from .losses import LOSSES, ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_of
 from .stored_names import for_files
 from .sums import Distrusted
-from .totals import Keeping
+from .reaching import followed, reaching
+from .totals import Keeping, in_step
 from .trial import Trial
 
 STRUCTURES = ("diagonal", "kronecker")
@@ -67,6 +68,7 @@ def estimate_curvature(
 def estimate_curvature(
     model: nn.Module, batches: Iterable[Any], likelihood: str = ..., *, structure: str, **options: Unpack[_Keywords]
 ) -> Curvature | KroneckerCurvature: ...
+@reaching
 def estimate_curvature(
     model: nn.Module,
     batches: Iterable[Any],
@@ -107,17 +109,17 @@ def estimate_curvature(
 
     def so_far(copy: bool = True) -> Curvature | KroneckerCurvature:
         objective.check_losses()
-        label = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+        label, examples_of_all = _label_of(model), keeping.sum_up(examples)
         found = {name: accumulator.sums[p] for name, p in parameters.items()}
         if kronecker:
             before, stored = start if isinstance(start, KroneckerCurvature) else None, for_kronecker_files(model, alone)
-            return kronecker_of(found, before, examples, likelihood, label, wide, stored)
+            return kronecker_of(found, before, examples_of_all, likelihood, label, wide, stored)
         copy &= keeping.plain
         sums = {name: one.total.clone() if copy else one.total for name, one in found.items()}
         if start is not None and keeping.plain:
             for name, total in sums.items():
                 total += start[name].to(total)
-        return Curvature(sums, examples, likelihood, label, for_files(model))
+        return Curvature(sums, examples_of_all, likelihood, label, for_files(model))
 
     trial = trial if trial is not None else Trial()
     tried, slow = trial.examples > 0, set[nn.Parameter]()
@@ -132,13 +134,13 @@ def estimate_curvature(
             if isinstance(start, Curvature) and not keeping.plain:
                 for name, p in parameters.items():
                     accumulator.sums[p].add(lambda total, name=name: total.add_(start[name].to(total)))
-            with prepared(model), accumulator:
-                for batch in batches:
+            with prepared(model), followed(model, keeping), accumulator:
+                for batch in in_step(batches, keeping):
                     batch = moved(batch, place)
                     if not len(labels_of(batch)):
                         continue
                     accumulator.add(batch, examples)
-                    examples += examples_in(batch)
+                    examples += 0 if keeping.idle else examples_in(batch)
                     _name_slow(accumulator.slow, parameters, trial.told)
                     if each_batch is not None:
                         each_batch(so_far)
@@ -159,6 +161,10 @@ def estimate_curvature(
             f"{what}:\n{listed(unused)}\n  Freeze what is not trained (requires_grad_(False)), or estimate a diagonal."
         )
     return so_far(copy=False)
+
+
+def _label_of(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
 
 
 def _check_start(

@@ -95,7 +95,7 @@ class KroneckerSums:
         self.decoder = sees_decoder(name)
         self.shares: bool | None = None
         """Whether another layer has the same input; None until that is known."""
-        outputs, inputs = weight.shape[0], weight[0].numel()
+        outputs, inputs = weight.shape[0], weight.shape[1:].numel()
         if turned:
             outputs, inputs = inputs, outputs
         width = inputs + (bias is not None)

@@ -153,7 +153,7 @@ def factors_for(
         own = parameter in known and name in stored and module._parameters.get("weight") is parameter
         if not own or not (linear or convolution):
             continue
-        if max(parameter.shape[0], parameter[0].numel()) > widest:
+        if max(parameter.shape[0], parameter.shape[1:].numel()) > widest:
             wide.append(name)
             continue
         bias = module._parameters.get("bias")

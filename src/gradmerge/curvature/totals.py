@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +72,33 @@ class Keeping:
         self.processes.add([found])
         return [bool(one) for one in found]
 
+    def sum_up(self, number: int) -> int:
+        """The sum of the processes' numbers."""
+        return number if self.processes is None else sum(self.processes.gather(number))
+
     def most(self, number: int) -> int:
         """The largest of the processes' numbers."""
         return number if self.processes is None else max(self.processes.gather(number))
+
+
+def in_step(batches: Iterable[Any], keeping: Keeping) -> Iterator[Any]:
+    """The batches; where processes share a model, all go on until none has any left, idly with their last one."""
+    if not keeping.shared:
+        yield from batches
+        return
+    left, last = iter(batches), None
+    try:
+        while True:
+            batch = next(left, None)
+            keeping.idle = batch is None
+            if not any(keeping.some([batch is not None])):
+                return
+            last = last if batch is None else batch
+            if any(keeping.some([last is None])):
+                raise InputError("--shard: there are fewer examples than processes. Start fewer processes.")
+            yield last
+    finally:
+        keeping.idle = False
 
 
 def on_disk(shape: Sequence[int], dtype: torch.dtype, folder: Path | None) -> Tensor:
