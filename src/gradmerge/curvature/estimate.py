@@ -270,8 +270,8 @@ def prepared(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             stack.callback(setattr, module, "training", training)
         model.eval()
-        for module, training in modes:
-            if training and getattr(module, "gradient_checkpointing", False):
+        for module, _ in modes:
+            if getattr(module, "gradient_checkpointing", False):
                 _keep_checkpointing(module, stack)
             if getattr(module, "inplace", False) is True:
                 stack.callback(setattr, module, "inplace", True)

@@ -127,6 +127,10 @@ def on_disk(shape: Sequence[int], dtype: torch.dtype, folder: Path | None) -> Te
     return flat.view(tuple(shape))
 
 
+def _reduce_scatter(distributed: Any) -> Any:
+    return getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor  # by version
+
+
 class Total:
     """A sum that is kept somewhere, and added to on a device."""
 
@@ -169,7 +173,7 @@ class SharedTotal(Total):
             put(whole[: self.shape.numel()].view(self.shape))
         mine = whole.new_empty(self._stretch)
         with processes.guarded("adding up the sums of a layer"):
-            distributed.reduce_scatter_tensor(mine, whole)
+            _reduce_scatter(distributed)(mine, whole)
         self._value += mine.to(self._value.device)
 
     def whole(self) -> Tensor:
