@@ -17,13 +17,14 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import InputError
 from ..text import listed, nearest
 from .accumulate import Accumulator
-from .batches import examples_in, moved
+from .batches import examples_in, moved, with_places
 from .curvature import Curvature
 from .factors import KroneckerSums
 from .kronecker import WIDEST, KroneckerCurvature, factors_for, for_kronecker_files, go_on, kronecker_of, stored_alone
 from .losses import LOSSES, ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_of
 from .stored_names import for_files
 from .sums import Distrusted
+from .together import Together
 from .totals import Keeping
 from .trial import Trial
 
@@ -43,6 +44,7 @@ class _Keywords(TypedDict, total=False):
     trial: Trial | None
     widest: int
     keeping: Keeping | None
+    together: Together | None
 
 
 @overload
@@ -81,13 +83,15 @@ def estimate_curvature(
     trial: Trial | None = None,
     widest: int = WIDEST,
     keeping: Keeping | None = None,
+    together: Together | None = None,
 ) -> Curvature | KroneckerCurvature:
     """Σ_i [∇ℓ_i(θ)]² over the examples of ``batches``; :func:`gradmerge.estimate_curvature` explains the arguments.
 
     How the sums come about: :mod:`gradmerge.curvature.accumulate`. ``device`` is where batches are moved to,
     by default where the model is. Of many calls with one ``trial``, only the first tries out on two examples which
     formula fits each layer; the others check that now and then. ``keeping`` says where the sums are kept; those so far
-    that ``each_batch`` is given are then the sums themselves, and change with the next batch.
+    that ``each_batch`` is given are then the sums themselves, and change with the next batch. ``together`` are the
+    processes that estimate it, each on batches of its own; all of them get the sums of all.
     """
     if likelihood not in LIKELIHOODS:
         known = f"{', '.join(LIKELIHOODS)}{nearest(likelihood, LIKELIHOODS)}"
@@ -102,7 +106,7 @@ def estimate_curvature(
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
     objective = Objective(model, likelihood, LOSSES[output] if isinstance(output, str) else output, seed)
     begun = start.examples if start is not None else 0
-    kronecker, keeping = structure == "kronecker", keeping or Keeping()
+    kronecker, keeping, together = structure == "kronecker", keeping or Keeping(), together or Together()
     alone = stored_alone(model) if kronecker else {}
 
     def so_far(copy: bool = True) -> Curvature | KroneckerCurvature:
@@ -128,29 +132,34 @@ def estimate_curvature(
             factors, wide = factors_for(model, every, alone, widest, keeping) if kronecker else ({}, [])
             if start is not None:
                 _check_start(start, structure, likelihood, parameters, factors)
+            factors = together.same_factors(factors, parameters) if kronecker else factors
             accumulator = Accumulator(model, every, passes, objective.logits, trial, slow, factors, keeping)
             if isinstance(start, Curvature) and not keeping.plain:
                 for name, p in parameters.items():
                     accumulator.sums[p].add(lambda total, name=name: total.add_(start[name].to(total)))
+            together.begin({name: accumulator.sums[p] for name, p in parameters.items()})
             with prepared(model), accumulator:
-                for batch in batches:
+                for first, batch in with_places(batches, begun):
                     batch = moved(batch, place)
                     if not len(labels_of(batch)):
                         continue
-                    accumulator.add(batch, examples)
+                    accumulator.add(batch, first)
                     examples += examples_in(batch)
                     _name_slow(accumulator.slow, parameters, trial.told)
                     if each_batch is not None:
                         each_batch(so_far)
+                    together.after_batch(so_far)
+                together.at_end(so_far)
             break
         except Distrusted as error:
-            names = [name for name, parameter in parameters.items() if parameter in error.parameters]
+            doubted = together.distrusted(error, parameters)
+            names = [name for name, parameter in parameters.items() if parameter in doubted]
             _check_repeatable(batches, start, names, examples)
             if tried:
                 warning = "earlier estimates with this trial may be wrong for these parameters:\n%s"
                 _log.warning(warning, listed(names))
-            slow |= error.parameters
-    if examples == begun:
+            slow |= doubted
+    if not any(together.processes.gather(examples - begun)):
         raise InputError("there are no examples to estimate curvature on")
     unused = [name for name, p in parameters.items() if p in factors and not accumulator.sums[p].used]
     if unused:
@@ -158,7 +167,7 @@ def estimate_curvature(
         raise InputError(
             f"{what}:\n{listed(unused)}\n  Freeze what is not trained (requires_grad_(False)), or estimate a diagonal."
         )
-    return so_far(copy=False)
+    return together.added(so_far(copy=False))
 
 
 def _check_start(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..arguments import checked
 from ..display import View
 from ..errors import InputError
+from ..processes import ALONE, Processes
 from ..progress import Progress, shown
 from .batches import examples_in, moved, watched
 from .curvature import SHARD_SIZE, NamedSums, write_sums
@@ -83,6 +84,19 @@ def estimate_gram(
     Example:
         >>> gm.estimate_gram(model, [(inputs, labels)]).save("tuned/gram")
     """
+    with shown(progress, "batches") as told:
+        place = torch.device(device) if device is not None else next(model.parameters()).device
+        return gram_of(model, watched(batches, told, "estimating"), place, each_batch)
+
+
+def gram_of(
+    model: nn.Module,
+    batches: Iterable[Any],
+    place: torch.device,
+    each_batch: Callable[[int], None] | None = None,
+    processes: Processes = ALONE,
+) -> Gram:
+    """The same; ``batches`` are those of this process, and the sums those of all ``processes``."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     layers = {
         f"{name}.weight".lstrip("."): module
@@ -93,22 +107,22 @@ def estimate_gram(
         raise InputError("the model has no linear layer: there is no Gram matrix to estimate")
     matrices: dict[str, Tensor] = {}
     masks: dict[bool, Tensor | None] = {}
-    place = torch.device(device) if device is not None else next(model.parameters()).device
     examples = 0
-    with contextlib.ExitStack() as stack, torch.no_grad(), shown(progress, "batches") as told:
+    with contextlib.ExitStack() as stack, torch.no_grad():
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
         model.eval()
         for name, layer in layers.items():
             hook = _adder(name, matrices, masks)
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for batch in watched(batches, told, "estimating"):
+        for batch in batches:
             batch = moved(batch, place)
             masks |= masks_of(model, batch)
             logits_of(model, batch)
             examples += examples_in(batch)
             if each_batch is not None:
                 each_batch(examples_in(batch))
+    examples = _added(matrices, examples, place, processes)
     if not examples:
         raise InputError("there are no examples to estimate Gram matrices on")
     order = {source: number for number, source in enumerate(layers)}
@@ -117,6 +131,17 @@ def estimate_gram(
     found = {stored: matrices[source] for stored, source in named if source in matrices}
     turned = [stored for stored, source in named if is_conv1d(layers[source])]
     return Gram(found, examples, turned, str(getattr(getattr(model, "config", None), "_name_or_path", "")))
+
+
+def _added(matrices: dict[str, Tensor], examples: int, place: torch.device, processes: Processes) -> int:
+    """Sum the matrices over the processes, of which some may not have seen all layers; and the examples."""
+    own = {name: [len(value), str(value.dtype).removeprefix("torch.")] for name, value in matrices.items()}
+    told = processes.gather([own, examples])
+    for name, (width, dtype) in {name: facts for seen, _ in told for name, facts in seen.items()}.items():
+        if name not in matrices:
+            matrices[name] = torch.zeros(width, width, dtype=getattr(torch, dtype), device=place)
+    processes.add(matrices[name] for name in sorted(matrices))
+    return sum(count for _, count in told)
 
 
 def _adder(name: str, matrices: dict[str, Tensor], masks: Mapping[bool, Tensor | None]) -> Callable[..., None]:
