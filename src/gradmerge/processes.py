@@ -40,7 +40,8 @@ class Announced(NamedTuple):
     """What a launcher tells a process of its place."""
 
     rank: int
-    count: int
+    number: int
+    """How many there are."""
     local: int
     """Its number on its own machine, which picks its GPU."""
 
@@ -55,9 +56,9 @@ def announced() -> Announced | None:
         found = Announced(*map(int, texts))
     except ValueError:
         raise InputError(f"{', '.join(names)} in the environment are {', '.join(texts)}: not whole numbers") from None
-    if not 0 <= found.rank < found.count or found.local < 0:
-        raise InputError(f"RANK={found.rank} in the environment: not one of WORLD_SIZE={found.count} processes")
-    return found if found.count > 1 else None
+    if not 0 <= found.rank < found.number or found.local < 0:
+        raise InputError(f"RANK={found.rank} in the environment: not one of WORLD_SIZE={found.number} processes")
+    return found if found.number > 1 else None
 
 
 def explained(error: BaseException) -> tuple[str, int]:
@@ -71,6 +72,7 @@ class Processes:
     """One process that is alone; :class:`Group` is one of several."""
 
     rank, count, local = 0, 1, 0
+    _called = -1
 
     @property
     def first(self) -> bool:
@@ -104,13 +106,26 @@ class Processes:
     def check(self) -> None:
         """Raise if another process has failed."""
 
+    def call(self, meeting: int) -> None:
+        """Ask all to come to a meeting, after what they are at."""
+        self._called = meeting
+
+    def called(self, meeting: int) -> bool:
+        """Whether somebody has."""
+        return self._called == meeting
+
     def shared(self, progress: Progress) -> Progress:
         """What tells the first process's ``progress`` how far all of them are together."""
         return progress
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """An error inside is raised in every process, instead of leaving the others waiting."""
+        """An error inside is raised in every process, instead of leaving the others waiting; all end it together."""
+        yield
+
+    @contextlib.contextmanager
+    def guarded(self, what: str = "the work") -> Iterator[None]:
+        """A collective of torch's inside that fails because a process is gone is an error that says so."""
         yield
 
     def agree(self, facts: dict[str, Any]) -> None:
@@ -147,11 +162,12 @@ class Group(Processes):
 
     def __init__(self, place: Announced) -> None:
         import torch
-        import torch.distributed as dist
+        import torch.distributed as torch_distributed
 
+        dist: Any = torch_distributed
         self.rank, self.count, self.local = place
         self._patience = float(os.environ.get(PATIENCE_VARIABLE) or PATIENCE)
-        self._meetings, self._progresses, self._told = 0, 0, False
+        self._told = False
         self._watched: SharedProgress | None = None
         if not os.environ.get("OMP_NUM_THREADS"):
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
@@ -241,7 +257,7 @@ class Group(Processes):
         import torch
 
         own = [[str(one.dtype).removeprefix("torch."), list(one.shape[1:])] for one in tensors]
-        shapes = next((given for given in self.gather(own) if given), [])
+        shapes: list[tuple[str, list[int]]] = next((given for given in self.gather(own) if given), [])
         found = []
         for place, (name, shape) in enumerate(shapes):
             dtype = getattr(torch, name)
@@ -258,14 +274,25 @@ class Group(Processes):
 
     def _meet(self, works: Sequence[Any]) -> None:
         """Until all processes have done their part of these collectives."""
-        self._meetings += 1
-        try:
-            self._store.set(f"at/{self.rank}", str(self._meetings))
+        with self.guarded():
             self._until(lambda: all(work.is_completed() for work in works))
             for work in works:
                 work.wait()
+
+    @contextlib.contextmanager
+    def guarded(self, what: str = "the work") -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
-            self._lost(error)
+            self._lost(error, what)
+
+    def call(self, meeting: int) -> None:
+        with self.guarded():
+            self._store.set(f"call/{meeting}", "")
+
+    def called(self, meeting: int) -> bool:
+        with self.guarded():
+            return bool(self._store.check([f"call/{meeting}"]))
 
     def _until(self, done: Callable[[], bool]) -> None:
         nap, looks, beats = 1e-4, 0, dict.fromkeys(range(self.count), (b"", 0))
@@ -277,7 +304,7 @@ class Group(Processes):
             # Looks are counted, not seconds: while the whole machine sleeps, nobody is silent.
             looks += 1
             if looks % 4 == 0:
-                self.check()
+                self._look()
             if looks % 20 == 0:
                 if self._watched is not None:
                     self._watched.look()
@@ -291,29 +318,34 @@ class Group(Processes):
         keys = [f"beat/{rank}" for rank in range(self.count)]
         return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
 
-    def _lost(self, error: BaseException) -> NoReturn:
+    def _lost(self, error: BaseException, what: str = "the work") -> NoReturn:
         """Say why a collective failed: what another process has told, or which one is gone."""
         try:
             before = self._beats()
             for _ in range(int(3 * BEAT / LOOK)):
                 time.sleep(LOOK)
-                self.check()
+                self._look()
             silent = [rank for rank, (one, now) in enumerate(zip(before, self._beats(), strict=True)) if one == now]
         except RuntimeError:
             silent = []
-        self._give_up(silent, error)
+        self._give_up(silent, error, what)
 
-    def _give_up(self, ranks: Sequence[int], error: BaseException | None = None) -> NoReturn:
+    def _give_up(self, ranks: Sequence[int], error: BaseException | None = None, what: str = "the work") -> NoReturn:
         names = []
         for rank in ranks:
             with contextlib.suppress(RuntimeError):
                 names.append(f"process {rank} of {self.count} ({self._store.get(f'who/{rank}').decode()})")
         whose = ", ".join(names) or "one of the others"
-        gone = f"{whose} has ended, or cannot be reached any more, in the middle of the work"
+        gone = f"{whose} has ended, or cannot be reached any more, in the middle of {what}"
         where = "What it said last, and the system's log (dmesg) if memory ran out, tell why"
         raise MachineError(f"{gone}. {where}. Nothing was written under its final name.") from error
 
     def check(self) -> None:
+        with self.guarded():
+            self._look()
+
+    def _look(self) -> None:
+        """Raise what another process has told."""
         if not self._store.check(["error"]):
             return
         told = json.loads(self._store.get("error"))

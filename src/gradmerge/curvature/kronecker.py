@@ -169,18 +169,21 @@ def kronecker_of(
     model: str,
     wide: Iterable[str],
     stored: Callable[[KroneckerCurvature], KroneckerCurvature],
+    copied: Callable[[Tensor], Tensor],
 ) -> KroneckerCurvature:
     """What was added up, by the names of ``model.named_parameters()``; ``start`` is in the factors already."""
     factors = {name: one.factors for name, one in sums.items() if one.has_factors and one.factors is not None}
-    layers = {name: LayerFactors(one.inputs, one.outputs, one.tokens) for name, one in factors.items()}
+    matrices = {name: (one.inputs, one.outputs) for name, one in factors.items()}
+    if any(not one.keeping.plain for one in sums.values()):  # otherwise they are copies already
+        matrices = {name: (copied(a), copied(g)) for name, (a, g) in matrices.items()}
+    layers = {name: LayerFactors(*matrices[name], one.tokens) for name, one in factors.items()}
     inside = {one.bias for one in factors.values()}
     diagonal = {}
     for name, one in sums.items():
         if name not in factors and one.parameter not in inside:
             before = start.diagonal.get(name) if start is not None else None
             total = one.total
-            total = total.clone() if one.keeping.plain else total
-            diagonal[name] = total if before is None else total + before.to(total)
+            diagonal[name] = copied(total) if before is None else total + before.to(total)
     turned = [name for name, one in factors.items() if one.turned]
     return KroneckerCurvature(layers, diagonal, examples, likelihood, model, turned, wide, stored)
 

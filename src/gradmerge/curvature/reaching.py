@@ -94,7 +94,11 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _fetch(
-    weights: Mapping[str, Tensor], place: torch.device, parameters: Mapping[str, nn.Parameter], module: nn.Module, *_: Any
+    weights: Mapping[str, Tensor],
+    place: torch.device,
+    parameters: Mapping[str, nn.Parameter],
+    module: nn.Module,
+    *_: Any,
 ) -> None:
     for name, parameter in parameters.items():
         value = weights[name].to(place, parameter.dtype)

@@ -64,6 +64,12 @@ class Keeping:
             return torch.zeros(shape, dtype=dtype, device="cpu" if self.where == "cpu" else device)
         return on_disk(shape, dtype, self.folder)
 
+    def copied(self, value: Tensor) -> Tensor:
+        """A copy, where sums are kept."""
+        if self.where != "disk" or not value.numel():
+            return value.clone()
+        return on_disk(value.shape, value.dtype, self.folder).copy_(value)
+
     def some(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on some process."""
         if self.processes is None or not flags:

@@ -132,14 +132,17 @@ class LoadedTask:
         """What a user should know; rows that are too long are counted as batches are made."""
         return self.loading_notes + self.data.notes()
 
-    def batches(self, batch_size: int | None = None, start: int = 0) -> Iterator[dict[str, Tensor]]:
-        """Batches on the CPU in the data's order, from row ``start`` on; rows before it are not even tokenized."""
+    def batches(
+        self, batch_size: int | None = None, start: int = 0, end: int | None = None
+    ) -> Iterator[dict[str, Tensor]]:
+        """Batches on the CPU in the data's order, of rows ``start`` to ``end``; others are not even tokenized."""
         batch_size = self.batch_size if batch_size is None else batch_size
+        end = self.examples if end is None else end
         if batch_size < 1:
             raise InputError(f"--batch-size {batch_size}: at least one example is needed")
-        for first in range(start, self.examples, batch_size):
+        for first in range(start, end, batch_size):
             with quiet_transformers():
-                batch = self.data.batch(range(first, min(first + batch_size, self.examples)))
+                batch = self.data.batch(range(first, min(first + batch_size, end)))
             yield batch
 
 

@@ -14,6 +14,7 @@ from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.model import TORCH_TYPES, Buffers
 from ..checkpoints.opening import open_checkpoint
 from ..checkpoints.quantised import quantisation
+from ..curvature.reaching import elsewhere
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..storage.modelconfig import check_implementation, refuse_hub_code
@@ -21,7 +22,6 @@ from ..storage.smallfile import read_json
 from ..storage.tensorfile import close_files, open_files
 from ..text import count, first_line, listed, nearest
 from .adapters import base_of, classes_of, with_adapter
-from ..curvature.reaching import elsewhere
 from .folders import check_small_files, check_weights, folder_of, offline
 from .placing import OffloadFolder, Placement, is_quantised, recompute, share_out
 from .sentence_model import EmbeddingModel, read_setup

@@ -145,7 +145,11 @@ def share_out(model: nn.Module, place: torch.device) -> nn.Module:
     from torch.distributed.tensor import DTensor, Shard
 
     group = processes.current()
-    sources = {f"{path}.{name}".lstrip("."): hook.weights_map for path, module, hook in elsewhere(model) for name in module._parameters}
+    sources = {
+        f"{path}.{name}".lstrip("."): hook.weights_map
+        for path, module, hook in elsewhere(model)
+        for name in module._parameters
+    }
     first: dict[Tensor, str] = {}
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if first.setdefault(p, name) != name]
     tied = {name: first[model.get_parameter(name)] for name in names}
