@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from .errors import InputError
+from .urls import UrlPath, as_url, without_secrets
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: Annotations that stand for more than the class that they name.
@@ -39,11 +40,18 @@ def checked(*own: str) -> Callable[[Function], Function]:
                 for name, value in signature.bind(*args, **kwargs).arguments.items():
                     if name in hints() and name not in ("loading", *own):
                         check(name, value, hints()[name])
-            return function(*args, **kwargs)
+            return function(*map(_shown, args), **{name: _shown(value) for name, value in kwargs.items()})
 
         return cast(Function, call)
 
     return decorate
+
+
+def _shown(value: Any) -> Any:
+    """An argument without the passwords and signatures of URLs, which nothing may print or write."""
+    if isinstance(value, Path):
+        return UrlPath(url) if (url := as_url(value)) is not None else value
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def check(name: str, value: Any, hint: Any) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from .urls import hidden
+
 
 class GradmergeError(Exception):
     """A failure with a message meant for the user: what is wrong, where, and what to do."""
 
     status = 1
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(hidden(str(message)))
 
 
 class InputError(GradmergeError):

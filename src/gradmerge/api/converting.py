@@ -16,6 +16,7 @@ from ..recipe import NONE, Identity, Recipe, load_recipe
 from ..report.whole_file import whole_file
 from ..storage.tensorfile import local_path
 from ..text import one_line
+from ..urls import is_url, place_of
 
 #: The first line of what is written, so that --force replaces nothing else.
 MARK = "# A recipe of gradmerge"
@@ -37,7 +38,7 @@ def convert_recipe(source: str | Path | Recipe, out: str | Path, *, force: bool 
     >>> convert_recipe("mergekit-config.yml", "recipe.yml").method  # doctest: +SKIP
     'ties'
     """
-    out = Path(out)
+    out = place_of(out)
     recipe = source if isinstance(source, Recipe) else load_recipe(source)
     _check_place(recipe.file, out, force)
     origin = "" if recipe.file is None else f", from {one_line(recipe.file.name)}"
@@ -53,11 +54,13 @@ def convert_recipe(source: str | Path | Recipe, out: str | Path, *, force: bool 
 
 
 def _check_place(source: Path | None, out: Path, force: bool) -> None:
+    if is_url(out):
+        raise InputError(f"{out}: a recipe is written to this machine; give a file here, and copy it there")
     if out.is_dir():
         raise InputError(f"{out}: is a folder; name the file to write")
     if not out.exists() and not out.is_symlink():
         return
-    if source is not None and out.exists() and out.samefile(source):
+    if source is not None and source.exists() and out.exists() and out.samefile(source):
         raise InputError(f"{out}: is the recipe that is read; choose another place")
     if not force:
         raise InputError(f"{out}: exists already. Choose another place, or pass --force to replace it.")
@@ -77,8 +80,14 @@ def _moved(recipe: Recipe, folder: Path, names: dict[str, Recipe]) -> dict[str, 
     """The recipe as it reads from another folder: paths that are relative start from there."""
 
     def moved(reference: str) -> str:
+        if is_url(reference) or reference in names:
+            return reference
         path = local_path(reference, recipe.folder)
-        if reference in names or Path(reference).expanduser().is_absolute() or not path.exists():
+        if is_url(recipe.folder) and path.exists():
+            from ..storage.remote import url_of
+
+            return url_of(path) or reference
+        if Path(reference).expanduser().is_absolute() or not path.exists():
             return reference
         relative = os.path.relpath(path.resolve(), folder.resolve())
         return relative if relative.startswith(".") else f"./{relative}"

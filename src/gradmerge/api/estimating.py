@@ -36,6 +36,7 @@ from ..tasks import LargeLoading, LoadedTask, Loading, complete, load_model, loa
 from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
 from ..text import listed, nearest
+from ..urls import place_of
 from .dividing import estimate_saving, what_all_see
 from .large_models import check_large, keeping_for, peak_memory
 from .saved_sums import SavedSums
@@ -318,7 +319,7 @@ def estimate_to_disk(
                 saved.remove()
             memory = group.gather(peak_memory())
     return Estimate(
-        out=Path(out),
+        out=place_of(out),
         kind=kind,
         task=loaded.task,
         examples=result.examples,

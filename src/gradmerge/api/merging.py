@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,10 +16,16 @@ from ..engine.plan import BLOCK, Plan
 from ..engine.planning import open_plan
 from ..engine.to_adapter import merge_to_adapter
 from ..engine.to_folder import MergeResult, merge_to_folder
+from ..engine.workers import allow_many_files
 from ..errors import InputError
 from ..progress import Progress, shown
 from ..recipe import Recipe, load_recipe, make_recipe
+from ..text import nearest
+from ..urls import place_of
 from .named_merges import with_named_merges, with_stand_ins
+
+if TYPE_CHECKING:
+    from ..engine.on_ray import RayCluster
 
 
 def default_threads() -> int:
@@ -70,6 +75,9 @@ def merge(
     allow_nonfinite: bool = False,
     accept_untrusted: bool = False,
     durable: bool = False,
+    engine: str = "local",
+    workers: int | None = None,
+    ray_address: str | None = None,
     progress: bool | Progress = True,
     block: int = BLOCK,
 ) -> MergeResult:
@@ -80,8 +88,9 @@ def merge(
 
     Args:
         recipe: A recipe file, of ours or of mergekit's, a mapping with its keys, or a :class:`Recipe`.
-        out: A new folder. It appears when it is complete; until then the work is in ``OUT.gradmerge-partial``.
-        threads: By default one per core, at most 4.
+        out: A new folder. It appears when it is complete; until then the work is in ``OUT.gradmerge-partial``. Or a
+            URL of fsspec, such as s3://bucket/name: it is complete when its gradmerge.json is there.
+        threads: By default one per core, at most 4. On Ray, of each worker.
         device: Where the arithmetic is done: cpu, cuda, cuda:1, …
         force: Replace ``out`` if gradmerge wrote it, or it is empty.
         resume: Go on with a merge that was killed.
@@ -91,6 +100,12 @@ def merge(
         allow_nonfinite: Go on when weights are NaN or infinite.
         accept_untrusted: Write a removal although its step is too long to be trusted.
         durable: Have the folder on the disk before it gets its name.
+        engine: ``local``, or ``ray`` to have workers of a Ray cluster share the work, with the same bytes in the end.
+            Inputs and ``out`` are then on file systems that all machines of the cluster have under the same paths.
+        workers: On Ray, how many; by default as many as the cluster has room for.
+        ray_address: HOST:PORT of a Ray cluster, or ``auto`` for one that runs on this machine. By default what the
+            environment says (RAY_ADDRESS), and else a cluster of its own is started here for as long as the merge runs.
+            One that this process is connected to already is used as it is.
         progress: A bar on long work, on a terminal or in a notebook; False for none; or what is told how far the merge
             is, in bytes: an object with ``begin(what, total, done)`` and ``advance(amount)``.
         block: Elements that go through the rule at once; the weights do not depend on it.
@@ -102,11 +117,12 @@ def merge(
     148
     """
     recipe = as_recipe(recipe)
-    out = Path(out)
+    out = place_of(out)
     if out.suffix == ".safetensors":
         raise InputError(f"{out}: the result is a folder; give a name without .safetensors")
+    cluster = _cluster(recipe, engine, workers, ray_address, threads, device)
     check_device(device)
-    _allow_many_files()
+    allow_many_files()
     settings: dict[str, Any] = {
         "threads": threads or default_threads(),
         "device": device,
@@ -116,7 +132,11 @@ def merge(
         "durable": durable,
     }
     allowed: dict[str, Any] = {"allow_pickle": allow_pickle, "allow_config": allow_config, "dequantize": dequantize}
-    with shown(progress) as told:
+    with contextlib.ExitStack() as stack:
+        told = stack.enter_context(shown(progress))
+        if cluster is not None:
+            cluster.allowed = allowed
+            settings["cluster"] = stack.enter_context(cluster)
 
         def run(recipe: Recipe, out: Path, force: bool = False) -> MergeResult:
             with planned(recipe, **allowed) as plan:
@@ -124,8 +144,29 @@ def merge(
                 write = merge_to_adapter if recipe.output.format == "adapter" else merge_to_folder
                 return write(recipe, plan, out, force=force, progress=told, **settings)
 
-        with with_named_merges(recipe, out, run, resume=resume) as ready:
-            return run(ready, out, force)
+        ready = stack.enter_context(with_named_merges(recipe, out, run, resume=resume))
+        return run(ready, out, force)
+
+
+def _cluster(
+    recipe: Recipe, engine: str, workers: int | None, address: str | None, threads: int | None, device: str
+) -> RayCluster | None:
+    """The cluster that a merge runs on, not yet started; None for this process alone."""
+    if engine == "local":
+        if workers is not None or address is not None:
+            raise InputError(f"{'--ray-address' if workers is None else '--workers'} goes with --engine ray")
+        return None
+    if engine != "ray":
+        raise InputError(f"engine {engine!r}: known are local and ray{nearest(engine, ('local', 'ray'))}")
+    if workers is not None and workers < 1:
+        raise InputError(f"workers {workers}: at least one is needed")
+    if device != "cpu":
+        raise InputError(f"device {device!r}: workers on Ray compute on the cpu; with a GPU, merge with --engine local")
+    if "adapter" in {one.output.format for one in (recipe, *recipe.merges.values())}:
+        raise InputError("output.format: an adapter is written by --engine local alone; it is small")
+    from ..engine.on_ray import RayCluster
+
+    return RayCluster(workers, threads, address)
 
 
 def merged_first(
@@ -136,16 +177,7 @@ def merged_first(
     def make(one: Recipe, folder: Path) -> MergeResult:
         return merge(one, folder, progress=False, threads=threads, **allowed)
 
-    return with_named_merges(recipe, None if out is None else Path(out), make)
-
-
-def _allow_many_files() -> None:
-    """Every shard stays open; large models have more of them than a process may open by default."""
-    with contextlib.suppress(OSError, ValueError):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-        if soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return with_named_merges(recipe, None if out is None else place_of(out), make)
 
 
 def check_device(device: str) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from ..arguments import checked
-from ..errors import InputError
+from ..errors import GradmergeError, InputError
 from ..storage.links import require_within
 from ..storage.smallfile import MAX_CONFIG, read_bounded, read_json
 from ..storage.tensorfile import PositionalFile, TensorFile, is_plain_name, local_path, open_files, read_index
 from ..text import listed
+from ..urls import as_url
 from .adapter_config import is_adapter, read_adapter_config
 from .dequantised import dequantised
 from .lora import AdapterCheckpoint
@@ -48,6 +50,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a model folder, a `.safetensors` file, a Hub id (`org/name@revision`) or a PEFT LoRA adapter folder.
 
+    Folders and files may be URLs of fsspec (`s3://…`, `gs://…`, `hf://…`). Of these, and of Hub ids, headers and small
+    files are fetched at once, and ranges of the weights when they are read.
+
     Args:
         reference: What to open, as a recipe names it.
         relative_to: The folder that relative paths start from.
@@ -61,14 +66,15 @@ def open_checkpoint(
     >>> with open_checkpoint("./yelp") as model:  # doctest: +SKIP
     ...     print(model.parameters, list(model.tensors))
     """
-    reference = str(reference)
+    reference = as_url(reference) or str(reference)
     path = local_path(reference, relative_to)
     if path.is_dir():
-        return _open_folder(reference, path, adapter_base, allow_pickle, dequantize)
+        hub_id = _hub_id_of(reference)
+        return _open_folder(reference, path, adapter_base, allow_pickle, dequantize, hub_id)
     if path.is_file():
         return _plain(_open_file(reference, path, allow_pickle), dequantize)
     if HUB_ID.fullmatch(reference) and not reference.startswith("."):
-        folder = fetch_from_hub(reference, allow_pickle=allow_pickle)
+        folder = hub_folder(reference, allow_pickle)
         return _open_folder(reference, folder, adapter_base, allow_pickle, dequantize, hub_id=reference)
     raise InputError(f"{reference}: no such folder or file ({path.absolute()})")
 
@@ -80,7 +86,8 @@ def put_adapter(
     folder = local_path(reference, relative_to)
     hub_id = None
     if not folder.exists() and HUB_ID.fullmatch(reference) and not reference.startswith("."):
-        folder, hub_id = fetch_from_hub(reference, allow_pickle=allow_pickle), reference
+        folder, hub_id = hub_folder(reference, allow_pickle), reference
+    hub_id = hub_id or _hub_id_of(reference)
     if not folder.is_dir() or not is_adapter(folder):
         raise InputError(f"{reference}: no PEFT adapter: there is no folder with an adapter_config.json ({folder})")
     config = read_adapter_config(folder)
@@ -101,15 +108,46 @@ def _note_on_base(adapter: AdapterCheckpoint, stated: Any) -> list[str]:
     return [f"{adapter.label}: the adapter says that it was trained on {stated!r}; it is applied to {base.label}"]
 
 
-def fetch_from_hub(reference: str, *, allow_pickle: bool = False, patterns: Sequence[str] | None = None) -> Path:
-    """The local folder of a Hub model, downloaded into the Hugging Face cache if it is not there."""
+def hub_folder(reference: str, allow_pickle: bool) -> Path:
+    """The folder of a Hub model: its snapshot if the cache has all its weights, else a stand-in, read by ranges."""
+    from huggingface_hub import constants
+
+    with suppress(InputError):
+        cached = fetch_from_hub(reference, allow_pickle=allow_pickle, cached=True)
+        # Of parts in folders of their own it cannot be told here whether all are there.
+        if constants.HF_HUB_OFFLINE or not any((cached / name).is_file() for name in (PIPELINE, "modules.json")):
+            with ExitStack() as opened:
+                _weight_files(cached, "adapter_model" if is_adapter(cached) else stem_of(cached), allow_pickle, opened)
+            return cached
+    if constants.HF_HUB_OFFLINE:
+        return fetch_from_hub(reference, allow_pickle=allow_pickle)  # which says that it may not
+    repo, _, revision = reference.partition("@")
+    try:
+        return local_path(f"hf://{repo}" + (f"@{quote(revision, safe='')}" if revision else ""), None)
+    except GradmergeError as error:
+        raise InputError(
+            f"{reference}: there is no such folder here, and the Hub did not give a model of that name: {error}"
+        ) from error
+
+
+def _hub_id_of(reference: str) -> str | None:
+    """The Hub id of a model that is given as hf://org/name@revision."""
+    text = unquote(reference.removeprefix("hf://"))
+    return text if text != reference and HUB_ID.fullmatch(text) else None
+
+
+def fetch_from_hub(
+    reference: str, *, allow_pickle: bool = False, patterns: Sequence[str] | None = None, cached: bool = False
+) -> Path:
+    """The local folder of a Hub model, downloaded into the Hugging Face cache unless it is, or must be, ``cached``."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     repo, _, revision = reference.partition("@")
     usual = HUB_FILES.split() + (["*.bin", "*.bin.index.json"] if allow_pickle else [])
     try:
-        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=list(patterns or usual)))
+        allowed = list(patterns or usual)
+        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=allowed, local_files_only=cached))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise InputError(
@@ -284,6 +322,11 @@ def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool, dequantize:
     if not isinstance(stated, str) or not stated:
         raise InputError(
             f"{folder}: an adapter without a base: its config names none. Give the base model in the recipe."
+        )
+    if as_url(stated):
+        raise InputError(
+            f"{folder}: the adapter's config names a URL as its base, {stated}, which is not followed. Give the base "
+            "model in the recipe."
         )
     start = folder if not local_path(stated, None).exists() and local_path(stated, folder).exists() else None
     if is_adapter(local_path(stated, start)):

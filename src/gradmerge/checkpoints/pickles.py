@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import InputError, MachineError
 from ..storage.smallfile import require_unpackable
 from ..storage.tensorfile import Entry, PositionalFile, is_text
+from ..urls import copies
 from .model import STORED_TYPES
 
 SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
@@ -34,6 +35,10 @@ class PickleFile(PositionalFile):
     _lock: ClassVar = threading.Lock()
 
     def __init__(self, path: Path) -> None:
+        if copies():
+            from ..storage.remote import make_whole
+
+            make_whole(path)
         super().__init__(path)
         self.entries: dict[str, Entry] = {}
         self._opened = os.fstat(self._fd)

@@ -94,11 +94,12 @@ def _main(
             file_okay=False,
             writable=True,
             envvar="GRADMERGE_CACHE",
-            help="Folder for what is fetched from the Hub. Default: that of huggingface_hub.",
+            help="Folder for what is fetched from the Hub or a URL. Default: that of the Hub, ~/.cache/gradmerge.",
         ),
     ] = None,
 ) -> None:
     if cache is not None:  # read by huggingface_hub and datasets when they are imported, which is later
+        os.environ["GRADMERGE_CACHE"] = str(cache.absolute())
         os.environ["HF_HUB_CACHE"] = str(cache.absolute() / "hub")
         os.environ["HF_DATASETS_CACHE"] = str(cache.absolute() / "datasets")
 

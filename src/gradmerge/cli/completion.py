@@ -11,6 +11,7 @@ WORDS = {
     "task": "auto classify causal-lm seq2seq image embedding",
     "dtype": "auto float32 bfloat16 float16 float64",
     "device": "auto cpu cuda mps",
+    "engine": "local ray",
     "kind": "diagonal gram kronecker",
     "likelihood": "empirical sampled exact",
     "precision": "float32 bfloat16 log8",

@@ -51,6 +51,30 @@ class MergeOptions(RecipeOptions):
         bool, typer.Option("--accept-untrusted", help="Write a removal whose step is too long to be trusted.")
     ] = False
     durable: Durable = False
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine",
+            metavar="E",
+            help="Who does the work: local, or ray: workers of a Ray cluster.",
+            autocompletion=words_of("engine"),
+        ),
+    ] = "local"
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", metavar="N", min=1, help="With --engine ray: how many; default: all there is room for."
+        ),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--ray-address",
+            metavar="HOST:PORT",
+            help="With --engine ray: the cluster's head, or auto for one that runs here. Default: RAY_ADDRESS, else "
+            "a cluster of its own on this machine.",
+        ),
+    ] = None
 
 
 Device = Annotated[

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..errors import InputError
+from ..urls import place_of
 from .completion import words_of
 from .output import AllowConfig, AllowPickle, Debug, Dequantize, Json, Quiet, guarded
 
@@ -272,7 +273,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 name: group(**{option: given.pop(option) for option in group.__dataclass_fields__})
                 for name, group in groups.items()
             }
-            function(**given, **made)
+            places = {name: place_of(value) for name, value in given.items() if isinstance(value, Path)}
+            function(**given | places, **made)
 
     run.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: parameter.annotation for name, parameter in shown.items()}

@@ -11,6 +11,7 @@ import sys
 from typing import Any, TextIO
 
 from ..text import printable
+from ..urls import hidden
 
 #: File descriptor → the error with which output to it was lost.
 _lost: dict[int, OSError] = {}
@@ -71,10 +72,10 @@ def say(text: str = "", *, err: bool = False, needed: bool = True) -> None:
 
 
 def write(text: str, *, err: bool = False) -> None:
-    """Print text as it is."""
+    """Print text as it is, but for passwords and signatures of URLs."""
     stream: TextIO | None = sys.stderr if err else sys.stdout
     if stream is not None:
-        stream.write(text)
+        stream.write(hidden(text))
         stream.flush()
 
 

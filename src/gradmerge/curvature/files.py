@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..storage.bytesof import bytes_of
 from ..storage.tensorfile import Entry, TensorFile, close_files, local_path, open_files
 from ..text import listed
+from ..urls import hidden
 from . import log8
 
 FORMAT = "gradmerge-curvature/1"
@@ -189,7 +190,7 @@ def open_curvature(reference: str, *, relative_to: Path | None = None) -> Curvat
     if files is None:
         raise InputError(f"{reference}: no {STEM}.safetensors, and no {STEM}.safetensors.index.json, in this folder")
     try:
-        return CurvatureFile(reference, files)
+        return CurvatureFile(hidden(reference), files)
     except BaseException:
         close_files(files)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -10,13 +11,15 @@ from ..checkpoints.model import Buffers
 from ..rules.kronecker_matching import mean_eigenvalue
 from .layers import pieces_of, read_hessian
 from .measuring import Advance, exact_sum
-from .plan import Job, Plan
+from .plan import Plan
 from .reading import read_curvature
-from .statistics import chunks
+from .spreading import Run, Spread, chunks, here, whole
 from .workers import run_parallel, with_buffers
 
 
-def find_damping(plan: Plan, threads: int = 1, advance: Advance = lambda nbytes: None) -> None:
+def find_damping(
+    plan: Plan, threads: int = 1, advance: Advance = lambda nbytes: None, spread: Spread | None = None
+) -> None:
     """Give a removal with `damping: auto` its δ: the mean over all entries that are merged of Σ F_t, reduced.
 
     A δ of that size bounds the step where data that stay say nothing of a weight. The sum is that of fixed chunks,
@@ -25,24 +28,32 @@ def find_damping(plan: Plan, threads: int = 1, advance: Advance = lambda nbytes:
     inputs = plan.inputs
     if plan.rule.name != "removal" or not inputs.damping_is_open or inputs.mean_curvature is not None:
         return
-    sums: dict[tuple[str, int], float] = {}
+    runs = [*chunks(plan.entrywise), *whole(plan.layers)]
+    sums = [one for part in (spread or here(threads))(plan, curvature_sums, runs, None, advance) for one in part]
+    entries = sum(job.info.numel for job in plan.merged)
+    inputs.mean_curvature = exact_sum(sums) / max(1, entries)
 
-    def work(buffers: Buffers, chunk: tuple[Job, int, int]) -> None:
-        job, start, stop = chunk
+
+def curvature_sums(plan: Plan, runs: Sequence[Run], known: None, threads: int, advance: Advance) -> list[float]:
+    """Σ F_t over each of some runs; a layer with Kronecker curvature is a run."""
+    inputs, jobs = plan.inputs, plan.by_name
+    sums: list[float] = []
+
+    def work(buffers: Buffers, run: Run) -> None:
+        job, start, stop = jobs[run[0]], run[1], run[2]
+        read = sum(source.nbytes(job.name) for source in inputs.curvature)
+        if job.layer is not None:
+            numel = sum(piece.info.numel for piece in pieces_of(job))
+            found = (mean_eigenvalue([1.0], [read_hessian(source, job, {})], numel) for source in inputs.curvature)
+            sums.append(math.fsum(mean * numel for mean in found))
+            advance(read)
+            return
         parts = []
         for source in inputs.curvature:
             values = read_curvature(source, job, start, stop, buffers, "curvature", torch.float64)
             parts.append(float(values.sum()) if values.dim() else float(values) * (stop - start))
-        sums[job.name, start] = math.fsum(parts)
-        advance(sum(source.nbytes(job.name) for source in inputs.curvature) * (stop - start) // job.info.numel)
+        sums.append(math.fsum(parts))
+        advance(read * (stop - start) // job.info.numel)
 
-    def trace(job: Job) -> None:
-        numel = sum(piece.info.numel for piece in pieces_of(job))
-        found = (mean_eigenvalue([1.0], [read_hessian(source, job, {})], numel) for source in inputs.curvature)
-        sums[job.name, 0] = math.fsum(mean * numel for mean in found)
-        advance(sum(source.nbytes(job.name) for source in inputs.curvature))
-
-    run_parallel(chunks(plan.entrywise), with_buffers(work), threads)
-    run_parallel(plan.layers, lambda: trace, threads)
-    entries = sum(job.info.numel for job in plan.merged)
-    inputs.mean_curvature = exact_sum(sums.values()) / max(1, entries)
+    run_parallel(runs, with_buffers(work), threads)
+    return sums

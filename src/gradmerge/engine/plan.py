@@ -102,6 +102,10 @@ class Plan:
         return [job for job in self.jobs if job.rule is not None]
 
     @property
+    def by_name(self) -> dict[str, Job]:
+        return {job.name: job for job in self.jobs}
+
+    @property
     def entrywise(self) -> list[Job]:
         """Tensors that go through the rule entry by entry."""
         return [job for job in self.merged if job.layer is None and not job.inside]

@@ -12,9 +12,10 @@ from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..errors import InputError
 from ..recipe import Recipe
 from ..storage.tensorfile import local_path
+from ..urls import copies
 
 State = list[list[Any]]
-"""Of each file its path, size, times of change and inode."""
+"""Of each file its path, size, times of change and inode; of one at a URL, the URL, size and version."""
 
 
 def model_paths(reference: str | None, relative_to: Path | None = None) -> list[Path]:
@@ -48,7 +49,13 @@ def state_of(paths: Iterable[Path], *, deep: bool = False) -> State:
             files |= {p for p in (path.rglob("*") if deep else path.iterdir()) if p.is_file()}
         else:
             files.add(path)
-    return [[str(path.absolute()), *_status(path)] for path in sorted(files)]
+    remote: dict[Path, list[Any]] = {}
+    if copies():
+        from ..storage.remote import states_of
+
+        remote = states_of(files)
+    found = [remote.get(path) or [str(path.absolute()), *_status(path)] for path in sorted(files)]
+    return sorted(found, key=lambda entry: str(entry[0])) if remote else found  # stand-ins have chance names
 
 
 def _status(path: Path) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..checkpoints.model import Buffers
 from .bracket import Bracket
-from .measuring import CHUNK, Advance, measure
+from .measuring import Advance, measure
 from .plan import Job, Plan
 from .reading import read_models
 from .selection import Guess, Selection
+from .spreading import Run, Spread, chunks, here, whole
 from .workers import one_thread_each, run_parallel, with_buffers
 
 #: Thresholds over more entries than this are first guessed from a sample of this many runs of this many entries.
@@ -51,6 +52,23 @@ class Statistics:
         return cls(value["thresholds"], {name: {**found} for name, found in value["measured"].items()})
 
 
+class Counting:
+    """What one pass of a search counts, or a part of a pass: counts of parts are added up."""
+
+    def __init__(self, models: Sequence[int], selections: Sequence[Selection]) -> None:
+        self._models, self._selections = models, selections
+        self.counts: list[Any] = [0] * len(selections)
+        self._lock = threading.Lock()
+
+    def count(self, base: Tensor, tuned: list[Tensor]) -> None:
+        """Take a block into account; every block once in a pass, in any order and on any thread."""
+        for index, (model, selection) in enumerate(zip(self._models, self._selections, strict=True)):
+            if selection.value is None:
+                counts = selection.count((tuned[model] - base).reshape(-1))
+                with self._lock:
+                    self.counts[index] = self.counts[index] + counts
+
+
 class ThresholdSearch:
     """The search for every tuned model's thresholds: entries of certain ranks in |Δ|, over some tensors.
 
@@ -72,15 +90,15 @@ class ThresholdSearch:
         self.guess = Statistics({"": _by_model(self._ranks, exact)}) if len(exact) == len(guesses) else None
         """The thresholds that will probably be found, if the sample gives all of them."""
         self._counts: list[Any] = [0] * len(guesses)
-        self._lock = threading.Lock()
 
-    def count(self, base: Tensor, tuned: list[Tensor]) -> None:
-        """Take a block into account; every block once in a pass, in any order and on any thread."""
-        for index, (model, selection) in enumerate(zip(self._models, self._selections, strict=True)):
-            if selection.value is None:
-                counts = selection.count((tuned[model] - base).reshape(-1))
-                with self._lock:
-                    self._counts[index] = self._counts[index] + counts
+    @property
+    def looks_for(self) -> tuple[Sequence[int], Sequence[Selection]]:
+        """What a :class:`Counting` of this pass is made of."""
+        return self._models, self._selections
+
+    def add(self, counts: Sequence[Any]) -> None:
+        """Take what was counted in a part of the pass into account."""
+        self._counts = [before + more for before, more in zip(self._counts, counts, strict=True)]
 
     def end_pass(self) -> None:
         for selection, counts in zip(self._selections, self._counts, strict=True):
@@ -117,59 +135,93 @@ def begin_search(plan: Plan) -> ThresholdSearch | None:
 
 
 def find_statistics(
-    plan: Plan, threads: int, advance: Advance = lambda nbytes: None, search: ThresholdSearch | None = None
+    plan: Plan,
+    threads: int,
+    advance: Advance = lambda nbytes: None,
+    search: ThresholdSearch | None = None,
+    spread: Spread | None = None,
 ) -> Statistics:
     """The statistics that the plan's rule needs; ``advance`` is told how many bytes have been read.
 
-    ``search`` is one for the thresholds of the whole model that has begun already.
+    ``search`` is one for the thresholds of the whole model that has begun already; ``spread`` is who looks.
     NaN and infinity pass through here, as the largest magnitudes; the merge itself finds and names them.
     """
-    result = Statistics()
+    result, spread = Statistics(), spread or here(threads)
     if "thresholds" in plan.needs:
         if plan.inputs.options["scope"] == "model":
-            result.thresholds[""] = _thresholds(plan, plan.merged, threads, advance, search)
+            result.thresholds[""] = _thresholds(plan, plan.merged, spread, advance, search)
         else:
-
-            def one(job: Job) -> None:
-                found = _in_one_pass(plan, job, advance)
-                result.thresholds[job.name] = found or _thresholds(plan, [job], 1, advance)
-
-            run_parallel(plan.merged, lambda: one, threads)
+            for thresholds in spread(plan, tensor_thresholds, whole(plan.merged), None, advance):
+                result.thresholds |= thresholds
     if plan.measures:
-
-        def ask(job: Job) -> None:
-            result.measured[job.name] = measure(plan, job, result.of(job.name), advance)
-
-        run_parallel(plan.merged, lambda: ask, threads)
+        for measures in spread(plan, tensor_measures, whole(plan.merged), result, advance):
+            result.measured |= measures
     return result
 
 
-def chunks(jobs: list[Job]) -> Iterator[tuple[Job, int, int]]:
-    for job in jobs:
-        for start in range(0, job.info.numel, CHUNK):
-            yield job, start, min(start + CHUNK, job.info.numel)
+def tensor_thresholds(
+    plan: Plan, runs: Sequence[Run], known: None, threads: int, advance: Advance
+) -> dict[str, Thresholds]:
+    """The thresholds of some tensors, each for itself."""
+    jobs, found = plan.by_name, {}
+
+    def one(run: Run) -> None:
+        job = jobs[run[0]]
+        found[job.name] = _in_one_pass(plan, job, advance) or _thresholds(plan, [job], here(1), advance)
+
+    run_parallel(runs, lambda: one, threads)
+    return found
+
+
+def tensor_measures(
+    plan: Plan, runs: Sequence[Run], known: Statistics, threads: int, advance: Advance
+) -> dict[str, dict[str, list[float]]]:
+    """What the rule measures on some tensors, whose thresholds are known."""
+    jobs, found = plan.by_name, {}
+
+    def one(run: Run) -> None:
+        found[run[0]] = measure(plan, jobs[run[0]], known.of(run[0]), advance)
+
+    run_parallel(runs, lambda: one, threads)
+    return found
+
+
+def count_magnitudes(
+    plan: Plan,
+    runs: Sequence[Run],
+    known: tuple[Sequence[int], Sequence[Selection]],
+    threads: int,
+    advance: Advance,
+) -> list[Any]:
+    """What a pass of a search counts in some runs."""
+    jobs, counting = plan.by_name, Counting(*known)
+
+    def work(buffers: Buffers, run: Run) -> None:
+        job, start, stop = jobs[run[0]], run[1], run[2]
+        base, tuned = read_models(plan, job, start, stop, buffers)
+        assert base is not None
+        counting.count(base, tuned)
+        advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
+
+    run_parallel(runs, with_buffers(work), threads)
+    return counting.counts
 
 
 def _thresholds(
-    plan: Plan, jobs: list[Job], threads: int, advance: Advance, begun: ThresholdSearch | None = None
+    plan: Plan, jobs: list[Job], spread: Spread, advance: Advance, begun: ThresholdSearch | None = None
 ) -> Thresholds:
     """For every tuned model, the magnitudes of the entries of Δ that are wanted, over some tensors."""
     search = begun or ThresholdSearch(plan, jobs)
-    first = True
-
-    def work(buffers: Buffers, chunk: tuple[Job, int, int]) -> None:
-        job, start, stop = chunk
-        base, tuned = read_models(plan, job, start, stop, buffers)
-        assert base is not None
-        search.count(base, tuned)
-        if first:
-            advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
-
     while search.thresholds is None:
-        run_parallel(chunks(jobs), with_buffers(work), threads)
+        for counts in spread(plan, count_magnitudes, list(chunks(jobs)), search.looks_for, advance):
+            search.add(counts)
         search.end_pass()
-        first = False
+        advance = _ignored  # the total is that of one pass
     return search.thresholds
+
+
+def _ignored(nbytes: int) -> None:
+    return
 
 
 def _in_one_pass(plan: Plan, job: Job, advance: Advance) -> Thresholds | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
+
 from ..checkpoints.sidecars import sidecars, stems
 from ..curvature.curvature_card import OF_MERGES, write_curvature_card
 from ..curvature.files import STEM, metadata
@@ -14,29 +17,65 @@ from .local import MergedBlock
 from .plan import Plan
 
 
+class WeightFiles:
+    """The unfinished files of a result, weights and curvature, wherever they are written from."""
+
+    def __init__(self, plan: Plan, folder: Path, name: str, shard_size: int) -> None:
+        self._sources = plan.inputs.sources
+        folders = stems(plan.inputs.template)
+        self._model = TensorWriter(folder, "model", plan.tensors, shard_size, {"format": "pt"}, folders)
+        self.writers = [self._model]
+        if plan.write_precision:
+            likelihood = next((c.likelihood for c in plan.inputs.curvatures if c.likelihood), "empirical")
+            header = metadata(plan.examples, likelihood, name)
+            self.writers.append(TensorWriter(folder / STEM, STEM, plan.precision_tensors, shard_size, header))
+
+    def place(self, tensor: str) -> tuple[str, int]:
+        """The file of a tensor, and where in it the tensor begins."""
+        return self._model.place(tensor)
+
+    def open(self, tensors: Iterable[str]) -> None:
+        """Open the files of some tensors, which are there already: those that are written next."""
+        for tensor in tensors:
+            for writer in self.writers:
+                if tensor in writer:
+                    writer.write(tensor, 0, memoryview(b""))
+
+    def write(self, block: MergedBlock) -> list[int]:
+        """Write a block, from any thread; the digests of what it was made of, for the journal."""
+        unit = block.unit
+        self._model.write(unit.job.name, unit.start, bytes_of(block.values.contiguous()))
+        for name, values in block.beside.items():
+            self._model.write(name, 0, bytes_of(values.contiguous()))
+        if block.precision is not None:
+            self.writers[1].write(unit.job.name, unit.start, bytes_of(block.precision.contiguous()))
+        return [block.digests.get(source, -1) for source in self._sources]
+
+    def close(self, *, durable: bool = False) -> None:
+        for writer in self.writers:
+            writer.close(durable=durable)
+
+
 class Target:
     """The unfinished result of a merge. An error leaves it there to go on with, unless the input is to blame."""
 
     def __init__(self, plan: Plan, staging: Staging, journal: Journal, shard_size: int) -> None:
         self._plan, self._staging, self._journal = plan, staging, journal
-        self._sources = plan.inputs.sources
         self._finished = Finished()
-        folders = stems(plan.inputs.template)
-        self._model = TensorWriter(staging.folder, "model", plan.tensors, shard_size, {"format": "pt"}, folders)
-        self._writers = [self._model]
-        if plan.write_precision:
-            likelihood = next((c.likelihood for c in plan.inputs.curvatures if c.likelihood), "empirical")
-            header = metadata(plan.examples, likelihood, staging.out.name)
-            folder = staging.folder / STEM
-            self._writers.append(TensorWriter(folder, STEM, plan.precision_tensors, shard_size, header))
+        self.files = WeightFiles(plan, staging.folder, staging.out.name, shard_size)
+        self._writers = self.files.writers
+        self._outgoing = None
+        if staging.upload is not None:
+            from .outgoing import Outgoing
+
+            self._outgoing = Outgoing(plan, staging, staging.upload, self._writers)
 
     def __enter__(self) -> Target:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._journal.close()
-        for writer in self._writers:
-            writer.close()
+        self.files.close()
         if isinstance(error, InputError):  # going on could only fail again
             self._staging.keep = False
 
@@ -47,7 +86,10 @@ class Target:
         if found is None and resume:
             self._staging.clear()
         small = sidecars(self._plan.inputs.template).nbytes + 1_000_000
-        self._staging.require_space(sum(writer.nbytes for writer in self._writers) + small)
+        needed = sum(writer.nbytes for writer in self._writers)
+        if self._outgoing is not None:
+            found, needed = self._outgoing.checked(found), self._outgoing.space(needed)
+        self._staging.require_space(needed + small)
         for writer in self._writers:
             writer.folder.mkdir(exist_ok=True)
             if not writer.open():
@@ -63,15 +105,19 @@ class Target:
 
     def put(self, block: MergedBlock) -> None:
         """Write a block and then its line of the journal; may be called from several threads at once."""
-        unit = block.unit
-        self._model.write(unit.job.name, unit.start, bytes_of(block.values.contiguous()))
-        for name, values in block.beside.items():
-            self._model.write(name, 0, bytes_of(values.contiguous()))
-        if block.precision is not None:
-            self._writers[1].write(unit.job.name, unit.start, bytes_of(block.precision.contiguous()))
-        record = [block.digests.get(source, -1) for source in self._sources]
-        self._journal.unit(unit.number, record)
-        self._finished.units[unit.number] = record
+        self.done(block.unit.number, self.files.write(block))
+
+    def done(self, number: int, record: list[int]) -> None:
+        """Take a unit whose bytes are written into the journal."""
+        self._journal.unit(number, record)
+        self._finished.units[number] = record
+        if self._outgoing is not None:
+            self._outgoing.done(number)
+
+    def settle(self) -> None:
+        """The statistics are known, so that what is finished stays as it is."""
+        if self._outgoing is not None:
+            self._outgoing.settle(self._finished)
 
     def finish(self) -> dict[str, int]:
         """Write the indexes and close the files; bytes of each file, by its name in the result."""

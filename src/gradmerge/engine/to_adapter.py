@@ -136,7 +136,8 @@ def merge_to_adapter(
         (at.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
         card = merge_card(recipe, plan, at.folder, at.out.name, base, adapter.text())
         (at.folder / CARD).write_text(card, "utf-8")
-        journal.remove()
+        if at.upload is None:
+            journal.remove()
     return result
 
 

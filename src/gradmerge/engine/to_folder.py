@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .._version import __version__
 from ..checkpoints.model import Checkpoint
@@ -23,21 +24,26 @@ from ..progress import NoProgress, Progress
 from ..recipe import Recipe, reduction_factor
 from ..storage.smallfile import MAX_TOKENIZER, read_json
 from ..storage.staging import Staging
-from ..storage.tensorfile import FLOATS
+from ..storage.tensorfile import FLOATS, local_path
 from ..text import size, to_json
+from ..urls import is_url
 from .card import merge_card
 from .coefficients import coefficient_notes
 from .damping import find_damping
 from .front_matter import licence_notes
 from .journal import Journal
-from .local import Watch, run
+from .local import run
 from .penalties import PENALTY
 from .plan import Plan
 from .reads import State, changed, recipe_paths, state_of
 from .record import merge_record
-from .statistics import Statistics, begin_search, find_statistics
+from .spreading import Spread
+from .statistics import Counting, Statistics, ThresholdSearch, begin_search, find_statistics
 from .target import Target
 from .trust import judge_removal
+
+if TYPE_CHECKING:
+    from .on_ray import RayCluster
 
 
 @dataclass(repr=False)
@@ -76,8 +82,9 @@ def merge_to_folder(
     accept_untrusted: bool = False,
     durable: bool = False,
     progress: Progress | None = None,
+    cluster: RayCluster | None = None,
 ) -> MergeResult:
-    """Run the plan of a recipe and write the folder ``out``, in these steps:
+    """Run the plan of a recipe, here or on a cluster, and write the folder ``out``, in these steps:
 
     1. Everything that the bytes of the result depend on goes into a fingerprint. With ``resume``, a folder that has it
        is complete already, and an unfinished one is gone on with.
@@ -104,7 +111,10 @@ def merge_to_folder(
         staging.keep = resume
         journal = journal_in(staging, fingerprint, resume)
         plan.note(staging.notes)
-        prepare(recipe, plan, threads, progress, accept_untrusted)
+        if cluster is not None:
+            cluster.begin(recipe, plan, staging, fingerprint, state, not allow_nonfinite)
+        spread = None if cluster is None else cluster.spread
+        prepare(recipe, plan, threads, progress, accept_untrusted, spread)
         plan.note(sidecars(template).note(template.label))
 
         timings = {"statistics": 0.0, "merge": 0.0, "total": 0.0}
@@ -113,8 +123,8 @@ def merge_to_folder(
             resumed = len(finished.units)
             units = list(plan.units())
 
-            def merge_units(statistics: Statistics, watch: Watch | None = None) -> None:
-                """Merge the units that are left."""
+            def merge_units(statistics: Statistics, search: ThresholdSearch | None = None) -> None:
+                """Merge the units that are left; ``search`` is told what is counted on the way."""
                 left = [unit for unit in units if unit.number not in finished.units]
                 if not left:
                     return
@@ -122,6 +132,10 @@ def merge_to_folder(
                 progress.begin("merging", plan.total_read, done)
                 result.bytes_read += plan.total_read - done
                 with timed(timings, "merge"):
+                    if cluster is not None:
+                        cluster.merge(plan, target, left, statistics, search, progress.advance)
+                        return
+                    counting = None if search is None else Counting(*search.looks_for)
                     run(
                         plan,
                         statistics,
@@ -132,8 +146,10 @@ def merge_to_folder(
                         allow_nonfinite=allow_nonfinite,
                         precision_factor=1.0 / reduction_factor(recipe.reduction, plan.examples),
                         advance=progress.advance,
-                        watch=watch,
+                        watch=None if counting is None else counting.count,
                     )
+                    if search is not None and counting is not None:
+                        search.add(counting.counts)
 
             search = None
             if finished.statistics is None and finished.guess is None:
@@ -143,7 +159,7 @@ def merge_to_folder(
                 finished.guess = search.guess
                 journal.guess(search.guess)
                 try:
-                    merge_units(search.guess, search.count)
+                    merge_units(search.guess, search)
                     search.end_pass()
                 except InputError:  # a wrong guess may be the cause: try with the right statistics
                     search = None
@@ -152,11 +168,12 @@ def merge_to_folder(
                     progress.begin("finding statistics", plan.statistics_read)
                     result.bytes_read += plan.statistics_read
                 with timed(timings, "statistics"):
-                    statistics = find_statistics(plan, threads, progress.advance, search)
+                    statistics = find_statistics(plan, threads, progress.advance, search, spread)
                 finished.know(statistics)
                 resumed = min(resumed, len(finished.units))
                 journal.statistics(statistics)
             assert finished.statistics is not None
+            target.settle()
             merge_units(finished.statistics)
 
             if path := changed(state, state_of(files)):
@@ -170,10 +187,13 @@ def merge_to_folder(
             if plan.inputs.result_files is not None:
                 plan.inputs.result_files.write(staging.folder)
         result.output, result.bytes_written, result.seconds = staging.out, plan.total_written, timings["total"]
+        if cluster is not None:
+            timings["start"] = cluster.seconds
         record = merge_record(recipe, plan, fingerprint, sizes, finished.units, timings, resumed)
         (staging.folder / RECORD).write_text(to_json(record) + "\n", "utf-8")
         (staging.folder / CARD).write_text(merge_card(recipe, plan, staging.folder, staging.out.name), "utf-8")
-        journal.remove()
+        if staging.upload is None:  # else it is needed until all has been sent
+            journal.remove()
     return result
 
 
@@ -188,12 +208,19 @@ def journal_in(staging: Staging, fingerprint: str, resume: bool) -> Journal:
     return journal
 
 
-def prepare(recipe: Recipe, plan: Plan, threads: int, progress: Progress, accept_untrusted: bool) -> None:
+def prepare(
+    recipe: Recipe,
+    plan: Plan,
+    threads: int,
+    progress: Progress,
+    accept_untrusted: bool,
+    spread: Spread | None = None,
+) -> None:
     """What is found before any tensor is merged: the damping, and whether weights and steps can be trusted."""
     if plan.damping_read:
         progress.begin("finding the damping", plan.damping_read)
-    find_damping(plan, threads, progress.advance)
-    plan.note(judge_removal(plan, threads, progress, refuse=not accept_untrusted))
+    find_damping(plan, threads, progress.advance, spread)
+    plan.note(judge_removal(plan, threads, progress, refuse=not accept_untrusted, spread=spread))
     plan.note(coefficient_notes(recipe, plan, threads))
     plan.note(licence_notes(all_published(plan.inputs.checkpoints), recipe.output.license))
 
@@ -254,6 +281,7 @@ def _within(path: object, folder: str) -> bool:
 def is_complete(out: Path, fingerprint: str) -> bool:
     """Whether a folder is what this merge would write: by its record, and the sizes of the files that it names."""
     try:
+        out = local_path(str(out), None) if is_url(out) else out
         record = read_json(out / RECORD, MAX_TOKENIZER)
         sizes = record["output"]["sizes"].items()
         return bool(record["fingerprint"] == fingerprint) and all(

@@ -26,7 +26,7 @@ from .layers import read_layer, solve_layer
 from .measuring import Advance
 from .plan import Job, Plan, converted, rule_arguments
 from .reading import read_block
-from .statistics import chunks
+from .spreading import Run, Spread, chunks, here, whole
 from .workers import run_parallel, with_buffers
 
 #: A step more than this many times as long as fine-tuning's is not trusted. Plain negation at strength 1 has a factor
@@ -103,27 +103,31 @@ class Judgement:
         return round(excess, 9)  # a step of exactly twice negation's, as the cap makes it, is fine
 
 
-def judge_removal(plan: Plan, threads: int, progress: Progress, *, refuse: bool) -> list[Note]:
+def judge_removal(
+    plan: Plan, threads: int, progress: Progress, *, refuse: bool, spread: Spread | None = None
+) -> list[Note]:
     """A note, or with ``refuse`` an error, if the plan is a removal whose step is too long."""
     if plan.rule.name == "removal":
         progress.begin("judging", plan.total_read)
-    notes = trust_notes(plan, threads, progress.advance)
+    notes = trust_notes(plan, threads, progress.advance, spread)
     if notes and refuse:
         raise InputError(f"{notes[0]} To write it all the same, pass --accept-untrusted.")
     return notes
 
 
-def trust_notes(plan: Plan, threads: int = 1, advance: Advance = lambda nbytes: None) -> list[Note]:
+def trust_notes(
+    plan: Plan, threads: int = 1, advance: Advance = lambda nbytes: None, spread: Spread | None = None
+) -> list[Note]:
     """A note if the plan is a removal whose step is too long."""
     if plan.rule.name != "removal":
         return []
-    find_damping(plan, threads)
-    (judged,) = judge(plan, [plan.inputs.damping_of(plan.rule)], threads, advance)
+    find_damping(plan, threads, spread=spread)
+    (judged,) = judge(plan, [plan.inputs.damping_of(plan.rule)], threads, advance, spread)
     if judged.excess <= 1:
         return []
     amplification, worst = judged.whole.amplification, judged.groups[judged.worst].amplification
     larger = [damping for damping in DAMPINGS if damping > judged.damping]
-    tried = judge(plan, larger, threads) if larger else []
+    tried = judge(plan, larger, threads, spread=spread) if larger else []
     enough = next((judgement.damping for judgement in tried if judgement.excess <= 1), None)
     text = (
         f"this removal cannot be trusted. It moves the model {amplification:.3g} times as far as fine-tuning did, "
@@ -155,24 +159,36 @@ def judge(
     dampings: Sequence[float],
     threads: int = 1,
     advance: Advance = lambda nbytes: None,
+    spread: Spread | None = None,
 ) -> list[Judgement]:
     """The steps of a removal with each damping."""
     looked_at = sum(job.info.numel for job in plan.merged)
     judgements = [Judgement(damping, looked_at=looked_at) for damping in dampings]
+    runs = [*chunks(plan.entrywise), *whole(plan.layers)]
+    for part in (spread or here(threads))(plan, judge_part, runs, list(dampings), advance):
+        for judgement, groups in zip(judgements, part, strict=True):
+            for name, step in groups.items():
+                judgement.groups.setdefault(name, Step()).add(step)
+    return judgements
+
+
+def judge_part(
+    plan: Plan, runs: Sequence[Run], known: Sequence[float], threads: int, advance: Advance
+) -> list[dict[str, Step]]:
+    """For each damping that is known, the steps in some runs by layer group."""
+    jobs, found = plan.by_name, [dict[str, Step]() for _ in known]
     lock = threading.Lock()
 
-    def work(buffers: Buffers, run: tuple[Job, int, int]) -> None:
-        job, start, stop = run
-        steps = list(_steps(plan, job, start, stop, buffers, dampings))
+    def work(buffers: Buffers, run: Run) -> None:
+        job, start, stop = jobs[run[0]], run[1], run[2]
+        steps = list(_steps(plan, job, start, stop, buffers, known))
         with lock:
-            for judgement, step in zip(judgements, steps, strict=True):
-                group = judgement.groups.setdefault(group_of(job.name), Step())
-                group.add(step)
+            for groups, step in zip(found, steps, strict=True):
+                groups.setdefault(group_of(job.name), Step()).add(step)
             advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
 
-    every = (*chunks(plan.entrywise), *((job, 0, job.info.numel) for job in plan.layers))
-    run_parallel(every, with_buffers(work), threads)
-    return judgements
+    run_parallel(runs, with_buffers(work), threads)
+    return found
 
 
 def _steps(plan: Plan, job: Job, start: int, stop: int, buffers: Buffers, dampings: Sequence[float]) -> Iterator[Step]:

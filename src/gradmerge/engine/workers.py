@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import resource
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,6 +107,15 @@ def _keep_freed_memory() -> None:
             mallopt = ctypes.CDLL(None).mallopt
             mallopt(_M_MMAP_THRESHOLD, 1 << 28)
             mallopt(_M_TRIM_THRESHOLD, 1 << 28)
+
+
+def allow_many_files() -> None:
+    """Every shard stays open; large models have more of them than a process may open by default."""
+    with contextlib.suppress(OSError, ValueError):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        if soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _start(pool: Sequence[threading.Thread]) -> int:

@@ -13,7 +13,9 @@ from ..errors import InputError
 from ..notes import Note
 from ..rules import RULES
 from ..safe_yaml import Lines, parse_documents
+from ..storage.tensorfile import local_path
 from ..text import nearest
+from ..urls import UrlPath, as_url, is_url, on_this_machine, without_secrets
 from .explaining import explain
 from .mergekit import is_mergekit, translate
 from .schema import Base, Recipe
@@ -32,7 +34,7 @@ def load_recipe(path: str | Path) -> Recipe:
     with a name may be used by it, as if they were models.
 
     Args:
-        path: The YAML file.
+        path: The YAML file, or its URL.
 
     Returns:
         The recipe, with defaults filled in.
@@ -40,7 +42,12 @@ def load_recipe(path: str | Path) -> Recipe:
     >>> load_recipe("recipe.yml").weights  # doctest: +SKIP
     [0.3, 0.5]
     """
-    path = Path(path)
+    if (url := as_url(path)) is not None and not url.startswith("file://"):
+        from ..storage.remote import read_at
+
+        place = UrlPath(url)
+        return recipe_of_text(read_at(url, MAX_BYTES), place.parent, url, place)
+    path = Path(on_this_machine(path))
     if path.is_dir():
         raise InputError(f"{path}: is a folder; a recipe is a YAML file")
     try:
@@ -115,9 +122,11 @@ def _follow(recipe: Recipe, named: Mapping[str, Recipe], above: list[str], order
 
 
 def _is_there(reference: str, folder: Path) -> bool:
+    if is_url(reference):
+        return True
     try:
-        return (folder / Path(reference).expanduser()).exists()
-    except (OSError, RuntimeError):
+        return local_path(reference, folder).exists()
+    except InputError:
         return False
 
 
@@ -145,7 +154,7 @@ def _checked(value: Any, folder: Path, where: str) -> Recipe:
         known = f"{nearest(str(method), RULES)}\n  Known are {', '.join(RULES)}."
         raise InputError(f"{where}: method: there is no method {str(method)[:60]!r}{known}")
     try:
-        recipe = Recipe.model_validate(dict(value))
+        recipe = Recipe.model_validate(without_secrets(dict(value)))
         _check_fit(recipe)
     except ValidationError as error:
         raise InputError(explain(error, where, Recipe)) from None

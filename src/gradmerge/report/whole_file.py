@@ -7,12 +7,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import MachineError
+from ..errors import InputError, MachineError
+from ..urls import is_url
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Where to write a file; it takes its name, and the place of an older one, when the ``with`` block ends well."""
+    if is_url(path):
+        raise InputError(f"{path}: is written to this machine only; give a file here, and copy it there")
     partial = path.with_name(f".{path.name}.{os.getpid()}.gradmerge-partial")
     try:
         yield partial

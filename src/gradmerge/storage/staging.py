@@ -1,11 +1,13 @@
 """A folder that is written beside its final place and then renamed: it appears whole or not at all.
 
-Every command that writes a folder goes through here, and says what it reads: nothing that is read, and nothing that
-gradmerge did not write, is ever replaced or emptied.
+One at a URL is written in the cache, and sent (`storage/uploads.py`). Every command that writes a folder goes through
+here, and says what it reads: nothing that is read, and nothing that gradmerge did not write, is ever replaced or
+emptied.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -15,10 +17,15 @@ import stat
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..errors import InputError, MachineError
+from ..errors import GradmergeError, InputError, MachineError
 from ..text import size
+from ..urls import UrlPath, place_of
 from .smallfile import read_json, read_start
+
+if TYPE_CHECKING:
+    from .uploads import Upload
 
 #: What follows OUT in the name of the folder that is written, and of one that is being replaced.
 PARTIAL, REPLACED = ".gradmerge-partial", ".gradmerge-replaced"
@@ -58,17 +65,25 @@ class Staging:
         inside: Iterable[Path] = (),
         durable: bool = False,
     ) -> None:
-        self.out = Path(os.path.abspath(out))
+        out = place_of(out)
+        self.upload: Upload | None = None
+        """What sends the files to a URL, if OUT is one."""
+        if isinstance(out, UrlPath):
+            from .uploads import Upload
+
+            self.upload = Upload(out)
+        self.out = Path(os.path.abspath(out)) if self.upload is None else self.upload.out
         if not self.out.name:
             raise InputError(f"{out}: not a place to write to; name a new folder")
+        beside = self.out if self.upload is None else self.upload.beside
         self.kind, self.force, self.durable = kind, force, durable
         self.keep = False
         """Whether an error leaves what was written, for a later run to go on with."""
         self.temporary = False
         """Whether nothing is left of it in the end, and the folder gets no name."""
         self.notes: list[str] = []
-        self.folder = self.out.with_name(self.out.name + PARTIAL)
-        self._replaced = self.out.with_name(self.out.name + REPLACED)
+        self.folder = beside.with_name(beside.name + PARTIAL)
+        self._replaced = beside.with_name(beside.name + REPLACED)
         self._lock = -1
         reads = list(reads)
         try:
@@ -77,7 +92,10 @@ class Staging:
                     where = "where a folder of gradmerge's own would lie"
                     raise InputError(f"{folder}: is a link or a file, {where}. Move it away.")
                 _check_loses_nothing(folder, [*reads, *_own_places()])
-            check_place(self.out, reads, inside)
+            if self.upload is None:
+                check_place(self.out, reads, inside)
+            else:
+                self.upload.check(reads, inside)
             self._check_replaceable()
             self._lock_folder()
             # Only the process that holds the lock may look at what another one left.
@@ -128,7 +146,7 @@ class Staging:
 
     def _recover(self) -> None:
         """Put back a folder that a process killed between its two last renames had moved away."""
-        if self._replaced.exists():
+        if self.upload is None and self._replaced.exists():
             if not self.out.exists():
                 self._replaced.rename(self.out)
             elif self.force:  # it was killed after both
@@ -136,6 +154,9 @@ class Staging:
                 shutil.rmtree(self._replaced, ignore_errors=True)
 
     def _check_replaceable(self) -> None:
+        if self.upload is not None:
+            self.upload.check_replaceable(self.force, self.folder, _are_ours)
+            return
         if not self.out.exists() and not self.out.is_symlink():
             return
         if not self.force:
@@ -152,7 +173,7 @@ class Staging:
             )
 
     def _lock_folder(self) -> None:
-        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(exist_ok=True)
         self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         taken = f"{self.folder}: another process is writing to it. Wait for it, or choose another place."
@@ -162,7 +183,7 @@ class Staging:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 self._unlock()
                 raise InputError(taken) from error
-            no_locks = f"{self.out.parent}: the file system has no locks ({error.strerror})"
+            no_locks = f"{self.folder.parent}: the file system has no locks ({error.strerror})"
             self.notes.append(f"{no_locks}; see to it that nothing else writes to {self.out}")
         if not self.folder.exists() or not os.path.samestat(os.fstat(self._lock), self.folder.lstat()):
             self._unlock()
@@ -170,10 +191,19 @@ class Staging:
 
     def clear(self) -> None:
         """Remove what an earlier process left."""
+        if self.upload is not None:
+            self.upload.forget()
         try:
             for child in self.folder.iterdir():
                 if child.name != MARK:
                     shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+
+    def sign(self, run: str) -> None:
+        """Have the mark of the unfinished folder say who is at work there, for processes on other machines."""
+        try:
+            (self.folder / MARK).write_text(json.dumps({"kind": self.kind, "run": run}))
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
 
@@ -183,6 +213,9 @@ class Staging:
 
     def finish(self) -> None:
         """Give the folder its final name."""
+        if self.upload is not None:
+            self._send(self.upload)
+            return
         replaces = self.out.exists() and self.force
         try:
             (self.folder / MARK).unlink(missing_ok=True)
@@ -211,8 +244,21 @@ class Staging:
         if replaces:
             shutil.rmtree(self._replaced, ignore_errors=True)
 
+    def _send(self, upload: Upload) -> None:
+        try:
+            upload.finish()
+        except GradmergeError as error:
+            upload.leave()
+            rest = f"What has not arrived is in {self.folder}"
+            raise MachineError(f"{error}\n  {rest}; the same command with --resume, if it has that, goes on.") from None
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.folder.parent.rmdir()
+
     def discard(self) -> None:
         """Remove what was written."""
+        if self.upload is not None:
+            self.upload.discard()
         try:
             shutil.rmtree(self.folder, ignore_errors=True)
         finally:
@@ -223,6 +269,8 @@ class Staging:
         self._unlock()
 
     def _unlock(self) -> None:
+        if self.upload is not None:
+            self.upload.leave()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -239,10 +287,14 @@ def require_space(folder: Path, nbytes: int) -> None:
 def _written_by_us(folder: Path) -> bool:
     """Whether a folder is the result of a merge, a report, or curvature or a gradient and nothing else."""
     names = {path.name for path in folder.iterdir()}
-    if any(marks <= names for marks in OURS):
-        return True
     if "README.md" in names and SUMS_CARD in read_start(folder / "README.md"):
         names.remove("README.md")
+    return _are_ours(names)
+
+
+def _are_ours(names: set[str]) -> bool:
+    if any(marks <= names for marks in OURS):
+        return True
     return bool(names) and all(any(fnmatchcase(name, known) for known in SUMS) for name in names)
 
 

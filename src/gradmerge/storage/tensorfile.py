@@ -15,12 +15,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, MachineError
 from ..text import size
+from ..urls import as_url, copies, on_this_machine
 from .links import require_within
 from .smallfile import open_regular, parse_json_object, read_bounded
+
+if TYPE_CHECKING:
+    from .ranges import RangeReader
 
 _TYPES_BY_SIZE = {
     8: "F64 I64 U64 C64",
@@ -72,7 +76,10 @@ class Entry(TensorInfo):
 
 
 class PositionalFile:
-    """An open file that tensors are read from by position; ``entries`` says where they lie, in file order."""
+    """An open file that tensors are read from by position; ``entries`` says where they lie, in file order.
+
+    The stand-in of a file at a URL (`storage/remote.py`) is read there, in ranges.
+    """
 
     entries: Mapping[str, Entry]
 
@@ -80,10 +87,18 @@ class PositionalFile:
         self.path = path
         self.memory: dict[str, Any] = {}
         """Tensors of the file that cannot be read by position, and were loaded."""
+        self._ranges = _ranges_of(path) if copies() else None
         self._fd = open_regular(path)
+
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self._fd).st_size
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill the buffer with the file's bytes from ``offset`` on."""
+        if self._ranges is not None:
+            self._ranges.read_into(buffer, offset)
+            return
         done = 0
         while done < len(buffer):
             try:
@@ -96,7 +111,9 @@ class PositionalFile:
 
     def will_need(self, offset: int, nbytes: int) -> None:
         """Ask the operating system to start reading these bytes."""
-        if hasattr(os, "posix_fadvise") and self._fd >= 0:
+        if self._ranges is not None:
+            self._ranges.will_need(offset, nbytes)
+        elif hasattr(os, "posix_fadvise") and self._fd >= 0:
             with contextlib.suppress(OSError):  # it is advice: some file systems take none
                 os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
@@ -104,6 +121,16 @@ class PositionalFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        if self._ranges is not None:
+            self._ranges.close()
+
+
+def _ranges_of(path: Path) -> RangeReader | None:
+    from .ranges import RangeReader
+    from .remote import stored_at
+
+    stored = stored_at(path)
+    return None if stored is None else RangeReader(stored)
 
 
 class TensorFile(PositionalFile):
@@ -112,7 +139,9 @@ class TensorFile(PositionalFile):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            self.entries, self.metadata = _parse_header(self, os.fstat(self._fd).st_size)
+            self.entries, self.metadata = _parse_header(self, self.nbytes)
+            if self._ranges is not None:
+                self._ranges.cut(entry.start for entry in self.entries.values())
         except BaseException:
             self.close()
             raise
@@ -200,14 +229,43 @@ def header_bytes(
 
 
 def local_path(reference: str, relative_to: Path | None) -> Path:
-    """Where a reference lies if it is a path, whether there is something or not."""
+    """Where a reference lies if it is a path, whether there is something or not.
+
+    A URL is where its stand-in lies, whose small files are fetched for that. What is relative to a URL is one.
+    """
+    if url := _url_at(reference, relative_to):
+        from .remote import local_copy
+
+        try:
+            return local_copy(url)
+        except InputError:
+            if as_url(reference):
+                raise
+            return Path(url)  # where there is nothing: it may be an id of the Hub
     try:
-        path = (relative_to or Path()) / Path(reference).expanduser()
+        path = (relative_to or Path()) / Path(on_this_machine(reference)).expanduser()
         path.exists()
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "there is no such user"
         raise InputError(f"{reference[:200]}: cannot be opened: {reason}") from error
     return path
+
+
+def _url_at(reference: str, relative_to: Path | None) -> str | None:
+    """The URL that a reference is, or that it is at if it is relative to one; None for a place on this machine."""
+    if (url := as_url(reference)) is not None:
+        return None if url.startswith("file://") else url
+    if relative_to is None or reference.startswith(("/", "~")):
+        return None
+    folder = as_url(relative_to)
+    if folder is None and copies():
+        from .remote import url_of
+
+        folder = url_of(relative_to)
+    if folder is None or folder.startswith("file://"):
+        return None
+    scheme, _, place = folder.partition("://")
+    return as_url(f"{scheme}://{os.path.normpath(f'{place}/{reference}')}")
 
 
 def in_utf8(path: Path) -> Path:

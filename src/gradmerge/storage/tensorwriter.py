@@ -63,6 +63,8 @@ class TensorWriter:
         for prefix, group in _by_folder(tensors, self._stems).items():
             self._lay_out(prefix, group, shard_size, metadata)
         self._files = _OpenFiles(folder)
+        self.gone: set[str] = set()
+        """Files that are complete and have been sent elsewhere."""
 
     def _lay_out(self, prefix: str, tensors: Tensors, shard_size: int, metadata: Mapping[str, str]) -> None:
         shards = split_into_shards(tensors, shard_size)
@@ -89,6 +91,8 @@ class TensorWriter:
         all_there = True
         for filename, header in self._headers.items():
             path = self.folder / filename
+            if filename in self.gone:
+                continue
             try:
                 path.parent.mkdir(exist_ok=True)
                 with self._files.opened(filename, create=True) as fd:
@@ -99,6 +103,14 @@ class TensorWriter:
             except OSError as error:
                 raise MachineError(f"{path}: {error.strerror}") from error
         return all_there
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def place(self, name: str) -> tuple[str, int]:
+        """The file of a tensor, and where in it the tensor begins."""
+        filename, entry = self._places[name]
+        return filename, entry.start
 
     def write(self, name: str, start: int, block: memoryview) -> None:
         """Put a block at element ``start`` of the flattened tensor."""
@@ -118,11 +130,20 @@ class TensorWriter:
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
             (self.folder / f"{prefix}{self._stems[prefix]}.safetensors.index.json").write_text(text, "utf-8")
         self.close()
-        for filename in self._headers:
+        for filename in self._headers.keys() - self.gone:
             TensorFile(self.folder / filename).close()
 
-    def close(self) -> None:
-        self._files.close()
+    def release(self, filename: str) -> None:
+        """Close a file that is complete, and leave it to others."""
+        self.gone.add(filename)
+        self._files.close_one(filename)
+
+    def close(self, *, durable: bool = False) -> None:
+        """Close the files; with ``durable``, once all that was written is on the disk."""
+        try:
+            self._files.close(durable)
+        except OSError as error:
+            raise MachineError(f"{self.folder}: writing failed: {error.strerror}") from error
 
 
 class _OpenFiles:
@@ -144,7 +165,9 @@ class _OpenFiles:
             fd = self._fds.pop(name, -1)
             if fd < 0:
                 self._close_idle(self.most - 1)
-                fd = os.open(self._folder / name, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
+                # Not to read: on NFS, a client that may read takes whole pages for its own, and machines that write
+                # to two ends of a page would undo each other's.
+                fd = os.open(self._folder / name, os.O_WRONLY | (os.O_CREAT if create else 0), 0o666)
             self._fds[name] = fd
             self._users[name] += 1
         try:
@@ -157,8 +180,15 @@ class _OpenFiles:
         for name in [name for name in self._fds if not self._users[name]][: max(0, len(self._fds) - left)]:
             os.close(self._fds.pop(name))
 
-    def close(self) -> None:
+    def close_one(self, name: str) -> None:
         with self._lock:
+            if name in self._fds:
+                os.close(self._fds.pop(name))
+
+    def close(self, durable: bool = False) -> None:
+        with self._lock:
+            for fd in self._fds.values() if durable else ():
+                os.fsync(fd)
             self._close_idle(0)
 
 

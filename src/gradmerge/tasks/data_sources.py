@@ -20,6 +20,7 @@ from ..errors import InputError, MachineError
 from ..storage.smallfile import require_unpackable
 from ..storage.tensorfile import in_utf8, local_path
 from ..text import first_line, listed, size
+from ..urls import as_url
 from .rows import Row, Rows, shown
 
 FORMS = (
@@ -73,6 +74,8 @@ def read_rows(source: str | Path, *, limit: int | None = None, split: str | None
 
 def place_and_split(source: str, split: str | None) -> tuple[str, str | None]:
     """`data.npz:test` into file and split; what exists as a whole is a path, even with a colon in it."""
+    if (url := as_url(source)) is not None and not url.startswith("file://"):
+        raise InputError(f"{url}: data are read from this machine or the Hub. Fetch the file, and give that.")
     match = SPLIT.fullmatch(source)
     if match is None or local_path(source, None).exists():
         return source, split

@@ -14,6 +14,7 @@ from ..storage.links import require_within
 from ..storage.smallfile import MAX_CONFIG, MAX_TOKENIZER, read_bounded
 from ..storage.tensorfile import TensorFile, close_files, in_utf8, local_path, open_files
 from ..text import size
+from ..urls import as_url
 
 #: What is read of a folder beside weights, by the ends of names.
 _ENDS = (
@@ -23,7 +24,11 @@ _ENDS = (
 
 
 def folder_of(reference: str) -> Path:
-    """The folder of a model, as it is or fetched from the Hub."""
+    """The folder of a model, as it is or fetched from the Hub or a URL."""
+    if (url := as_url(reference)) is not None and not url.startswith("file://"):
+        from ..storage.remote import fetched
+
+        return fetched(url)
     path = local_path(reference, None)
     if path.is_dir():
         return in_utf8(path)
