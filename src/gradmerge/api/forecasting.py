@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import torch
 
 from ..curvature.kronecker import WIDEST
-from ..curvature.needs import EstimateCost, EstimateRates, estimate_cost, shapes_of
+from ..curvature.needs import EstimateCost, EstimateRates, activations_of, estimate_cost, quantised, shapes_of
 from ..engine.calibration import USUAL_NETWORK, read_rate
 from ..engine.costs import Rate
 from ..errors import InputError
-from ..tasks import Loading, complete
+from ..tasks import LargeLoading, complete
+from ..tasks.loading import LARGE
 from ..tasks.models import device_of
-from ..tasks.outlines import Outline, outline_task
+from ..tasks.outlines import outline_task
 from . import estimating
+from .large_models import check_large
 
 #: A pass of a model reaches about this share of what the product of two large matrices does.
 REACHED = 0.5
@@ -56,7 +58,7 @@ def forecast_estimate(
     precision: str = "float32",
     at_delta: str | None = None,
     widest: int = WIDEST,
-    sums: str = "device",
+    sums: str | None = None,
     shard: bool = False,
     nodes: int = 1,
     per_node: int = 1,
@@ -64,23 +66,27 @@ def forecast_estimate(
     disk: Rate | None = None,
     network: Rate | None = None,
     memory: int | None = None,
-    **loading: Unpack[Loading],
+    **loading: Unpack[LargeLoading],
 ) -> Forecast:
     """What `gradmerge curvature estimate` would need, from the config, the headers of the files and some of the rows.
 
     ``nodes`` machines like this one have ``per_node`` processes each. Rates that are not given are measured here.
     """
-    options = complete(loading, forecast_estimate)
+    options = complete(loading, forecast_estimate, large=True)
     estimating._check_options(likelihood, kind, precision, at_delta)
     estimating._check_widest(widest, kind)
     place = _place(options["device"], known=compute is not None and memory is not None)
-    outline = outline_task(model, source, place.type, **options)
+    large = {name: dict(options)[name] for name in LARGE}
+    check_large(kind, sums, shard, False, at_delta, large["device_map"], large["quantize"])
+    outline = outline_task(model, source, place.type, options)
     made = outline.loaded.model
     shapes = shapes_of(made, kind, widest)
     notes = list(outline.loaded.notes)
-    if outline.adapter:
-        # Codes have no gradients: the adapter's parameters are estimated, and the base is in memory as it is stored.
-        shapes = replace(shapes, parameters=outline.adapter, sums=4 * outline.adapter, weights=outline.stored)
+    bits = {"4bit": 4, "8bit": 8, "none": 0}.get(large["quantize"] or "", outline.bits)
+    if bits and not outline.adapter:
+        raise InputError(f"{model}: codes have no gradients. Give the folder of a PEFT adapter on a quantised base.")
+    if bits:
+        shapes = quantised(made, shapes, bits, outline.adapter)
     if kind == "kronecker" and shapes.wide:
         notes.append(f"{shapes.wide} layers are wider than {widest:,} and have a diagonal")
     dtype = next(made.parameters()).dtype
@@ -89,10 +95,20 @@ def forecast_estimate(
     network = network or USUAL_NETWORK
     sources = {"compute": compute.source, "disk": disk.source} | ({"network": network.source} if nodes > 1 else {})
     rates = EstimateRates(compute.amount, disk.amount, network.amount, sources)
-    activations, forward = _of_batch(outline, kind)
-    if outline.needs is None:
+    activations, forward = 0, None
+    recomputed = large["gradient_checkpointing"] or shard or large["device_map"] is not None
+    if outline.needs is not None:
+        hidden = getattr(getattr(made, "config", None), "hidden_size", 0)
+        between = outline.longest * dtype.itemsize * (hidden if isinstance(hidden, int) else 0)
+        activations = activations_of(shapes, outline.needs, kind, between, recomputed)
+        forward = outline.needs.operations / max(1, outline.longest)
+    else:
         why = f"it does not run without weights: {outline.why}"
         notes.append(f"what autograd keeps of a batch is not counted for this model, as {why}. Leave room for it")
+    if large["device_map"] is not None:
+        notes.append(
+            "with --device-map, what does not fit is on the CPU or on disk, and comes from there for each batch"
+        )
     if at_delta is not None:
         notes.append(f"{at_delta} is loaded beside the model first, and takes its memory until it is subtracted")
     labels = getattr(getattr(made, "config", None), "num_labels", 1)
@@ -105,9 +121,10 @@ def forecast_estimate(
         activations=activations,
         forward=forward,
         passes=labels if likelihood == "exact" and isinstance(labels, int) else 1,
+        recomputed=recomputed,
         kind=kind,
         device=place.type,
-        sums=sums,
+        sums=sums or "device",
         shard=shard,
         nodes=nodes,
         per_node=per_node,
@@ -130,16 +147,6 @@ def _place(name: str, known: bool) -> torch.device:
     except InputError as error:
         advice = "To plan for one that is elsewhere, give what it has: --memory GB and --compute-rate TFLOP/S"
         raise InputError(f"{error}\n  {advice}.") from error
-
-
-def _of_batch(outline: Outline, kind: str) -> tuple[int, float | None]:
-    """Bytes of activations, and operations of the forward pass for each token."""
-    needs = outline.needs
-    if needs is None:
-        return 0, None
-    # Without a backward pass a few tensors are there at a time; with one, all that is kept and the gradient of one.
-    activations = 4 * needs.largest if kind == "gram" else needs.kept + needs.largest
-    return activations, needs.operations / max(1, outline.longest)
 
 
 def measured_compute(place: torch.device, dtype: torch.dtype) -> Rate:

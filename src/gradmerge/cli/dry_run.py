@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from ..api import merging
 from ..api.forecasting import forecast_estimate
 from ..checkpoints.published import all_published
 from ..checkpoints.sidecars import sidecars
-from ..engine.calibration import measure_speeds
+from ..engine.calibration import measure_speeds, share_away
 from ..engine.coefficients import coefficient_notes
 from ..engine.costs import MergeCost, Rate, checked_rate, cost_of
 from ..engine.front_matter import licence_notes
@@ -23,21 +22,25 @@ from ..errors import InputError
 from ..recipe import Recipe, in_words, plain
 from ..storage.tensorwriter import split_into_shards
 from ..text import count, duration, size
-from .estimate import EstimateOptions, EstimatePlanning
-from .options import LoadingOptions, PlanningOptions, Printing, RecipeOptions
+from ..urls import is_url
+from .estimate import EstimatePlanning
+from .merge import MergeOptions
+from .options import PlanningOptions
 from .output import continued, print_json, print_table
 from .streams import say
 
 
 def print_plan(
-    recipe: Recipe, out: Path | None, device: str, options: RecipeOptions, planning: PlanningOptions, as_json: bool
+    recipe: Recipe, out: Path | None, device: str, options: MergeOptions, planning: PlanningOptions, as_json: bool
 ) -> None:
     """What a merge would read and write, and what it would cost."""
-    rates = {
-        "disk": checked_rate("disk-rate", planning.disk_rate),
-        "network": checked_rate("network-rate", planning.network_rate),
-    }
+    disk = checked_rate("disk-rate", planning.disk_rate)
+    network = checked_rate("network-rate", planning.network_rate)
     nodes, threads = planning.nodes or 1, options.threads or merging.default_threads()
+    on_ray = nodes > 1 or options.engine == "ray"
+    workers = (options.workers or nodes * max(1, merging.cores() // threads)) if on_ray else 1
+    if workers < nodes:
+        raise InputError(f"--workers {workers}: fewer than the {nodes} nodes; each has one or more")
     allowed = {key: options.as_keywords()[key] for key in ("allow_pickle", "allow_config", "dequantize")}
     adapter = recipe.output.format == "adapter"
     with merging.planned(recipe, **allowed) as plan:
@@ -45,9 +48,19 @@ def print_plan(
         plan.note(coefficient_notes(recipe, plan, threads))
         plan.note(licence_notes(all_published(plan.inputs.checkpoints), recipe.output.license))
         rank = recipe.output.rank if adapter else None
-        speeds, guessed = measure_speeds(plan, threads=threads, device=device, nodes=nodes, rank=rank, **rates)
-        beside = sidecars(plan.inputs.template).nbytes
-        cost = cost_of(plan, speeds, nodes=nodes, threads=threads, guessed=guessed, beside=beside, adapter=adapter)
+        speeds, guessed = measure_speeds(plan, threads=threads, device=device, disk=disk, network=network, rank=rank)
+        shared = nodes > 1 or network is not None
+        cost = cost_of(
+            plan,
+            speeds,
+            nodes=nodes,
+            workers=workers,
+            threads=threads,
+            away=(1.0, 1.0) if shared else (share_away(plan), float(out is not None and is_url(out))),
+            guessed=guessed,
+            beside=sidecars(plan.inputs.template).nbytes,
+            adapter=adapter,
+        )
         facts = _facts(recipe, plan, cost, out, threads)
     if as_json:
         print_json(facts)
@@ -85,7 +98,9 @@ def _facts(recipe: Recipe, plan: Plan, cost: MergeCost, out: Path | None, thread
 
 def _free(out: Path | None) -> int | None:
     """Bytes that are free where the result would go."""
-    there = next((folder for folder in (out, *out.absolute().parents) if folder.is_dir()), None) if out else None
+    if out is None or is_url(out):
+        return None
+    there = next((folder for folder in (out, *out.absolute().parents) if folder.is_dir()), None)
     return shutil.disk_usage(there).free if there else None
 
 
@@ -112,7 +127,7 @@ def _say(plan: Plan, facts: dict[str, Any], cost: MergeCost) -> None:
     written = f"{size(plan.total_written)} in {files} file{'s' if files > 1 else ''}"
     place = f" → {facts['output']}" if facts["output"] else ""
     say(f"writes:  {'one LoRA adapter' if facts['bytes_written'] is None else written}{place}")
-    threads, on = facts["threads"], f" in each of {cost.nodes} worker processes" if cost.nodes > 1 else ""
+    threads, on = facts["threads"], f" in each of {cost.workers} worker processes" if cost.workers > 1 else ""
     say(f"memory:  about {size(cost.memory)} with {threads} thread{'s' if threads > 1 else ''}{on}")
     if facts["bytes_written"] is not None:
         free = f", of {size(facts['bytes_free'])} that are free" if facts["bytes_free"] is not None else ""
@@ -122,11 +137,12 @@ def _say(plan: Plan, facts: dict[str, Any], cost: MergeCost) -> None:
     say_time(cost.seconds, cost.limit, f"{cost.nodes} node{'s' if cost.nodes > 1 else ''}")
     speeds = cost.speeds
     say(f"assumed: disk {size(speeds.disk.amount)}/s, {speeds.disk.source}")
-    if speeds.network is not None:
+    if cost.network and speeds.network is not None:
         say(f"         network {size(speeds.network.amount)}/s for each node, {speeds.network.source}")
+    each = " for each worker" if cost.workers > 1 else ""
     for rate, what in ((speeds.entries, ""), (speeds.statistics, " for statistics")):
         if rate is not None:
-            say(f"         cpu {count(round(rate.amount))} entries/s{what}, {rate.source}")
+            say(f"         cpu {count(round(rate.amount))} entries/s{what}{each}, {rate.source}")
     if (solving := speeds.solving) is not None:
         say(f"         cpu {count(round(solving.amount))} multiplications/s in whole layers, {solving.source}")
     for text in plan.notes:
@@ -140,20 +156,14 @@ def say_time(seconds: Mapping[str, float], limit: str, where: str) -> None:
 
 
 def print_forecast(
-    model: str,
-    data: str,
-    out: Path | None,
-    loading: LoadingOptions,
-    options: EstimateOptions,
-    planning: EstimatePlanning,
-    printing: Printing,
+    model: str, data: str, out: Path | None, given: dict[str, Any], planning: EstimatePlanning, as_json: bool
 ) -> None:
-    """What estimating curvature would need."""
+    """What estimating curvature would need; ``given`` are all options of the estimate itself."""
     nodes, per_node = planning.nodes or 1, planning.processes or 1
     if planning.memory is not None and not 0 < planning.memory < float("inf"):
         raise InputError(f"--memory {planning.memory:g}: GB that the device of a process has, more than 0")
     compute = checked_rate("compute-rate", planning.compute_rate, "TFLOP/s")
-    asked = ("kind", "likelihood", "precision", "at_delta", "widest", "sums", "shard")
+    kind, batch_size = given["kind"], given["batch_size"]
     found = forecast_estimate(
         model,
         data,
@@ -163,28 +173,27 @@ def print_forecast(
         disk=checked_rate("disk-rate", planning.disk_rate),
         network=checked_rate("network-rate", planning.network_rate),
         memory=None if planning.memory is None else round(planning.memory * 1e9),
-        **{name: value for name, value in asdict(options).items() if name in asked},
-        **loading.as_keywords(),
+        **{name: value for name, value in given.items() if name not in ("seed", "resume", "force", "durable")},
     )
-    if printing.json:
-        given = {"model": model, "data": data, "out": str(out) if out else None, "kind": options.kind}
-        print_json({**given, **found.to_json(), "bytes_free": _free(out)})
+    free = _free(out)
+    if as_json:
+        asked = {"model": model, "data": data, "out": str(out) if out else None, "kind": kind}
+        print_json({**asked, **found.to_json(), "bytes_free": free})
         return
     cost, shapes = found.cost, found.cost.shapes
     say(f"model:   {count(shapes.parameters)} parameters to estimate, {size(shapes.weights)} in {found.dtype}")
-    several = f", {cost.batches:,} batches of {loading.batch_size} for each of {cost.processes} processes"
-    alone = f", {cost.batches:,} batches of {loading.batch_size}"
+    several = f", {cost.batches:,} batches of {batch_size} for each of {cost.processes} processes"
+    alone = f", {cost.batches:,} batches of {batch_size}"
     tokens = f"{count(cost.tokens)} tokens with padding, " if cost.tokens != cost.examples else ""
     say(f"data:    {cost.examples:,} examples, {tokens}{found.task}{several if cost.processes > 1 else alone}")
     kinds = {"gram": "Gram matrices", "kronecker": "Kronecker factors, and diagonals of the rest"}
-    say(f"sums:    {size(shapes.sums)}, {kinds.get(options.kind, '4 bytes for each parameter')}")
+    say(f"sums:    {size(shapes.sums)}, {kinds.get(kind, '4 bytes for each parameter')}")
     parts = ", ".join(f"{name} {size(value)}" for name, value in cost.memory.items() if value and name != "total")
     say(f"memory:  {size(cost.memory['total'])} on {found.device} for each process: {parts}")
     room = f"the {size(found.available)} that are there ({found.available_from})"
     say(f"         {'fits into' if found.fits else 'does NOT fit into'} {room}")
     if cost.memory_cpu:
         say(f"         {size(cost.memory_cpu)} of the computer for each process, while it loads and writes")
-    free = _free(out)
     say(f"disk:    {size(cost.disk)}" + (f", of {size(free)} that are free" if free is not None else ""))
     if cost.network:
         say(f"network: {size(cost.network)}, {size(cost.network / cost.nodes)} through each node's connection")

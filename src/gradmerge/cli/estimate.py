@@ -109,7 +109,8 @@ def estimate(
         with heavy_imports():
             from .dry_run import print_forecast
 
-        print_forecast(model, data, out, loading, options, planning, printing)
+        given = {**asdict(options), **loading.as_keywords()}
+        print_forecast(model, data, out, given, planning, printing.json)
         return
     if out is None:
         raise InputError("say where to write the result: -o OUT")

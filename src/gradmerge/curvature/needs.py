@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class ModelShapes:
     """Bytes of what is added up, at 4 bytes a number (8 for a model in float64)."""
     products: int
     """Multiplications for each token beyond the pass itself, in Gram matrices or factors."""
+    blocks: int = 0
+    """Layers of the model, in the sense of what is gathered or computed again at once."""
     wide: int = 0
     """Layers that have a diagonal because they are too wide for Kronecker factors."""
 
@@ -64,7 +67,9 @@ def shapes_of(model: nn.Module, kind: str = "diagonal", widest: int = WIDEST) ->
         sides = [m.weight.shape[not is_conv1d(m)] for m in _linear(model) if m.weight not in tables]
         sums, products = number * sum(n * n for n in sides), sum(n * n for n in sides)
     elif kind == "kronecker":
-        factors, names = factors_for(model, parameters, stored_alone(model), widest)
+        alone = stored_alone(model)
+        with getattr(parameters[0], "fake_mode", None) or nullcontext():  # where factors take no memory either
+            factors, names = factors_for(model, parameters, alone, widest)
         wide = len(names)
         for weight, one in factors.items():
             rows, columns = weight.shape[0], weight.numel() // weight.shape[0]
@@ -82,8 +87,27 @@ def shapes_of(model: nn.Module, kind: str = "diagonal", widest: int = WIDEST) ->
         gathered=nbytes - sum(blocks) + max(blocks, default=0),
         sums=sums,
         products=products,
+        blocks=len(blocks),
         wide=wide,
     )
+
+
+def activations_of(shapes: ModelShapes, needs: BatchNeeds, kind: str, between: int, recomputed: bool = False) -> int:
+    """Bytes of activations at their peak. ``between`` is what goes from one block to the next, ``recomputed`` whether
+    all else is computed again in the backward pass."""
+    if kind == "gram":  # no backward pass: a few tensors at a time
+        return 4 * needs.largest
+    if not recomputed or not shapes.blocks:
+        return needs.kept + needs.largest  # all that is kept, and the gradient of one of them
+    return between * shapes.blocks + (needs.kept - needs.largest) // shapes.blocks + 2 * needs.largest
+
+
+def quantised(model: nn.Module, shapes: ModelShapes, bits: int, adapter: int) -> ModelShapes:
+    """The same with linear layers of the blocks as codes of so many bits, and sums of an adapter's parameters alone."""
+    inside = [layer.weight for block in _blocks(model) for layer in _linear(block)]
+    codes = sum(weight.numel() * (bits / 8 + 4 / 64) for weight in inside)  # a scale of 4 bytes for 64 codes
+    weights = shapes.weights - sum(weight.nbytes for weight in inside) + round(codes)
+    return replace(shapes, weights=weights, parameters=adapter, sums=4 * adapter, products=0)
 
 
 def _linear(model: nn.Module) -> list[Any]:
@@ -185,6 +209,7 @@ def estimate_cost(
     activations: int,
     forward: float | None = None,
     passes: int = 1,
+    recomputed: bool = False,
     kind: str = "diagonal",
     device: str = "cpu",
     sums: str = "device",
@@ -195,8 +220,9 @@ def estimate_cost(
     """The cost of an estimate. ``tokens`` are those of all examples, padding included.
 
     ``activations`` are the bytes of the longest batch, ``forward`` the operations of the forward pass for each token
-    (by default two for each weight), and ``passes`` the backward passes over a batch. With ``shard``, processes share the
-    model; without, each has a copy, and their sums are added in the end.
+    (by default two for each weight), ``passes`` the backward passes over a batch, and ``recomputed`` says whether the
+    forward pass is done again for them. With ``shard``, processes share the model; without, each has a copy, and their
+    sums are added in the end.
     """
     processes = nodes * per_node
     share = processes if shard else 1
@@ -222,7 +248,7 @@ def estimate_cost(
     # While it loads, a process reads the weights into the computer's memory, and the result is written from there.
     memory_cpu = (PROCESS + max(shapes.weights, shapes.sums) + beside) if on_gpu else 0
     forward = 2.0 * shapes.multiplied if forward is None else forward
-    work = forward * (1 if kind == "gram" else 1 + 2 * passes) + 2 * shapes.products
+    work = forward * (1 if kind == "gram" else 1 + (2 + recomputed) * passes) + 2 * shapes.products
     compute = work * (OVER_PLAIN if kind == "diagonal" else 1.0) * tokens / processes / rates.compute
     added = 2 * shapes.sums * batches  # every batch reads and writes a sum that is kept elsewhere
     disk = nodes * shapes.weights + shapes.sums + (added * processes // share if sums == "disk" else 0)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ..rules.kronecker_matching import KroneckerFactors
 from ..storage.bytesof import bytes_of
+from ..storage.remote import stored_at
+from ..storage.tensorfile import PositionalFile, close_files
 from ..text import count, size
 from .costs import Rate, Speeds, products_of
 from .factoring import factored
@@ -43,7 +45,6 @@ def measure_speeds(
     *,
     threads: int,
     device: str = "cpu",
-    nodes: int = 1,
     disk: Rate | None = None,
     network: Rate | None = None,
     rank: int | None = None,
@@ -55,10 +56,18 @@ def measure_speeds(
     search = begin_search(plan)
     guess = search if search is not None and search.guess is not None else None
     entries, statistics = _entry_rates(plan, threads, device, guess)
-    if nodes > 1 and network is None:
-        network = USUAL_NETWORK
+    files = plan.inputs.files()
+    near = [path for path in files if stored_at(path) is None]
+    if network is None:
+        network = fetch_rate([path for path in files if path not in near], threads) or USUAL_NETWORK
     solving = _solving_rate(plan, threads, rank)
-    return Speeds(disk or read_rate(plan.inputs.files(), threads), network, entries, statistics, solving), bool(guess)
+    return Speeds(disk or read_rate(near, threads), network, entries, statistics, solving), guess is not None
+
+
+def share_away(plan: Plan) -> float:
+    """The share of the inputs' bytes that lie at URLs."""
+    sizes = [(path.stat().st_size, stored_at(path) is not None) for path in plan.inputs.files()]
+    return sum(nbytes for nbytes, away in sizes if away) / max(1, sum(nbytes for nbytes, _ in sizes))
 
 
 def _entry_rates(plan: Plan, threads: int, device: str, guess: ThresholdSearch | None) -> tuple[Rate, Rate | None]:
@@ -197,6 +206,26 @@ def read_rate(files: Sequence[Path], threads: int) -> Rate:
         return USUAL_DISK
     cache = "past the page cache" if direct else "some of it may have been in the page cache"
     return Rate(read / max(seconds, 1e-9), f"measured: {size(read)} of the inputs, {cache}")
+
+
+def fetch_rate(files: Sequence[Path], threads: int) -> Rate | None:
+    """Bytes a second that come from files at URLs; None if there are none."""
+    pieces = [(path, start) for path in files for start in range(0, path.stat().st_size - PIECE, READ)][: READ // PIECE]
+    if not pieces:
+        return None
+    opened = {path: PositionalFile(path) for path, _ in pieces}
+
+    def reader() -> Callable[[tuple[Path, int]], None]:
+        buffer = memoryview(bytearray(PIECE))
+        return lambda place: opened[place[0]].read_into(buffer, place[1])
+
+    begun = time.perf_counter()
+    try:
+        run_parallel(pieces, reader, threads)
+    finally:
+        close_files(opened.values())
+    read = PIECE * len(pieces)
+    return Rate(read / (time.perf_counter() - begun), f"measured: {size(read)} of the inputs at URLs")
 
 
 def _read(places: Sequence[tuple[Path, int]], threads: int, flags: int) -> tuple[int, float]:

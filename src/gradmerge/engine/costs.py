@@ -1,8 +1,9 @@
 """What a merge costs: bytes, memory and seconds, from its plan and from rates. Arithmetic, no file is read here.
 
-The files lie on one storage. A single node has it as its own disk; several nodes share it, as a file system or an
+The files lie on one storage. A single node may have it as its own disk; several nodes share it, as a file system or an
 object store, and then every byte that is read or written crosses the connection of some node once. The work is cut
-evenly. Reading, writing and arithmetic overlap, so that a pass takes as long as the slowest of them.
+evenly, into many more shares than there are workers. Reading, writing and arithmetic overlap, so that a pass takes as
+long as the slowest of them.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Speeds:
     network: Rate | None
     """Bytes through the connection of one node; None where no file is reached through a network."""
     entries: Rate
-    """Entries of the result that one node merges."""
+    """Entries of the result that one worker process merges."""
     statistics: Rate | None = None
-    """Entries that one node goes through in a pass for statistics."""
+    """Entries that one worker goes through in a pass for statistics."""
     solving: Rate | None = None
-    """Products of a matrix with another (multiplications) that one node solves whole layers at."""
+    """Multiplications of matrices that one worker does where layers are solved whole."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,11 @@ class MergeCost:
     """What a merge needs, and how long it takes."""
 
     nodes: int
+    workers: int
+    """Processes on all nodes together."""
     passes: list[Pass]
     memory: int
-    """Bytes of one worker process at its peak; every node has one."""
+    """Bytes of one worker process at its peak."""
     disk: int
     """Bytes that must be free where the result is staged."""
     network: int
@@ -89,6 +92,7 @@ class MergeCost:
         """For machines: sizes in bytes, rates by the second."""
         return {
             "nodes": self.nodes,
+            "workers": self.workers,
             "passes": [asdict(one) for one in self.passes],
             "bytes_disk": self.disk,
             "bytes_network": self.network,
@@ -154,40 +158,48 @@ def cost_of(
     speeds: Speeds,
     *,
     nodes: int = 1,
+    workers: int = 1,
     threads: int = 1,
+    away: tuple[float, float] = (0.0, 0.0),
     guessed: bool = False,
     beside: int = 0,
     adapter: bool = False,
 ) -> MergeCost:
-    """The cost of a merge; ``beside`` are bytes of small files that are written with the weights."""
+    """The cost of a merge.
+
+    ``away`` are the shares of what is read and of what is written that cross a network, ``beside`` the bytes of small
+    files that are written with the weights; ``guessed`` and ``adapter`` are as of :func:`passes_of`.
+    """
     passes = passes_of(plan, guessed, adapter)
-    moved = sum(one.read + one.written for one in passes)
-    network = moved if speeds.network is not None else 0
-    parts = [seconds_of(one, speeds, nodes) for one in passes]
+    parts = [seconds_of(one, speeds, nodes, workers, away) for one in passes]
     seconds = {name: sum(part[name] for part in parts) for name in ("disk", "network", "cpu")}
-    start = START if nodes == 1 else CLUSTER_START
-    total = start + sum(max(part.values()) for part in parts)
+    start = START if nodes == workers == 1 else CLUSTER_START
     return MergeCost(
         nodes=nodes,
+        workers=workers,
         passes=passes,
         memory=plan.memory(threads),
         disk=0 if adapter else plan.total_written + beside,
-        network=network,
-        seconds={"start": start, **seconds, "total": total},
+        network=round(sum(over_network(one, away) for one in passes)),
+        seconds={"start": start, **seconds, "total": start + sum(max(part.values()) for part in parts)},
         limit=max(seconds, key=lambda name: seconds[name]),
         speeds=speeds,
     )
 
 
-def seconds_of(one: Pass, speeds: Speeds, nodes: int) -> dict[str, float]:
+def over_network(one: Pass, away: tuple[float, float]) -> float:
+    """Bytes of a pass that cross a network."""
+    return one.read * away[0] + one.written * away[1]
+
+
+def seconds_of(one: Pass, speeds: Speeds, nodes: int, workers: int, away: tuple[float, float]) -> dict[str, float]:
     """How long the disk, the network and the processors take for a pass, each as if it were alone."""
-    moved = one.read + one.written
     rate = speeds.entries if one.what == "merge" or speeds.statistics is None else speeds.statistics
     cpu = one.entries / rate.amount + (one.products / speeds.solving.amount if speeds.solving else 0.0)
     return {
-        "disk": moved / speeds.disk.amount,
-        "network": moved / speeds.network.amount / nodes if speeds.network else 0.0,
-        "cpu": cpu / nodes,
+        "disk": (one.read + one.written) / speeds.disk.amount,
+        "network": over_network(one, away) / speeds.network.amount / nodes if speeds.network else 0.0,
+        "cpu": cpu / workers,
     }
 
 

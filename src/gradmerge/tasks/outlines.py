@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ..text import first_line, nearest
 from .adapters import base_of
 from .data_sources import read_rows
 from .folders import check_small_files, folder_of, offline
-from .loading import LoadedTask, Loading, complete, joined
+from .loading import LoadedTask, Loading, joined
 from .models import DTYPES, LoadingInfo, class_name, config_of, task_of
 from .sentence_model import EmbeddingModel, read_setup
 
@@ -47,14 +47,14 @@ class Outline:
     why: str = ""
     """Why the model does not run without values."""
     adapter: int = 0
-    """Parameters of an adapter on a quantised base, which alone are estimated."""
-    stored: int = 0
-    """Bytes of that base."""
+    """Parameters of the adapter that the model is, if it is one."""
+    bits: int = 0
+    """Of the codes that its base is stored as by bitsandbytes; 0 for a base that is not."""
 
 
-def outline_task(reference: str, source: str, on: str, **loading: Unpack[Loading]) -> Outline:
+def outline_task(reference: str, source: str, on: str, loading: Loading) -> Outline:
     """As :func:`~gradmerge.tasks.loading.load_task`, but no weight is read, and the kind of device need not be here."""
-    options = complete({**loading, "device": "cpu"}, outline_task)
+    options: Loading = {**loading, "device": "cpu"}
     rows = read_rows(source, limit=options["limit"])
     folder = folder_of(reference)
     check_small_files(folder)
@@ -79,10 +79,16 @@ def outline_task(reference: str, source: str, on: str, **loading: Unpack[Loading
             model.to_empty(device="cpu")
     loaded = joined(reference, model, LoadingInfo(folder, base, task), rows, options)
     found = _looked_at(loaded, mode, files)
-    if getattr(config, "quantization_config", None) is not None and adapter is not None:
+    if adapter is not None:
         found.adapter = sum(entry.numel for entry in _entries(folder, "adapter_model")[0])
-        found.stored = sum(entry.nbytes for entry in entries)
+        found.bits = _bits(config)
     return found
+
+
+def _bits(config: Any) -> int:
+    stated = getattr(config, "quantization_config", None)
+    stated = stated if isinstance(stated, dict) else getattr(stated, "__dict__", {})
+    return 4 if stated.get("load_in_4bit") or stated.get("_load_in_4bit") else 8 if stated.get("load_in_8bit") else 0
 
 
 def _entries(folder: Path, stem: str) -> tuple[list[Entry], list[Path]]:
