@@ -16,7 +16,6 @@ from ..engine.calibration import USUAL_NETWORK, read_rate
 from ..engine.costs import Rate
 from ..errors import InputError
 from ..tasks import LargeLoading, complete
-from ..tasks.loading import LARGE
 from ..tasks.models import device_of
 from ..tasks.outlines import outline_task
 from . import estimating
@@ -76,13 +75,13 @@ def forecast_estimate(
     estimating._check_options(likelihood, kind, precision, at_delta)
     estimating._check_widest(widest, kind)
     place = _place(options["device"], known=compute is not None and memory is not None)
-    large = {name: dict(options)[name] for name in LARGE}
-    check_large(kind, sums, shard, False, at_delta, large["device_map"], large["quantize"])
+    device_map, quantize = options["device_map"], options["quantize"]
+    check_large(kind, sums, shard, False, at_delta, device_map, quantize)
     outline = outline_task(model, source, place.type, options)
     made = outline.loaded.model
     shapes = shapes_of(made, kind, widest)
     notes = list(outline.loaded.notes)
-    bits = {"4bit": 4, "8bit": 8, "none": 0}.get(large["quantize"] or "", outline.bits)
+    bits = {"4bit": 4, "8bit": 8, "none": 0}.get(quantize or "", outline.bits)
     if bits and not outline.adapter:
         raise InputError(f"{model}: codes have no gradients. Give the folder of a PEFT adapter on a quantised base.")
     if bits:
@@ -96,7 +95,7 @@ def forecast_estimate(
     sources = {"compute": compute.source, "disk": disk.source} | ({"network": network.source} if nodes > 1 else {})
     rates = EstimateRates(compute.amount, disk.amount, network.amount, sources)
     activations, forward = 0, None
-    recomputed = large["gradient_checkpointing"] or shard or large["device_map"] is not None
+    recomputed = options["gradient_checkpointing"] or shard or device_map is not None
     if outline.needs is not None:
         hidden = getattr(getattr(made, "config", None), "hidden_size", 0)
         between = outline.longest * dtype.itemsize * (hidden if isinstance(hidden, int) else 0)
@@ -105,7 +104,7 @@ def forecast_estimate(
     else:
         why = f"it does not run without weights: {outline.why}"
         notes.append(f"what autograd keeps of a batch is not counted for this model, as {why}. Leave room for it")
-    if large["device_map"] is not None:
+    if device_map is not None:
         notes.append(
             "with --device-map, what does not fit is on the CPU or on disk, and comes from there for each batch"
         )

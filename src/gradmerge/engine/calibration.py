@@ -25,7 +25,7 @@ from .factoring import factored
 from .layers import solve_layer
 from .local import MergedBlock, run
 from .plan import BLOCK, Job, Plan, rule_arguments
-from .statistics import ThresholdSearch, begin_search, find_statistics
+from .statistics import Counting, ThresholdSearch, begin_search, find_statistics
 from .workers import one_thread_each, run_parallel
 
 #: Entries that are merged, and bytes that are read in pieces of so many.
@@ -82,7 +82,7 @@ def _entry_rates(plan: Plan, threads: int, device: str, guess: ThresholdSearch |
         begun = time.perf_counter()
         statistics = guess.guess if guess is not None and guess.guess is not None else find_statistics(part, threads)
         asked = time.perf_counter()
-        watch = guess.count if guess is not None else None
+        watch = Counting(*guess.looks_for).count if guess is not None else None
         with _scratch() as put:
             run(part, statistics, put, threads=threads, device=device, allow_nonfinite=True, watch=watch)
         merging.append(time.perf_counter() - asked)
