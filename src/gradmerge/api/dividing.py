@@ -77,7 +77,7 @@ def estimate_saving(
         assert saved is not None
         saved.write(so_far, [*before, *(stretch for one in rows for stretch in one)])
 
-    return estimate_curvature(
+    found: Curvature | KroneckerCurvature = estimate_curvature(
         loaded.model,
         Placed(batches),
         likelihood,
@@ -90,3 +90,4 @@ def estimate_saving(
         ),
         **options,
     )
+    return found

@@ -32,7 +32,7 @@ from ..errors import GradmergeError, InputError, MachineError
 from ..processes import ALONE, current
 from ..progress import Progress, shown
 from ..storage.staging import Staging
-from ..tasks import LargeLoading, LoadedTask, Loading, complete, load_model, load_task
+from ..tasks import LargeLoading, LoadedTask, Loading, complete, complete_large, load_model, load_task
 from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
 from ..text import listed, nearest
@@ -238,7 +238,7 @@ def estimate_to_disk(
     **loading: Unpack[LargeLoading],
 ) -> Estimate:
     """``estimate_curvature`` of a model on disk."""
-    options = complete(loading, estimate_to_disk, large=True)
+    options = complete_large(loading, estimate_to_disk)
     check_large(kind, sums, shard, resume, at_delta, options["device_map"], options["quantize"])
     _check_options(likelihood, kind, precision, at_delta)
     _check_widest(widest, kind)

@@ -24,7 +24,7 @@ def check_large(
     sums: str | None,
     shard: bool,
     resume: bool,
-    at_delta: str | None,
+    at_delta: object,
     device_map: str | None,
     quantize: str | None,
 ) -> None:

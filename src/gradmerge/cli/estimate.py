@@ -12,8 +12,8 @@ import typer
 from ..errors import InputError
 from ..text import count
 from .completion import words_of
-from .options import Data, Force, LoadingOptions, Model, PlanningOptions, Precision, Printing, command
-from .output import Durable, Notes, heavy_imports, note, print_json, progress
+from .options import Data, Force, LargeOptions, LoadingOptions, Model, PlanningOptions, Precision, Printing, command
+from .output import Durable, Notes, heavy_imports, memory_of, note, print_json, progress
 from .streams import say
 
 EXAMPLE = (
@@ -54,6 +54,18 @@ class EstimateOptions:
     at_delta: Annotated[
         str | None, typer.Option(metavar="BASE", help="Estimate at MODEL − BASE instead of MODEL, for fa1.")
     ] = None
+    sums: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Where sums are kept until they are written: device, cpu or disk.",
+            show_default="where the weights are",
+        ),
+    ] = None
+    shard: Annotated[
+        bool,
+        typer.Option("--shard", help="Under torchrun: share parameters and sums out over the processes (FSDP2)."),
+    ] = False
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the labels that `sampled` draws.")] = 0
     precision: Precision = "float32"
     resume: Annotated[
@@ -96,6 +108,7 @@ def estimate(
     data: Data,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")] = None,
     loading: LoadingOptions,
+    large: LargeOptions,
     options: EstimateOptions,
     planning: EstimatePlanning,
     printing: Printing,
@@ -105,11 +118,11 @@ def estimate(
     It costs about a training step per batch. The file goes into a recipe, or as MODEL/curvature is found by itself.
     """
     planning.check()
+    given = {**asdict(options), **asdict(large), **loading.as_keywords()}
     if planning.dry_run:
         with heavy_imports():
             from .dry_run import print_forecast
 
-        given = {**asdict(options), **loading.as_keywords()}
         print_forecast(model, data, out, given, planning, printing.json)
         return
     if out is None:
@@ -119,10 +132,10 @@ def estimate(
 
     logging.basicConfig(handlers=[Notes()], level=logging.ERROR if printing.quiet else logging.WARNING)
     with progress(printing.silent, "examples") as shown:
-        result = estimate_to_disk(model, data, out, progress=shown, **asdict(options), **loading.as_keywords())
+        result = estimate_to_disk(model, data, out, progress=shown, processes=True, **given)
     if printing.json:
-        given = {"model": model, "data": data, "likelihood": options.likelihood, "precision": options.precision}
-        print_json({**asdict(result), "out": str(out), **given})
+        asked = {"model": model, "data": data, "likelihood": options.likelihood, "precision": options.precision}
+        print_json({**asdict(result), "out": str(out), **asked})
         return
     for text in result.notes:
         note(text, printing.quiet)
@@ -131,5 +144,5 @@ def estimate(
         say(
             f"{out}: {kinds.get(options.kind) or f'{options.likelihood} curvature'} of {result.tensors} tensors, "
             f"{count(result.entries)} entries, sum over {result.examples} examples ({result.task}), "
-            f"stored as {options.precision}; {result.seconds:.1f} s on {result.device}"
+            f"stored as {options.precision}; {result.seconds:.1f} s on {result.device}{memory_of(result.memory)}"
         )

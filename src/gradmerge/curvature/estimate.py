@@ -140,7 +140,7 @@ def estimate_curvature(
             accumulator = Accumulator(model, every, passes, objective.logits, trial, slow, factors, keeping)
             if isinstance(start, Curvature) and not keeping.plain:
                 for name, p in parameters.items():
-                    accumulator.sums[p].add(lambda total, name=name: total.add_(start[name].to(total)))
+                    accumulator.sums[p].add(functools.partial(_add_to, start[name]))
             together.begin({name: accumulator.sums[p] for name, p in parameters.items()})
             with prepared(model), followed(model, keeping), accumulator:
                 for first, batch in in_step(with_places(batches, begun), keeping):
@@ -172,6 +172,10 @@ def estimate_curvature(
             f"{what}:\n{listed(unused)}\n  Freeze what is not trained (requires_grad_(False)), or estimate a diagonal."
         )
     return together.added(so_far(copy=False))
+
+
+def _add_to(value: Tensor, total: Tensor) -> None:
+    total += value.to(total)
 
 
 def _label_of(model: nn.Module) -> str:

@@ -27,6 +27,8 @@ from .losses import ExampleLoss, logits_of
 OVER_PLAIN = 1.06
 #: Bytes of a process before any weight: Python, PyTorch and transformers; and on a GPU its context and libraries.
 PROCESS, GPU_CONTEXT = 600_000_000, 600_000_000
+#: Seconds until a process reads the first weight: Python, PyTorch and transformers.
+START = 5.0
 #: Bytes a second between the memory of a GPU and of its computer, where sums are kept in the latter.
 BUS = 20e9
 
@@ -273,7 +275,7 @@ def estimate_cost(
         memory_cpu=memory_cpu,
         disk=shapes.sums + (own * processes if sums == "disk" else 0),
         network=network,
-        seconds={**seconds, "total": sum(seconds.values())},
+        seconds={"start": START, **seconds, "total": START + sum(seconds.values())},
         limit=max(seconds, key=lambda name: seconds[name]),
         rates=rates,
     )

@@ -85,11 +85,14 @@ def reachable(model: nn.Module) -> Iterator[None]:
 def _tied_names(model: nn.Module) -> dict[str, str]:
     """Another name → the name of the same parameter, as accelerate's empty ones and transformers tell it."""
     first: dict[int, str] = {}
-    found = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[name] = first.setdefault(id(parameter), name)
     for path, module in model.named_modules():
         keys = getattr(module, "all_tied_weights_keys", None)
         for target, source in keys.items() if isinstance(keys, Mapping) else ():
-            found[f"{path}.{target}".lstrip(".")] = found.get(f"{path}.{source}".lstrip("."), source)
+            one = f"{path}.{source}".lstrip(".")
+            found[f"{path}.{target}".lstrip(".")] = found.get(one, one)
     return found
 
 

@@ -77,20 +77,25 @@ DEFAULTS = Loading(
 )
 
 
-def complete(given: Loading, function: Callable[..., Any], large: bool = False) -> LargeLoading:
-    """All options of loading: those given to a function, checked, and the defaults of the others.
+def complete(given: Loading, function: Callable[..., Any]) -> Loading:
+    """All options of loading: those given to a function, checked, and the defaults of the others."""
+    _check_given(given, function, get_type_hints(Loading))
+    return DEFAULTS | given
 
-    Those of :class:`LargeLoading` are among them where the function takes them, which ``large`` says.
-    """
-    types = get_type_hints(LargeLoading if large else Loading)
+
+def complete_large(given: LargeLoading, function: Callable[..., Any]) -> LargeLoading:
+    """The same of a function that takes models larger than a device."""
+    _check_given(given, function, get_type_hints(LargeLoading))
+    return {**LARGE, **DEFAULTS, **given}
+
+
+def _check_given(given: Mapping[str, Any], function: Callable[..., Any], types: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in types:
             known = [known for known in inspect.signature(function).parameters if known != "loading"] + [*types]
             hint = f"{nearest(name, known)}\n  Known are {', '.join(known)}."
             raise InputError(f"there is no option {name!r}{hint}")
         check(name, value, types[name])
-    defaults: LargeLoading = {**DEFAULTS, **LARGE} if large else {**DEFAULTS}  # type: ignore[typeddict-item]
-    return {**defaults, **given}  # type: ignore[typeddict-item]
 
 
 class Examples(Protocol):
@@ -164,7 +169,7 @@ def load_task(
     ``adapter_apart`` is as of :func:`load_model`; ``shard``, ``gradients`` and ``beside`` are as of
     :class:`~gradmerge.tasks.placing.Placement`; the other options are those of :class:`gradmerge.Loading`.
     """
-    options = complete(loading, load_task, large=True)
+    options = complete_large(loading, load_task)
     model_reference, source = str(model_reference), str(source)
     rows = read_rows(source, limit=options["limit"], split=split)  # the quicker of the two to fail
     model, info = load_model(

@@ -68,7 +68,7 @@ class Placement:
 
 def _device_map(value: str, config: Any, dtype: str, beside: int) -> dict[str, Any]:
     if value == "auto":
-        from accelerate.utils import get_max_memory
+        from accelerate.utils import get_max_memory  # type: ignore[import-untyped]
 
         computes = getattr(config, "dtype", None) if dtype == "auto" else getattr(torch, dtype)
         size = torch.empty(0, dtype=computes if isinstance(computes, torch.dtype) else torch.float32).element_size()
@@ -89,18 +89,19 @@ def _device_map(value: str, config: Any, dtype: str, beside: int) -> dict[str, A
 
 def _bits(quantize: str, config: Any, dtype: str) -> Any:
     try:
-        import bitsandbytes  # type: ignore[import-not-found] # noqa: F401
+        import bitsandbytes  # noqa: F401
     except ImportError as error:
         raise InputError(f"--quantize {quantize} needs the library bitsandbytes: pip install bitsandbytes") from error
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"--quantize {quantize}: the model is stored quantised already. Leave the option out.")
-    from transformers import BitsAndBytesConfig
+    import transformers
 
+    kind: Any = transformers.BitsAndBytesConfig
     if quantize == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
+        return kind(load_in_8bit=True)
     computes = getattr(config, "dtype", None) if dtype == "auto" else getattr(torch, dtype)
     computes = computes if isinstance(computes, torch.dtype) else torch.float32
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computes)
+    return kind(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computes)
 
 
 def is_quantised(model: nn.Module) -> bool:
@@ -117,7 +118,7 @@ class OffloadFolder(tempfile.TemporaryDirectory):  # type: ignore[type-arg]
 
 def main_device(model: nn.Module) -> torch.device | None:
     """Where batches go of a model that accelerate has spread; None for any other."""
-    hook = getattr(model, "_hf_hook", None)
+    hook: Any = getattr(model, "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
         if getattr(one, "execution_device", None) is not None:
             return torch.device(one.execution_device)
@@ -139,7 +140,7 @@ def recompute(model: Any) -> bool:
 
 def share_out(model: nn.Module, place: torch.device) -> nn.Module:
     """Share a model whose weights are not read yet out over the processes; each reads what it keeps."""
-    from accelerate.hooks import remove_hook_from_module
+    from accelerate.hooks import remove_hook_from_module  # type: ignore[import-untyped]
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Shard
