@@ -15,7 +15,8 @@ from ..curvature.needs import EstimateCost, EstimateRates, activations_of, estim
 from ..engine.calibration import USUAL_NETWORK, read_rate
 from ..engine.costs import Rate
 from ..errors import InputError
-from ..tasks import LargeLoading, complete
+from ..tasks import LargeLoading
+from ..tasks.loading import complete_large
 from ..tasks.models import device_of
 from ..tasks.outlines import outline_task
 from . import estimating
@@ -71,7 +72,7 @@ def forecast_estimate(
 
     ``nodes`` machines like this one have ``per_node`` processes each. Rates that are not given are measured here.
     """
-    options = complete(loading, forecast_estimate, large=True)
+    options = complete_large(loading, forecast_estimate)
     estimating._check_options(likelihood, kind, precision, at_delta)
     estimating._check_widest(widest, kind)
     place = _place(options["device"], known=compute is not None and memory is not None)
