@@ -131,7 +131,8 @@ def forecast_estimate(
     )
     available, available_from = (memory, "given") if memory is not None else memory_of(place)
     if place.type == "cpu" and memory is None:
-        available, available_from = available // per_node, f"{available_from}, for each of {per_node}"
+        available //= per_node
+        available_from += f", for each of {per_node}" if per_node > 1 else ""
     return Forecast(
         cost, outline.loaded.task, str(place), str(dtype).removeprefix("torch."), available, available_from, notes
     )

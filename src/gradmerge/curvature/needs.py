@@ -46,7 +46,7 @@ class ModelShapes:
     weights: int
     """Bytes in memory."""
     gathered: int
-    """Bytes of weights that are whole at once where processes share the model: a block, and what is in no block."""
+    """Bytes of weights that are whole at once where processes share the model: two of its blocks, or a large table."""
     sums: int
     """Bytes of what is added up, at 4 bytes a number (8 for a model in float64)."""
     products: int
@@ -81,12 +81,13 @@ def shapes_of(model: nn.Module, kind: str = "diagonal", widest: int = WIDEST) ->
             sums += number * (inputs**2 + rows**2 - weight.numel() - bias)
             products += (inputs**2 + rows**2) // 2  # on one side of the diagonal alone
     blocks = [sum(p.nbytes for p in block.parameters()) for block in _blocks(model)]
+    units = [*blocks, *(p.nbytes for p in tables | heads)]
     return ModelShapes(
         parameters=total,
         multiplied=total - sum(table.numel() for table in tables - heads),
         largest=max((p.numel() for p in parameters), default=0),
         weights=nbytes,
-        gathered=nbytes - sum(blocks) + max(blocks, default=0),
+        gathered=2 * max(units, default=0),
         sums=sums,
         products=products,
         blocks=len(blocks),
