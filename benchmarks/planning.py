@@ -3,8 +3,8 @@
     python -m benchmarks.planning --data DIR/llama-22-layers --json benchmarks/results/planning.json
 
 Models of Llama 3.1's shapes are made as files that have headers and no data (holes), and as modules without values: the
-plans are those that `--dry-run` makes. Rates of the processor are those of `results/merge.json`, and of the GPU those of
-`results/curvature-cuda-llama-1b.json`. With `--data` (made by `python -m benchmarks.merge --keep`), plans are held
+plans are those that `--dry-run` makes. Rates of the processor are those of `results/merge.json`, and those of the GPU
+of `results/curvature-cuda-llama-1b.json`. With `--data` (made by `python -m benchmarks.merge --keep`), plans are held
 against real merges: bytes that the system has counted, peak memory, and seconds; without it, the checks that the JSON
 file has are kept. `python -m docs.pages` writes the tables into docs/large-models.md.
 """
@@ -37,7 +37,7 @@ from gradmerge.storage.tensorfile import header_bytes
 
 RESULTS = Path(__file__).parent / "results"
 #: Llama 3.1: hidden size, layers, heads, key-value heads, intermediate size, vocabulary. From table 3 of "The Llama 3
-#: Herd of Models" (arXiv 2407.21783); the intermediate sizes and the 405 B model's key-value heads as published with it.
+#: Herd of Models" (arXiv 2407.21783); the intermediate sizes are those of the published configs.
 LLAMA = {
     "8 B": (4096, 32, 32, 8, 14336, 128256),
     "70 B": (8192, 80, 64, 8, 28672, 128256),
@@ -67,7 +67,9 @@ def outline(config: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with mode:
-        return model.eval().to_empty(device="cpu"), mode
+        model.eval().to_empty(device="cpu")
+        model.tie_weights()
+    return model, mode
 
 
 def hollow(folder: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], stem: str, facts: dict[str, str]) -> None:
@@ -283,14 +285,14 @@ def merging_checks(data: Path) -> Iterator[dict[str, Any]]:
 
 #: Runs the command line, and prints what the system has counted of it.
 WATCHED = """
-import resource, sys
+import sys
 from pathlib import Path
 from gradmerge.cli.app import main
 try:
     main()
 finally:
     counted = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    most = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     print(counted["rchar"], counted["wchar"], most, file=sys.stderr)
 """
 

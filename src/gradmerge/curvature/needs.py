@@ -254,7 +254,9 @@ def estimate_cost(
     work = forward * (1 if kind == "gram" else 1 + (2 + recomputed) * passes) + 2 * shapes.products
     compute = work * (OVER_PLAIN if kind == "diagonal" else 1.0) * tokens / processes / rates.compute
     added = 2 * shapes.sums * batches  # every batch reads and writes a sum that is kept elsewhere
-    disk = nodes * shapes.weights + shapes.sums + (added * processes // share if sums == "disk" else 0)
+    disk = (
+        (1 if shard else nodes) * shapes.weights + shapes.sums + (added * processes // share if sums == "disk" else 0)
+    )
     network = 0
     if nodes > 1:
         # Shared: weights are gathered for the forward and the backward pass, and sums reduced, batch by batch.

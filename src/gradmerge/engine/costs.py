@@ -16,6 +16,7 @@ import torch
 from ..errors import InputError
 from ..rules.measures import Ranked
 from .plan import Job, Plan
+from .statistics import SAMPLE_FROM
 
 #: Passes in which a threshold is found without a good guess: 16 bits of its place in each.
 RANKING_PASSES = {torch.float32: 2, torch.float64: 4}
@@ -114,9 +115,9 @@ def passes_of(plan: Plan, guessed: bool, adapter: bool = False) -> list[Pass]:
     wide = any(job.compute == torch.float64 for job in merged)
     ranking = RANKING_PASSES[torch.float64 if wide else torch.float32]
     if "thresholds" in plan.needs and not guessed:
-        # With a scope of single tensors, and where a sample brackets them, one pass is mostly enough.
-        times = ranking if wide and plan.inputs.options["scope"] == "model" else 1
-        passes += [Pass("thresholds", inputs, 0, entries)] * times
+        # Where a sample brackets them, one pass is mostly enough.
+        bracketed = plan.inputs.options["scope"] != "model" or (entries > SAMPLE_FROM and not wide)
+        passes += [Pass("thresholds", inputs, 0, entries)] * (1 if bracketed else ranking)
     for name, measure in plan.measures.items():
         passes += [Pass(name, inputs, 0, entries)] * (ranking if isinstance(measure, Ranked) else 1)
     solved = [job for job in merged if job.whole or (adapter and len(job.info.shape) > 1)]

@@ -70,6 +70,8 @@ def outline_task(reference: str, source: str, on: str, loading: Loading) -> Outl
     task = task_of(reference, config, task, adapter)
     entries, files = _entries(base, "model")
     dtype = _type_of([entry.dtype for entry in entries if entry.is_float], options["dtype"], on)
+    from transformers import PreTrainedModel
+
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with quiet_transformers(), offline():
         model = _made(reference, config, task, dtype, options["attn"])
@@ -77,6 +79,9 @@ def outline_task(reference: str, source: str, on: str, loading: Loading) -> Outl
             model = EmbeddingModel(model, setup, dtype)
         with mode:
             model.to_empty(device="cpu")
+            for part in model.modules():
+                if isinstance(part, PreTrainedModel):  # emptying has parted what was tied
+                    part.tie_weights()
     loaded = joined(reference, model, LoadingInfo(folder, base, task), rows, options)
     found = _looked_at(loaded, mode, files)
     if adapter is not None:
