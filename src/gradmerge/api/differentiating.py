@@ -19,11 +19,13 @@ from ..curvature.losses import LOSSES, ExampleLoss
 from ..engine.reads import State, changed, model_paths, state_of
 from ..engine.record import digest_of
 from ..errors import InputError, MachineError
+from ..processes import ALONE
 from ..progress import Progress, shown
 from ..storage.staging import Staging
-from ..tasks import Loading, complete, load_task
+from ..tasks import LargeLoading, complete_large, load_task
 from ..tasks.data_sources import data_paths
 from ..text import nearest
+from .large_models import keeping_for
 
 #: Types whose sums of gradients would be mostly rounding.
 NARROW = {"BF16", "F16"}
@@ -40,7 +42,7 @@ def estimate_gradient(
     force: bool = False,
     durable: bool = False,
     progress: bool | Progress = True,
-    **loading: Unpack[Loading],
+    **loading: Unpack[LargeLoading],
 ) -> Gradient:
     """The gradient of a model on some data: Σ_i ∇ℓ_i(θ), summed over examples, and Σ_i ℓ_i(θ) with it.
 
@@ -62,7 +64,8 @@ def estimate_gradient(
         progress: A bar on long work; False for none; or what is told how far it is, in batches or, on disk, examples.
         loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says, but that a model
             stored in 16 bits computes in float32 if no ``dtype`` is given. For a module only ``device``: where batches
-            are moved to, by default where the model is.
+            are moved to, by default where the model is. On disk also ``device_map``, ``quantize`` and
+            ``gradient_checkpointing``, for models larger than a device.
 
     Returns:
         The gradient: for a module by the names of its parameters, for a model on disk by those of its files.
@@ -76,7 +79,7 @@ def estimate_gradient(
         raise InputError(f"batches is {type(batches).__name__}, but must be {expected}")
     if isinstance(output, str) and output not in LOSSES:
         raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
-    options = complete(loading, estimate_gradient)
+    options = complete_large(loading, estimate_gradient)
     models = model_paths(str(model)) if on_disk else []
     reads = [*models, *model_paths(options["tokenizer"])], data_paths(str(batches)) if on_disk else []
     staged: AbstractContextManager[Staging | None] = nullcontext()
@@ -93,14 +96,21 @@ def estimate_gradient(
             if output is not None:
                 raise InputError("output is an option for a module, not for a model on disk")
             found = _from_disk(
-                str(model), str(batches), options, lambda: state_of(reads[0]) + state_of(reads[1], deep=True), told
+                Path(out or "."),
+                str(model),
+                str(batches),
+                options,
+                lambda: state_of(reads[0]) + state_of(reads[1], deep=True),
+                told,
             )
         if staging is not None:
             found.write(staging.folder, shard_size=shard_size)
     return found
 
 
-def _from_disk(model: str, source: str, options: Loading, state: Callable[[], State], progress: Progress) -> Gradient:
+def _from_disk(
+    folder: Path, model: str, source: str, options: LargeLoading, state: Callable[[], State], progress: Progress
+) -> Gradient:
     files = state()
     notes = []
     with open_checkpoint(model) as checkpoint:
@@ -110,11 +120,16 @@ def _from_disk(model: str, source: str, options: Loading, state: Callable[[], St
             options = {**options, "dtype": "float64" if "F64" in types else "float32"}
             if types & NARROW:
                 notes.append(f"the model is stored as {', '.join(sorted(types & NARROW))} and computes in float32 here")
-        loaded = load_task(model, source, adapter_apart=True, **options)
+        loaded = load_task(model, source, adapter_apart=True, gradients=True, beside=4, **options)
         digest = str(digest_of(checkpoint))
     progress.begin("estimating", loaded.examples)
     found = estimate_in_memory(
-        loaded.model, loaded.batches(), output=loaded.output, device=loaded.device, each_batch=progress.advance
+        loaded.model,
+        loaded.batches(),
+        output=loaded.output,
+        device=loaded.device,
+        each_batch=progress.advance,
+        keeping=keeping_for(loaded.model, None, folder, None, ALONE, False),
     ).for_files()
     if path := changed(files, state()):
         raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Estimate again.")

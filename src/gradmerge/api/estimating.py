@@ -6,6 +6,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast, overload
@@ -15,26 +16,30 @@ from torch import nn
 
 from ..arguments import checked
 from ..checkpoints.published import name_of
-from ..curvature.batches import Again, watched
+from ..curvature.batches import watched
 from ..curvature.curvature import Curvature
 from ..curvature.curvature_card import write_curvature_card
 from ..curvature.estimate import LIKELIHOODS, estimate_curvature as estimate_in_memory
 from ..curvature.files import PRECISIONS
-from ..curvature.gram import Gram, estimate_gram
+from ..curvature.gram import Gram, gram_of
 from ..curvature.kronecker import WIDEST, KroneckerCurvature
 from ..curvature.losses import ExampleLoss, TokenLoss
+from ..curvature.totals import Keeping
 from ..curvature.trial import Trial
 from ..display import Displayed
 from ..engine.reads import changed, digest_of_state, model_paths, state_of
 from ..errors import GradmergeError, InputError, MachineError
+from ..processes import ALONE, current
 from ..progress import Progress, shown
 from ..storage.staging import Staging
-from ..tasks import LoadedTask, Loading, complete, load_model, load_task
+from ..tasks import LargeLoading, LoadedTask, Loading, complete, complete_large, load_model, load_task
 from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
 from ..text import listed, nearest
 from ..urls import place_of
-from .saved_sums import SavedSums, stored_as
+from .dividing import estimate_saving, what_all_see
+from .large_models import check_large, keeping_for, peak_memory
+from .saved_sums import SavedSums
 
 #: What can be estimated, and what unfinished work on it is called.
 KINDS = {
@@ -60,6 +65,10 @@ class Estimate(Displayed):
     device: str
     resumed_from: int = 0
     """Examples that an earlier run had gone through."""
+    processes: int = 1
+    """How many have estimated it, each a share of the examples."""
+    memory: list[dict[str, int]] = field(default_factory=list)
+    """Of every process, the most that it has held, in bytes: of the machine's memory, and of its GPUs'."""
     notes: list[str] = field(default_factory=list)
 
     def _line(self) -> list[str]:
@@ -110,6 +119,9 @@ def estimate_curvature(
     force: bool = False,
     durable: bool = False,
     save_every: float = SAVE_EVERY,
+    processes: bool = False,
+    sums: str | None = None,
+    shard: bool = False,
     **loading: Any,
 ) -> Curvature | KroneckerCurvature | Estimate:
     """The curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the square of every single example's gradient.
@@ -141,8 +153,15 @@ def estimate_curvature(
         precision, shard_size, force: On disk: as of :meth:`Curvature.save`.
         resume: On disk: go on with a run that was stopped, from the sums that it saved every ``save_every`` seconds.
         durable: On disk: have the folder on the disk before it gets its name.
-        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says. For a module only
-            ``device``: where batches are moved to, by default where the model is.
+        processes: On disk: divide the rows over the processes that torchrun or `accelerate launch` has started, all of
+            which must call this alike; the first writes. Without it every process is on its own, as with a module: add
+            the curvature of its batches to that of the others.
+        sums: Where the sums are kept: on the ``device`` where they come about, the ``cpu`` or ``disk``; by default
+            where the model's weights are.
+        shard: On disk, with ``processes``: share the model's parameters, and the sums, out over them (FSDP2).
+        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says, and
+            ``device_map``, ``quantize`` and ``gradient_checkpointing``. For a module only ``device``: where batches are
+            moved to, by default where the model is.
 
     Returns:
         For a module its :class:`Curvature` or :class:`KroneckerCurvature`, **sums** over examples; for a model on disk
@@ -154,6 +173,7 @@ def estimate_curvature(
     of_modules: Any = {"output": output, "start": start, "each_batch": each_batch, "trial": trial}
     of_disk: Any = {"out": out, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
     of_disk |= {"resume": resume, "force": force, "durable": durable, "save_every": save_every}
+    of_disk |= {"processes": processes, "shard": shard}
     if kind is not None and structure not in ("diagonal", kind):
         raise InputError(f"structure {structure!r} and kind {kind!r} are two names of one option: give one of them")
     structure = kind or structure
@@ -171,11 +191,19 @@ def estimate_curvature(
         with shown(progress, "batches") as told:
             seen = watched(cast(Iterable[Any], batches), told, "estimating")
             keywords: Any = of_modules | {"seed": seed, "device": device, "widest": widest}
+            keywords["keeping"] = Keeping(sums or "device")
             return estimate_in_memory(model, seen, likelihood, structure=structure, **keywords)
     _refuse(of_modules, "a module, not for a model on disk")
     if out is None:
         raise InputError("out is None, but must be the folder to write, for a model on disk: out=…")
-    of_disk |= {"likelihood": likelihood, "kind": structure, "seed": seed, "widest": widest, "progress": progress}
+    of_disk |= {
+        "sums": sums,
+        "likelihood": likelihood,
+        "kind": structure,
+        "seed": seed,
+        "widest": widest,
+        "progress": progress,
+    }
     return estimate_to_disk(model, str(batches), **of_disk, **loading)
 
 
@@ -204,74 +232,92 @@ def estimate_to_disk(
     durable: bool = False,
     progress: bool | Progress = True,
     save_every: float = SAVE_EVERY,
-    **loading: Unpack[Loading],
+    processes: bool = False,
+    sums: str | None = None,
+    shard: bool = False,
+    **loading: Unpack[LargeLoading],
 ) -> Estimate:
     """``estimate_curvature`` of a model on disk."""
-    options = complete(loading, estimate_to_disk)
+    options = complete_large(loading, estimate_to_disk)
+    check_large(kind, sums, shard, resume, at_delta, options["device_map"], options["quantize"])
     _check_options(likelihood, kind, precision, at_delta)
     _check_widest(widest, kind)
     begun = time.perf_counter()
     model, source, at_delta = str(model), str(source), None if at_delta is None else str(at_delta)
     models = [path for reference in (model, at_delta, options["tokenizer"]) for path in model_paths(reference)]
     data = data_paths(source)
-    # A model's curvature may lie in its folder; that is where merges look for it.
-    place = Staging(
-        Path(out),
-        KINDS[kind],
-        force=force,
-        resume=resume,
-        reads=[*models, *data],
-        inside=model_paths(model),
-        durable=durable,
-    )
-    with place as staging, shown(progress, "examples") as told:
-        saved = SavedSums(staging, save_every)
-        files = state_of(models) + state_of(data, deep=True)
-        loaded = load_task(model, source, **options)
-        if kind == "kronecker" and loaded.task == "embedding":
-            raise InputError(
-                "--kind kronecker: embeddings use every layer once per text of an example, and Kronecker factors need "
-                "layers that are used once. Estimate a diagonal, or Gram matrices."
+    group = current() if processes else ALONE
+    place: AbstractContextManager[Staging | None] = nullcontext()
+    with group.answering(), shown(progress, "examples") as bar:
+        told = group.shared(bar)
+        if group.first:
+            # A model's curvature may lie in its folder; that is where merges look for it.
+            place = Staging(
+                Path(out),
+                KINDS[kind],
+                force=force,
+                resume=resume,
+                reads=[*models, *data],
+                inside=model_paths(model),
+                durable=durable,
             )
-        if likelihood == "exact" and kind != "gram" and isinstance(loaded.output, TokenLoss):
-            next(loaded.output.factors(torch.empty(0)))  # explains why it cannot be done
-        notes = _subtract(loaded, at_delta, options) if at_delta is not None else []
-        result: Curvature | KroneckerCurvature | Gram
-        start = None
-        if kind == "gram":
-            told.begin("estimating", loaded.examples)
-            result = estimate_gram(
-                loaded.model, loaded.batches(), device=loaded.device, each_batch=told.advance, progress=False
-            )
-        else:
-            asked = dict(options)
-            saved.request = {
-                "model": model,
-                "source": source,
-                "files": digest_of_state(files),
-                "task": loaded.task,
-                "likelihood": likelihood,
-                "at_delta": at_delta,
-                "columns": dict(options["columns"] or {}),
-                "seed": seed,
-                **{name: asked[name] for name in ("limit", "max_length", "dtype", "tokenizer")},
-                **({"widest": widest} if kind == "kronecker" else {}),
-            }
-            start = saved.read(kind) if resume else None
-            result = _estimate(loaded, likelihood, kind, widest, seed, start, saved, told)
-            if isinstance(result, KroneckerCurvature) and result.wide:
-                notes.append(
-                    f"layers with more than {widest:,} inputs or outputs have a diagonal:\n{listed(result.wide)}"
+        with place as staging:
+            saved = SavedSums(staging) if staging is not None else None
+            files = state_of(models) + state_of(data, deep=True)
+            beside = 4 if sums in (None, "device") else 0
+            loaded = load_task(model, source, shard=shard, gradients=kind != "gram", beside=beside, **options)
+            keeping = keeping_for(loaded.model, sums, Path(out), staging, group, shard)
+            if kind == "kronecker" and loaded.task == "embedding":
+                raise InputError(
+                    "--kind kronecker: embeddings use every layer once per text of an example, and Kronecker factors "
+                    "need layers that are used once. Estimate a diagonal, or Gram matrices."
                 )
-        if path := changed(files, state_of(models) + state_of(data, deep=True)):
-            staging.keep = False
-            raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Estimate again.")
-        # The name of a folder without the path to it, as files are published.
-        result.model = Path(model).resolve().name if Path(model).exists() else model
-        saved.clear_rest()
-        result.write(staging.folder, precision, shard_size)
-        write_curvature_card(staging.folder, _card_facts(source, loaded, options, at_delta))
-        saved.remove()
+            if likelihood == "exact" and kind != "gram" and isinstance(loaded.output, TokenLoss):
+                next(loaded.output.factors(torch.empty(0)))  # explains why it cannot be done
+            group.agree(what_all_see(loaded))
+            notes = _subtract(loaded, at_delta, options) if at_delta is not None else []
+            result: Curvature | KroneckerCurvature | Gram
+            start = None
+            if kind == "gram":
+                told.begin("estimating", loaded.examples)
+                mine = group.share(loaded.examples)
+                batches = loaded.batches(start=mine.start, end=mine.stop)
+                result = gram_of(loaded.model, batches, loaded.device, told.advance, group, keeping)
+            else:
+                if saved is not None:
+                    asked = dict(options)
+                    saved.request = {
+                        "model": model,
+                        "source": source,
+                        "files": digest_of_state(files),
+                        "task": loaded.task,
+                        "likelihood": likelihood,
+                        "at_delta": at_delta,
+                        "columns": dict(options["columns"] or {}),
+                        "seed": seed,
+                        **{name: asked[name] for name in ("limit", "max_length", "dtype", "tokenizer", "quantize")},
+                        **({"widest": widest} if kind == "kronecker" else {}),
+                    }
+                    start = saved.read(kind) if resume else None
+                options_of: Any = {"structure": kind, "widest": widest, "seed": seed, "keeping": keeping}
+                result = estimate_saving(loaded, likelihood, start, saved, save_every, told, group, **options_of)
+                if isinstance(result, KroneckerCurvature) and result.wide:
+                    wide = f"layers with more than {widest:,} inputs or outputs have a diagonal"
+                    notes.append(f"{wide}:\n{listed(result.wide)}")
+            if path := changed(files, state_of(models) + state_of(data, deep=True)):
+                if staging is not None:
+                    staging.keep = False
+                used = "changed while it was being used, so that nothing was written. Estimate again."
+                raise MachineError(f"{path}: {used}")
+            group.wait()
+            # The name of a folder without the path to it, as files are published.
+            result.model = Path(model).resolve().name if Path(model).exists() else model
+            if staging is not None and saved is not None:
+                saved.clear_rest()
+                result.write(staging.folder, precision, shard_size)
+                write_curvature_card(staging.folder, _card_facts(source, loaded, options, at_delta))
+                saved.remove()
+            memory = group.gather(peak_memory())
     return Estimate(
         out=place_of(out),
         kind=kind,
@@ -281,8 +327,10 @@ def estimate_to_disk(
         entries=sum(value.numel() for value in result.values()),
         seconds=time.perf_counter() - begun,
         device=str(loaded.device),
-        resumed_from=start.examples if start is not None else 0,
-        notes=[*staging.notes, *loaded.notes, *notes],
+        resumed_from=start[0].examples if start is not None else 0,
+        processes=group.count,
+        memory=memory,
+        notes=[*(staging.notes if staging is not None else []), *loaded.notes, *notes],
     )
 
 
@@ -313,42 +361,6 @@ def _check_widest(widest: int, kind: str) -> None:
         raise InputError(f"--widest {widest}: a number of inputs or outputs, at least 1")
     if kind != "kronecker" and widest != WIDEST:
         raise InputError(f"--widest is for Kronecker factors; --kind is {kind}")
-
-
-def _estimate(
-    loaded: LoadedTask,
-    likelihood: str,
-    kind: str,
-    widest: int,
-    seed: int,
-    start: Curvature | KroneckerCurvature | None,
-    saved: SavedSums,
-    progress: Progress,
-) -> Curvature | KroneckerCurvature:
-    done = first = start.examples if start is not None else 0
-    if start is not None and done == loaded.examples:
-        return stored_as(start, loaded.model)
-    progress.begin("estimating", loaded.examples, done)
-
-    def each_batch(so_far: Any) -> None:
-        nonlocal done
-        now = min(done + loaded.batch_size, loaded.examples)
-        progress.advance(now - done)
-        done = now
-        saved.maybe_write(so_far)
-
-    return estimate_in_memory(
-        loaded.model,
-        Again(lambda: loaded.batches(start=first)),
-        likelihood,
-        structure=kind,
-        output=loaded.output,
-        seed=seed,
-        device=loaded.device,
-        start=start,
-        each_batch=each_batch,
-        widest=widest,
-    )
 
 
 def _subtract(loaded: LoadedTask, base: str, options: Loading) -> list[str]:

@@ -10,7 +10,7 @@ from .. import tasks
 from ..arguments import checked
 from ..errors import InputError
 from ..progress import Progress, shown
-from ..tasks import Generation, LoadedTask, Loading
+from ..tasks import Generation, LargeLoading, LoadedTask
 from ..tasks.harness import Harness, language_model
 from .publishing import MeasuredCard
 
@@ -25,7 +25,7 @@ def evaluate(
     lm_eval_tasks: str | Path | None = None,
     card: bool = False,
     progress: bool | Progress = True,
-    **loading: Unpack[Loading],
+    **loading: Unpack[LargeLoading],
 ) -> dict[str, Any]:
     """How good a model is: on data, by what it writes, or on tasks of the lm-evaluation-harness.
 
@@ -38,7 +38,8 @@ def evaluate(
         card: Also put the numbers into the model card, and the record, of a folder that gradmerge wrote.
         progress: A bar on long work; False for none; or what is told how far it is, in examples.
         loading: How both are loaded, as :class:`gradmerge.Loading` says: ``task``, ``columns``, ``limit``,
-            ``batch_size``, ``max_length``, ``device``, ``dtype``, ``attn``, ``tokenizer``.
+            ``batch_size``, ``max_length``, ``device``, ``dtype``, ``attn``, ``tokenizer``; and ``device_map`` and
+            ``quantize`` for models larger than a device.
 
     Returns:
         On data, the task and its numbers by name: accuracy and F1, errors of a regression, or loss and perplexity.
@@ -50,7 +51,7 @@ def evaluate(
     >>> evaluate("./chat", "dialogues.jsonl", generation=Generation(["rouge"]))["rougeL"]  # doctest: +SKIP
     0.412
     """
-    options = tasks.complete(loading, evaluate)
+    options = tasks.complete_large(loading, evaluate)
     return evaluated(model, source, generation, lm_eval, lm_eval_tasks, options, progress, card)[0]
 
 
@@ -60,7 +61,7 @@ def evaluated(
     generation: Generation | None,
     lm_eval: Sequence[str] | str | None,
     lm_eval_tasks: str | Path | None,
-    options: Loading,
+    options: LargeLoading,
     progress: bool | Progress,
     card: bool,
 ) -> tuple[dict[str, Any], LoadedTask | None]:

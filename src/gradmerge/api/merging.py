@@ -28,9 +28,13 @@ if TYPE_CHECKING:
     from ..engine.on_ray import RayCluster
 
 
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def default_threads() -> int:
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(available, 4)  # more wait for one another at the interpreter's lock
+    return min(cores(), 4)  # more wait for one another at the interpreter's lock
 
 
 def as_recipe(recipe: str | Path | Recipe | Mapping[str, Any]) -> Recipe:

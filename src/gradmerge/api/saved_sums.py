@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -30,22 +30,19 @@ def stored_as(sums: Curvature | KroneckerCurvature, model: nn.Module | None) -> 
 class SavedSums:
     """The sums so far, in the folder that becomes the result, with the request that they are for."""
 
-    def __init__(self, staging: Staging, every: float) -> None:
+    def __init__(self, staging: Staging) -> None:
         self._staging, self._folder = staging, staging.folder
         self._curvature, self._request = self._folder / "so-far", self._folder / "so-far.json"
-        self._every, self._last = every, time.monotonic()
         self.request: dict[str, Any] = {}
         staging.keep = self._request.is_file()
 
-    def maybe_write(self, so_far: Any) -> None:
-        if time.monotonic() - self._last < self._every:
-            return
-        stored_as(so_far(), None).save(self._curvature, force=True)
+    def write(self, so_far: Curvature | KroneckerCurvature, rows: Sequence[Sequence[int]]) -> None:
+        """Save sums, and the stretches of rows that they are of."""
+        stored_as(so_far, None).save(self._curvature, force=True)
         temporary = self._request.with_suffix(".new")
-        temporary.write_text(json.dumps(self.request))
+        temporary.write_text(json.dumps({**self.request, "rows": [list(stretch) for stretch in rows]}))
         os.replace(temporary, self._request)  # noqa: PTH105
         self._staging.keep = True
-        self._last = time.monotonic()
 
     def clear_rest(self) -> None:
         """Make room for the result; the sums stay until that is written."""
@@ -57,7 +54,8 @@ class SavedSums:
         self._request.unlink(missing_ok=True)
         shutil.rmtree(self._curvature, ignore_errors=True)
 
-    def read(self, kind: str) -> Curvature | KroneckerCurvature | None:
+    def read(self, kind: str) -> tuple[Curvature | KroneckerCurvature, list[list[int]]] | None:
+        """The sums that an earlier run saved, and the stretches of rows that they are of."""
         if not self._request.is_file():
             return None
         aside = self._curvature.with_name(self._curvature.name + REPLACED)
@@ -65,9 +63,10 @@ class SavedSums:
             aside.rename(self._curvature)
         try:
             found = read_json(self._request)
+            rows = [[int(first), int(end)] for first, end in found.pop("rows")]
             load = KroneckerCurvature.load if kind == "kronecker" else Curvature.load
             so_far: Curvature | KroneckerCurvature = load(self._curvature)
-        except (InputError, OSError, ValueError) as error:
+        except (InputError, OSError, ValueError, KeyError, TypeError) as error:
             unread = f"what it holds cannot be read ({error})"
             raise InputError(f"{self._folder}: {unread}. Run without --resume to begin anew.") from error
         if found != self.request:
@@ -75,4 +74,4 @@ class SavedSums:
                 f"{self._folder}: holds a measurement of another model, other data or other options. "
                 "Run it with the same ones, or without --resume to begin anew."
             )
-        return so_far
+        return so_far, rows

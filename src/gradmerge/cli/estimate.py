@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..errors import InputError
 from ..text import count
 from .completion import words_of
-from .options import CurvatureOut, Data, Force, LoadingOptions, Model, Precision, Printing, command
-from .output import Durable, Notes, heavy_imports, note, print_json, progress
+from .options import Data, Force, LargeOptions, LoadingOptions, Model, PlanningOptions, Precision, Printing, command
+from .output import Durable, Notes, heavy_imports, memory_of, note, print_json, progress
 from .streams import say
 
 EXAMPLE = (
@@ -52,6 +54,18 @@ class EstimateOptions:
     at_delta: Annotated[
         str | None, typer.Option(metavar="BASE", help="Estimate at MODEL − BASE instead of MODEL, for fa1.")
     ] = None
+    sums: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Where sums are kept until they are written: device, cpu or disk.",
+            show_default="where the weights are",
+        ),
+    ] = None
+    shard: Annotated[
+        bool,
+        typer.Option("--shard", help="Under torchrun: share parameters and sums out over the processes (FSDP2)."),
+    ] = False
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the labels that `sampled` draws.")] = 0
     precision: Precision = "float32"
     resume: Annotated[
@@ -61,29 +75,67 @@ class EstimateOptions:
     durable: Durable = False
 
 
+@dataclass(frozen=True)
+class EstimatePlanning(PlanningOptions):
+    """What the plan of an estimate assumes besides."""
+
+    processes: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="With --dry-run: assume N processes on each node.", show_default="1"),
+    ] = None
+    compute_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TFLOP/S",
+            help="With --dry-run: assume that a training step reaches this on the device of a process.",
+            show_default="measured",
+        ),
+    ] = None
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB",
+            help="With --dry-run: assume that the device of a process has this much memory.",
+            show_default="that of the device",
+        ),
+    ] = None
+
+
 @command
 def estimate(
     *,
     model: Model,
     data: Data,
-    out: CurvatureOut,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")] = None,
     loading: LoadingOptions,
+    large: LargeOptions,
     options: EstimateOptions,
+    planning: EstimatePlanning,
     printing: Printing,
 ) -> None:
     """Estimate curvature: the sum over examples of the squared gradient of each example's loss.
 
     It costs about a training step per batch. The file goes into a recipe, or as MODEL/curvature is found by itself.
     """
+    planning.check()
+    given = {**asdict(options), **asdict(large), **loading.as_keywords()}
+    if planning.dry_run:
+        with heavy_imports():
+            from .dry_run import print_forecast
+
+        print_forecast(model, data, out, given, planning, printing.json)
+        return
+    if out is None:
+        raise InputError("say where to write the result: -o OUT")
     with heavy_imports():
         from ..api.estimating import estimate_to_disk
 
     logging.basicConfig(handlers=[Notes()], level=logging.ERROR if printing.quiet else logging.WARNING)
     with progress(printing.silent, "examples") as shown:
-        result = estimate_to_disk(model, data, out, progress=shown, **asdict(options), **loading.as_keywords())
+        result = estimate_to_disk(model, data, out, progress=shown, processes=True, **given)
     if printing.json:
-        given = {"model": model, "data": data, "likelihood": options.likelihood, "precision": options.precision}
-        print_json({**asdict(result), "out": str(out), **given})
+        asked = {"model": model, "data": data, "likelihood": options.likelihood, "precision": options.precision}
+        print_json({**asdict(result), "out": str(out), **asked})
         return
     for text in result.notes:
         note(text, printing.quiet)
@@ -92,5 +144,5 @@ def estimate(
         say(
             f"{out}: {kinds.get(options.kind) or f'{options.likelihood} curvature'} of {result.tensors} tensors, "
             f"{count(result.entries)} entries, sum over {result.examples} examples ({result.task}), "
-            f"stored as {options.precision}; {result.seconds:.1f} s on {result.device}"
+            f"stored as {options.precision}; {result.seconds:.1f} s on {result.device}{memory_of(result.memory)}"
         )

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import InputError
-from ..text import count, size
+from ..text import size
 from .completion import method_names, words_of
-from .options import VARIABLES, Force, Printing, RecipeOptions, Settings, command, from_environment
-from .output import Durable, continued, heavy_imports, note, print_json, print_table, progress
+from .options import VARIABLES, Force, PlanningOptions, Printing, RecipeOptions, Settings, command, from_environment
+from .output import Durable, heavy_imports, note, print_json, progress
 from .streams import say
 
 if TYPE_CHECKING:
-    from ..engine.plan import Plan
     from ..recipe import Recipe
 
 MERGE_EXAMPLE = (
@@ -39,13 +38,12 @@ CurvatureOption = Annotated[
 
 @dataclass(frozen=True)
 class MergeOptions(RecipeOptions):
-    """How a merge is run: the options of :func:`gradmerge.merge`, and whether only its plan is printed."""
+    """How a merge is run: the options of :func:`gradmerge.merge`."""
 
     force: Force = False
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a merge that was killed; same bytes in the end.")
     ] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be read and written, and stop.")] = False
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Go on when weights are NaN or infinite.")
     ] = False
@@ -111,6 +109,7 @@ def merge(
     set_: Settings = None,
     device: Device = "cpu",
     options: MergeOptions,
+    planning: PlanningOptions,
     printing: Printing,
 ) -> None:
     """Merge checkpoints on disk, as a recipe says or as the options say.
@@ -128,30 +127,29 @@ def merge(
     elif base is not None or model or curvature:
         raise InputError("--base, --model and --curvature go without a recipe file; with one, use --set")
     made = build_recipe(recipe, given, set_ or [], method if recipe is not None else None)
-    run_recipe(made, out, device, options, printing)
+    run_recipe(made, out, device, options, planning, printing)
 
 
-def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOptions, printing: Printing) -> None:
+def run_recipe(
+    recipe: Recipe,
+    out: Path | None,
+    device: str,
+    options: MergeOptions,
+    planning: PlanningOptions,
+    printing: Printing,
+) -> None:
     """Merge, or print the plan."""
     with heavy_imports():
         from ..api import merging
-        from ..checkpoints.published import all_published
-        from ..engine.coefficients import coefficient_notes
-        from ..engine.front_matter import licence_notes
-        from ..engine.trust import trust_notes
 
     if device == "auto" or (device == "mps" and from_environment("device", device)):
         device = "cpu"  # a default for running models; a merge waits for the disk, and runs on cpu or cuda
     settings = options.as_keywords()
-    if settings.pop("dry_run"):
-        allowed = {key: settings[key] for key in ("allow_pickle", "allow_config", "dequantize")}
-        threads = options.threads or merging.default_threads()
-        with merging.planned(recipe, **allowed) as plan:
-            read = plan.total_read + plan.statistics_read + plan.damping_read
-            plan.note(trust_notes(plan, threads))
-            plan.note(coefficient_notes(recipe, plan, threads))
-            plan.note(licence_notes(all_published(plan.inputs.checkpoints), recipe.output.license))
-            _print_plan(recipe, plan, out, threads, read, printing.json)
+    planning.check()
+    if planning.dry_run:
+        from .dry_run import print_plan
+
+        print_plan(recipe, out, device, options, planning, printing.json)
         return
     if out is None:
         raise InputError("say where to write the result: -o OUT")
@@ -185,57 +183,3 @@ def run_recipe(recipe: Recipe, out: Path | None, device: str, options: MergeOpti
             f"{recipe.method}: {result.merged} tensors merged, {result.copied} copied → {out} "
             f"({size(result.bytes_written)} in {result.seconds:.1f} s, {size(rate)}/s moved)"
         )
-
-
-def _print_plan(recipe: Recipe, plan: Plan, out: Path | None, threads: int, read: int, as_json: bool) -> None:
-    from ..engine.penalties import used
-    from ..recipe import in_words, plain
-    from ..storage.tensorwriter import split_into_shards
-
-    inputs = plan.inputs
-    outputs = [plan.tensors, *([plan.precision_tensors] if plan.write_precision else [])]
-    adapter = recipe.output.format == "adapter"
-    files = 1 if adapter else sum(len(split_into_shards(t, recipe.output.shard_size)) for t in outputs)
-    sources: list[dict[str, Any]] = [
-        {"source": c.label, "kind": c.kind, "bytes": c.nbytes, "parameters": c.parameters} for c in inputs.checkpoints
-    ]
-    for c in inputs.curvatures:
-        sources.append({"source": c.label, "kind": "curvature", "bytes": sum(c.nbytes(j.name) for j in plan.merged)})
-    facts: dict[str, Any] = {
-        "method": recipe.method,
-        "options": {name: plain(value) for name, value in inputs.options.items()},
-        "inputs": sources,
-        "merged_tensors": len(plan.merged),
-        "copied_tensors": len(plan.jobs) - len(plan.merged),
-        **used(recipe, plan),
-        "bytes_read": read,
-        "bytes_written": None if adapter else plan.total_written,
-        "output": str(out) if out else None,
-        "output_files": files,
-        "threads": threads,
-        "memory": plan.memory(threads),
-        "notes": plan.notes,
-    }
-    if as_json:
-        print_json(facts)
-        return
-    say(f"{recipe.method}: {plan.rule.summary}")
-    if inputs.options:
-        say("options: " + ", ".join(f"{k}={in_words(v)}" for k, v in inputs.options.items()))
-    rows = [
-        [s["source"], s["kind"], count(s["parameters"]) if "parameters" in s else "", size(s["bytes"])] for s in sources
-    ]
-    print_table(["input", "kind", "parameters", "size"], rows, right=(2, 3))
-    say(f"tensors: {facts['merged_tensors']} merged, {facts['copied_tensors']} copied from {inputs.template.label}")
-    if "damping" in facts:
-        say(f"damping: {facts['damping']:g}")
-    if "damping_of_layers" in facts:
-        say(f"         {facts['damping_of_layers']}, where it has Kronecker curvature")
-    for one in facts.get("penalty", ()):
-        say(f"penalty: {one['penalty']} for {one['model']} ({one['from']})")
-    say(f"reads:   {size(read)}")
-    written = f"{size(plan.total_written)} in {files} file{'s' if files > 1 else ''}"
-    say(f"writes:  {'one LoRA adapter' if adapter else written}" + (f" → {out}" if out else ""))
-    say(f"memory:  about {size(plan.memory(threads))} with {threads} thread{'s' if threads > 1 else ''}")
-    for text in plan.notes:
-        say(f"note: {continued(text)}")

@@ -141,6 +141,36 @@ class LoadingOptions:
 
 
 @dataclass(frozen=True)
+class LargeOptions:
+    """For models larger than a device: the options of `gradmerge.tasks.LargeLoading` that `Loading` does not have."""
+
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MAP",
+            help="auto: layers over all GPUs, the CPU and the disk, by accelerate; or a JSON file that says which is "
+            "where.",
+        ),
+    ] = None
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BITS",
+            help="4bit or 8bit: the base as codes of bitsandbytes, under an adapter, whose parameters are then "
+            "measured; none: also not where it is stored so.",
+            show_default="as it is stored",
+        ),
+    ] = None
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--gradient-checkpointing",
+            help="Compute activations again in the backward pass: less memory, about a third more time.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True)
 class GenerationOptions:
     """Whether models write answers, and how these are judged."""
 
@@ -213,6 +243,42 @@ class RecipeOptions:
     def as_keywords(self) -> dict[str, Any]:
         """As keywords of the Python functions."""
         return {**asdict(self), "allow_config": self.allow_config or ()}
+
+
+@dataclass(frozen=True)
+class PlanningOptions:
+    """Whether only the plan is printed, and what it assumes of the machines."""
+
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be read and written, and what it costs, and stop.")
+    ] = False
+    nodes: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="With --dry-run: assume N machines like this one.", show_default="1"),
+    ] = None
+    disk_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            help="With --dry-run: assume that the storage gives this, to all nodes together.",
+            show_default="measured",
+        ),
+    ] = None
+    network_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            help="With --dry-run: assume that files are reached through a network, at this rate for each node.",
+            show_default="1.25 with several nodes",
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Refuse assumptions where nothing is planned: they would be dropped."""
+        given = [name for name, value in asdict(self).items() if value is not None and name != "dry_run"]
+        if given and not self.dry_run:
+            option = f"--{given[0].replace('_', '-')}"
+            raise InputError(f"{option} is an assumption of a plan: it goes with --dry-run")
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import InputError
 from .merge import CurvatureOption, MergeOptions, Out, run_recipe
-from .options import LoadingOptions, Printing, Settings, command, from_environment
+from .options import LoadingOptions, PlanningOptions, Printing, Settings, command, from_environment
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
@@ -74,6 +74,7 @@ def remove(
     set_: Settings = None,
     loading: LoadingOptions,
     options: MergeOptions,
+    planning: PlanningOptions,
     printing: Printing,
 ) -> None:
     """Take what a model has learned from some data out of it, without training it anew.
@@ -91,6 +92,7 @@ def remove(
     by_influence |= {"--budget": budget != "2%", "--rounds": rounds != 8, "--seed": seed}
     by_models: dict[str, Any] = {"--model": model, "--curvature": curvature, "--set": set_}
     by_models |= {"--strength": strength != 1.0, **_given(options, MergeOptions, ("force", "durable"))}
+    by_models |= _given(planning, PlanningOptions, ())
     if method == "influence":
         if wrong := [name for name, value in by_models.items() if value]:
             raise InputError(f"{wrong[0]} is for removal with tuned models (--model), not for --forget and --keep")
@@ -118,7 +120,7 @@ def remove(
     given = from_options(rule, base, model, curvature or [] if rule == "removal" else [])
     for entry in given["models"]:
         entry["weight"] *= strength if rule == "removal" else -strength
-    run_recipe(build_recipe(None, given, set_ or [], None), out, loading.device, options, printing)
+    run_recipe(build_recipe(None, given, set_ or [], None), out, loading.device, options, planning, printing)
 
 
 def _given(group: Any, kind: Any, but: tuple[str, ...]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ batch before anything is added for it, its parameters are slow from here on. If 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -37,7 +38,8 @@ from .factors import BatchInputs, KroneckerSums
 from .hooks import Recorder, Unsuited
 from .kernels import DirectGradient, OuterGradient, Term, add_many_direct, add_outer, add_squares
 from .padding import masks_of
-from .sums import Distrusted, ParameterSum, differentiable, for_each_example
+from .sums import Distrusted, ParameterSum, differentiable, for_each_example, without_gradients
+from .totals import Keeping
 from .trial import FormulaChooser, Trial
 
 Objectives = Callable[[Any, int], list[Callable[[], Tensor]]]
@@ -82,15 +84,17 @@ class Accumulator(Recorder):
         trial: Trial,
         slow: Iterable[nn.Parameter] = (),
         factors: Mapping[nn.Parameter, KroneckerSums] = MappingProxyType({}),
+        keeping: Keeping | None = None,
     ) -> None:
-        super().__init__(model, {p: ParameterSum(p, factors.get(p)) for p in parameters})
+        self._keeping = keeping or Keeping()
+        super().__init__(model, {p: ParameterSum(p, factors.get(p), self._keeping) for p in parameters})
         for one in list(self.sums.values()):
             if one.factors is not None and one.factors.bias is not None:
                 self.sums[one.factors.bias].weight = one
         self._model, self._factors = model, bool(factors)
         self._inputs = BatchInputs({})
         self._objectives = objectives
-        self._chooser = FormulaChooser(model, self.sums, outputs, trial, slow, self.hooks)
+        self._chooser = FormulaChooser(model, self.sums, outputs, trial, slow, self.hooks, self._keeping)
         self._before, self._now = _BatchProgress(), _BatchProgress()
         self._watched: list[ParameterSum] = []
         self._looked = True
@@ -121,7 +125,7 @@ class Accumulator(Recorder):
         try:
             if self._chooser.some_fast:
                 self._add_at_once(batch, first, before)
-        except (Unsuited, _Strayed) as error:  # a module's inputs differ in kind from the batches before
+        except _Strayed as error:
             self._chooser.give_up(error.modules)
             self.attach(self._chooser.chosen)
             self._add(batch, first, before)
@@ -156,7 +160,9 @@ class Accumulator(Recorder):
                 self._looked = False
                 if objective.requires_grad:  # otherwise no parameter that has a formula is used
                     objective.backward(retain_graph=number + 1 < len(objectives))
-                if not self._looked:  # no module has given a term
+                if self._keeping.shared:
+                    self._agree_on_strays()
+                elif not self._looked:  # no module has given a term
                     self._drop_strays(one for one in self._watched if one.parameter.grad is not None)
                 self._finish()
                 self._before, self._now = _BatchProgress(number + 1), _BatchProgress(number + 1)
@@ -167,36 +173,43 @@ class Accumulator(Recorder):
     def take(self, one: ParameterSum, term: Term) -> None:
         if one.slow or one in self._before.added:
             return
-        if not self._looked:  # the first term of a backward pass: nothing of it is added yet
+        if not self._looked and not self._keeping.shared:  # the first term of a backward pass: none of it is added yet
             self._looked = True
             self._drop_strays(w for w in self._watched if torch._C._will_engine_execute_node(w.end))
         if not one.kinds:
             raise Unsuited("the parameter was not used in the trial")
-        if len(one.kinds) == 1 and not _is_small(term):
+        if len(one.kinds) == 1 and not self._waits(term):
             if one in self._now.added:
                 raise Distrusted([one.parameter])
             if one.factors is not None and isinstance(term, OuterGradient):
                 one.factors.add(term, self._inputs, inputs=self._now.passes == 0)
             else:
-                add_squares(one.total, [term])
+                one.add(lambda total: add_squares(total, [term]))
             self._now.added.add(one)
         elif isinstance(term, OuterGradient) and one.is_tied_table:
             if one not in self._before.heads:
-                add_outer(one.total, term)
+                one.add(lambda total: add_outer(total, term))
             self._now.heads.add(one)
             one.keep_head(term)
         else:
             one.terms.append(term)
 
+    def _waits(self, term: Term) -> bool:
+        """Whether a term waits for the end; of processes that add up at once, the same ones on all of them."""
+        return isinstance(term, DirectGradient) if self._keeping.shared else _is_small(term)
+
     def _finish(self) -> None:
         """Add the squares of the terms that have waited for the end of a backward pass."""
+        if self._keeping.shared:
+            unfit = {one for formula in self.unfit for one in formula.sums.values()}
+            self._distrust(one for one in self.sums.values() if one in unfit)
         if self.unfit:
             self._leave_to_slow()
         waiting = [one for one in self.sums.values() if one.terms]
         small: dict[Any, list[ParameterSum]] = {}
         for one in waiting:
-            if all(_is_small(term) for term in one.terms):
-                small.setdefault((one.total.dtype, one.total.device), []).append(one)
+            if self._keeping.plain and all(_is_small(term) for term in one.terms):
+                small.setdefault((one.dtype, one.total.device), []).append(one)
         for group in small.values():
             add_many_direct([one.total for one in group], [one.terms for one in group])  # type: ignore[misc]
             self._now.added.update(group)
@@ -222,21 +235,26 @@ class Accumulator(Recorder):
         """Let parameters that have a formula require a gradient: one that arrives comes from outside their module."""
         self._watched = [one for one in self.sums.values() if not one.slow]
         parameters = [one.parameter for one in self._watched]
-        kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-        for parameter, _ in kept:
-            parameter.grad = None
         try:
-            with differentiable(parameters):
-                for one in self._watched:
-                    one.end  # noqa: B018
+            with without_gradients(parameters), differentiable(parameters):
+                if not self._keeping.shared:
+                    for one in self._watched:
+                        one.end  # noqa: B018
                 yield
         finally:
             self._looked = True
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad = None
-            for parameter, gradient in kept:
-                parameter.grad = gradient
+
+    def _agree_on_strays(self) -> None:
+        strays = set(self._keeping.strays)
+        self._keeping.strays.clear()
+        self._distrust(self.sums[parameter] for parameter in strays)
+
+    def _distrust(self, sums: Iterable[ParameterSum]) -> None:
+        """Raise on every process if one of them distrusts some."""
+        here = set(sums)
+        found = self._keeping.some([one in here for one in self.sums.values()])
+        if any(found):
+            raise Distrusted(p for p, wrong in zip(self.sums, found, strict=True) if wrong)
 
     def _drop_strays(self, strays: Iterable[ParameterSum]) -> None:
         if found := set(strays):
@@ -244,10 +262,22 @@ class Accumulator(Recorder):
 
     def _add_slowly(self, sums: list[ParameterSum], batch: Any, first: int) -> None:
         def add(one: ParameterSum, gradient: Tensor) -> None:
-            wide = gradient.to(one.total.dtype)
-            one.total.addcmul_(wide, wide)
+            wide = gradient.to(one.dtype)
+            if self._keeping.shared:
+                here[one] = here[one].addcmul_(wide, wide) if one in here else wide.square()
+            else:
+                one.add(lambda total: total.addcmul_(wide, wide))
 
-        for_each_example(batch, lambda example, row: self._objectives(example, first + row), sums, add)
+        here: dict[ParameterSum, Tensor] = {}
+        objectives = lambda example, row: self._objectives(example, first + row)  # noqa: E731
+        for_each_example(batch, objectives, sums, add, self._keeping)
+        for one in sums if self._keeping.shared else ():  # in the same order on every process
+            one.add(functools.partial(_add_if, here.get(one)))
+
+
+def _add_if(value: Tensor | None, total: Tensor) -> None:
+    if value is not None:
+        total += value
 
 
 def _is_small(term: Term) -> bool:

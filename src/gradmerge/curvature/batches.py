@@ -24,6 +24,26 @@ class Again:
         return iter(self._make())
 
 
+class Placed(Again):
+    """Batches that say where in the data they begin: each comes with the place of its first example."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch for _, batch in self._make())
+
+    def with_places(self) -> Iterator[tuple[int, Any]]:
+        return iter(self._make())
+
+
+def with_places(batches: Iterable[Any], first: int) -> Iterator[tuple[int, Any]]:
+    """Each batch with the place of its first example; without a word of its own, it follows on the one before."""
+    if isinstance(batches, Placed):
+        yield from batches.with_places()
+        return
+    for batch in batches:
+        yield first, batch
+        first += examples_in(batch)
+
+
 def watched(batches: Iterable[Any], progress: Progress, what: str) -> Iterable[Any]:
     """The batches, counted as they are gone through; those that can be gone through again still can."""
 

@@ -17,13 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import InputError
 from ..text import listed, nearest
 from .accumulate import Accumulator
-from .batches import examples_in, moved
+from .batches import examples_in, moved, with_places
 from .curvature import Curvature
 from .factors import KroneckerSums
 from .kronecker import WIDEST, KroneckerCurvature, factors_for, for_kronecker_files, go_on, kronecker_of, stored_alone
 from .losses import LOSSES, ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_of
+from .reaching import followed, reaching
 from .stored_names import for_files
 from .sums import Distrusted
+from .together import Together
+from .totals import Keeping, in_step
 from .trial import Trial
 
 STRUCTURES = ("diagonal", "kronecker")
@@ -41,6 +44,8 @@ class _Keywords(TypedDict, total=False):
     each_batch: Callable[[Callable[[], Any]], None] | None
     trial: Trial | None
     widest: int
+    keeping: Keeping | None
+    together: Together | None
 
 
 @overload
@@ -65,6 +70,7 @@ def estimate_curvature(
 def estimate_curvature(
     model: nn.Module, batches: Iterable[Any], likelihood: str = ..., *, structure: str, **options: Unpack[_Keywords]
 ) -> Curvature | KroneckerCurvature: ...
+@reaching
 def estimate_curvature(
     model: nn.Module,
     batches: Iterable[Any],
@@ -78,12 +84,16 @@ def estimate_curvature(
     each_batch: Callable[[Callable[[], Any]], None] | None = None,
     trial: Trial | None = None,
     widest: int = WIDEST,
+    keeping: Keeping | None = None,
+    together: Together | None = None,
 ) -> Curvature | KroneckerCurvature:
     """Σ_i [∇ℓ_i(θ)]² over the examples of ``batches``; :func:`gradmerge.estimate_curvature` explains the arguments.
 
     How the sums come about: :mod:`gradmerge.curvature.accumulate`. ``device`` is where batches are moved to,
     by default where the model is. Of many calls with one ``trial``, only the first tries out on two examples which
-    formula fits each layer; the others check that now and then.
+    formula fits each layer; the others check that now and then. ``keeping`` says where the sums are kept; those so far
+    that ``each_batch`` is given are then the sums themselves, and change with the next batch. ``together`` are the
+    processes that estimate it, each on batches of its own; all of them get the sums of all.
     """
     if likelihood not in LIKELIHOODS:
         known = f"{', '.join(LIKELIHOODS)}{nearest(likelihood, LIKELIHOODS)}"
@@ -98,21 +108,24 @@ def estimate_curvature(
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
     objective = Objective(model, likelihood, LOSSES[output] if isinstance(output, str) else output, seed)
     begun = start.examples if start is not None else 0
-    kronecker = structure == "kronecker"
+    kronecker, keeping, together = structure == "kronecker", keeping or Keeping(), together or Together()
     alone = stored_alone(model) if kronecker else {}
 
     def so_far(copy: bool = True) -> Curvature | KroneckerCurvature:
         objective.check_losses()
-        label = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+        label, examples_of_all = _label_of(model), keeping.sum_up(examples)
         found = {name: accumulator.sums[p] for name, p in parameters.items()}
+        # Sums that are kept elsewhere are many: they are copied only where those of processes are added to the copy.
+        copy &= keeping.plain or (together.processes.count > 1 and not keeping.shared)
+        copied = keeping.copied if copy else (lambda total: total)
         if kronecker:
             before, stored = start if isinstance(start, KroneckerCurvature) else None, for_kronecker_files(model, alone)
-            return kronecker_of(found, before, examples, likelihood, label, wide, stored)
-        sums = {name: one.total.clone() if copy else one.total for name, one in found.items()}
-        if start is not None:
+            return kronecker_of(found, before, examples_of_all, likelihood, label, wide, stored, copied)
+        sums = {name: copied(one.total) for name, one in found.items()}
+        if start is not None and keeping.plain:
             for name, total in sums.items():
                 total += start[name].to(total)
-        return Curvature(sums, examples, likelihood, label, for_files(model))
+        return Curvature(sums, examples_of_all, likelihood, label, for_files(model))
 
     trial = trial if trial is not None else Trial()
     tried, slow = trial.examples > 0, set[nn.Parameter]()
@@ -120,29 +133,37 @@ def estimate_curvature(
     while True:
         examples = begun
         try:
-            factors, wide = factors_for(model, every, alone, widest) if kronecker else ({}, [])
+            factors, wide = factors_for(model, every, alone, widest, keeping) if kronecker else ({}, [])
             if start is not None:
                 _check_start(start, structure, likelihood, parameters, factors)
-            accumulator = Accumulator(model, every, passes, objective.logits, trial, slow, factors)
-            with prepared(model), accumulator:
-                for batch in batches:
+            factors = together.same_factors(factors, parameters) if kronecker else factors
+            accumulator = Accumulator(model, every, passes, objective.logits, trial, slow, factors, keeping)
+            if isinstance(start, Curvature) and not keeping.plain:
+                for name, p in parameters.items():
+                    accumulator.sums[p].add(functools.partial(_add_to, start[name]))
+            together.begin({name: accumulator.sums[p] for name, p in parameters.items()})
+            with prepared(model), followed(model, keeping), accumulator:
+                for first, batch in in_step(with_places(batches, begun), keeping):
                     batch = moved(batch, place)
                     if not len(labels_of(batch)):
                         continue
-                    accumulator.add(batch, examples)
-                    examples += examples_in(batch)
+                    accumulator.add(batch, first)
+                    examples += 0 if keeping.idle else examples_in(batch)
                     _name_slow(accumulator.slow, parameters, trial.told)
-                    if each_batch is not None:
+                    if each_batch is not None and not keeping.idle:
                         each_batch(so_far)
+                    together.after_batch(so_far)
+                together.at_end(so_far)
             break
         except Distrusted as error:
-            names = [name for name, parameter in parameters.items() if parameter in error.parameters]
+            doubted = together.distrusted(error, parameters)
+            names = [name for name, parameter in parameters.items() if parameter in doubted]
             _check_repeatable(batches, start, names, examples)
             if tried:
                 warning = "earlier estimates with this trial may be wrong for these parameters:\n%s"
                 _log.warning(warning, listed(names))
-            slow |= error.parameters
-    if examples == begun:
+            slow |= doubted
+    if not any(together.processes.gather(examples - begun)):
         raise InputError("there are no examples to estimate curvature on")
     unused = [name for name, p in parameters.items() if p in factors and not accumulator.sums[p].used]
     if unused:
@@ -150,7 +171,15 @@ def estimate_curvature(
         raise InputError(
             f"{what}:\n{listed(unused)}\n  Freeze what is not trained (requires_grad_(False)), or estimate a diagonal."
         )
-    return so_far(copy=False)
+    return together.added(so_far(copy=False))
+
+
+def _add_to(value: Tensor, total: Tensor) -> None:
+    total += value.to(total)
+
+
+def _label_of(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
 
 
 def _check_start(
@@ -256,8 +285,8 @@ def prepared(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             stack.callback(setattr, module, "training", training)
         model.eval()
-        for module, training in modes:
-            if training and getattr(module, "gradient_checkpointing", False):
+        for module, _ in modes:
+            if getattr(module, "gradient_checkpointing", False):
                 _keep_checkpointing(module, stack)
             if getattr(module, "inplace", False) is True:
                 stack.callback(setattr, module, "inplace", True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .kernels import OuterGradient, sum_type
 from .padding import sees_decoder
+from .totals import Keeping, Total
 
 #: Products of a matrix with itself are formed in up to so many stripes, which end at the diagonal, none of them thinner
 #: than a matrix product can be quick at: on a processor, and on a GPU.
@@ -83,7 +84,10 @@ class BatchInputs:
 class KroneckerSums:
     """A, G and T of one layer, added up over batches."""
 
-    def __init__(self, name: str, weight: Tensor, bias: nn.Parameter | None, turned: bool) -> None:
+    def __init__(
+        self, name: str, weight: Tensor, bias: nn.Parameter | None, turned: bool, keeping: Keeping | None = None
+    ) -> None:
+        self._keeping = keeping or Keeping()
         self.turned = turned
         """The weight's first axis is the input's, as of GPT-2's Conv1D."""
         self.bias = bias
@@ -91,13 +95,13 @@ class KroneckerSums:
         self.decoder = sees_decoder(name)
         self.shares: bool | None = None
         """Whether another layer has the same input; None until that is known."""
-        outputs, inputs = weight.shape[0], weight[0].numel()
+        outputs, inputs = weight.shape[0], weight.shape[1:].numel()
         if turned:
             outputs, inputs = inputs, outputs
         width = inputs + (bias is not None)
         dtype = sum_type(weight)
-        self._inputs = torch.zeros(width, width, dtype=dtype, device=weight.device)
-        self._outputs = torch.zeros(outputs, outputs, dtype=dtype, device=weight.device)
+        self._inputs = self._keeping.total((width, width), dtype, weight.device)
+        self._outputs = self._keeping.total((outputs, outputs), dtype, weight.device)
         self._tokens: int | Tensor = 0
         self.begun = False
 
@@ -107,35 +111,42 @@ class KroneckerSums:
         x, y = (term.y, term.x) if self.turned else (term.x, term.y)
         rows = batch.rows(y, self.decoder, self._outputs.dtype)  # nothing is added if memory runs out here
         if inputs:
-            batch.add_inputs(self, self._inputs, x)
-            self._tokens = self._tokens + batch.tokens(x, self.decoder)
-        _add_square(self._outputs, rows)
+            self._inputs.add(lambda total: batch.add_inputs(self, total, x))
+            if not self._keeping.idle:
+                self._tokens = self._tokens + batch.tokens(x, self.decoder)
+        self._outputs.add(lambda total: _add_square(total, rows))
 
     def go_on(self, inputs: Tensor, outputs: Tensor, tokens: int) -> bool:
         """Begin with these sums, if they are of such a layer."""
         if inputs.shape != self._inputs.shape or outputs.shape != self._outputs.shape:
             return False
-        self._inputs += inputs.to(self._inputs)
-        self._outputs += outputs.to(self._outputs)
+        self._inputs.add(lambda total: total.add_(inputs.to(total)))
+        self._outputs.add(lambda total: total.add_(outputs.to(total)))
         self._tokens, self.begun = self._tokens + tokens, True
         return True
 
     @property
     def inputs(self) -> Tensor:
         """A: (in + 1, in + 1), or (in, in) without a bias."""
-        mirrored = _mirrored(self._inputs)
+        mirrored, tokens = self._mirrored(self._inputs), self.tokens
         if self.bias is not None:
-            mirrored[-1, -1] = self.tokens
+            mirrored[-1, -1] = tokens
         return mirrored
 
     @property
     def outputs(self) -> Tensor:
         """G: (out, out)."""
-        return _mirrored(self._outputs)
+        return self._mirrored(self._outputs)
 
     @property
     def tokens(self) -> int:
-        return int(self._tokens)
+        tokens, processes = int(self._tokens), self._keeping.processes
+        return tokens if processes is None else sum(processes.gather(tokens))
+
+    def _mirrored(self, total: Total) -> Tensor:
+        """The whole matrix: in its own place where it is kept elsewhere, since the device may have no room for two."""
+        lower = total.whole()
+        return _mirrored(lower) if self._keeping.plain else _mirrored_in_place(lower)
 
 
 def _add_inputs(total: Tensor, x: Tensor) -> None:
@@ -180,3 +191,11 @@ def _waits(value: Tensor) -> bool:
 
 def _mirrored(lower: Tensor) -> Tensor:
     return lower.tril() + lower.tril(-1).T
+
+
+def _mirrored_in_place(lower: Tensor, step: int = 1024) -> Tensor:
+    for top in range(0, len(lower) if lower.device.type != "meta" else 0, step):
+        bottom = top + step
+        lower[top:bottom, top:bottom] = _mirrored(lower[top:bottom, top:bottom])
+        lower[top:bottom, bottom:] = lower[bottom:, top:bottom].T
+    return lower

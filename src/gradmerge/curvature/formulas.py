@@ -44,7 +44,7 @@ class FunctionFormula(InsideFormula):
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.recorder.listening:
             for name, one in self.sums.items():
-                module.__dict__[name] = _Watched.of(one, self)
+                module.__dict__[name] = _Watched.of(getattr(module, name), one, self)
 
     def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function that one of the parameters takes part in."""
@@ -61,15 +61,17 @@ class FunctionFormula(InsideFormula):
             return self._tap(function(*plain, **kwargs), functools.partial(self._use_matrix, one), plain[0])
         padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
         ids = plain[0]
-        if self.shared:
-            with self._answerable():
-                if ids.dim() > 1 and ids.shape[0] != 1:
-                    raise Unsuited(f"rows of shape {list(ids.shape)} are not shared by all examples")
+        if self.shared and (ids.dim() == 1 or ids.shape[0] == 1):
             self.recorder.changed = self
             ids = ids.reshape(1, -1).expand(self.recorder.examples, -1)
         self._see(ids[..., None])
-        with self._answerable():
+        try:
+            if self.shared and ids is plain[0]:
+                raise Unsuited(f"rows of shape {list(ids.shape)} are not shared by all examples")
             one.ids.append(self._per_example(ids[..., None], 1)[..., 0])
+        except Unsuited:
+            self.recorder.unfit.append(self)
+            return function(*plain, **kwargs)
         rows = function(ids, *plain[1:], **kwargs)
         return self._tap(rows, functools.partial(self._use_rows, one, padding), ids)
 
@@ -90,8 +92,8 @@ class _Watched(Tensor):
     formula: FunctionFormula
 
     @classmethod
-    def of(cls, one: ParameterSum, formula: FunctionFormula) -> _Watched:
-        watched = one.parameter.detach().as_subclass(cls)
+    def of(cls, value: Tensor, one: ParameterSum, formula: FunctionFormula) -> _Watched:
+        watched = value.detach().as_subclass(cls)
         watched.sum_of, watched.formula = one, formula
         return watched
 
@@ -203,9 +205,12 @@ class RepeatedFormula(InsideFormula):
             self._see(like)
         self.recorder.changed = self
         for name, one in self.sums.items():
-            with self._answerable():
-                repeated = self._repeat(one.parameter.detach(), like)
-            module.__dict__[name] = self._tap(repeated, functools.partial(self._use, one))
+            value = getattr(module, name).detach()
+            try:
+                module.__dict__[name] = self._tap(self._repeat(value, like), functools.partial(self._use, one))
+            except Unsuited:
+                self.recorder.unfit.append(self)
+                module.__dict__[name] = value
 
     def _repeat(self, value: Tensor, like: Tensor | None) -> Tensor:
         examples, shape = self.recorder.examples, value.shape

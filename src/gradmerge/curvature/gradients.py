@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +22,11 @@ from .curvature import SHARD_SIZE, NamedSums, write_sums
 from .estimate import Objective, prepared
 from .files import examples_of
 from .losses import LOSSES, ExampleLoss, labels_of, logits_of
+from .reaching import reaching
 from .stored_names import for_files
 from .summary import group_of
+from .sums import handing_over
+from .totals import Keeping
 
 FORMAT = "gradmerge-gradient/1"
 STEM = "gradient"
@@ -147,6 +151,7 @@ class Gradient(NamedSums):
         return found
 
 
+@reaching
 def estimate_gradient(
     model: nn.Module,
     batches: Iterable[Any],
@@ -154,25 +159,31 @@ def estimate_gradient(
     output: str | ExampleLoss | None = None,
     device: str | torch.device | None = None,
     each_batch: Callable[[int], None] | None = None,
+    keeping: Keeping | None = None,
 ) -> Gradient:
     """Σ_i ∇ℓ_i(θ) over the examples of ``batches``; :func:`gradmerge.estimate_gradient` explains the arguments.
 
     The model is in eval mode meanwhile. Sums are float32 (float64 where the model is), whatever the model computes in.
-    ``each_batch`` is called after every batch with its number of examples.
+    ``each_batch`` is called after every batch with its number of examples. ``keeping`` says where the sums are kept.
     """
+    keeping = keeping or Keeping()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
     if not parameters:
         raise InputError("the model has no parameter with requires_grad=True: there is no gradient to estimate")
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
     objective = Objective(model, "empirical", LOSSES[output] if isinstance(output, str) else output, 0)
-    sums = {
-        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
+    totals = {
+        name: keeping.total(p.shape, torch.promote_types(p.dtype, torch.float32), p.device)
         for name, p in parameters.items()
     }
+
+    def add(name: str, gradient: Tensor) -> None:
+        totals[name].add(lambda total: total.add_(gradient))
+        unreached.discard(name)
+
+    handlers = {p: functools.partial(add, name) for name, p in parameters.items()}
     unreached, first, examples, loss = set(parameters), None, 0, 0.0
-    with prepared(model):
-        for parameter in parameters.values():
-            parameter.requires_grad_(True)
+    with prepared(model), handing_over(handlers, keeping):
         for batch in batches:
             batch = moved(batch, place)
             if not len(labels_of(batch)):
@@ -180,11 +191,7 @@ def estimate_gradient(
             first = batch if first is None else first
             total = objective.passes(batch, examples)[0]()
             if total.requires_grad:
-                found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
-                for (name, into), value in zip(sums.items(), found, strict=True):
-                    if value is not None:
-                        into += value
-                        unreached.discard(name)
+                total.backward()
             objective.check_losses()
             loss += float(total.detach())
             examples += examples_in(batch)
@@ -194,6 +201,7 @@ def estimate_gradient(
             raise InputError("there are no examples to estimate a gradient on")
         notes = _unused(model, {name: parameters[name] for name in parameters if name in unreached}, first)
     label = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+    sums = {name: total.whole() for name, total in totals.items()}
     gradient = Gradient(sums, examples, loss, label, "", for_files(model), notes)
     _check_finite(gradient, "look at the model's weights, and whether --dtype is too narrow for the model")
     if not any(bool(value.any()) for value in sums.values()):
@@ -213,6 +221,8 @@ def _unused(model: nn.Module, unreached: Mapping[str, nn.Parameter], batch: Any)
     """
     if not unreached:
         return []
+    if any(0 in p.stride() for p in unreached.values() if p.numel() > 1):  # weights that are elsewhere cannot be moved
+        return [f"no gradient has come to these, and theirs is 0:\n{listed(unreached)}"]
     with torch.no_grad():
         before = logits_of(model, batch)
         slack = 1e-3 * NUDGE * float(before.abs().max())

@@ -25,8 +25,6 @@ from .sums import ParameterSum, Sums
 class Unsuited(Exception):
     """What a layer sees does not have the shape that its formula needs."""
 
-    modules: Iterable[nn.Module]
-
 
 class Recorder:
     """What the formulas of a model share while a batch runs, and where each hands over its terms: ``take``.
@@ -49,7 +47,7 @@ class Recorder:
         self.failed: list[LayerFormula] = []
         """Formulas whose module has raised an error."""
         self.unfit: list[LayerFormula] = []
-        """Formulas that raised ``Unsuited`` in the backward pass, which goes on without them."""
+        """Formulas that what a layer sees does not suit; the passes go on without them."""
         trained = (module for module in model.modules() if module.training)
         self.recomputes = any(getattr(module, "gradient_checkpointing", False) is True for module in trained)
         self.anchor = torch.zeros((), device=next(iter(sums)).device, requires_grad=True)
@@ -126,8 +124,8 @@ class LayerFormula:
         An attribute of the object is found before a parameter of the same name.
         """
         if self.recorder.listening:
-            for name, one in self.sums.items():
-                module.__dict__[name] = one.parameter.detach()
+            for name in self.sums:
+                module.__dict__[name] = getattr(module, name).detach()
 
     def _restore(self) -> None:
         for name in self.module._parameters:
@@ -137,11 +135,12 @@ class LayerFormula:
         self._restore()
         if output is None or not self.recorder.listening:  # None where the module's forward has raised
             return output
-        with self._answerable():
-            if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
-                raise Unsuited("the module does not take a tensor and give one")
-        self._see(inputs[0])
-        return self._tap(output, self.use, inputs[0])
+        if not inputs or not isinstance(inputs[0], Tensor) or not isinstance(output, Tensor):
+            self.recorder.unfit.append(self)  # the module does not take a tensor and give one
+            return output
+        seen = inputs[0] if inputs[0].device == output.device else inputs[0].to(output.device)
+        self._see(seen)
+        return self._tap(output, self.use, seen)
 
     def _see(self, value: Tensor) -> None:
         """Note how many rows and tokens there are: `_per_example` tells whole examples by them."""
@@ -208,16 +207,6 @@ class LayerFormula:
         bias = self.sums.get("bias")
         if bias is not None and self.recorder.wants(bias):
             self.recorder.take(bias, DirectGradient(y.sum(1, dtype=sum_type(y))))
-
-    @contextlib.contextmanager
-    def _answerable(self) -> Iterator[None]:
-        """An ``Unsuited`` raised inside names this module."""
-        try:
-            yield
-        except Unsuited as error:
-            error.modules = [self.module]
-            self.recorder.failed.append(self)
-            raise
 
 
 class InsideFormula(LayerFormula):

@@ -140,7 +140,12 @@ def stored_sources(model: nn.Module) -> dict[str, str]:
     names = [name for name, _ in model.named_parameters()]
     coded = {n: torch.tensor(float(k)).expand(p.shape) for k, (n, p) in enumerate(model.named_parameters())}
     stored = _reverted(model, _untied(model, coded))
-    return {n: names[int(v.min())] for n, v in stored.items() if v.numel() and bool(v.min() == v.max())}
+    return {n: names[int(v[(0,) * v.dim()])] for n, v in stored.items() if v.numel() and _is_one_number(v)}
+
+
+def _is_one_number(value: Tensor) -> bool:
+    """Whether all entries are the same; those of a single number that was expanded are not looked at one by one."""
+    return value.untyped_storage().nbytes() == value.element_size() or bool(value.min() == value.max())
 
 
 def for_files(model: Any) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None:

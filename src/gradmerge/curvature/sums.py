@@ -14,6 +14,7 @@ from . import kernels
 from .batches import batch_rows, examples_in
 from .factors import KroneckerSums
 from .kernels import OuterGradient, RowGradient, Term
+from .totals import Keeping, Total
 
 
 class Distrusted(Exception):
@@ -27,9 +28,13 @@ class Distrusted(Exception):
 class ParameterSum:
     """Σ_i g_i² of one parameter, over the examples so far; or the Kronecker factors of its layer in their place."""
 
-    def __init__(self, parameter: nn.Parameter, factors: KroneckerSums | None = None) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, factors: KroneckerSums | None = None, keeping: Keeping | None = None
+    ) -> None:
         self.parameter = parameter
         self.factors = factors
+        self.keeping = keeping or Keeping()
+        self.dtype = kernels.sum_type(parameter)
         self.weight: ParameterSum | None = None
         """Of a bias: the weight whose factors, if it has some, stand for the bias too."""
         self.slow = False
@@ -43,9 +48,25 @@ class ParameterSum:
         self._head: tuple[Tensor, Tensor] | None = None
 
     @functools.cached_property
+    def kept(self) -> Total:
+        """Σ_i g_i², wherever it is; made when it is first needed."""
+        return self.keeping.total(self.parameter.shape, self.dtype, self.parameter.device)
+
+    @functools.cached_property
+    def _plain(self) -> Tensor:
+        return torch.zeros_like(self.parameter, dtype=self.dtype, requires_grad=False)
+
+    @property
     def total(self) -> Tensor:
-        """Σ_i g_i²; made when it is first needed."""
-        return torch.zeros_like(self.parameter, dtype=kernels.sum_type(self.parameter), requires_grad=False)
+        """Σ_i g_i² as a tensor."""
+        return self._plain if self.keeping.plain else self.kept.whole()
+
+    def add(self, put: Callable[[Tensor], Any]) -> None:
+        """``put`` adds to Σ_i g_i²."""
+        if self.keeping.plain:
+            put(self._plain)
+        else:
+            self.kept.add(put)
 
     @property
     def has_factors(self) -> bool:
@@ -73,21 +94,21 @@ class ParameterSum:
         if self._head is not None:
             raise Distrusted([self.parameter])
         rows = kernels.unique_rows(torch.cat(self.ids, 1))
-        self._head = rows, kernels.outer_at_rows(term, rows, self.total.dtype)
+        self._head = rows, kernels.outer_at_rows(term, rows, self.dtype)
 
     def add_terms(self) -> None:
         """Add the squares of all that this backward pass has given."""
         if self._head is None:
-            kernels.add_squares(self.total, self.terms)
+            self.add(lambda total: kernels.add_squares(total, self.terms))
             return
         if len(self.terms) != len(self.kinds) - 1:
             raise Distrusted([self.parameter])
         rows, head = self._head
-        table = kernels.merge_rows([term for term in self.terms if isinstance(term, RowGradient)], self.total.dtype).y
+        table = kernels.merge_rows([term for term in self.terms if isinstance(term, RowGradient)], self.dtype).y
         # Where activations are computed again, rows are asked for twice: the same rows, with more places left over.
         count = min(rows.shape[1], table.shape[1])
         rows, head, table = rows[:, :count], head[:, :count], table[:, :count]
-        kernels.add_rows(self.total, rows, table * (2 * head + table))
+        self.add(lambda total: kernels.add_rows(total, rows, table * (2 * head + table)))
 
     def forget(self) -> None:
         """Drop what the backward pass has given."""
@@ -109,25 +130,71 @@ def for_each_example(
     objectives: Callable[[Any, int], Sequence[Callable[[], Tensor]]],
     sums: Iterable[ParameterSum],
     use: Callable[[ParameterSum, Tensor], None],
+    keeping: Keeping,
 ) -> None:
     """Plain autograd: call ``use`` with the gradient of each example, backward pass and parameter that is used.
 
     That is right for every model, and takes a forward and backward pass per example.
     ``objectives(example, row)`` gives a function for each backward pass over one example, which is a batch of its own.
     """
-    sums = list(sums)
-    parameters = [one.parameter for one in sums]
-    with differentiable(parameters):
-        for row in range(examples_in(batch)):
+    examples = examples_in(batch)
+    counts = True
+
+    def use_own(one: ParameterSum, gradient: Tensor) -> None:
+        if counts:
+            use(one, gradient)
+
+    with handing_over({one.parameter: functools.partial(use_own, one) for one in sums}, keeping):
+        # Processes that share parameters run the same number of passes: the last example stands in for one too few.
+        for turn in range(keeping.most(examples)):
+            row, counts = min(turn, examples - 1), turn < examples
             passes = objectives(batch_rows(batch, slice(row, row + 1)), row)
             for number, objective in enumerate(passes):
-                value, again = objective(), number + 1 < len(passes)
-                if not value.requires_grad:
-                    continue
-                found = torch.autograd.grad(value, parameters, retain_graph=again, allow_unused=True)
-                for one, gradient in zip(sums, found, strict=True):
-                    if gradient is not None:  # an embedding may give only the rows it used
-                        use(one, gradient if gradient.layout == torch.strided else gradient.to_dense())
+                value = objective()
+                if value.requires_grad:
+                    value.backward(retain_graph=number + 1 < len(passes))
+
+
+@contextlib.contextmanager
+def handing_over(handlers: Mapping[nn.Parameter, Callable[[Tensor], Any]], keeping: Keeping) -> Iterator[None]:
+    """Inside, a backward pass hands each parameter's gradient over as soon as it is whole; none is kept."""
+    parameters = list(handlers)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_gradients(parameters))
+        stack.enter_context(differentiable(parameters))
+        for one, handler in handlers.items():
+
+            def hand(gradient: Tensor, handler: Callable[[Tensor], Any] = handler) -> None:
+                # An embedding may give only the rows it used.
+                handler(gradient if gradient.layout == torch.strided else gradient.to_dense())
+
+            def accumulated(parameter: Tensor, hand: Callable[[Tensor], None] = hand) -> None:
+                gradient, parameter.grad = parameter.grad, None
+                if gradient is not None:
+                    hand(gradient)
+
+            if keeping.shared:
+                keeping.handlers[one] = hand
+            else:
+                stack.callback(one.register_post_accumulate_grad_hook(accumulated).remove)
+        stack.callback(keeping.handlers.clear)
+        yield
+
+
+@contextlib.contextmanager
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Parameters have no ``grad`` inside, and afterwards the one they had."""
+    kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = None
+        for parameter, gradient in kept:
+            parameter.grad = gradient
 
 
 @contextlib.contextmanager

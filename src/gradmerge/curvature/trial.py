@@ -13,18 +13,21 @@ then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import InputError
+from ..text import first_line
 from .batches import batch_rows, enough_memory, examples_in, is_out_of_memory, values_of
 from .formulas import RepeatedFormula, formulas_for
 from .hooks import LayerFormula, Recorder
-from .kernels import Term, add_squares, sum_type
+from .kernels import DirectGradient, OuterGradient, RowGradient, Term, add_squares
 from .sums import Distrusted, ParameterSum, Sums, for_each_example
+from .totals import Keeping
 
 #: The first shapes of batches, up to this many, are checked as they come.
 SHAPES = 4
@@ -90,10 +93,13 @@ class FormulaChooser(Recorder):
         trial: Trial,
         slow: Iterable[nn.Parameter],
         hooks: contextlib.ExitStack,
+        keeping: Keeping,
     ) -> None:
         super().__init__(model, sums, hooks)
+        self._keeping = keeping
         self._outputs, self._trial, self._forced = outputs, trial, set(slow)
-        self._settled = True
+        self._settled, self._felt = True, [True]
+        self._model = model
         owners = {child: module for module in model.modules() for child in module.children()}
         formulas = {m: formulas_for(m, owners.get(m)) for m in model.modules() if self.own(m)}
         if trial.examples and trial.kinds.keys() == sums.keys() and trial.formulas.keys() == formulas.keys():
@@ -123,7 +129,8 @@ class FormulaChooser(Recorder):
         True if either was done: the hooks are then those of the trial.
         """
         shape, trial, examples = _shape_of(batch), self._trial, examples_in(batch)
-        first, due = trial.examples < min(examples, 2), trial.due(shape)
+        known = shape in trial.shapes or trial.skipped
+        first, due, known = self._keeping.some([trial.examples < min(examples, 2), trial.due(shape), known])
         if first:
             with enough_memory("two examples, which the layers are tried out on"):
                 self._choose(batch_rows(batch, slice(0, 2)))
@@ -131,26 +138,25 @@ class FormulaChooser(Recorder):
         elif due := due and self.some_fast:
             try:
                 wrong = self._check(batch_rows(batch, slice(None, None, max(1, examples - 1))))
-                if wrong and (shape in trial.shapes or trial.skipped):
+                if wrong and known:
                     raise Distrusted(one.parameter for module in wrong for one in self.own(module))
                 trial.passed(shape)
             except RuntimeError as error:
-                if not is_out_of_memory(error):  # otherwise the batch itself may fit, in halves
+                if not is_out_of_memory(error) or self._keeping.shared:  # otherwise the batch itself may fit, in halves
                     raise
         trial.skipped |= shape not in trial.shapes
         return first or due
 
     def _choose(self, batch: Any) -> None:
-        expected = self._by_autograd(batch)
         formulas = self._trial.formulas
         self.give_up(module for module in formulas if not formulas[module])
         for parameter in self._forced:
             self.sums[parameter].slow = True
-        while self.some_fast and (wrong := self._try(batch, expected)):
+        while self.some_fast and (wrong := self._try(batch)):
             for module in wrong:
                 formulas[module] = formulas[module][1:]
             self.give_up(module for module in wrong if not formulas[module])
-        self._settled = all(any(bool(g.any()) for g in gradients) for gradients in expected.values() if gradients)
+        self._settled = all(self._felt)
         self._trial.examples = examples_in(batch)
 
     def _check(self, batch: Any) -> set[nn.Module]:
@@ -158,8 +164,7 @@ class FormulaChooser(Recorder):
         kinds = {one: one.kinds for one in self.sums.values()}
         wrong: set[nn.Module] = set()
         try:
-            expected = self._by_autograd(batch)
-            while self.some_fast and (more := self._try(batch, expected)):
+            while self.some_fast and (more := self._try(batch)):
                 wrong |= more
                 self.give_up(more)
         finally:
@@ -167,18 +172,13 @@ class FormulaChooser(Recorder):
                 one.kinds = max(before, one.kinds, key=len)
         return wrong
 
-    def _by_autograd(self, batch: Any) -> dict[ParameterSum, list[Tensor]]:
-        """Each example's gradient of the trial's objective, per parameter; none where it is not used."""
-        found: dict[ParameterSum, list[Tensor]] = {one: [] for one in self.sums.values() if not one.slow}
+    def _try(self, batch: Any) -> set[nn.Module]:
+        """The modules whose formula fails, or gives something else than autograd, on some process."""
+        wrong, modules = self._try_here(batch), list(self._trial.formulas)
+        found = self._keeping.some([module in wrong for module in modules])
+        return {module for module, differs in zip(modules, found, strict=True) if differs}
 
-        def objectives(example: Any, row: int) -> list[Callable[[], Tensor]]:
-            return [lambda: _mixed(self._outputs(example), row)]
-
-        for_each_example(batch, objectives, found, lambda one, gradient: found[one].append(gradient))
-        return found
-
-    def _try(self, batch: Any, expected: Mapping[ParameterSum, list[Tensor]]) -> set[nn.Module]:
-        """The modules whose formula fails or gives something else than expected."""
+    def _try_here(self, batch: Any) -> set[nn.Module]:
         for one in self.sums.values():
             one.kinds = []
         self.attach(self.chosen)
@@ -187,14 +187,20 @@ class FormulaChooser(Recorder):
                 objective = _mixed(self._outputs(batch))
                 if objective.requires_grad:
                     objective.backward()
-                if self.unfit:
+                if any(self._keeping.some([bool(self.unfit)])):
                     return set().union(*(self._alike(formula.module) for formula in self.unfit))
-                return self._differing(expected)
+                return self._differing(batch)
         except Exception as error:
             # The model runs without formulas: one of them is to blame.
             formula = self.failed[0] if self.failed else self.changed
             if formula is None or is_out_of_memory(error):
                 raise
+            if self._keeping.shared:  # the others wait for this process inside the model
+                names = {module: name for name, module in self._model.named_modules()}
+                raise InputError(
+                    f"--shard: {names[formula.module]} ({type(formula.module).__name__}) cannot be tried out while its "
+                    f"model is shared out over processes: {first_line(error)}. Estimate without --shard."
+                ) from error
             return self._alike(formula.module)
 
     def take(self, one: ParameterSum, term: Term) -> None:
@@ -202,23 +208,43 @@ class FormulaChooser(Recorder):
             one.kinds.append(type(term))
             one.terms.append(term)
 
-    def _differing(self, expected: Mapping[ParameterSum, list[Tensor]]) -> set[nn.Module]:
-        means = {one: float(sum(g.float().square().mean() for g in gradients)) for one, gradients in expected.items()}
+    def _differing(self, batch: Any) -> set[nn.Module]:
+        """Hold the terms' squares against those of autograd's gradients, one example and one parameter at a time."""
+        fast, row = [one for one in self.sums.values() if not one.slow], 0
+        squares: dict[ParameterSum, Tensor] = {}
+        missing = {(one, number): None for one in fast for number in range(examples_in(batch)) if one.terms}
+        errors: dict[ParameterSum, Any] = dict.fromkeys(fast, 0.0)
+        self._active = False  # what follows is the model as it is
+
+        def objectives(example: Any, number: int) -> list[Callable[[], Tensor]]:
+            nonlocal row
+            row = number
+            return [lambda: _mixed(self._outputs(example), number)]
+
+        def compare(one: ParameterSum, gradient: Tensor) -> None:
+            square = gradient.to(one.dtype).square_() if gradient.dtype != one.dtype else gradient.square()
+            squares[one] = square.mean() + squares[one] if one in squares else square.mean()
+            if one.terms:
+                missing.pop((one, row), None)
+                found = torch.zeros_like(square, memory_format=torch.contiguous_format)
+                add_squares(found, [_of_row(term, row) for term in one.terms])
+                square = found.sub_(square)
+            errors[one] = errors[one] + square.abs_().mean()
+
+        for_each_example(batch, objectives, fast, compare, self._keeping)
+        for one, number in missing:  # no gradient came, although the formula says that there is one
+            found = torch.zeros(one.parameter.shape, dtype=one.dtype, device=one.parameter.device)
+            add_squares(found, [_of_row(term, number) for term in one.terms])
+            errors[one] = errors[one] + found.mean()
+        self._felt = [bool(square > 0) for square in squares.values()]
+        means = {one: float(squares.get(one, 0.0)) for one in fast}
         largest = max(means.values(), default=0.0)
         wrong: set[ParameterSum] = set()
-        for one, gradients in expected.items():
-            if one.slow:
-                continue
-            difference = torch.zeros_like(one.parameter, dtype=sum_type(one.parameter), requires_grad=False)
-            if one.terms:
-                add_squares(difference, one.terms)
-            for gradient in gradients:
-                wide = gradient.to(difference.dtype)
-                difference.addcmul_(wide, wide, value=-1)
+        for one in fast:
             # A gradient that is 0 but for rounding is compared with the largest.
             dtype = one.parameter.dtype
             noise = (4 * torch.finfo(dtype).eps) ** 2 * largest
-            if not float(difference.abs().mean()) <= _ROUNDING.get(dtype, _ROUNDING_16_BIT) * means[one] + noise:
+            if not float(errors[one]) <= _ROUNDING.get(dtype, _ROUNDING_16_BIT) * means[one] + noise:
                 wrong.add(one)
         return {module for module in self.modules_of(wrong) if self._trial.formulas[module]}
 
@@ -243,6 +269,16 @@ class FormulaChooser(Recorder):
         self._trial.slow = {parameter for parameter, one in self.sums.items() if one.slow}
         if failed or not self._settled:
             self._trial.forget()
+
+
+def _of_row(term: Term, row: int) -> Term:
+    """A term of one example alone."""
+    rows = slice(row, row + 1)
+    if isinstance(term, DirectGradient):
+        return DirectGradient(term.gradient[rows])
+    if isinstance(term, OuterGradient):
+        return OuterGradient(term.y[rows], term.x[rows])
+    return RowGradient(term.ids[rows], term.y[rows])
 
 
 def _mixed(outputs: Tensor, row: int = 0) -> Tensor:

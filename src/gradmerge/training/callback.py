@@ -21,7 +21,7 @@ from ..text import nearest
 from .measured_tensors import measured_tensors
 from .online import STATE
 from .origins import CallbackOptions, FromAdam, FromPass, FromRunningAverage, Origin, Training
-from .processes import sharding
+from .trainer_processes import sharding
 
 SOURCES = ("adam", "online", "pass")
 _log = logging.getLogger(__name__)

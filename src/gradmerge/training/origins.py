@@ -19,7 +19,7 @@ from ..curvature.optimizer_state import decay_note, second_moment, token_note
 from ..curvature.stored_names import is_adapted
 from ..curvature.trial import Trial
 from ..errors import GradmergeError, InputError
-from . import processes
+from . import trainer_processes as processes
 from .measured_tensors import MeasuredTensors
 from .mid_training import BatchWatch, check_labels, modes_kept, random_states_kept, squared_gradients
 from .online import STATE, RunningAverage

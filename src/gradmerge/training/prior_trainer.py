@@ -21,7 +21,7 @@ from .measured_tensors import AdapterTensors
 from .origins import loss_scale
 from .prior_adamw import PriorAdamW
 from .prior_inputs import CURVATURE, Coupling, Prior, check_options
-from .processes import sharding
+from .trainer_processes import sharding
 
 _log = logging.getLogger(__name__)
 #: The ``optim`` of TrainingArguments that a prior can be added to.

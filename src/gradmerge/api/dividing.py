@@ -1,0 +1,93 @@
+"""Rows divided over the processes of one run, and an estimate that saves its sums now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from .._version import __version__
+from ..curvature.batches import Placed
+from ..curvature.curvature import Curvature
+from ..curvature.estimate import estimate_curvature
+from ..curvature.kronecker import KroneckerCurvature
+from ..curvature.together import Together, parts, without
+from ..processes import Processes
+from ..progress import Progress
+from ..tasks import LoadedTask
+from .saved_sums import SavedSums, stored_as
+
+
+def what_all_see(loaded: LoadedTask) -> dict[str, Any]:
+    """What must be the same in all processes, or their sums would mean nothing."""
+    there = [
+        p.detach()
+        for p in loaded.model.parameters()
+        if p.numel() and p.device.type != "meta" and not hasattr(p, "to_local")
+    ]
+    weights = sum(float(p.flatten()[0]) for p in there)
+    return {"version of gradmerge": __version__, "number of rows": loaded.examples, "weights": weights}
+
+
+def estimate_saving(
+    loaded: LoadedTask,
+    likelihood: str,
+    start: tuple[Curvature | KroneckerCurvature, list[list[int]]] | None,
+    saved: SavedSums | None,
+    every: float,
+    progress: Progress,
+    group: Processes,
+    **options: Any,
+) -> Curvature | KroneckerCurvature:
+    """The curvature of all rows, each process taking its share of those that ``start`` does not have.
+
+    ``saved`` and ``start`` are the first process's. The sums so far of all are saved about ``every`` so many seconds.
+    """
+    sums, before = start if start is not None else (None, [])
+    before = group.gather(before)[0]
+    left = without(before, loaded.examples)
+    if not left:  # on other processes than the first, nothing comes of it
+        return stored_as(sums if sums is not None else Curvature({}, loaded.examples), loaded.model)
+    number = sum(map(len, left))
+    progress.begin("estimating", loaded.examples, loaded.examples - number)
+    mine = parts([(stretch.start, stretch.stop) for stretch in left], group.share(number))
+    done: list[list[int]] = []
+    end, last = 0, time.monotonic()
+
+    def batches() -> Iterator[tuple[int, Any]]:
+        nonlocal end
+        done.clear()
+        for stretch in mine:
+            done.append([stretch.start, stretch.start])
+            places = range(stretch.start, stretch.stop, loaded.batch_size)
+            for first, batch in zip(places, loaded.batches(start=stretch.start, end=stretch.stop), strict=True):
+                end = min(first + loaded.batch_size, stretch.stop)
+                yield first, batch
+
+    def each_batch(so_far: Any) -> None:
+        progress.advance(end - done[-1][1])
+        done[-1][1] = end
+
+    def facts() -> list[list[int]]:
+        nonlocal last
+        last = time.monotonic()
+        return done
+
+    def save(so_far: Curvature | KroneckerCurvature, rows: list[list[list[int]]]) -> None:
+        assert saved is not None
+        saved.write(so_far, [*before, *(stretch for one in rows for stretch in one)])
+
+    found: Curvature | KroneckerCurvature = estimate_curvature(
+        loaded.model,
+        Placed(batches),
+        likelihood,
+        output=loaded.output,
+        device=loaded.device,
+        start=sums,
+        each_batch=each_batch,
+        together=Together(
+            group, lambda: time.monotonic() - last >= every, save, facts, shared=options["keeping"].shared
+        ),
+        **options,
+    )
+    return found
