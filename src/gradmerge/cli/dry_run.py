@@ -43,6 +43,7 @@ def print_plan(
     allowed = {key: options.as_keywords()[key] for key in ("allow_pickle", "allow_config", "dequantize")}
     adapter = recipe.output.format == "adapter"
     with merging.planned(recipe, **allowed) as plan:
+        damping = plan.damping_read  # none any more once it is found
         plan.note(trust_notes(plan, threads))
         plan.note(coefficient_notes(recipe, plan, threads))
         plan.note(licence_notes(all_published(plan.inputs.checkpoints), recipe.output.license))
@@ -59,6 +60,7 @@ def print_plan(
             guessed=guessed,
             beside=sidecars(plan.inputs.template).nbytes,
             adapter=adapter,
+            damping=damping,
         )
         facts = _facts(recipe, plan, cost, out, threads)
     if as_json:
