@@ -4,7 +4,7 @@
 
 Models of Llama 3.1's shapes are made as files that have headers and no data (holes), and as modules without values: the
 plans are those that `--dry-run` makes. Rates of the processor are those of `results/merge.json`, and those of the GPU
-of `results/curvature-cuda-llama-1b.json`. With `--data` (made by `python -m benchmarks.merge --keep`), plans are held
+of `results/curvature-cuda-llama-1b.json`. With `--data` (as `python -m benchmarks.merge` makes it), plans are held
 against real merges: bytes that the system has counted, peak memory, and seconds; without it, the checks that the JSON
 file has are kept. `python -m docs.pages` writes the tables into docs/large-models.md.
 """
@@ -255,15 +255,13 @@ def measuring_checks() -> list[dict[str, Any]]:
 def merging_checks(data: Path) -> Iterator[dict[str, Any]]:
     """Real merges of the models there, against their plans."""
     threads = default_threads()
-    for method in ("task-arithmetic", "ties", "slerp"):
+    for method in ("task-arithmetic", "ties", "model-stock"):
         models = [{"model": str(data / name)} for name in ("tuned-1", "tuned-2")]
         recipe: dict[str, Any] = {"method": method, "base": str(data / "base"), "models": models}
-        if method == "slerp":
-            recipe = {"method": method, "models": models, "options": {"t": 0.5}}
         with planned(recipe) as plan:
             speeds, guessed = measure_speeds(plan, threads=threads)
             cost = cost_of(plan, speeds, threads=threads, guessed=guessed)
-        with tempfile.TemporaryDirectory(dir=data.parent) as place:
+        with tempfile.TemporaryDirectory() as place:
             text, out = Path(place) / "recipe.json", Path(place) / "out"
             text.write_text(json.dumps(recipe))
             found = _merged(text, out)

@@ -325,7 +325,7 @@ def large_estimates() -> str:
         memory = row["memory"]
         where = f"{row['processes']} share it" if row["shard"] else "one process"
         parts = [_gb(memory[name]) for name in ("weights", "sums", "activations", "total")]
-        wide = f"{row['kind']} ({row['wide']} layers too wide)" if row["wide"] else row["kind"]
+        wide = f"{row['kind']} ({row['wide']} too wide)" if row["wide"] else row["kind"]
         rows.append((row["model"], wide, _gb(row["sums"]), where, *parts, duration(row["seconds"]["total"])))
     header = ("model", "kind", "sums in all", "processes", "weights", "sums", "activations", "memory of each", "time")
     return table(header, rows)

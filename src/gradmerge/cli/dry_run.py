@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..api import merging
-from ..api.forecasting import forecast_estimate
 from ..checkpoints.published import all_published
 from ..checkpoints.sidecars import sidecars
 from ..engine.calibration import measure_speeds, share_away
@@ -44,6 +43,7 @@ def print_plan(
     allowed = {key: options.as_keywords()[key] for key in ("allow_pickle", "allow_config", "dequantize")}
     adapter = recipe.output.format == "adapter"
     with merging.planned(recipe, **allowed) as plan:
+        damping = plan.damping_read  # none any more once it is found
         plan.note(trust_notes(plan, threads))
         plan.note(coefficient_notes(recipe, plan, threads))
         plan.note(licence_notes(all_published(plan.inputs.checkpoints), recipe.output.license))
@@ -60,6 +60,7 @@ def print_plan(
             guessed=guessed,
             beside=sidecars(plan.inputs.template).nbytes,
             adapter=adapter,
+            damping=damping,
         )
         facts = _facts(recipe, plan, cost, out, threads)
     if as_json:
@@ -159,6 +160,8 @@ def print_forecast(
     model: str, data: str, out: Path | None, given: dict[str, Any], planning: EstimatePlanning, as_json: bool
 ) -> None:
     """What estimating curvature would need; ``given`` are all options of the estimate itself."""
+    from ..api.forecasting import forecast_estimate
+
     nodes, per_node = planning.nodes or 1, planning.processes or 1
     if planning.memory is not None and not 0 < planning.memory < float("inf"):
         raise InputError(f"--memory {planning.memory:g}: GB that the device of a process has, more than 0")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from ..rules.kronecker_matching import KroneckerFactors
 from ..storage.bytesof import bytes_of
 from ..storage.remote import stored_at
@@ -36,6 +37,8 @@ SIDE = 256
 USUAL_NETWORK = Rate(1.25e9, "assumed: 10 Gbit/s")
 #: Where there is nothing to read.
 USUAL_DISK = Rate(1e9, "assumed")
+#: Where random matrices cannot stand for layers.
+USUAL_SOLVING = Rate(5e8, "assumed")
 #: Where nothing can be tried, as no tensor is merged entry by entry.
 USUAL_ENTRIES = Rate(4e8, "assumed: as task arithmetic of two models on 2 cores")
 
@@ -131,7 +134,7 @@ def _solving_rate(plan: Plan, threads: int, rank: int | None) -> Rate | None:
     job = max(whole, key=products_of)
     rows = job.info.shape[0]
     columns = job.info.numel // max(1, rows)
-    shrink = min(1.0, SIDE / max(rows, columns))
+    shrink = min(1.0, SIDE / max(rows, columns, 1))
     small = max(2, round(rows * shrink)), max(2, round(columns * shrink))
     solve = _solver(plan, job, small)
 
@@ -140,12 +143,15 @@ def _solving_rate(plan: Plan, threads: int, rank: int | None) -> Rate | None:
         if rank is not None:
             factored(matrix, rank, torch.float32)
 
-    with one_thread_each():
-        seconds = []
-        for _ in range(2):
-            begun = time.perf_counter()
-            once()
-            seconds.append(time.perf_counter() - begun)
+    seconds = []
+    try:
+        with one_thread_each():
+            for _ in range(2):
+                begun = time.perf_counter()
+                once()
+                seconds.append(time.perf_counter() - begun)
+    except (InputError, ValueError):  # such weights have no merge of random matrices, but may have one of the models
+        return USUAL_SOLVING
     stand_in = replace(job, info=replace(job.info, shape=small))
     source = f"measured: a layer of {small[0]} × {small[1]} solved here, for {threads} of them at a time"
     return Rate(threads * products_of(stand_in) / min(seconds), source)

@@ -103,15 +103,17 @@ class MergeCost:
         }
 
 
-def passes_of(plan: Plan, guessed: bool, adapter: bool = False) -> list[Pass]:
+def passes_of(plan: Plan, guessed: bool, adapter: bool = False, damping: int | None = None) -> list[Pass]:
     """Every time that a merge goes over its inputs.
 
     ``guessed``: a sample tells the thresholds of the whole model, so that the merge itself counts whether they are
     right, and no other pass is taken for them. ``adapter``: what changes is factored, and its size not known before.
+    ``damping``: bytes that are read to find the damping, if the plan knows it by now.
     """
     merged = plan.merged
     inputs, entries = sum(plan.bytes_read(job) for job in merged), sum(job.info.numel for job in merged)
-    passes = [Pass("damping", plan.damping_read, 0, entries)] if plan.damping_read else []
+    damping = plan.damping_read if damping is None else damping
+    passes = [Pass("damping", damping, 0, entries)] if damping else []
     wide = any(job.compute == torch.float64 for job in merged)
     ranking = RANKING_PASSES[torch.float64 if wide else torch.float32]
     if "thresholds" in plan.needs and not guessed:
@@ -165,13 +167,15 @@ def cost_of(
     guessed: bool = False,
     beside: int = 0,
     adapter: bool = False,
+    damping: int | None = None,
 ) -> MergeCost:
     """The cost of a merge.
 
     ``away`` are the shares of what is read and of what is written that cross a network, ``beside`` the bytes of small
-    files that are written with the weights; ``guessed`` and ``adapter`` are as of :func:`passes_of`.
+    files that are written with the weights; ``guessed``, ``adapter`` and ``damping`` are as of
+    :func:`passes_of`.
     """
-    passes = passes_of(plan, guessed, adapter)
+    passes = passes_of(plan, guessed, adapter, damping)
     parts = [seconds_of(one, speeds, nodes, workers, away) for one in passes]
     seconds = {name: sum(part[name] for part in parts) for name in ("disk", "network", "cpu")}
     start = START if nodes == workers == 1 else CLUSTER_START

@@ -31,7 +31,7 @@ SAMPLED = 16
 
 
 @dataclass
-class Outline:
+class TaskOutline:
     """What is known of a task before any weight is loaded."""
 
     loaded: LoadedTask
@@ -52,7 +52,7 @@ class Outline:
     """Of the codes that its base is stored as by bitsandbytes; 0 for a base that is not."""
 
 
-def outline_task(reference: str, source: str, on: str, loading: Loading) -> Outline:
+def outline_task(reference: str, source: str, on: str, loading: Loading) -> TaskOutline:
     """As :func:`~gradmerge.tasks.loading.load_task`, but no weight is read, and the kind of device need not be here."""
     options: Loading = {**loading, "device": "cpu"}
     rows = read_rows(source, limit=options["limit"])
@@ -128,7 +128,7 @@ def _made(reference: str, config: Any, task: str, dtype: torch.dtype, attn: str 
     return model.eval()
 
 
-def _looked_at(loaded: LoadedTask, mode: Any, files: list[Path]) -> Outline:
+def _looked_at(loaded: LoadedTask, mode: Any, files: list[Path]) -> TaskOutline:
     """Some batches of the data, and what the longest of them takes."""
     step = max(1, -(-loaded.examples // SAMPLED) // loaded.batch_size) * loaded.batch_size
     longest: dict[str, Tensor] = {}
@@ -149,7 +149,7 @@ def _looked_at(loaded: LoadedTask, mode: Any, files: list[Path]) -> Outline:
     except Exception as error:  # a model that looks at values on its way
         why = first_line(error)
     tokens = round(positions / rows * loaded.examples)
-    return Outline(loaded, files, tokens, needs, positions_in(longest), why)
+    return TaskOutline(loaded, files, tokens, needs, positions_in(longest), why)
 
 
 def positions_in(batch: Mapping[str, Tensor]) -> int:
