@@ -74,6 +74,10 @@ def _worker_class() -> type:
     return MergeWorker
 
 
+class _WrongInput(Exception):
+    """The input is wrong, and the workers are fine."""
+
+
 @dataclass(eq=False)
 class Worker:
     """A worker as the driver knows it."""
@@ -96,6 +100,7 @@ class Crew:
         self._flying: dict[Any, tuple[Worker, int | None]] = {}
         self._losses = 0
         self._order: Any = None
+        self._plain = self._terminated = False
 
     def open(self, order: dict[str, Any]) -> None:
         """Have the workers open a merge, and start them before that; back when the first of them has."""
@@ -131,8 +136,15 @@ class Crew:
             advice = "" if settings else " Start one with `ray start --head`, and give its HOST:PORT."
             raise MachineError(f"{what}: {one_line(str(error))[:500]}.{advice}") from error
         finally:
-            if main:
-                signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # Ray sets one of its own
+            if main:  # Ray sets a handler of its own
+                plain = before in (None, signal.SIG_DFL)
+                signal.signal(signal.SIGTERM, self._terminate if plain else before)
+                self._plain = plain
+
+    def _terminate(self, *_: object) -> None:
+        """What the signal would do at once, in order: else some of Ray's processes would stay for a while."""
+        self._terminated = True
+        raise KeyboardInterrupt
 
     def _count_workers(self) -> None:
         """Decide on the number of workers and threads, and start them."""
@@ -212,6 +224,9 @@ class Crew:
                         tries.update(again[:1])  # those that waited behind it are not to blame
                         self._give_up(tries, shares, worker, error)
                         continue
+                    if status == 2 and share is not None:
+                        self._settle()
+                        raise _WrongInput(message)
                     if status:
                         raise (InputError if status == 2 else MachineError)(message)
                     if share is not None:
@@ -219,12 +234,24 @@ class Crew:
                         worker.load -= 1
                         self._losses = 0
                         yield shares[share], found
+        except _WrongInput as error:
+            raise InputError(str(error)) from None
         except ray.exceptions.RayError as error:
             self.stop()
             raise MachineError(f"the Ray cluster failed: {one_line(str(error))[:500]}") from error
         except BaseException:
             self.stop()
             raise
+
+    def _settle(self) -> None:
+        """Wait until no worker is at work, so that they can be asked something else; or end them."""
+        under_way = [reference for reference, (_, share) in self._flying.items() if share is not None]
+        if under_way and self._ray.wait(under_way, num_returns=len(under_way), timeout=10.0)[1]:
+            self.stop()
+        for reference in under_way:
+            self._flying.pop(reference, None)
+        for worker in self.members:
+            worker.load = 0
 
     def _answer(self, worker: Worker, share: int | None, reference: Any) -> tuple[Any, int, str]:
         """What a worker has found, or its status and what is wrong."""
@@ -279,6 +306,10 @@ class Crew:
         if self._own:
             with contextlib.suppress(Exception):
                 self._ray.shutdown()
+        if self._plain:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._terminated:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _why(error: Exception) -> str:
