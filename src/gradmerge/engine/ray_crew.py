@@ -173,6 +173,7 @@ class Crew:
         worker.ready, worker.load = False, 0
         for stale in [reference for reference, (other, _) in self._flying.items() if other is worker]:
             del self._flying[stale]
+            self._ray.cancel(stale)
         versions = {"gradmerge": __version__, "torch": torch.__version__}
         driver = self._ray.util.get_node_ip_address()
         self._flying[worker.actor.open.remote(self._order, versions, driver)] = worker, None
