@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
 import gradmerge as gm
@@ -35,8 +37,8 @@ from gradmerge.recipe import make_recipe
 from gradmerge.rules import RULES
 from gradmerge.storage.staging import MARK
 
-from ..making import SHAPES, Stop, cli, near, random_curvature, random_state, weight_bytes, write_model
-from . import test_layers, test_merge, test_slicing, test_vocabularies
+from ..making import SHAPES, Stop, near, random_curvature, random_state, weight_bytes, write_model
+from . import test_layers, test_merge
 
 METHODS: dict[str, dict[str, Any]] = {"slerp": {"t": 0.3}, "nearswap": {"t": 0.1}}
 ONE_MODEL = {"slerp", "nearswap", "arcee-fusion", "passthrough"}
@@ -167,13 +169,22 @@ def removal(folder: Path) -> tuple[dict[str, Any], Path | None]:
 
 
 def slices(folder: Path) -> tuple[dict[str, Any], Path | None]:
-    test_slicing.family(folder, "llama-untied", {"A": 2, "B": 2})
-    parts = [{"models": [{"model": name, "layers": [first, first + 1]}]} for first, name in enumerate("AB")]
+    shapes = {"model.embed_tokens.weight": (20, 8), "model.norm.weight": (8,), "lm_head.weight": (20, 8)}
+    shapes |= {f"model.layers.{i}.mlp.up_proj.weight": (16, 8) for i in range(3)}
+    for seed, name in enumerate("AB"):
+        write_model(folder / name, random_state(seed, shapes), 1 + seed, {"num_hidden_layers": 3})
+    parts = [{"models": [{"model": name, "layers": [seed, seed + 2]}]} for seed, name in enumerate("AB")]
     return {"method": "passthrough", "slices": parts}, folder
 
 
 def union(folder: Path) -> tuple[dict[str, Any], Path | None]:
-    return test_vocabularies.Models(folder).recipe(tokenizer="union"), None
+    for seed, (name, words) in enumerate({"base": "<unk> a b c", "a": "<unk> a b d", "b": "<unk> e b c f"}.items()):
+        tokens = {word: number for number, word in enumerate(words.split())}
+        shapes = {"model.embed_tokens.weight": (len(tokens), 8), "lm_head.weight": (len(tokens), 8), "norm": (8,)}
+        write_model(folder / name, random_state(seed, shapes), 1 + seed, {"vocab_size": len(tokens)})
+        Tokenizer(WordLevel(tokens, unk_token="<unk>")).save(str(folder / name / "tokenizer.json"))
+    models = [{"model": name} for name in "ab"]
+    return {"method": "task-arithmetic", "base": "base", "models": models, "tokenizer": "union"}, folder
 
 
 def adapters(folder: Path) -> tuple[dict[str, Any], Path | None]:
@@ -345,6 +356,46 @@ def test_an_interrupted_merge_is_gone_on_with_on_ray_or_locally(
     assert gm.merge(recipe, out, block=64, resume=True, engine="ray", progress=False).already_done
 
 
+def test_the_command_joins_a_cluster_and_sigterm_ends_its_workers_and_leaves_what_can_be_gone_on_with(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    """Where the last test has ended a worker, there is room for one."""
+    import ray
+
+    base = random_state(0, {f"layers.{i}.weight": (1000, 64) for i in range(40)}, torch.bfloat16)
+    for name, state in (("base", base), ("a", near(base, 1))):
+        write_model(tmp_path / name, state)
+    words = ["merge", "--method", "task-arithmetic", "--base", str(tmp_path / "base"), "--model", str(tmp_path / "a")]
+    out = tmp_path / "ray" / "out"
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "gradmerge", *words, "-o", str(out), "--engine", "ray", "--workers", "1"]
+    process = subprocess.Popen(
+        [*command, "--threads", "1", "--ray-address", address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    partial = tmp_path / "ray" / "out.gradmerge-partial"
+    deadline = time.monotonic() + 120
+    while not (partial / NAME).exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == -signal.SIGTERM
+    while ray.available_resources().get("CPU", 0) < 1:
+        assert time.monotonic() < deadline, "the worker stays"
+        time.sleep(0.1)
+    assert not out.exists() and partial.exists()
+    gm.merge(local := recipe(tmp_path), out, resume=True, progress=False)
+    gm.merge(local, tmp_path / "local" / "out", progress=False)
+    assert weight_bytes(out) == weight_bytes(tmp_path / "local" / "out")
+
+
+def recipe(folder: Path) -> dict[str, Any]:
+    """As the command line makes it."""
+    return {"method": "task-arithmetic", "base": str(folder / "base"), "models": [{"model": str(folder / "a")}]}
+
+
 class Kill(Stop):
     """Progress that kills a worker in the midst of its work, in place of interrupting the driver."""
 
@@ -381,39 +432,3 @@ def test_an_address_where_no_cluster_answers_is_said_at_once(place: Path, tmp_pa
     for wrong in ("ray://10.0.0.1:10001", "10.0.0.1", ":6379", "host:port"):
         with pytest.raises(InputError, match="give HOST:PORT of the head node"):
             Crew(None, None, wrong)._start()
-
-
-def test_the_command_starts_a_cluster_of_its_own_and_sigterm_leaves_nothing_but_what_can_be_gone_on_with(
-    tmp_path: Path,
-) -> None:
-    base = random_state(0, {f"layers.{i}.weight": (1000, 64) for i in range(40)}, torch.bfloat16)
-    for name, state in (("base", base), ("a", near(base, 1))):
-        write_model(tmp_path / name, state)
-    words = ["merge", "--method", "task-arithmetic", "--base", str(tmp_path / "base"), "--model", str(tmp_path / "a")]
-    out = tmp_path / "ray" / "out"
-    command = [sys.executable, "-m", "gradmerge", *words, "-o", str(out), "--engine", "ray", "--workers", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    partial = tmp_path / "ray" / "out.gradmerge-partial"
-    deadline = time.monotonic() + 120
-    while not (partial / NAME).exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.001)
-    children = descendants(process.pid)
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60) == ("", "") and process.returncode == -signal.SIGTERM
-    while any(Path(f"/proc/{pid}").exists() for pid in children):
-        assert time.monotonic() < deadline, "Ray's processes stay"
-        time.sleep(0.1)
-    assert len(children) > 3 and not out.exists() and partial.exists()
-    done = cli(*words, "-o", out, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert cli(*words, "-o", tmp_path / "local" / "out").returncode == 0
-    assert weight_bytes(out) == weight_bytes(tmp_path / "local" / "out")
-
-
-def descendants(pid: int) -> list[int]:
-    found = []
-    for child in Path(f"/proc/{pid}/task").glob("*/children"):
-        for one in map(int, child.read_text().split()):
-            found += [one, *descendants(one)]
-    return found

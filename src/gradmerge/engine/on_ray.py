@@ -46,7 +46,9 @@ class RayCluster:
     """What starting Ray and the first worker took."""
 
     def __enter__(self) -> RayCluster:
+        begun = time.perf_counter()
         self.crew = Crew(self.workers, self.threads, self.address)
+        self.seconds = time.perf_counter() - begun
         return self
 
     def __exit__(self, *_: object) -> None:
