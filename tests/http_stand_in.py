@@ -74,6 +74,7 @@ def web_server() -> Iterator[Web]:
     """A server on a port of its own, until the block ends."""
     web = Web()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"web": web}))
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that goes away is no failure here
     web.address = f"127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.02})
     thread.start()

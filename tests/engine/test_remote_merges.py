@@ -182,6 +182,18 @@ def test_a_merge_that_stopped_goes_on_and_sends_no_shard_twice(
 
 
 @pytest.mark.parametrize("again", [{"resume": True}, {}])
+def test_a_merge_that_was_killed_before_anything_was_sent_is_known_for_our_own(
+    again: dict[str, bool], s3: Any, tmp_path: Path
+) -> None:
+    asked, out = {"method": "average", "models": ["s3://bucket/a", "s3://bucket/b"]}, f"bucket/killed{len(again)}"
+    with pytest.raises(KeyboardInterrupt):
+        gm.merge(asked, f"s3://{out}", progress=Stop(1), threads=1)
+    assert set(there(s3, out)) == {UNFINISHED}
+    gm.merge(asked, f"s3://{out}", **again)
+    assert {"model.safetensors", "config.json"} <= set(there(s3, out)) and UNFINISHED not in there(s3, out)
+
+
+@pytest.mark.parametrize("again", [{"resume": True}, {}])
 def test_a_store_that_fails_at_the_end_leaves_no_record_and_what_is_left_is_sent_later(
     again: dict[str, bool], s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 PARTIAL, REPLACED = ".gradmerge-partial", ".gradmerge-replaced"
 #: Lies in an unfinished folder and says whose it is.
 MARK = ".gradmerge"
+#: Lies there too if OUT is a URL, and says what has been sent.
+SENT = ".gradmerge-sent"
 #: A folder that holds one of these sets of files was written by gradmerge: a merge or samples, reports.
 OURS = ({"gradmerge.json"}, {"report.html", "diagnosis.json"}, {"report.html", "preview.json"})
 #: What a folder of curvature or of a gradient holds, and nothing else.
@@ -193,11 +195,11 @@ class Staging:
 
     def clear(self) -> None:
         """Remove what an earlier process left."""
-        if self.upload is not None:
-            self.upload.forget()
         try:
+            if self.upload is not None:
+                self.upload.forget()
             for child in self.folder.iterdir():
-                if child.name != MARK:
+                if child.name not in (MARK, SENT):
                     shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
         except OSError as error:
             raise _cannot_write(self.folder, error) from error

@@ -20,11 +20,12 @@ from ..text import some
 from ..urls import UrlPath, as_url
 from .fetching import cache_folder
 from .remote import attempt, file_system, url_of
+from .staging import MARK, SENT
 
-#: The object that lies beside a result until that is complete; and, in the staged folder, the names that were sent.
-UNFINISHED, SENT = "gradmerge.unfinished", ".gradmerge-sent"
+#: The object that lies beside a result until that is complete.
+UNFINISHED = "gradmerge.unfinished"
 #: What of a staged folder is not sent, and what is sent last, in this order.
-KEPT_HERE, LAST = (SENT, ".gradmerge", "gradmerge.journal"), ("README.md", "gradmerge.json")
+KEPT_HERE, LAST = (SENT, MARK, "gradmerge.journal"), ("README.md", "gradmerge.json")
 #: Protocols whose objects appear whole. Elsewhere a file is sent under another name, and renamed.
 ATOMIC = ("s3", "s3a", "gs", "gcs", "hf", "memory", "az", "abfs", "abfss", "adl", "oss", "oci", "r2")
 #: Files on their way, or waiting to be sent, at a time.
@@ -85,7 +86,7 @@ class Upload:
             self.sent = dict(json.loads((folder / SENT).read_text()))
         self._old = self.names()
         others = [name for name in self._old if name not in self.sent and name != UNFINISHED]
-        if UNFINISHED in self._old and not self.sent and not force:
+        if UNFINISHED in self._old and not (folder / SENT).exists() and not force:
             raise InputError(
                 f"{self.url}: holds an unfinished result, or one that another process is writing. Go on with it where "
                 "it was begun (--resume), choose another place, or pass --force to replace it."
@@ -108,6 +109,7 @@ class Upload:
         """Start over: what an earlier run has sent is written anew, or removed."""
         self._stale += self.sent
         self.sent = {}
+        self._note()
 
     def send(self, name: str) -> None:
         """Send a complete file of the staged folder in the background, and remove it there; waits if others are due."""
@@ -168,6 +170,7 @@ class Upload:
 
     def reserve(self) -> None:
         """Say that the result is unfinished; fails before any work is done if nothing can be written there."""
+        self._note()  # before, so that the mark is known for our own after a kill
         mark = f"{self._path}/{UNFINISHED}"
         attempt(self.url, "writing", lambda: self._fs.pipe_file(mark, b"gradmerge is writing here\n"))
         self._reserved = True
