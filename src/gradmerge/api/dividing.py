@@ -22,7 +22,14 @@ def what_all_see(loaded: LoadedTask) -> dict[str, Any]:
     """What must be the same in all processes, or their sums would mean nothing."""
     there = [p.detach() for p in loaded.model.parameters() if p.numel() and p.device.type != "meta"]
     weights = sum(float(p.flatten()[0]) for p in there)
-    return {"version of gradmerge": __version__, "number of rows": loaded.examples, "weights": weights}
+    return {"version of gradmerge": __version__, "number of rows": loaded.examples, "weights": repr(weights)}
+
+
+def share_of(loaded: LoadedTask, group: Processes) -> Placed:
+    """The batches of this process's rows."""
+    mine = group.share(loaded.examples)
+    places = range(mine.start, mine.stop, max(1, loaded.batch_size))
+    return Placed(lambda: zip(places, loaded.batches(start=mine.start, end=mine.stop), strict=True))
 
 
 def estimate_saving(
@@ -55,9 +62,9 @@ def estimate_saving(
         done.clear()
         for stretch in mine:
             done.append([stretch.start, stretch.start])
-            places = range(stretch.start, stretch.stop, loaded.batch_size)
-            for first, batch in zip(places, loaded.batches(start=stretch.start, end=stretch.stop), strict=True):
-                end = min(first + loaded.batch_size, stretch.stop)
+            end = stretch.start
+            for batch in loaded.batches(start=stretch.start, end=stretch.stop):
+                first, end = end, min(end + loaded.batch_size, stretch.stop)
                 yield first, batch
 
     def each_batch(so_far: Any) -> None:
@@ -73,7 +80,7 @@ def estimate_saving(
         assert saved is not None
         saved.write(so_far, [*before, *(stretch for one in rows for stretch in one)])
 
-    return estimate_curvature(
+    found: Curvature | KroneckerCurvature = estimate_curvature(
         loaded.model,
         Placed(batches),
         likelihood,
@@ -84,3 +91,4 @@ def estimate_saving(
         together=Together(group, lambda: time.monotonic() - last >= every, save, facts),
         **options,
     )
+    return found

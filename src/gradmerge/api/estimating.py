@@ -35,7 +35,7 @@ from ..tasks import LoadedTask, Loading, complete, load_model, load_task
 from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
 from ..text import listed, nearest
-from .dividing import estimate_saving, what_all_see
+from .dividing import estimate_saving, share_of, what_all_see
 from .saved_sums import SavedSums
 
 #: What can be estimated, and what unfinished work on it is called.
@@ -255,9 +255,7 @@ def estimate_to_disk(
             start = None
             if kind == "gram":
                 told.begin("estimating", loaded.examples)
-                mine = group.share(loaded.examples)
-                batches = loaded.batches(start=mine.start, end=mine.stop)
-                result = gram_of(loaded.model, batches, loaded.device, told.advance, group)
+                result = gram_of(loaded.model, share_of(loaded, group), loaded.device, told.advance, group)
             else:
                 if saved is not None:
                     asked = dict(options)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..text import count, one_line
-from .options import Data, Force, LoadingOptions, Model, Printing, command
+from .options import Data, Force, LoadingOptions, Model, Printing, on_processes
 from .output import Durable, heavy_imports, note, print_json, progress
 from .streams import say
 
@@ -19,7 +19,7 @@ EXAMPLE = (
 )
 
 
-@command
+@on_processes
 def gradient(
     *,
     model: Model,
@@ -41,7 +41,7 @@ def gradient(
     begun = time.perf_counter()
     with progress(printing.silent, "examples") as shown:
         found = estimate_gradient(
-            model, data, out=out, force=force, durable=durable, progress=shown, **loading.as_keywords()
+            model, data, out=out, force=force, durable=durable, progress=shown, processes=True, **loading.as_keywords()
         )
     entries, seconds = sum(value.numel() for value in found.values()), time.perf_counter() - begun
     if printing.json:
