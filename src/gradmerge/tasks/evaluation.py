@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..curvature.batches import moved
 from ..curvature.losses import ExampleLoss, labels_of, logits_of
+from ..curvature.reaching import input_device
 from ..errors import GradmergeError, InputError, MachineError
 from ..text import first_line
 from .loading import LoadedTask
@@ -58,7 +59,7 @@ def evaluate_model(
 def measure(model: nn.Module, batches: Iterable[Any], output: ExampleLoss, advance: Advance | None = None) -> Metrics:
     """The same with the numbers of every example: ``numbers()``, ``rows()``, and ``summary()`` of both."""
     metrics = METRICS[output.name]()
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = input_device(model)
     training = model.training
     model.eval()
     done = 0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..arguments import check
 from ..curvature.losses import ExampleLoss
+from ..curvature.reaching import spread_device
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..text import nearest
@@ -23,7 +24,7 @@ from .data_sources import read_rows
 from .embedding import EmbeddingExamples
 from .image import ImageExamples
 from .models import LoadingInfo, device_of, load_model
-from .placing import Placement, main_device
+from .placing import Placement
 from .processors import load_image_processor, load_tokenizer
 from .rows import Rows
 from .seq2seq import PairExamples
@@ -213,7 +214,7 @@ def _joined(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, opt
         task=info.task,
         output=examples.output,
         examples=len(rows),
-        device=main_device(model) or device_of(options["device"]),
+        device=spread_device(model) or device_of(options["device"]),
         columns=fields,
         missing_keys=info.missing_keys,
         data=examples,

@@ -23,7 +23,7 @@ from ..storage.tensorfile import close_files, open_files
 from ..text import count, first_line, listed, nearest
 from .adapters import base_of, classes_of, with_adapter
 from .folders import check_small_files, check_weights, folder_of, offline
-from .placing import OffloadFolder, Placement, is_quantised, recompute, share_out
+from .placing import OffloadFolder, Placement, is_quantised, offloaded, recompute, share_out
 from .sentence_model import EmbeddingModel, read_setup
 
 TASKS = ("classify", "causal-lm", "seq2seq", "image", "embedding")
@@ -122,6 +122,7 @@ def load_model(
     if placement.shard:
         return share_out(model, place).eval(), info
     if given:
+        info.notes += offloaded(model)
         return model.eval(), info
     if place.type == "cpu" and dtype == "auto" and any(p.dtype == torch.float16 for p in model.parameters()):
         model = model.float()
