@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..text import count
 from .completion import words_of
-from .options import CurvatureOut, Data, Force, LargeOptions, LoadingOptions, Model, Precision, Printing, command
+from .options import CurvatureOut, Data, Force, LargeOptions, LoadingOptions, Model, Precision, Printing, on_processes
 from .output import Durable, Notes, heavy_imports, memory_of, note, print_json, progress
 from .streams import say
 
@@ -73,7 +73,7 @@ class EstimateOptions:
     durable: Durable = False
 
 
-@command
+@on_processes
 def estimate(
     *,
     model: Model,
@@ -93,7 +93,7 @@ def estimate(
 
     logging.basicConfig(handlers=[Notes()], level=logging.ERROR if printing.quiet else logging.WARNING)
     with progress(printing.silent, "examples") as shown:
-        given = {**asdict(options), **asdict(large), **loading.as_keywords()}
+        given: dict[str, Any] = {**asdict(options), **asdict(large), **loading.as_keywords()}
         result = estimate_to_disk(model, data, out, progress=shown, processes=True, **given)
     if printing.json:
         asked = {"model": model, "data": data, "likelihood": options.likelihood, "precision": options.precision}
@@ -106,5 +106,6 @@ def estimate(
         say(
             f"{out}: {kinds.get(options.kind) or f'{options.likelihood} curvature'} of {result.tensors} tensors, "
             f"{count(result.entries)} entries, sum over {result.examples} examples ({result.task}), "
-            f"stored as {options.precision}; {result.seconds:.1f} s on {result.device}{memory_of(result.memory)}"
+            f"stored as {options.precision}; {result.seconds:.1f} s on {result.device}"
+            f"{f', {result.processes} processes' if result.processes > 1 else ''}{memory_of(result.memory)}"
         )

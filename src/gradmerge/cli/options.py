@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..errors import InputError
+from ..processes import announced, current, joined, stop_with_the_others
 from .completion import words_of
-from .output import AllowConfig, AllowPickle, Debug, Dequantize, Json, Quiet, guarded
+from .output import AllowConfig, AllowPickle, Debug, Dequantize, Json, Quiet, explain, guarded, heavy_imports
 
 if TYPE_CHECKING:
     from ..tasks import Generation, Loading
@@ -243,11 +244,11 @@ class RecipeOptions:
         return {**asdict(self), "allow_config": self.allow_config or ()}
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
+def command(function: Callable[..., None], *, processes: bool = False) -> Callable[..., None]:
     """Make a typer command of a function that takes groups of options.
 
     typer sees the options one by one; the function gets each group as one object. Every command takes
-    `Printing`, which says how errors end.
+    `Printing`, which says how errors end. ``processes``: it may be run by several processes, as torchrun starts them.
     """
     shown: dict[str, inspect.Parameter] = {}
     groups: dict[str, Any] = {}
@@ -262,6 +263,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         device = str(given.get("device"))
         with guarded(given["debug"], given["json"]), _variable_named(device):
+            _join(function.__name__, processes)
             made = {
                 name: group(**{option: given.pop(option) for option in group.__dataclass_fields__})
                 for name, group in groups.items()
@@ -271,6 +273,26 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: parameter.annotation for name, parameter in shown.items()}
     return run
+
+
+on_processes = functools.partial(command, processes=True)
+
+
+def _join(name: str, processes: bool) -> None:
+    """Join the other processes of torchrun or `accelerate launch`, if there are some, or refuse to be one of them."""
+    place = announced()
+    if place is not None and not processes:
+        raise InputError(
+            f"{name.replace('_', '-')}: runs in one process, and this is one of {place.number} (WORLD_SIZE and RANK in "
+            "the environment, as torchrun and accelerate launch set them). Start it without them: on several processes "
+            "run curvature estimate, gradient, evaluate and refine."
+        )
+    if place is not None:
+        with heavy_imports():
+            current()
+        if (group := joined()) is not None:
+            group.explain = explain
+        stop_with_the_others()
 
 
 def from_environment(option: str, value: Any) -> bool:

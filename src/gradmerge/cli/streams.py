@@ -8,12 +8,15 @@ import io
 import os
 import select
 import sys
+from pathlib import Path
 from typing import Any, TextIO
 
 from ..text import printable
 
 #: File descriptor → the error with which output to it was lost.
 _lost: dict[int, OSError] = {}
+#: Standard output and error of a process that is to be silent.
+_unheard: list[TextIO] = []
 
 
 class _Outlet(io.FileIO):
@@ -47,6 +50,19 @@ def prepare_streams() -> None:
         sys.stdout = _wrapped(sys.stdout, 1)
     if sys.stderr is sys.__stderr__:
         sys.stderr = _wrapped(sys.stderr, 2)
+
+
+def hush() -> None:
+    """Let nothing that is said be heard: one of several processes, of which the first speaks."""
+    _unheard.extend([sys.stdout, sys.stderr])
+    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+
+
+def speak_up() -> None:
+    """Be heard again."""
+    if _unheard:
+        sys.stdout, sys.stderr = _unheard
+        _unheard.clear()
 
 
 def _wrapped(stream: TextIO | None, fd: int) -> TextIO:
