@@ -11,6 +11,7 @@ from typing import Any, Unpack, cast
 from torch import nn
 
 from ..arguments import checked
+from ..checkpoints.adapter_config import is_adapter
 from ..checkpoints.opening import open_checkpoint
 from ..curvature.batches import watched
 from ..curvature.curvature import SHARD_SIZE
@@ -126,7 +127,8 @@ def _from_disk(
 ) -> Gradient:
     files = state()
     notes = []
-    with open_checkpoint(model) as checkpoint:
+    # An adapter's base may be stored quantised; what is read of it here is only what tells it from others.
+    with open_checkpoint(model, dequantize=is_adapter(Path(model))) as checkpoint:
         types = {info.dtype for info in checkpoint.tensors.values()}
         if options["dtype"] == "auto":
             # Near the end of training the gradients of examples all but cancel, and narrow types would round that away.
