@@ -389,7 +389,7 @@ def test_options_that_cannot_be_are_refused(
 
 def test_a_model_that_cannot_compute_again_says_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradmerge.tasks.models.recompute", lambda model: False)
-    with pytest.raises(InputError, match="--gradient-checkpointing: .* cannot compute its activations again"):
+    with pytest.raises(InputError, match=r"--gradient-checkpointing: .* cannot compute its activations again"):
         load_task(place / "bert", place / "rows.jsonl", gradient_checkpointing=True)
     loaded = load_task(place / "bert", place / "rows.jsonl", device_map=str(place / "disk.json"), gradients=True)
     assert any("in memory at once" in note for note in loaded.notes)
