@@ -11,6 +11,7 @@ from typing import Any, Unpack, cast
 from torch import nn
 
 from ..arguments import checked
+from ..checkpoints.adapter_config import is_adapter
 from ..checkpoints.opening import open_checkpoint
 from ..curvature.batches import watched
 from ..curvature.curvature import SHARD_SIZE
@@ -22,10 +23,11 @@ from ..errors import InputError, MachineError
 from ..processes import ALONE, Processes, current
 from ..progress import Progress, shown
 from ..storage.staging import Staging
-from ..tasks import Loading, complete, load_task
+from ..tasks import LargeLoading, complete_large, load_task
 from ..tasks.data_sources import data_paths
 from ..text import nearest
 from .dividing import share_of, what_all_see
+from .large_models import keeping_for
 
 #: Types whose sums of gradients would be mostly rounding.
 NARROW = {"BF16", "F16"}
@@ -43,7 +45,7 @@ def estimate_gradient(
     durable: bool = False,
     progress: bool | Progress = True,
     processes: bool = False,
-    **loading: Unpack[Loading],
+    **loading: Unpack[LargeLoading],
 ) -> Gradient:
     """The gradient of a model on some data: Σ_i ∇ℓ_i(θ), summed over examples, and Σ_i ℓ_i(θ) with it.
 
@@ -67,7 +69,8 @@ def estimate_gradient(
             :func:`gradmerge.estimate_curvature`.
         loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says, but that a model
             stored in 16 bits computes in float32 if no ``dtype`` is given. For a module only ``device``: where batches
-            are moved to, by default where the model is.
+            are moved to, by default where the model is. On disk also ``device_map``, ``quantize`` and
+            ``gradient_checkpointing``, for models larger than a device.
 
     Returns:
         The gradient: for a module by the names of its parameters, for a model on disk by those of its files.
@@ -81,7 +84,7 @@ def estimate_gradient(
         raise InputError(f"batches is {type(batches).__name__}, but must be {expected}")
     if isinstance(output, str) and output not in LOSSES:
         raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
-    options = complete(loading, estimate_gradient)
+    options = complete_large(loading, estimate_gradient)
     models = model_paths(str(model)) if on_disk else []
     reads = [*models, *model_paths(options["tokenizer"])], data_paths(str(batches)) if on_disk else []
     if processes and not on_disk:
@@ -107,25 +110,32 @@ def estimate_gradient(
             def state() -> State:
                 return state_of(reads[0]) + state_of(reads[1], deep=True)
 
-            found = _from_disk(str(model), str(batches), options, state, told, group)
+            found = _from_disk(Path(out or "."), str(model), str(batches), options, state, told, group)
         if staging is not None:
             found.write(staging.folder, shard_size=shard_size)
     return found
 
 
 def _from_disk(
-    model: str, source: str, options: Loading, state: Callable[[], State], progress: Progress, group: Processes
+    folder: Path,
+    model: str,
+    source: str,
+    options: LargeLoading,
+    state: Callable[[], State],
+    progress: Progress,
+    group: Processes,
 ) -> Gradient:
     files = state()
     notes = []
-    with open_checkpoint(model) as checkpoint:
+    # An adapter's base may be stored quantised; what is read of it here is only what tells it from others.
+    with open_checkpoint(model, dequantize=is_adapter(Path(model))) as checkpoint:
         types = {info.dtype for info in checkpoint.tensors.values()}
         if options["dtype"] == "auto":
             # Near the end of training the gradients of examples all but cancel, and narrow types would round that away.
             options = {**options, "dtype": "float64" if "F64" in types else "float32"}
             if types & NARROW:
                 notes.append(f"the model is stored as {', '.join(sorted(types & NARROW))} and computes in float32 here")
-        loaded = load_task(model, source, adapter_apart=True, **options)
+        loaded = load_task(model, source, adapter_apart=True, gradients=True, beside=4, **options)
         digest = str(digest_of(checkpoint)) if group.first else ""
     group.agree(what_all_see(loaded))
     progress.begin("estimating", loaded.examples)
@@ -136,6 +146,7 @@ def _from_disk(
         device=loaded.device,
         each_batch=progress.advance,
         processes=group,
+        keeping=keeping_for(loaded.model, None, folder, None, ALONE, False),
     ).for_files()
     if path := changed(files, state()):
         raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Estimate again.")

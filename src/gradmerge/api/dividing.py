@@ -26,7 +26,11 @@ from .saved_sums import SavedSums, stored_as
 
 def what_all_see(loaded: LoadedTask) -> dict[str, Any]:
     """What must be the same in all processes, or their sums would mean nothing."""
-    there = [p.detach() for p in loaded.model.parameters() if p.numel() and p.device.type != "meta"]
+    there = [
+        p.detach()
+        for p in loaded.model.parameters()
+        if p.numel() and p.device.type != "meta" and not hasattr(p, "to_local")
+    ]
     weights = sum(float(p.flatten()[0]) for p in there)
     return {"version of gradmerge": __version__, "number of rows": loaded.examples, "weights": repr(weights)}
 
@@ -94,7 +98,9 @@ def estimate_saving(
         device=loaded.device,
         start=sums,
         each_batch=each_batch,
-        together=Together(group, lambda: time.monotonic() - last >= every, save, facts),
+        together=Together(
+            group, lambda: time.monotonic() - last >= every, save, facts, shared=options["keeping"].shared
+        ),
         **options,
     )
     return found

@@ -24,6 +24,7 @@ from ..curvature.files import PRECISIONS
 from ..curvature.gram import Gram, gram_of
 from ..curvature.kronecker import WIDEST, KroneckerCurvature
 from ..curvature.losses import ExampleLoss, TokenLoss
+from ..curvature.totals import Keeping
 from ..curvature.trial import Trial
 from ..display import Displayed
 from ..engine.reads import changed, digest_of_state, model_paths, state_of
@@ -31,11 +32,12 @@ from ..errors import GradmergeError, InputError, MachineError
 from ..processes import ALONE, current
 from ..progress import Progress, shown
 from ..storage.staging import Staging
-from ..tasks import LoadedTask, Loading, complete, load_model, load_task
+from ..tasks import LargeLoading, LoadedTask, Loading, complete, complete_large, load_model, load_task
 from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
 from ..text import listed, nearest
 from .dividing import estimate_saving, share_of, what_all_see
+from .large_models import check_large, keeping_for, peak_memory
 from .saved_sums import SavedSums
 
 #: What can be estimated, and what unfinished work on it is called.
@@ -64,6 +66,8 @@ class Estimate(Displayed):
     """Examples that an earlier run had gone through."""
     processes: int = 1
     """How many have estimated it, each a share of the examples."""
+    memory: list[dict[str, int]] = field(default_factory=list)
+    """Of every process, the most that it has held, in bytes: of the machine's memory, and of its GPUs'."""
     notes: list[str] = field(default_factory=list)
 
     def _line(self) -> list[str]:
@@ -115,6 +119,8 @@ def estimate_curvature(
     durable: bool = False,
     save_every: float = SAVE_EVERY,
     processes: bool = False,
+    sums: str | None = None,
+    shard: bool = False,
     **loading: Any,
 ) -> Curvature | KroneckerCurvature | Estimate:
     """The curvature of a model on some data: Σ_i [∇ℓ_i(θ)]², the square of every single example's gradient.
@@ -149,8 +155,12 @@ def estimate_curvature(
         processes: On disk: divide the rows over the processes that torchrun or `accelerate launch` has started, all of
             which must call this alike; the first writes. Without it every process is on its own, as with a module: add
             the curvature of its batches to that of the others.
-        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says. For a module only
-            ``device``: where batches are moved to, by default where the model is.
+        sums: Where the sums are kept: on the ``device`` where they come about, the ``cpu`` or ``disk``; by default
+            where the model's weights are.
+        shard: On disk, with ``processes``: share the model's parameters, and the sums, out over them (FSDP2).
+        loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says, and
+            ``device_map``, ``quantize`` and ``gradient_checkpointing``. For a module only ``device``: where batches are
+            moved to, by default where the model is.
 
     Returns:
         For a module its :class:`Curvature` or :class:`KroneckerCurvature`, **sums** over examples; for a model on disk
@@ -161,7 +171,8 @@ def estimate_curvature(
     """
     of_modules: Any = {"output": output, "start": start, "each_batch": each_batch, "trial": trial}
     of_disk: Any = {"out": out, "at_delta": at_delta, "precision": precision, "shard_size": shard_size}
-    of_disk |= {"resume": resume, "force": force, "durable": durable, "save_every": save_every, "processes": processes}
+    of_disk |= {"resume": resume, "force": force, "durable": durable, "save_every": save_every}
+    of_disk |= {"processes": processes, "shard": shard}
     if kind is not None and structure not in ("diagonal", kind):
         raise InputError(f"structure {structure!r} and kind {kind!r} are two names of one option: give one of them")
     structure = kind or structure
@@ -179,11 +190,19 @@ def estimate_curvature(
         with shown(progress, "batches") as told:
             seen = watched(cast(Iterable[Any], batches), told, "estimating")
             keywords: Any = of_modules | {"seed": seed, "device": device, "widest": widest}
+            keywords["keeping"] = Keeping(sums or "device")
             return estimate_in_memory(model, seen, likelihood, structure=structure, **keywords)
     _refuse(of_modules, "a module, not for a model on disk")
     if out is None:
         raise InputError("out is None, but must be the folder to write, for a model on disk: out=…")
-    of_disk |= {"likelihood": likelihood, "kind": structure, "seed": seed, "widest": widest, "progress": progress}
+    of_disk |= {
+        "sums": sums,
+        "likelihood": likelihood,
+        "kind": structure,
+        "seed": seed,
+        "widest": widest,
+        "progress": progress,
+    }
     return estimate_to_disk(model, str(batches), **of_disk, **loading)
 
 
@@ -213,10 +232,13 @@ def estimate_to_disk(
     progress: bool | Progress = True,
     save_every: float = SAVE_EVERY,
     processes: bool = False,
-    **loading: Unpack[Loading],
+    sums: str | None = None,
+    shard: bool = False,
+    **loading: Unpack[LargeLoading],
 ) -> Estimate:
     """``estimate_curvature`` of a model on disk."""
-    options = complete(loading, estimate_to_disk)
+    options = complete_large(loading, estimate_to_disk)
+    check_large(kind, sums, shard, resume, at_delta, options["device_map"], options["quantize"])
     _check_options(likelihood, kind, precision, at_delta)
     _check_widest(widest, kind)
     begun = time.perf_counter()
@@ -241,7 +263,9 @@ def estimate_to_disk(
         with place as staging:
             saved = SavedSums(staging) if staging is not None else None
             files = state_of(models) + state_of(data, deep=True)
-            loaded = load_task(model, source, **options)
+            beside = 4 if sums in (None, "device") else 0
+            loaded = load_task(model, source, shard=shard, gradients=kind != "gram", beside=beside, **options)
+            keeping = keeping_for(loaded.model, sums, Path(out), staging, group, shard)
             if kind == "kronecker" and loaded.task == "embedding":
                 raise InputError(
                     "--kind kronecker: embeddings use every layer once per text of an example, and Kronecker factors "
@@ -255,7 +279,7 @@ def estimate_to_disk(
             start = None
             if kind == "gram":
                 told.begin("estimating", loaded.examples)
-                result = gram_of(loaded.model, share_of(loaded, group), loaded.device, told.advance, group)
+                result = gram_of(loaded.model, share_of(loaded, group), loaded.device, told.advance, group, keeping)
             else:
                 if saved is not None:
                     asked = dict(options)
@@ -268,11 +292,11 @@ def estimate_to_disk(
                         "at_delta": at_delta,
                         "columns": dict(options["columns"] or {}),
                         "seed": seed,
-                        **{name: asked[name] for name in ("limit", "max_length", "dtype", "tokenizer")},
+                        **{name: asked[name] for name in ("limit", "max_length", "dtype", "tokenizer", "quantize")},
                         **({"widest": widest} if kind == "kronecker" else {}),
                     }
                     start = saved.read(kind) if resume else None
-                options_of: Any = {"structure": kind, "widest": widest, "seed": seed}
+                options_of: Any = {"structure": kind, "widest": widest, "seed": seed, "keeping": keeping}
                 result = estimate_saving(loaded, likelihood, start, saved, save_every, told, group, **options_of)
                 if isinstance(result, KroneckerCurvature) and result.wide:
                     wide = f"layers with more than {widest:,} inputs or outputs have a diagonal"
@@ -290,6 +314,7 @@ def estimate_to_disk(
                 result.write(staging.folder, precision, shard_size)
                 write_curvature_card(staging.folder, _card_facts(source, loaded, options, at_delta))
                 saved.remove()
+            memory = group.gather(peak_memory())
     return Estimate(
         out=Path(out),
         kind=kind,
@@ -301,6 +326,7 @@ def estimate_to_disk(
         device=str(loaded.device),
         resumed_from=start[0].examples if start is not None else 0,
         processes=group.count,
+        memory=memory,
         notes=[*(staging.notes if staging is not None else []), *loaded.notes, *notes],
     )
 

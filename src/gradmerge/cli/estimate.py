@@ -10,8 +10,8 @@ import typer
 
 from ..text import count
 from .completion import words_of
-from .options import CurvatureOut, Data, Force, LoadingOptions, Model, Precision, Printing, on_processes
-from .output import Durable, Notes, heavy_imports, note, print_json, progress
+from .options import CurvatureOut, Data, Force, LargeOptions, LoadingOptions, Model, Precision, Printing, on_processes
+from .output import Durable, Notes, heavy_imports, memory_of, note, print_json, progress
 from .streams import say
 
 EXAMPLE = (
@@ -52,6 +52,18 @@ class EstimateOptions:
     at_delta: Annotated[
         str | None, typer.Option(metavar="BASE", help="Estimate at MODEL − BASE instead of MODEL, for fa1.")
     ] = None
+    sums: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Where sums are kept until they are written: device, cpu or disk.",
+            show_default="where the weights are",
+        ),
+    ] = None
+    shard: Annotated[
+        bool,
+        typer.Option("--shard", help="Under torchrun: share parameters and sums out over the processes (FSDP2)."),
+    ] = False
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the labels that `sampled` draws.")] = 0
     precision: Precision = "float32"
     resume: Annotated[
@@ -68,6 +80,7 @@ def estimate(
     data: Data,
     out: CurvatureOut,
     loading: LoadingOptions,
+    large: LargeOptions,
     options: EstimateOptions,
     printing: Printing,
 ) -> None:
@@ -80,7 +93,7 @@ def estimate(
 
     logging.basicConfig(handlers=[Notes()], level=logging.ERROR if printing.quiet else logging.WARNING)
     with progress(printing.silent, "examples") as shown:
-        given: dict[str, Any] = {**asdict(options), **loading.as_keywords()}
+        given: dict[str, Any] = {**asdict(options), **asdict(large), **loading.as_keywords()}
         result = estimate_to_disk(model, data, out, progress=shown, processes=True, **given)
     if printing.json:
         asked = {"model": model, "data": data, "likelihood": options.likelihood, "precision": options.precision}
@@ -94,5 +107,5 @@ def estimate(
             f"{out}: {kinds.get(options.kind) or f'{options.likelihood} curvature'} of {result.tensors} tensors, "
             f"{count(result.entries)} entries, sum over {result.examples} examples ({result.task}), "
             f"stored as {options.precision}; {result.seconds:.1f} s on {result.device}"
-            f"{f', {result.processes} processes' if result.processes > 1 else ''}"
+            f"{f', {result.processes} processes' if result.processes > 1 else ''}{memory_of(result.memory)}"
         )

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from ..processes import announced
 from ..text import Measured, one_line
-from .options import Data, GenerationOptions, HarnessOptions, LoadingOptions, Model, Printing, on_processes
+from .options import (
+    Data,
+    GenerationOptions,
+    HarnessOptions,
+    LargeOptions,
+    LoadingOptions,
+    Model,
+    Printing,
+    on_processes,
+)
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
@@ -34,6 +44,7 @@ def evaluate(
         bool, typer.Option("--card", help="Also put the numbers into the model card of a folder that gradmerge wrote.")
     ] = False,
     loading: LoadingOptions,
+    large: LargeOptions,
     writing: GenerationOptions,
     harness: HarnessOptions,
     printing: Printing,
@@ -46,9 +57,10 @@ def evaluate(
         from ..api.evaluating import evaluated
 
     begun = time.perf_counter()
+    given: Any = {**asdict(large), **loading.as_keywords()}
     with progress(printing.silent, "examples") as shown:
         generation, asked = writing.as_generation(), (harness.lm_eval, harness.lm_eval_tasks)
-        found, loaded = evaluated(model, data, generation, *asked, loading.as_keywords(), shown, card, processes=True)
+        found, loaded = evaluated(model, data, generation, *asked, given, shown, card, processes=True)
     notes = list(loaded.notes) if loaded is not None else []
     if harness.lm_eval is not None and announced() is not None:
         notes.append("--lm-eval ran in the first process alone")

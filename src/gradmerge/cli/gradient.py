@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..text import count, one_line
-from .options import Data, Force, LoadingOptions, Model, Printing, on_processes
+from .options import Data, Force, LargeOptions, LoadingOptions, Model, Printing, on_processes
 from .output import Durable, heavy_imports, note, print_json, progress
 from .streams import say
 
@@ -26,6 +27,7 @@ def gradient(
     data: Data,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Gradient folder to write.")],
     loading: LoadingOptions,
+    large: LargeOptions,
     force: Force = False,
     durable: Durable = False,
     printing: Printing,
@@ -40,9 +42,8 @@ def gradient(
 
     begun = time.perf_counter()
     with progress(printing.silent, "examples") as shown:
-        found = estimate_gradient(
-            model, data, out=out, force=force, durable=durable, progress=shown, processes=True, **loading.as_keywords()
-        )
+        given: Any = {**asdict(large), **loading.as_keywords(), "processes": True}
+        found = estimate_gradient(model, data, out=out, force=force, durable=durable, progress=shown, **given)
     entries, seconds = sum(value.numel() for value in found.values()), time.perf_counter() - begun
     if printing.json:
         print_json(

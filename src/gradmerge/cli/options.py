@@ -140,6 +140,36 @@ class LoadingOptions:
 
 
 @dataclass(frozen=True)
+class LargeOptions:
+    """For models larger than a device: the options of `gradmerge.tasks.LargeLoading` that `Loading` does not have."""
+
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MAP",
+            help="auto: layers over all GPUs, the CPU and the disk, by accelerate; or a JSON file that says which is "
+            "where.",
+        ),
+    ] = None
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BITS",
+            help="4bit or 8bit: the base as codes of bitsandbytes, under an adapter, whose parameters are then "
+            "measured; none: also not where it is stored so.",
+            show_default="as it is stored",
+        ),
+    ] = None
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--gradient-checkpointing",
+            help="Compute activations again in the backward pass: less memory, about a third more time.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True)
 class GenerationOptions:
     """Whether models write answers, and how these are judged."""
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -148,6 +148,15 @@ def heavy_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def memory_of(processes: Sequence[Mapping[str, int]]) -> str:
+    """How much memory every process has held at most, for the end of a line."""
+    held = [
+        " and ".join([size(one["peak_rss_bytes"]), *(f"{size(v)} on GPUs" for k, v in one.items() if "cuda" in k)])
+        for one in processes
+    ]
+    return f", at most {held[0]} of memory" if len(held) == 1 else f"; memory by process at most {', '.join(held)}"
 
 
 def print_json(value: Any) -> None:

@@ -24,6 +24,7 @@ batch before anything is added for it, its parameters are slow from here on. If 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -271,7 +272,12 @@ class Accumulator(Recorder):
         objectives = lambda example, row: self._objectives(example, first + row)  # noqa: E731
         for_each_example(batch, objectives, sums, add, self._keeping)
         for one in sums if self._keeping.shared else ():  # in the same order on every process
-            one.add(lambda total, one=one: total.add_(here[one]) if one in here else None)
+            one.add(functools.partial(_add_if, here.get(one)))
+
+
+def _add_if(value: Tensor | None, total: Tensor) -> None:
+    if value is not None:
+        total += value
 
 
 def _is_small(term: Term) -> bool:

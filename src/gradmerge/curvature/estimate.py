@@ -22,10 +22,11 @@ from .curvature import Curvature
 from .factors import KroneckerSums
 from .kronecker import WIDEST, KroneckerCurvature, factors_for, for_kronecker_files, go_on, kronecker_of, stored_alone
 from .losses import LOSSES, ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_of
+from .reaching import followed, reaching
 from .stored_names import for_files
 from .sums import Distrusted
 from .together import Together
-from .totals import Keeping
+from .totals import Keeping, in_step
 from .trial import Trial
 
 STRUCTURES = ("diagonal", "kronecker")
@@ -69,6 +70,7 @@ def estimate_curvature(
 def estimate_curvature(
     model: nn.Module, batches: Iterable[Any], likelihood: str = ..., *, structure: str, **options: Unpack[_Keywords]
 ) -> Curvature | KroneckerCurvature: ...
+@reaching
 def estimate_curvature(
     model: nn.Module,
     batches: Iterable[Any],
@@ -111,17 +113,19 @@ def estimate_curvature(
 
     def so_far(copy: bool = True) -> Curvature | KroneckerCurvature:
         objective.check_losses()
-        label = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+        label, examples_of_all = _label_of(model), keeping.sum_up(examples)
         found = {name: accumulator.sums[p] for name, p in parameters.items()}
+        # Sums that are kept elsewhere are many: they are copied only where those of processes are added to the copy.
+        copy &= keeping.plain or (together.processes.count > 1 and not keeping.shared)
+        copied = keeping.copied if copy else (lambda total: total)
         if kronecker:
             before, stored = start if isinstance(start, KroneckerCurvature) else None, for_kronecker_files(model, alone)
-            return kronecker_of(found, before, max(1, examples), likelihood, label, wide, stored)
-        copy &= keeping.plain
-        sums = {name: one.total.clone() if copy else one.total for name, one in found.items()}
+            return kronecker_of(found, before, max(1, examples_of_all), likelihood, label, wide, stored, copied)
+        sums = {name: copied(one.total) for name, one in found.items()}
         if start is not None and keeping.plain:
             for name, total in sums.items():
                 total += start[name].to(total)
-        return Curvature(sums, max(1, examples), likelihood, label, for_files(model))
+        return Curvature(sums, max(1, examples_of_all), likelihood, label, for_files(model))
 
     trial = trial if trial is not None else Trial()
     tried, slow = trial.examples > 0, set[nn.Parameter]()
@@ -136,17 +140,17 @@ def estimate_curvature(
             accumulator = Accumulator(model, every, passes, objective.logits, trial, slow, factors, keeping)
             if isinstance(start, Curvature) and not keeping.plain:
                 for name, p in parameters.items():
-                    accumulator.sums[p].add(lambda total, name=name: total.add_(start[name].to(total)))
+                    accumulator.sums[p].add(functools.partial(_add_to, start[name]))
             together.begin({name: accumulator.sums[p] for name, p in parameters.items()})
-            with prepared(model), accumulator:
-                for first, batch in with_places(batches, begun):
+            with prepared(model), followed(model, keeping), accumulator:
+                for first, batch in in_step(with_places(batches, begun), keeping):
                     batch = moved(batch, place)
                     if not len(labels_of(batch)):
                         continue
                     accumulator.add(batch, first)
-                    examples += examples_in(batch)
+                    examples += 0 if keeping.idle else examples_in(batch)
                     _name_slow(accumulator.slow, parameters, trial.told)
-                    if each_batch is not None:
+                    if each_batch is not None and not keeping.idle:
                         each_batch(so_far)
                     together.after_batch(so_far, examples)
                 together.at_end(so_far, examples)
@@ -168,6 +172,14 @@ def estimate_curvature(
             f"{what}:\n{listed(unused)}\n  Freeze what is not trained (requires_grad_(False)), or estimate a diagonal."
         )
     return together.added(so_far(copy=False), examples)
+
+
+def _add_to(value: Tensor, total: Tensor) -> None:
+    total += value.to(total)
+
+
+def _label_of(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
 
 
 def _check_start(
@@ -273,8 +285,8 @@ def prepared(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             stack.callback(setattr, module, "training", training)
         model.eval()
-        for module, training in modes:
-            if training and getattr(module, "gradient_checkpointing", False):
+        for module, _ in modes:
+            if getattr(module, "gradient_checkpointing", False):
                 _keep_checkpointing(module, stack)
             if getattr(module, "inplace", False) is True:
                 stack.callback(setattr, module, "inplace", True)

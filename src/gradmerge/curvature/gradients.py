@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +23,11 @@ from .curvature import SHARD_SIZE, NamedSums, write_sums
 from .estimate import Objective, prepared
 from .files import examples_of
 from .losses import LOSSES, ExampleLoss, labels_of, logits_of
+from .reaching import reaching
 from .stored_names import for_files
 from .summary import group_of
+from .sums import handing_over
+from .totals import Keeping
 
 FORMAT = "gradmerge-gradient/1"
 STEM = "gradient"
@@ -148,6 +152,7 @@ class Gradient(NamedSums):
         return found
 
 
+@reaching
 def estimate_gradient(
     model: nn.Module,
     batches: Iterable[Any],
@@ -156,26 +161,32 @@ def estimate_gradient(
     device: str | torch.device | None = None,
     each_batch: Callable[[int], None] | None = None,
     processes: Processes = ALONE,
+    keeping: Keeping | None = None,
 ) -> Gradient:
     """Σ_i ∇ℓ_i(θ) over the examples of ``batches``; :func:`gradmerge.estimate_gradient` explains the arguments.
 
     The model is in eval mode meanwhile. Sums are float32 (float64 where the model is), whatever the model computes in.
     ``each_batch`` is called after every batch with its number of examples. Of several ``processes`` each has batches of
-    its own, and all get the sums of all.
+    its own, and all get the sums of all. ``keeping`` says where the sums are kept.
     """
+    keeping = keeping or Keeping()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
     if not parameters:
         raise InputError("the model has no parameter with requires_grad=True: there is no gradient to estimate")
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
     objective = Objective(model, "empirical", LOSSES[output] if isinstance(output, str) else output, 0)
-    sums = {
-        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
+    totals = {
+        name: keeping.total(p.shape, torch.promote_types(p.dtype, torch.float32), p.device)
         for name, p in parameters.items()
     }
+
+    def add(name: str, gradient: Tensor) -> None:
+        totals[name].add(lambda total: total.add_(gradient))
+        unreached.discard(name)
+
+    handlers = {p: functools.partial(add, name) for name, p in parameters.items()}
     unreached, first, examples, loss = set(parameters), None, 0, 0.0
-    with prepared(model):
-        for parameter in parameters.values():
-            parameter.requires_grad_(True)
+    with prepared(model), handing_over(handlers, keeping):
         for row, batch in with_places(batches, 0):
             batch = moved(batch, place)
             if not len(labels_of(batch)):
@@ -183,11 +194,7 @@ def estimate_gradient(
             first = batch if first is None else first
             total = objective.passes(batch, row)[0]()
             if total.requires_grad:
-                found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
-                for (name, into), value in zip(sums.items(), found, strict=True):
-                    if value is not None:
-                        into += value
-                        unreached.discard(name)
+                total.backward()
             objective.check_losses()
             loss += float(total.detach())
             examples += examples_in(batch)
@@ -197,6 +204,7 @@ def estimate_gradient(
         examples, loss = sum(one for one, *_ in told), sum(one for _, one, _ in told)
         if not examples:
             raise InputError("there are no examples to estimate a gradient on")
+        sums = {name: total.whole() for name, total in totals.items()}
         processes.add(sums.values())
         nowhere = {name: parameters[name] for name in parameters if all(name in names for *_, names in told)}
         of_all = processes.gather([] if first is None else _unused(model, nowhere, first))
@@ -221,6 +229,8 @@ def _unused(model: nn.Module, unreached: Mapping[str, nn.Parameter], batch: Any)
     """
     if not unreached:
         return []
+    if any(0 in p.stride() for p in unreached.values() if p.numel() > 1):  # weights that are elsewhere cannot be moved
+        return [f"no gradient has come to these, and theirs is 0:\n{listed(unreached)}"]
     with torch.no_grad():
         before = logits_of(model, batch)
         slack = 1e-3 * NUDGE * float(before.abs().max())

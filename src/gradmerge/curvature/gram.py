@@ -22,7 +22,9 @@ from .files import metadata
 from .formulas import is_conv1d
 from .losses import logits_of
 from .padding import masks_of, sees_decoder
+from .reaching import input_device
 from .stored_names import stored_sources
+from .totals import Keeping, Total, in_step
 
 
 class Gram(NamedSums):
@@ -85,7 +87,7 @@ def estimate_gram(
         >>> gm.estimate_gram(model, [(inputs, labels)]).save("tuned/gram")
     """
     with shown(progress, "batches") as told:
-        place = torch.device(device) if device is not None else next(model.parameters()).device
+        place = torch.device(device) if device is not None else input_device(model)
         return gram_of(model, watched(batches, told, "estimating"), place, each_batch)
 
 
@@ -95,6 +97,7 @@ def gram_of(
     place: torch.device,
     each_batch: Callable[[int], None] | None = None,
     processes: Processes = ALONE,
+    keeping: Keeping | None = None,
 ) -> Gram:
     """The same; ``batches`` are those of this process, and the sums those of all ``processes``."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -105,7 +108,8 @@ def gram_of(
     }
     if not layers:
         raise InputError("the model has no linear layer: there is no Gram matrix to estimate")
-    matrices: dict[str, Tensor] = {}
+    keeping = keeping or Keeping()
+    totals: dict[str, Total] = {}
     masks: dict[bool, Tensor | None] = {}
     examples = 0
     with contextlib.ExitStack() as stack, torch.no_grad():
@@ -113,16 +117,19 @@ def gram_of(
             stack.callback(setattr, module, "training", module.training)
         model.eval()
         for name, layer in layers.items():
-            hook = _adder(name, matrices, masks)
+            hook = _adder(name, totals, masks, keeping)
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for batch in batches:
+        for batch in in_step(batches, keeping):
             batch = moved(batch, place)
             masks |= masks_of(model, batch)
             logits_of(model, batch)
+            if keeping.idle:
+                continue
             examples += examples_in(batch)
             if each_batch is not None:
                 each_batch(examples_in(batch))
-    examples = _added(matrices, examples, place, processes)
+    matrices = {name: total.whole() for name, total in totals.items()}
+    examples = keeping.sum_up(examples) if keeping.shared else _added(matrices, examples, place, processes)
     if not examples:
         raise InputError("there are no examples to estimate Gram matrices on")
     order = {source: number for number, source in enumerate(layers)}
@@ -144,7 +151,9 @@ def _added(matrices: dict[str, Tensor], examples: int, place: torch.device, proc
     return sum(count for _, count in told)
 
 
-def _adder(name: str, matrices: dict[str, Tensor], masks: Mapping[bool, Tensor | None]) -> Callable[..., None]:
+def _adder(
+    name: str, totals: dict[str, Total], masks: Mapping[bool, Tensor | None], keeping: Keeping
+) -> Callable[..., None]:
     side = sees_decoder(name)
 
     def add(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -152,11 +161,11 @@ def _adder(name: str, matrices: dict[str, Tensor], masks: Mapping[bool, Tensor |
         mask = masks.get(side)
         folded = x.dim() == 2 and mask is not None and mask.numel() == len(x)
         if mask is not None and (mask.shape == x.shape[:-1] or folded):
-            x = x[mask.bool().reshape(x.shape[:-1])]
+            x = x[mask.to(x.device).bool().reshape(x.shape[:-1])]
         x = x.reshape(-1, x.shape[-1])
         x = x if x.dtype == torch.float64 else x.float()
-        if name not in matrices:
-            matrices[name] = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
-        matrices[name].addmm_(x.T, x)
+        if name not in totals:
+            totals[name] = keeping.total((x.shape[1], x.shape[1]), x.dtype, x.device)
+        totals[name].add(lambda total: total.addmm_(x.T, x))
 
     return add

@@ -20,7 +20,7 @@ from .files import INPUTS, OUTPUTS, metadata, open_curvature
 from .formulas import is_conv1d
 from .stored_names import for_files, stored_shapes, stored_sources
 from .sums import ParameterSum
-from .totals import Keeping
+from .totals import Keeping, let_go
 
 #: Layers with more inputs or outputs get a diagonal: their factors would be of a gigabyte or more each.
 WIDEST = 16384
@@ -94,6 +94,7 @@ class KroneckerCurvature(NamedSums):
         for name, value in named.items():
             if not bool(torch.isfinite(value).all()):
                 raise InputError(f"curvature of {name} has values that are not finite; it is not saved")
+            let_go(value)
         tokens = {name: layer.tokens for name, layer in named.layers.items()}
         more = {"tokens": json.dumps(tokens), "fan_in_fan_out": json.dumps(sorted(named.transposed))}
         header = metadata(self.examples, self.likelihood, self.model, kind="kronecker", **more)
@@ -153,7 +154,7 @@ def factors_for(
         own = parameter in known and name in stored and module._parameters.get("weight") is parameter
         if not own or not (linear or convolution):
             continue
-        if max(parameter.shape[0], parameter[0].numel()) > widest:
+        if max(parameter.shape[0], parameter.shape[1:].numel()) > widest:
             wide.append(name)
             continue
         bias = module._parameters.get("bias")
@@ -169,18 +170,21 @@ def kronecker_of(
     model: str,
     wide: Iterable[str],
     stored: Callable[[KroneckerCurvature], KroneckerCurvature],
+    copied: Callable[[Tensor], Tensor],
 ) -> KroneckerCurvature:
     """What was added up, by the names of ``model.named_parameters()``; ``start`` is in the factors already."""
     factors = {name: one.factors for name, one in sums.items() if one.has_factors and one.factors is not None}
-    layers = {name: LayerFactors(one.inputs, one.outputs, one.tokens) for name, one in factors.items()}
+    matrices = {name: (one.inputs, one.outputs) for name, one in factors.items()}
+    if any(not one.keeping.plain for one in sums.values()):  # otherwise they are copies already
+        matrices = {name: (copied(a), copied(g)) for name, (a, g) in matrices.items()}
+    layers = {name: LayerFactors(*matrices[name], one.tokens) for name, one in factors.items()}
     inside = {one.bias for one in factors.values()}
     diagonal = {}
     for name, one in sums.items():
         if name not in factors and one.parameter not in inside:
             before = start.diagonal.get(name) if start is not None else None
             total = one.total
-            total = total.clone() if one.keeping.plain else total
-            diagonal[name] = total if before is None else total + before.to(total)
+            diagonal[name] = copied(total) if before is None else total + before.to(total)
     turned = [name for name, one in factors.items() if one.turned]
     return KroneckerCurvature(layers, diagonal, examples, likelihood, model, turned, wide, stored)
 

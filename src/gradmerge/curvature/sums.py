@@ -144,7 +144,7 @@ def for_each_example(
         if counts:
             use(one, gradient)
 
-    with _handing_over(list(sums), use_own, keeping):
+    with handing_over({one.parameter: functools.partial(use_own, one) for one in sums}, keeping):
         # Processes that share parameters run the same number of passes: the last example stands in for one too few.
         for turn in range(keeping.most(examples)):
             row, counts = min(turn, examples - 1), turn < examples
@@ -152,23 +152,21 @@ def for_each_example(
             for number, objective in enumerate(passes):
                 value = objective()
                 if value.requires_grad:
-                    value.backward(retain_graph=number + 1 < len(passes))  # type: ignore[no-untyped-call]
+                    value.backward(retain_graph=number + 1 < len(passes))
 
 
 @contextlib.contextmanager
-def _handing_over(
-    sums: Sequence[ParameterSum], use: Callable[[ParameterSum, Tensor], None], keeping: Keeping
-) -> Iterator[None]:
-    """Inside, a backward pass hands each gradient to ``use`` as soon as it is whole; none is kept."""
-    parameters = [one.parameter for one in sums]
+def handing_over(handlers: Mapping[nn.Parameter, Callable[[Tensor], Any]], keeping: Keeping) -> Iterator[None]:
+    """Inside, a backward pass hands each parameter's gradient over as soon as it is whole; none is kept."""
+    parameters = list(handlers)
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_gradients(parameters))
         stack.enter_context(differentiable(parameters))
-        for one in sums:
+        for one, handler in handlers.items():
 
-            def hand(gradient: Tensor, one: ParameterSum = one) -> None:
+            def hand(gradient: Tensor, handler: Callable[[Tensor], Any] = handler) -> None:
                 # An embedding may give only the rows it used.
-                use(one, gradient if gradient.layout == torch.strided else gradient.to_dense())
+                handler(gradient if gradient.layout == torch.strided else gradient.to_dense())
 
             def accumulated(parameter: Tensor, hand: Callable[[Tensor], None] = hand) -> None:
                 gradient, parameter.grad = parameter.grad, None
@@ -176,9 +174,9 @@ def _handing_over(
                     hand(gradient)
 
             if keeping.shared:
-                keeping.handlers[one.parameter] = hand
+                keeping.handlers[one] = hand
             else:
-                stack.callback(one.parameter.register_post_accumulate_grad_hook(accumulated).remove)
+                stack.callback(one.register_post_accumulate_grad_hook(accumulated).remove)
         stack.callback(keeping.handlers.clear)
         yield
 

@@ -65,6 +65,8 @@ class Together:
 
     def after_batch(self, so_far: Callable[[], Sums], examples: int) -> None:
         """Meet if somebody asks for it; ``so_far`` gives a copy of this process's own sums, over so many examples."""
+        if self._shared:  # they go in step, and meet in every layer
+            return
         if self._due():
             self.processes.call(self._meeting)
         if self.processes.called(self._meeting):

@@ -7,11 +7,13 @@ it is reduced and scattered at once, and each keeps its stretch.
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +66,14 @@ class Keeping:
             return torch.zeros(shape, dtype=dtype, device="cpu" if self.where == "cpu" else device)
         return on_disk(shape, dtype, self.folder)
 
+    def copied(self, value: Tensor) -> Tensor:
+        """A copy, where sums are kept."""
+        if self.where != "disk" or not value.numel():
+            return value.clone()
+        copy = on_disk(value.shape, value.dtype, self.folder).copy_(value)
+        let_go(copy)
+        return copy
+
     def some(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on some process."""
         if self.processes is None or not flags:
@@ -72,9 +82,33 @@ class Keeping:
         self.processes.add([found])
         return [bool(one) for one in found]
 
+    def sum_up(self, number: int) -> int:
+        """The sum of the processes' numbers."""
+        return number if self.processes is None else sum(self.processes.gather(number))
+
     def most(self, number: int) -> int:
         """The largest of the processes' numbers."""
         return number if self.processes is None else max(self.processes.gather(number))
+
+
+def in_step(batches: Iterable[Any], keeping: Keeping) -> Iterator[Any]:
+    """The batches; where processes share a model, all go on until none has any left, idly with their last one."""
+    if not keeping.shared:
+        yield from batches
+        return
+    left, last = iter(batches), None
+    try:
+        while True:
+            batch = next(left, None)
+            keeping.idle = batch is None
+            if not any(keeping.some([batch is not None])):
+                return
+            last = last if batch is None else batch
+            if any(keeping.some([last is None])):
+                raise InputError("--shard: there are fewer examples than processes. Start fewer processes.")
+            yield last
+    finally:
+        keeping.idle = False
 
 
 def on_disk(shape: Sequence[int], dtype: torch.dtype, folder: Path | None) -> Tensor:
@@ -90,7 +124,7 @@ def on_disk(shape: Sequence[int], dtype: torch.dtype, folder: Path | None) -> Te
             else:  # macOS
                 for first in range(0, nbytes, _BLOCK):
                     os.write(handle, bytes(min(_BLOCK, nbytes - first)))
-            flat = torch.from_file(path, shared=True, size=count, dtype=dtype)
+            pages = _Pages(handle, nbytes)
         finally:
             os.close(handle)
             Path(path).unlink()
@@ -100,7 +134,28 @@ def on_disk(shape: Sequence[int], dtype: torch.dtype, folder: Path | None) -> Te
             f"--sums disk: {where} takes no more: a sum of {size(nbytes)} cannot be kept there ({reason}). "
             "Make room there; the sums need 4 bytes for each parameter beside the result."
         ) from error
+    flat = torch.frombuffer(pages, dtype=dtype)
+    _PAGES[flat.data_ptr()] = pages
     return flat.view(tuple(shape))
+
+
+class _Pages(mmap.mmap):
+    """A file in memory, as far as it is looked at; it lasts as long as its tensors."""
+
+
+_PAGES: WeakValueDictionary[int, _Pages] = WeakValueDictionary()
+"""By the address of the first entry."""
+
+
+def let_go(value: Tensor) -> None:
+    """Of a tensor on disk, hold nothing in memory until it is looked at again; any other stays as it is."""
+    pages = _PAGES.get(value.untyped_storage().data_ptr()) if _PAGES and value.device.type == "cpu" else None
+    if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
+        pages.madvise(mmap.MADV_DONTNEED)
+
+
+def _reduce_scatter(distributed: Any) -> Any:
+    return getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor  # by version
 
 
 class Total:
@@ -117,10 +172,11 @@ class Total:
         """``put`` adds to the tensor that it is given."""
         if self._value.device == self.device:
             put(self._value)
-            return
-        near = self._value.to(self.device)
-        put(near)
-        self._value.copy_(near)
+        else:
+            near = self._value.to(self.device)
+            put(near)
+            self._value.copy_(near)
+        let_go(self._value)
 
     def whole(self) -> Tensor:
         """The sum itself; where processes share it, on the first of them, and on the others its shape alone."""
@@ -145,8 +201,9 @@ class SharedTotal(Total):
             put(whole[: self.shape.numel()].view(self.shape))
         mine = whole.new_empty(self._stretch)
         with processes.guarded("adding up the sums of a layer"):
-            distributed.reduce_scatter_tensor(mine, whole)
+            _reduce_scatter(distributed)(mine, whole)
         self._value += mine.to(self._value.device)
+        let_go(self._value)
 
     def whole(self) -> Tensor:
         from torch import distributed
@@ -167,4 +224,5 @@ class SharedTotal(Total):
         for number, part in enumerate(parts):
             first = number * self._stretch
             flat[first : first + self._stretch] = part[: max(0, numel - first)].to(flat.device)
+        let_go(found)
         return found

@@ -2,7 +2,7 @@
 
 from .columns import parse_columns
 from .evaluation import evaluate, evaluate_model, measure
-from .loading import LoadedTask, Loading, complete, load_task, with_data
+from .loading import LargeLoading, LoadedTask, Loading, complete, complete_large, load_task, with_data
 from .metrics import MEANINGS
 from .models import TASKS, LoadingInfo, load_model
 from .text_metrics import Generation, judge_of
@@ -11,10 +11,12 @@ __all__ = [
     "MEANINGS",
     "TASKS",
     "Generation",
+    "LargeLoading",
     "LoadedTask",
     "Loading",
     "LoadingInfo",
     "complete",
+    "complete_large",
     "evaluate",
     "evaluate_model",
     "judge_of",

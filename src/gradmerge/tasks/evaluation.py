@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..curvature.batches import moved
 from ..curvature.losses import ExampleLoss, labels_of, logits_of
+from ..curvature.reaching import input_device
 from ..errors import GradmergeError, InputError, MachineError
 from ..processes import ALONE, Processes
 from ..text import first_line
@@ -73,7 +74,7 @@ def measure(
     ``first`` is the place in the data where the batches of this process begin; what it gets are the metrics of all.
     """
     metrics = METRICS[output.name]()
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = input_device(model)
     training = model.training
     model.eval()
     done = first

@@ -8,7 +8,7 @@ import importlib.util
 import io
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..curvature.reaching import spread_device
 from ..errors import GradmergeError, InputError
 from ..quiet import quiet_transformers
 from ..text import first_line, nearest
-from .loading import LoadedTask, Loading
+from .loading import LoadedTask
 from .metrics import perplexity_rows, ratio_rows
 from .models import device_of, load_model
+from .placing import Placement
 from .processors import load_tokenizer
 from .uncertainty import are_shares, standard_error
 
@@ -162,7 +164,7 @@ def _task_manager(folder: str | None, defaults: bool) -> Any:
 
 
 def language_model(
-    reference: str, loading: Loading, known: LoadedTask | None = None
+    reference: str, loading: Mapping[str, Any], known: LoadedTask | None = None
 ) -> tuple[nn.Module, Any, torch.device]:
     """A model for the harness, its tokenizer and device: of a task that is loaded already, or from its folder."""
     task = loading["task"] if known is None else known.task
@@ -170,9 +172,14 @@ def language_model(
         return known.model, known.data.tokenizer, known.device  # type: ignore[attr-defined]
     if known is None and task in ("auto", *WRITING):
         device, dtype, attn = loading["device"], loading["dtype"], loading["attn"]
-        model, info = load_model(reference, task, device=device, dtype=dtype, attn=attn)
+        placement = Placement(loading.get("device_map"), loading.get("quantize"))
+        model, info = load_model(reference, task, device=device, dtype=dtype, attn=attn, placement=placement)
         if info.task in WRITING:
-            return model, load_tokenizer(reference, info, loading["tokenizer"]), device_of(device)
+            return (
+                model,
+                load_tokenizer(reference, info, loading["tokenizer"]),
+                spread_device(model) or device_of(device),
+            )
         task = info.task
     raise InputError(
         f"--lm-eval: {reference} is a model for {task}; the harness asks models for {' or '.join(WRITING)}"

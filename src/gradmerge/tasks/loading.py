@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..arguments import check
 from ..curvature.losses import ExampleLoss
+from ..curvature.reaching import spread_device
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..text import nearest
@@ -23,6 +24,7 @@ from .data_sources import read_rows
 from .embedding import EmbeddingExamples
 from .image import ImageExamples
 from .models import LoadingInfo, device_of, load_model
+from .placing import Placement
 from .processors import load_image_processor, load_tokenizer
 from .rows import Rows
 from .seq2seq import PairExamples
@@ -51,6 +53,18 @@ class Loading(TypedDict, total=False):
     """Folder or Hub id of the tokenizer, if it is not the model's."""
 
 
+class LargeLoading(Loading, total=False):
+    """The same, and what is for models larger than a device."""
+
+    device_map: str | None
+    """`auto`: layers spread over all GPUs, the CPU and the disk by accelerate; or a JSON file that says which where."""
+    quantize: str | None
+    """`4bit` or `8bit`: the base of an adapter as codes of bitsandbytes, also where it is stored so; `none`: never."""
+    gradient_checkpointing: bool
+    """Compute activations again in the backward pass instead of keeping them."""
+
+
+LARGE = LargeLoading(device_map=None, quantize=None, gradient_checkpointing=False)
 DEFAULTS = Loading(
     task="auto",
     columns=None,
@@ -66,14 +80,23 @@ DEFAULTS = Loading(
 
 def complete(given: Loading, function: Callable[..., Any]) -> Loading:
     """All options of loading: those given to a function, checked, and the defaults of the others."""
-    types = get_type_hints(Loading)
+    _check_given(given, function, get_type_hints(Loading))
+    return DEFAULTS | given
+
+
+def complete_large(given: LargeLoading, function: Callable[..., Any]) -> LargeLoading:
+    """The same of a function that takes models larger than a device."""
+    _check_given(given, function, get_type_hints(LargeLoading))
+    return {**LARGE, **DEFAULTS, **given}
+
+
+def _check_given(given: Mapping[str, Any], function: Callable[..., Any], types: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in types:
             known = [known for known in inspect.signature(function).parameters if known != "loading"] + [*types]
             hint = f"{nearest(name, known)}\n  Known are {', '.join(known)}."
             raise InputError(f"there is no option {name!r}{hint}")
         check(name, value, types[name])
-    return DEFAULTS | given
 
 
 class Examples(Protocol):
@@ -135,15 +158,19 @@ def load_task(
     *,
     split: str | None = None,
     adapter_apart: bool = False,
-    **loading: Unpack[Loading],
+    shard: bool = False,
+    gradients: bool = False,
+    beside: int = 0,
+    **loading: Unpack[LargeLoading],
 ) -> LoadedTask:
     """Load a model and data for it.
 
     ``model_reference`` is a folder, a Hub id (`org/name@revision`) or a PEFT adapter folder; ``source`` a .jsonl, .csv,
     .parquet or .txt file (each also .gz), an .npz, a folder of images by class, or `org/name:split` of the Hub.
-    ``adapter_apart`` is as of :func:`load_model`; the other options are those of :class:`gradmerge.Loading`.
+    ``adapter_apart`` is as of :func:`load_model`; ``shard``, ``gradients`` and ``beside`` are as of
+    :class:`~gradmerge.tasks.placing.Placement`; the other options are those of :class:`gradmerge.Loading`.
     """
-    options = complete(loading, load_task)
+    options = complete_large(loading, load_task)
     model_reference, source = str(model_reference), str(source)
     rows = read_rows(source, limit=options["limit"], split=split)  # the quicker of the two to fail
     model, info = load_model(
@@ -153,6 +180,9 @@ def load_task(
         dtype=options["dtype"],
         attn=options["attn"],
         adapter_apart=adapter_apart,
+        placement=Placement(
+            options["device_map"], options["quantize"], options["gradient_checkpointing"], shard, gradients, beside
+        ),
     )
     return _joined(model_reference, model, info, rows, options)
 
@@ -184,7 +214,7 @@ def _joined(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, opt
         task=info.task,
         output=examples.output,
         examples=len(rows),
-        device=device_of(options["device"]),
+        device=spread_device(model) or device_of(options["device"]),
         columns=fields,
         missing_keys=info.missing_keys,
         data=examples,

@@ -14,6 +14,7 @@ from ..checkpoints.adapter_config import is_adapter, read_adapter_config
 from ..checkpoints.model import TORCH_TYPES, Buffers
 from ..checkpoints.opening import open_checkpoint
 from ..checkpoints.quantised import quantisation
+from ..curvature.reaching import elsewhere
 from ..errors import InputError
 from ..processes import announced
 from ..quiet import quiet_transformers
@@ -23,9 +24,12 @@ from ..storage.tensorfile import close_files, open_files
 from ..text import count, first_line, listed, nearest
 from .adapters import base_of, classes_of, with_adapter
 from .folders import check_small_files, check_weights, folder_of, offline
+from .placing import OffloadFolder, Placement, is_quantised, offloaded, recompute, share_out
 from .sentence_model import EmbeddingModel, read_setup
 
 TASKS = ("classify", "causal-lm", "seq2seq", "image", "embedding")
+PLAIN = Placement()
+NARROW = "the model is stored as float16 and computes in float32 here, as CPUs are slow in float16"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 _AUTO_CLASSES = {
@@ -68,14 +72,16 @@ def load_model(
     attn: str | None = None,
     whole: bool = True,
     adapter_apart: bool = False,
+    placement: Placement = PLAIN,
 ) -> tuple[nn.Module, LoadingInfo]:
     """The model of a folder, a Hub id or an adapter, with the head of its task, in eval mode on the device.
 
     ``dtype`` "auto" is as stored, but float32 for float16 on a CPU. Only safetensors are read, no remote code is run.
     A model whose checkpoint lacks weights, as of the head, is refused, since they would be random numbers; with
     ``whole=False`` the loading info names them instead. An adapter is merged into its base, or ``adapter_apart``: then
-    it alone asks for gradients.
+    it alone asks for gradients. ``placement`` is for models larger than a device.
     """
+    placement.check(device)
     place = device_of(device)
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: not known{nearest(dtype, DTYPES)}\n  Known are {', '.join(DTYPES)}.")
@@ -96,20 +102,61 @@ def load_model(
     check_weights(reference, base_folder, "model")
     if adapter is not None:
         check_weights(reference, folder, "adapter_model")
+    given = _placed(reference, placement, config, adapter, dtype, place)
     with quiet_transformers(), offline():
-        model = _loaded(reference, base_folder, config, task, dtype, attn, info)
+        model = _loaded(reference, base_folder, config, task, dtype, attn, info, given)
         if adapter is not None:
-            model = with_adapter(reference, model, folder, info, adapter_apart)
+            apart = adapter_apart or is_quantised(model)
+            model = with_adapter(reference, model, folder, info, apart)
     if setup is not None:  # the pooler of BERT and its kin is not used
         info.missing_keys = [key for key in info.missing_keys if not key.startswith("pooler.")]
     if whole:
         _refuse_random_weights(reference, model, info)
     if setup is not None:
         model = EmbeddingModel(model, setup, next(model.parameters()).dtype)
+    away = bool(elsewhere(model))
+    if (placement.gradient_checkpointing or (away and placement.gradients)) and not recompute(model):
+        if placement.gradient_checkpointing:
+            raise InputError(f"--gradient-checkpointing: {type(model).__name__} cannot compute its activations again")
+        slow = "cannot compute its activations again: all weights that its backward pass needs are in memory at once"
+        info.notes.append(f"{type(model).__name__} {slow}")
+    if placement.shard:
+        return share_out(model, place).eval(), info
+    if given:
+        info.notes += offloaded(model)
+        return model.eval(), info
     if place.type == "cpu" and dtype == "auto" and any(p.dtype == torch.float16 for p in model.parameters()):
         model = model.float()
-        info.notes.append("the model is stored as float16 and computes in float32 here, as CPUs are slow in float16")
+        info.notes.append(NARROW)
     return model.to(place).eval(), info
+
+
+def _placed(
+    reference: str, placement: Placement, config: Any, adapter: dict[str, Any] | None, dtype: str, place: torch.device
+) -> dict[str, Any]:
+    """What ``from_pretrained`` is told of a placement; nothing for a model that goes to one device whole."""
+    stored = _states_quantisation(config) and placement.gradients and adapter is not None and _is_bits(config)
+    quantised = placement.quantize in ("4bit", "8bit") or (placement.quantize is None and stored)
+    if quantised and placement.gradients and adapter is None:
+        raise InputError(
+            f"{reference}: --quantize {placement.quantize}: codes have no gradients. Of a quantised base, those of a "
+            "PEFT adapter on it can be measured: give the adapter's folder."
+        )
+    if adapter is not None and (placement.shard or placement.device_map is not None) and not quantised:
+        option = "--shard" if placement.shard else "--device-map"
+        raise InputError(
+            f"{reference}: {option}: an adapter is merged into its base in memory. Write the merged model first "
+            "(gradmerge merge), or keep the base quantised (--quantize 4bit)."
+        )
+    if placement.device_map is None and not placement.shard and not quantised:
+        return {}
+    return placement.keywords(config, dtype, place) | ({"stored_codes": True} if quantised else {})
+
+
+def _is_bits(config: Any) -> bool:
+    stated = config.quantization_config
+    method = stated.get("quant_method") if isinstance(stated, dict) else getattr(stated, "quant_method", None)
+    return str(getattr(method, "value", method)) == "bitsandbytes"
 
 
 def device_of(name: str) -> torch.device:
@@ -207,16 +254,32 @@ def _config_of(reference: str, folder: Path, base_folder: Path, adapter: dict[st
 
 
 def _loaded(
-    reference: str, folder: Path, config: Any, task: str, dtype: str, attn: str | None, info: LoadingInfo
+    reference: str,
+    folder: Path,
+    config: Any,
+    task: str,
+    dtype: str,
+    attn: str | None,
+    info: LoadingInfo,
+    placed: Mapping[str, Any],
 ) -> nn.Module:
     import transformers
 
     name = _AUTO_CLASSES[task][0] if task != "embedding" else _BARE[bool(getattr(config, "is_encoder_decoder", False))]
     kind = getattr(transformers, name)
     given: dict[str, Any] = {} if attn is None else {"attn_implementation": attn}
+    given |= placed
+    codes, offload = given.pop("stored_codes", False), OffloadFolder() if "device_map" in given else None
+    if offload is not None:
+        given["offload_folder"] = offload.name
+        if dtype == "auto" and not torch.cuda.is_available() and getattr(config, "dtype", None) == torch.float16:
+            dtype = "float32"
+            info.notes.append(NARROW)
     _refuse_inflated(reference, folder, kind, config)
     place: Path | None = folder
-    if (state := _dequantised_state(folder, config, info)) is not None:
+    if not codes and (state := _dequantised_state(folder, config, info)) is not None:
+        if placed:
+            raise InputError(f"{reference}: stored quantised, and read whole: --device-map and --shard are for others")
         with torch.device("meta"):
             kind = type(kind.from_config(config, trust_remote_code=False))  # which takes weights from memory
         place, given = None, given | {"state_dict": state}
@@ -245,6 +308,8 @@ def _loaded(
         for name, stored, wanted in sorted(loading["mismatched_keys"])
     }
     assert isinstance(model, nn.Module)
+    if offload is not None:
+        model.__dict__["_offload_folder"] = offload
     return model
 
 

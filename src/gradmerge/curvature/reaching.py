@@ -1,0 +1,175 @@
+"""Parameters that are not always there: weights that accelerate keeps on the CPU or on disk, and those of FSDP2.
+
+accelerate's hooks put another parameter into a module each time it runs, and an empty one behind it; FSDP2 puts whole
+parameters in the place of shards. An estimate knows a parameter by its identity. So while one runs:
+
+- What accelerate keeps elsewhere (:func:`reachable`) is a parameter without memory, the same one throughout. While its
+  module runs, an attribute of the same name hides it: the weights, fetched, and tied to the parameter by autograd.
+- Of a shared-out parameter (:func:`followed`), the whole one that takes its place hands each gradient over at once,
+  before FSDP2 would reduce it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from .totals import Keeping
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def reaching(function: Callable[P, R]) -> Callable[P, R]:
+    """A function whose first argument is a model: all parameters can be reached while it runs."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with reachable(args[0]):  # type: ignore[arg-type]
+            return function(*args, **kwargs)
+
+    return run
+
+
+def spread_device(model: nn.Module) -> torch.device | None:
+    """Where inputs go of a model that accelerate has spread over devices; None for any other."""
+    hook: Any = getattr(model, "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        if getattr(one, "execution_device", None) is not None:
+            return torch.device(one.execution_device)
+    return None
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where a model's inputs go."""
+    return spread_device(model) or next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def elsewhere(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
+    """Modules whose weights accelerate fetches when they run: name, module, and the hook that does."""
+    found = []
+    for path, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):
+            if getattr(one, "offload", False) and any(p is not None for p in module._parameters.values()):
+                found.append((path, module, one))
+    return found
+
+
+@contextlib.contextmanager
+def reachable(model: nn.Module) -> Iterator[None]:
+    """Weights that accelerate keeps elsewhere are parameters that stay the same inside."""
+    away = elsewhere(model)
+    if not away:
+        yield
+        return
+    tied = _tied_names(model)
+    stand_ins: dict[Any, nn.Parameter] = {}
+    with contextlib.ExitStack() as stack:
+        for path, module, hook in away:
+            place = torch.device(hook.execution_device)
+            fetched: dict[str, nn.Parameter] = {}
+            for name, empty in list(module._parameters.items()):
+                if empty is None:
+                    continue
+                if type(empty) is not nn.Parameter:
+                    raise InputError(f"{path}.{name}: {type(empty).__name__} cannot be offloaded; keep it on a device")
+                full = f"{path}.{name}".lstrip(".")
+                key = tied.get(full, full)
+                if key not in stand_ins:
+                    # One number for all entries: whoever reads it outside its module gets NaN, not a wrong result.
+                    number = torch.full((), torch.nan, dtype=empty.dtype, device=place)
+                    stand_ins[key] = nn.Parameter(number.expand(empty.shape), requires_grad=empty.requires_grad)
+                fetched[name] = module._parameters[name] = stand_ins[key]
+                stack.callback(module._parameters.__setitem__, name, empty)
+            fetch = functools.partial(_fetch, hook.weights_map, place, fetched)
+            hook.offload = False
+            stack.callback(setattr, hook, "offload", True)
+            stack.callback(module.register_forward_pre_hook(fetch, prepend=True).remove)
+            stack.callback(module.register_forward_hook(_let_go, always_call=True).remove)
+        yield
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Another name → the name of the same parameter, as accelerate's empty ones and transformers tell it."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[name] = first.setdefault(id(parameter), name)
+    for path, module in model.named_modules():
+        keys = getattr(module, "all_tied_weights_keys", None)
+        for target, source in keys.items() if isinstance(keys, Mapping) else ():
+            one = f"{path}.{source}".lstrip(".")
+            found[f"{path}.{target}".lstrip(".")] = found.get(one, one)
+    return found
+
+
+def _fetch(
+    weights: Mapping[str, Tensor],
+    place: torch.device,
+    parameters: Mapping[str, nn.Parameter],
+    module: nn.Module,
+    *_: Any,
+) -> None:
+    for name, parameter in parameters.items():
+        value = weights[name].to(place, parameter.dtype)
+        wanted = parameter.requires_grad and torch.is_grad_enabled()
+        module.__dict__[name] = _Fetched.apply(parameter, value) if wanted else value  # type: ignore[no-untyped-call]
+
+
+def _let_go(module: nn.Module, *_: Any) -> None:
+    for name in module._parameters:
+        module.__dict__.pop(name, None)
+
+
+class _Fetched(torch.autograd.Function):
+    """Fetched weights, whose gradient is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, y: Tensor) -> tuple[Tensor, None]:
+        return y, None
+
+
+@contextlib.contextmanager
+def followed(model: nn.Module, keeping: Keeping) -> Iterator[None]:
+    """The gradient of a parameter that is shared out goes to the handler in ``keeping``, whole, and not to FSDP2."""
+    if not keeping.shared:
+        yield
+        return
+    hooked: dict[nn.Parameter, Any] = {}
+    with contextlib.ExitStack() as stack:
+
+        def follow(shards: Mapping[str, nn.Parameter], module: nn.Module, *_: Any) -> None:
+            for name, shard in shards.items():
+                whole = module._parameters[name]
+                if whole is None or whole is shard or whole in hooked or not whole.requires_grad:
+                    continue
+                hand = functools.partial(_hand, keeping, shard)
+                hooked[whole] = whole.register_post_accumulate_grad_hook(hand)
+                stack.callback(hooked[whole].remove)
+
+        for module in model.modules():
+            shards = {name: p for name, p in module._parameters.items() if p is not None}
+            if shards:
+                stack.callback(module.register_forward_pre_hook(functools.partial(follow, shards)).remove)
+        yield
+
+
+def _hand(keeping: Keeping, shard: nn.Parameter, whole: Tensor) -> None:
+    gradient, whole.grad = whole.grad, None
+    if gradient is None:
+        return
+    if (handler := keeping.handlers.get(shard)) is not None:
+        handler(gradient)
+    else:
+        keeping.strays.add(shard)
