@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from gradmerge.curvature.batches import Placed
 from gradmerge.curvature.estimate import estimate_curvature
 from gradmerge.curvature.losses import logits_of
 from gradmerge.curvature.together import Together, parts, without
+from gradmerge.refinement import adamw, newton
 from gradmerge.tasks import load_task
 
 from .curvature import slow
@@ -48,12 +49,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "texts.txt").write_text("\n\n\n".join(texts[:ROWS]))
     tiny_bert_checkpoint(folder / "merged")
     for seed, name in enumerate("ab"):  # labels of a model near by
-        write_jsonl(folder / f"{name}.jsonl", labelled(60, 2, seed))
+        write_jsonl(folder / f"{name}.jsonl", labelled(40, 2, seed))
         loaded = load_task(folder / "merged", folder / f"{name}.jsonl", device="cpu")
         with torch.no_grad():
-            logits = torch.cat([logits_of(loaded.model, batch) for batch in loaded.batches(60)])
+            logits = torch.cat([logits_of(loaded.model, batch) for batch in loaded.batches(40)])
         side = logits[:, 1] - logits[:, 0]
-        rows = zip(sentences(60, seed), (side > side.median()).int().tolist(), strict=True)
+        rows = zip(sentences(40, seed), (side > side.median()).int().tolist(), strict=True)
         write_jsonl(folder / f"{name}.jsonl", [{"text": text, "label": label} for text, label in rows])
     torch.manual_seed(0)
     weights = load_file(folder / "merged" / "model.safetensors")
@@ -91,6 +92,17 @@ def measured(place: Path, out: Path, several: bool) -> dict[str, Any]:
     return {"loss": gradient.loss, "bert": numbers, "gpt2": written, "refined": refined}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_searches() -> Iterator[None]:
+    """Refinement that tries little."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(newton, "STEPS", 1)
+        patch.setattr(newton, "DAMPINGS", (1.0, 100.0))
+        patch.setattr(adamw, "TRIALS", 1)
+        patch.setattr(adamw, "RATE", 1e-3)
+        yield
+
+
 @pytest.fixture(scope="module")
 def one(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     out = tmp_path_factory.mktemp("one")
@@ -99,9 +111,9 @@ def one(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, An
 
 @pytest.fixture(scope="module", params=[2, 3])
 def several(
-    request: pytest.FixtureRequest, place: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, place: Path, one: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[Ended]]:
-    out = tmp_path_factory.mktemp("several")
+    out = tmp_path_factory.mktemp("several")  # after `one`, so that what it imports is there
 
     def run(rank: int) -> Any:
         model = load_task(place / "bert", place / "rows.jsonl", device="cpu").model
