@@ -258,8 +258,11 @@ class Group(Processes):
             yield
             self.wait()
         except BaseException as error:
-            self.tell(error)
-            raise
+            why = self._why_stopped(error) if isinstance(error, Stopped) else error
+            self.tell(why)
+            if why is error:
+                raise
+            raise why from error
 
     def tell(self, error: BaseException) -> dict[str, Any]:
         """Leave word of an error; what was told first is what all end with."""
