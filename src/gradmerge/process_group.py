@@ -89,6 +89,12 @@ class Group(Processes):
         import torch.distributed as dist
 
         self._left.set()
+        with contextlib.suppress(RuntimeError):
+            # The first process may hold the store, where the others look for what went wrong.
+            for _ in range(int(3 * BEAT / LOOK) if self._told and self.first else 0):
+                if self._store.add("known", 0) >= self.count - len(self._gone):
+                    break
+                time.sleep(LOOK)
         if not self._told and dist.is_initialized() and self._cpu is None:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
@@ -201,8 +207,10 @@ class Group(Processes):
     def _lost(self, error: BaseException, what: str = "the work") -> NoReturn:
         """Say why a collective failed: what another process has told, or which one is gone."""
         silent: list[int] = []
-        with contextlib.suppress(RuntimeError):  # the store may be gone as well
+        try:
             silent = self._silent()
+        except RuntimeError:  # the store is gone as well: with the first process, unless the launcher holds it
+            self._gone |= set() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else {0}
         self._give_up(silent, error, what)
 
     def _silent(self) -> list[int]:
@@ -216,9 +224,11 @@ class Group(Processes):
     def _give_up(self, ranks: Sequence[int], error: BaseException | None = None, what: str = "the work") -> NoReturn:
         self._gone |= set(ranks)
         names = []
-        for rank in ranks:
+        for rank in sorted(self._gone):
+            who = ""
             with contextlib.suppress(RuntimeError):
-                names.append(f"process {rank} of {self.count} ({self._store.get(f'who/{rank}').decode()})")
+                who = f" ({self._store.get(f'who/{rank}').decode()})"
+            names.append(f"process {rank} of {self.count}{who}")
         whose = ", ".join(names) or "one of the others"
         gone = f"{whose} has ended, or cannot be reached any more, in the middle of {what}"
         where = "What it said last, and the system's log (dmesg) if memory ran out, tell why"
@@ -253,11 +263,12 @@ class Group(Processes):
 
     def tell(self, error: BaseException) -> dict[str, Any]:
         """Leave word of an error; what was told first is what all end with."""
-        self._told = True
         message, status = self.explain(error)
         told = {"message": message, "status": status, "rank": self.rank}
         with contextlib.suppress(RuntimeError):
             told = json.loads(self._store.compare_set("error", "", json.dumps(told)))
+            self._store.add("known", 0 if self._told else 1)
+        self._told = True
         return told
 
     def settle(self, error: BaseException) -> tuple[str, int, bool]:
@@ -274,8 +285,8 @@ class Group(Processes):
                     break
                 time.sleep(LOOK)
             speaks = self._store.add("said", 1) == 1
-        except RuntimeError:  # the store went with the process that held it
-            return own, int(told["status"]), True
+        except RuntimeError:  # the store went with the first process: it has spoken, unless it was lost
+            return own, int(told["status"]), 0 in self._gone
         return message, int(told["status"]), speaks
 
     def _why_stopped(self, error: BaseException) -> BaseException:

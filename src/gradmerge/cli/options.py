@@ -288,6 +288,7 @@ def _join(name: str, processes: bool) -> None:
             "run curvature estimate, gradient, evaluate and refine."
         )
     if place is not None:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a process that is gone is told of below
         with heavy_imports():
             current()
         if (group := joined()) is not None:

@@ -8,15 +8,14 @@ import io
 import os
 import select
 import sys
-from pathlib import Path
 from typing import Any, TextIO
 
 from ..text import printable
 
 #: File descriptor → the error with which output to it was lost.
 _lost: dict[int, OSError] = {}
-#: Standard output and error of a process that is to be silent.
-_unheard: list[TextIO] = []
+#: Where standard output and error lead, in a process that is to be silent.
+_unheard: list[int] = []
 
 
 class _Outlet(io.FileIO):
@@ -53,16 +52,18 @@ def prepare_streams() -> None:
 
 
 def hush() -> None:
-    """Let nothing that is said be heard: one of several processes, of which the first speaks."""
-    _unheard.extend([sys.stdout, sys.stderr])
-    sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    """Let nothing that is said be heard, by libraries either: one of several processes, of which the first speaks."""
+    _unheard.extend(os.dup(fd) for fd in (1, 2))
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for fd in (1, 2):
+        os.dup2(nowhere, fd)
 
 
 def speak_up() -> None:
     """Be heard again."""
-    if _unheard:
-        sys.stdout, sys.stderr = _unheard
-        _unheard.clear()
+    for fd, own in zip((1, 2), _unheard, strict=False):
+        os.dup2(own, fd)
+    _unheard.clear()
 
 
 def _wrapped(stream: TextIO | None, fd: int) -> TextIO:
