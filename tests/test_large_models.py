@@ -22,7 +22,7 @@ from gradmerge.curvature.gram import gram_of
 from gradmerge.curvature.totals import Keeping, Total
 from gradmerge.errors import InputError, MachineError
 from gradmerge.processes import ALONE
-from gradmerge.tasks import load_task, placing
+from gradmerge.tasks import load_task, placement
 
 from .curvature import slow
 from .curvature.families import FAMILIES, batch_of
@@ -398,4 +398,4 @@ def test_a_model_that_cannot_compute_again_says_so(place: Path, monkeypatch: pyt
 def test_bitsandbytes_that_is_missing_is_named(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     with pytest.raises(InputError, match="pip install bitsandbytes"):
-        placing._bits("4bit", None, "auto")
+        placement._bits("4bit", None, "auto")

@@ -7,8 +7,11 @@ it is reduced and scattered at once, and each keeps its stretch.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 #: Where sums may be kept.
 PLACES = ("device", "cpu", "disk")
 _BLOCK = 1 << 20
+_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 class Keeping:
@@ -40,6 +44,8 @@ class Keeping:
         if where not in PLACES:
             raise InputError(f"--sums {where}: known are {', '.join(PLACES)}{nearest(where, PLACES)}")
         self.where, self.folder, self.processes = where, folder, processes
+        if not self.plain:
+            give_memory_back()
         self.idle = False
         """This process has no examples left, and runs others' layers along with them: what it adds does not count."""
         self.handlers: dict[nn.Parameter, Callable[[Tensor], None]] = {}
@@ -89,6 +95,16 @@ class Keeping:
     def most(self, number: int) -> int:
         """The largest of the processes' numbers."""
         return number if self.processes is None else max(self.processes.gather(number))
+
+
+def give_memory_back() -> None:
+    """Have glibc return what is freed of a megabyte or more, where memory matters more than the time that it takes.
+
+    It would keep such blocks for later once it has seen some, and layers that come and go leave gaps between them.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _BLOCK)
 
 
 def in_step(batches: Iterable[Any], keeping: Keeping) -> Iterator[Any]:

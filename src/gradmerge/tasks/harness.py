@@ -23,7 +23,7 @@ from ..text import first_line, nearest
 from .loading import LoadedTask
 from .metrics import perplexity_rows, ratio_rows
 from .models import device_of, load_model
-from .placing import Placement
+from .placement import Placement
 from .processors import load_tokenizer
 from .uncertainty import are_shares, standard_error
 

@@ -24,7 +24,7 @@ from ..storage.tensorfile import close_files, open_files
 from ..text import count, first_line, listed, nearest
 from .adapters import base_of, classes_of, with_adapter
 from .folders import check_small_files, check_weights, folder_of, offline
-from .placing import OffloadFolder, Placement, is_quantised, offloaded, recompute, share_out
+from .placement import OffloadFolder, Placement, is_quantised, offloaded, recompute, share_out
 from .sentence_model import EmbeddingModel, read_setup
 
 TASKS = ("classify", "causal-lm", "seq2seq", "image", "embedding")

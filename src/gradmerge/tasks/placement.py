@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import processes
 from ..curvature.reaching import elsewhere
+from ..curvature.totals import give_memory_back
 from ..errors import InputError
 from ..storage.smallfile import read_json
 from ..text import count, nearest
@@ -55,6 +56,7 @@ class Placement:
 
     def keywords(self, config: Any, dtype: str, place: torch.device) -> dict[str, Any]:
         """What ``from_pretrained`` needs to be told."""
+        give_memory_back()
         for library in ("accelerate", "bitsandbytes"):
             logging.getLogger(library).setLevel(logging.ERROR)  # what matters of it is said in notes of ours
         if self.shard:
