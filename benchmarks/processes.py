@@ -1,6 +1,6 @@
 """Memory of every process while curvature is estimated: one that has the whole model, and several that share it out.
 
-    python -m benchmarks.processes --parameters 0.4e9 --processes 2
+    python -m benchmarks.processes --parameters 0.3e9 --processes 2
 
 A Llama with random weights, whose parameters dominate, is made in a folder that is removed at the end. The same two
 short rows are measured by one process, by one that keeps sums on disk, and under torchrun with `--shard`. Peak memory
@@ -92,7 +92,7 @@ def differs(place: Path, one: str, other: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Memory per process while curvature is estimated.")
-    parser.add_argument("--parameters", type=float, default=0.4e9)
+    parser.add_argument("--parameters", type=float, default=0.3e9)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where the model is made; by default a temporary folder")
     parser.add_argument("--json", type=Path, default=RESULTS, help="the key `memory` of this file is written")
