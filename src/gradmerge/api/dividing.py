@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 from .._version import __version__
 from ..curvature.batches import Placed
@@ -14,7 +16,11 @@ from ..curvature.kronecker import KroneckerCurvature
 from ..curvature.together import Together, parts, without
 from ..processes import Processes
 from ..progress import Progress
-from ..tasks import LoadedTask
+from ..refinement.owners import DataOwner
+from ..refinement.saving import Start
+from ..refinement.splitting import RowBatches, share_of_rows, split_rows
+from ..tasks import LoadedTask, measure
+from ..tasks.metrics import Metrics
 from .saved_sums import SavedSums, stored_as
 
 
@@ -26,7 +32,14 @@ def what_all_see(loaded: LoadedTask) -> dict[str, Any]:
         if p.numel() and p.device.type != "meta" and not hasattr(p, "to_local")
     ]
     weights = sum(float(p.flatten()[0]) for p in there)
-    return {"version of gradmerge": __version__, "number of rows": loaded.examples, "weights": weights}
+    return {"version of gradmerge": __version__, "number of rows": loaded.examples, "weights": repr(weights)}
+
+
+def share_of(loaded: LoadedTask, group: Processes) -> Placed:
+    """The batches of this process's rows."""
+    mine = group.share(loaded.examples)
+    places = range(mine.start, mine.stop, max(1, loaded.batch_size))
+    return Placed(lambda: zip(places, loaded.batches(start=mine.start, end=mine.stop), strict=True))
 
 
 def estimate_saving(
@@ -59,9 +72,9 @@ def estimate_saving(
         done.clear()
         for stretch in mine:
             done.append([stretch.start, stretch.start])
-            places = range(stretch.start, stretch.stop, loaded.batch_size)
-            for first, batch in zip(places, loaded.batches(start=stretch.start, end=stretch.stop), strict=True):
-                end = min(first + loaded.batch_size, stretch.stop)
+            end = stretch.start
+            for batch in loaded.batches(start=stretch.start, end=stretch.stop):
+                first, end = end, min(end + loaded.batch_size, stretch.stop)
                 yield first, batch
 
     def each_batch(so_far: Any) -> None:
@@ -90,4 +103,46 @@ def estimate_saving(
         ),
         **options,
     )
+    return found
+
+
+def owners_on_disk(
+    start: Start,
+    data: Mapping[str, str],
+    valid: Mapping[str, str],
+    examples: Mapping[str, int],
+    seed: int,
+    progress: Progress,
+    group: Processes,
+) -> tuple[list[DataOwner], dict[str, RowBatches], list[str]]:
+    """The owners, the rows held back of each, and notes on how rows were read; processes share the rows out."""
+    owners, back, notes = [], {}, []
+    for name, source in data.items():
+        loaded = start.with_data(source)
+        group.agree(what_all_see(loaded))
+        if name in valid:
+            apart = start.with_data(valid[name])
+            kept, held = RowBatches(loaded, range(loaded.examples)), RowBatches(apart, range(apart.examples))
+        else:
+            apart = loaded
+            rows, rows_held = split_rows(name, loaded.examples, seed)
+            kept, held = RowBatches(loaded, rows), RowBatches(loaded, rows_held)
+        stands_for = examples.get(name)
+        more: Any = {"seed": seed, "advance": progress.advance, "processes": group}
+        owners.append(DataOwner(name, kept, held, examples=stands_for, output=loaded.output, **more))
+        back[name] = held
+        told = loaded.notes if apart is loaded else loaded.notes + apart.notes
+        notes += [f"{name}: {text}" for text in told if text not in start.notes]
+    return owners, back, notes
+
+
+def metrics_of(
+    model: nn.Module, owners: Sequence[DataOwner], back: Mapping[str, RowBatches], group: Processes
+) -> dict[str, Metrics]:
+    """Task → metrics on its rows held back, of which each process runs a share."""
+    found = {}
+    for owner in owners:
+        first = group.share(owner.held).start
+        batches = share_of_rows(back[owner.name], group)
+        found[owner.name] = measure(model, batches, owner.loss_of_rows(model), None, group, first)
     return found

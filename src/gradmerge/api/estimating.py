@@ -37,7 +37,7 @@ from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
 from ..text import listed, nearest
 from ..urls import place_of
-from .dividing import estimate_saving, what_all_see
+from .dividing import estimate_saving, share_of, what_all_see
 from .large_models import check_large, keeping_for, peak_memory
 from .saved_sums import SavedSums
 
@@ -280,9 +280,7 @@ def estimate_to_disk(
             start = None
             if kind == "gram":
                 told.begin("estimating", loaded.examples)
-                mine = group.share(loaded.examples)
-                batches = loaded.batches(start=mine.start, end=mine.stop)
-                result = gram_of(loaded.model, batches, loaded.device, told.advance, group, keeping)
+                result = gram_of(loaded.model, share_of(loaded, group), loaded.device, told.advance, group, keeping)
             else:
                 if saved is not None:
                     asked = dict(options)

@@ -9,9 +9,11 @@ from typing import Any, Unpack
 from .. import tasks
 from ..arguments import checked
 from ..errors import InputError
+from ..processes import ALONE, current
 from ..progress import Progress, shown
 from ..tasks import Generation, LargeLoading, LoadedTask
 from ..tasks.harness import Harness, language_model
+from .dividing import what_all_see
 from .publishing import MeasuredCard
 
 
@@ -25,6 +27,7 @@ def evaluate(
     lm_eval_tasks: str | Path | None = None,
     card: bool = False,
     progress: bool | Progress = True,
+    processes: bool = False,
     **loading: Unpack[LargeLoading],
 ) -> dict[str, Any]:
     """How good a model is: on data, by what it writes, or on tasks of the lm-evaluation-harness.
@@ -37,6 +40,8 @@ def evaluate(
         lm_eval_tasks: A folder with task files of the harness.
         card: Also put the numbers into the model card, and the record, of a folder that gradmerge wrote.
         progress: A bar on long work; False for none; or what is told how far it is, in examples.
+        processes: Divide the rows over the processes that torchrun or `accelerate launch` has started, all of which
+            must call this alike and get the same numbers. The harness and a judge run in the first alone.
         loading: How both are loaded, as :class:`gradmerge.Loading` says: ``task``, ``columns``, ``limit``,
             ``batch_size``, ``max_length``, ``device``, ``dtype``, ``attn``, ``tokenizer``; and ``device_map`` and
             ``quantize`` for models larger than a device.
@@ -52,7 +57,7 @@ def evaluate(
     0.412
     """
     options = tasks.complete_large(loading, evaluate)
-    return evaluated(model, source, generation, lm_eval, lm_eval_tasks, options, progress, card)[0]
+    return evaluated(model, source, generation, lm_eval, lm_eval_tasks, options, progress, card, processes)[0]
 
 
 def evaluated(
@@ -64,27 +69,34 @@ def evaluated(
     options: LargeLoading,
     progress: bool | Progress,
     card: bool,
+    processes: bool = False,
 ) -> tuple[dict[str, Any], LoadedTask | None]:
     """The numbers of a model, and what it was evaluated on if that is data."""
-    measured = MeasuredCard(model) if card else None
-    if generation is not None and source is None:
-        raise InputError("--generate: answers are held against data; give some with --data SRC")
-    if lm_eval_tasks is not None and lm_eval is None:
-        raise InputError("--lm-eval-tasks: goes with --lm-eval TASK, which names tasks of the folder")
-    if source is None and lm_eval is None:
-        raise InputError("nothing to evaluate on: give --data SRC, or --lm-eval TASK")
-    limit, batch_size = options["limit"], options["batch_size"]
-    harness = None if lm_eval is None else Harness(lm_eval, lm_eval_tasks, limit, batch_size)
-    found: dict[str, Any] = {}
-    loaded = None
-    if source is not None:
-        loaded = tasks.load_task(model, source, **options)
-        with shown(progress, "examples") as told:
-            told.begin("evaluating", loaded.examples * (1 if generation is None else 2))
-            found = tasks.evaluate(loaded, advance=told.advance, generation=generation)
-    if harness is not None:
-        module, tokenizer, _ = language_model(str(model), options, loaded)
-        found["lm_eval"] = {task: one.summary() for task, one in harness.run(module, tokenizer).items()}
-    if measured is not None:
-        measured.add(None if source is None else str(source), found)
+    group = current() if processes else ALONE
+    with group.answering():
+        measured = MeasuredCard(model) if card and group.first else None
+        if generation is not None and source is None:
+            raise InputError("--generate: answers are held against data; give some with --data SRC")
+        if lm_eval_tasks is not None and lm_eval is None:
+            raise InputError("--lm-eval-tasks: goes with --lm-eval TASK, which names tasks of the folder")
+        if source is None and lm_eval is None:
+            raise InputError("nothing to evaluate on: give --data SRC, or --lm-eval TASK")
+        limit, batch_size = options["limit"], options["batch_size"]
+        harness = None if lm_eval is None or not group.first else Harness(lm_eval, lm_eval_tasks, limit, batch_size)
+        found: dict[str, Any] = {}
+        loaded = None
+        if source is not None:
+            loaded = tasks.load_task(model, source, **options)
+            group.agree(what_all_see(loaded))
+            with shown(progress, "examples") as bar:
+                told = group.shared(bar)
+                told.begin("evaluating", loaded.examples * (1 if generation is None else 2))
+                found = tasks.evaluate(loaded, advance=told.advance, generation=generation, processes=group)
+        if harness is not None:
+            module, tokenizer, _ = language_model(str(model), options, loaded)
+            found["lm_eval"] = {task: one.summary() for task, one in harness.run(module, tokenizer).items()}
+        if lm_eval is not None and group.count > 1:
+            found = group.gather(found)[0]
+        if measured is not None:
+            measured.add(None if source is None else str(source), found)
     return found, loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,25 +18,26 @@ from ..engine.evaluations import evaluation
 from ..engine.reads import changed, digest_of_state, model_paths, state_of
 from ..errors import InputError, MachineError
 from ..markdown import as_code, as_table
+from ..processes import ALONE, Processes, current
 from ..progress import Progress, shown
 from ..refinement.guarded import check_request, refine_model
 from ..refinement.held_to_base import penalty_of
 from ..refinement.newton import Penalty
 from ..refinement.owners import DataOwner
 from ..refinement.points import trained
-from ..refinement.resuming import SavedRounds
+from ..refinement.resuming import SavedRounds, shared_progress
 from ..refinement.rounds import Refinement
 from ..refinement.saving import Start, notes_of_folder, opened_start, write_folder
-from ..refinement.splitting import RowBatches, as_batches, split_batches, split_rows
+from ..refinement.splitting import as_batches, split_batches
 from ..report.page import write_report
 from ..report.refinement_page import refinement_page
 from ..storage.staging import Staging
-from ..tasks import Loading, complete, measure
+from ..tasks import Loading, complete
 from ..tasks.data_names import dataset_type, named_data
 from ..tasks.data_sources import data_paths
-from ..tasks.metrics import Metrics
 from ..tasks.uncertainty import difference
 from ..text import nearest
+from .dividing import metrics_of, owners_on_disk
 
 #: What a reader of metrics should know.
 CHOSEN_BY = "rows held back: no step was taken on them, but by them the steps were chosen"
@@ -60,6 +62,7 @@ def refine(
     force: bool = False,
     durable: bool = False,
     command: str = "",
+    processes: bool = False,
     **loading: Unpack[Loading],
 ) -> Refinement:
     """Refine a merged model on a few labelled rows of every task, towards the model trained on all of them.
@@ -89,6 +92,8 @@ def refine(
         force: On disk: replace ``out`` if gradmerge wrote it, or it is empty.
         durable: On disk: have the folder on the disk before it gets its name.
         command: On disk: what the report says to repeat it with.
+        processes: On disk: divide the rows over the processes that torchrun or `accelerate launch` has started, as of
+            :func:`gradmerge.estimate_curvature`.
         loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says.
 
     Returns:
@@ -100,7 +105,8 @@ def refine(
     check_request(method, rounds)
     _check_names(data, valid or {}, examples or {})
     if isinstance(model, nn.Module):
-        given = {"out": out, "resume": resume, "force": force, "durable": durable, "command": command, **loading}
+        given: dict[str, Any] = {"out": out, "resume": resume, "force": force, "durable": durable, "command": command}
+        given |= {"processes": processes, **loading}
         for name, value in given.items():
             if value:
                 raise InputError(f"{name} is an option for a model on disk, not for a module")
@@ -137,6 +143,7 @@ def refine(
         force=force,
         durable=durable,
         command=command,
+        group=current() if processes else ALONE,
         options=complete(loading, refine),
     )
 
@@ -194,36 +201,6 @@ def _owners_in_memory(
     return owners
 
 
-def _owners_on_disk(
-    start: Start,
-    data: Mapping[str, str],
-    valid: Mapping[str, str],
-    examples: Mapping[str, int],
-    seed: int,
-    progress: Progress,
-) -> tuple[list[DataOwner], dict[str, RowBatches], list[str]]:
-    """The owners, the rows held back of each, and notes on how rows were read."""
-    owners, back, notes = [], {}, []
-    for name, source in data.items():
-        loaded = start.with_data(source)
-        if name in valid:
-            apart = start.with_data(valid[name])
-            kept, held = RowBatches(loaded, range(loaded.examples)), RowBatches(apart, range(apart.examples))
-        else:
-            apart = loaded
-            rows, rows_held = split_rows(name, loaded.examples, seed)
-            kept, held = RowBatches(loaded, rows), RowBatches(loaded, rows_held)
-        stands_for = examples.get(name)
-        owner = DataOwner(
-            name, kept, held, examples=stands_for, output=loaded.output, seed=seed, advance=progress.advance
-        )
-        owners.append(owner)
-        back[name] = held
-        told = loaded.notes if apart is loaded else loaded.notes + apart.notes
-        notes += [f"{name}: {text}" for text in told if text not in start.notes]
-    return owners, back, notes
-
-
 def _refine_folder(
     reference: str,
     data: Mapping[str, str],
@@ -241,19 +218,24 @@ def _refine_folder(
     force: bool,
     durable: bool,
     command: str,
+    group: Processes,
     options: Loading,
 ) -> Refinement:
     begun = time.perf_counter()
     models = [path for one in (reference, base, penalty, options["tokenizer"]) for path in model_paths(one)]
     sources = [path for source in (*data.values(), *valid.values()) for path in data_paths(source)]
-    with (
-        Staging(out, "refinement", reads=[*models, *sources], force=force, resume=resume, durable=durable) as staging,
-        shown(progress, "rows") as told,
-        opened_start(reference, options) as start,
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(group.answering())
+        staging = None
+        if group.first:
+            reads = [*models, *sources]
+            staging = Staging(out, "refinement", reads=reads, force=force, resume=resume, durable=durable)
+            stack.enter_context(staging)
+        told = group.shared(stack.enter_context(shown(progress, "rows")))
+        start = stack.enter_context(opened_start(reference, options))
         files = state_of(models) + state_of(sources, deep=True)
         held_to, penalty_facts, notes = penalty_of(start, penalty, base)
-        owners, back, read_notes = _owners_on_disk(start, data, valid, examples, seed, told)
+        owners, back, read_notes = owners_on_disk(start, data, valid, examples, seed, told, group)
         request = {
             "version": __version__,
             "model": reference,
@@ -267,10 +249,11 @@ def _refine_folder(
             **{name: dict(start.options)[name] for name in ("task", "limit", "max_length", "dtype", "batch_size")},
             "columns": dict(options["columns"] or {}),
         }
-        saved = SavedRounds(staging, request)
-        so_far = saved.read(start.model, method) if resume else None
+        saved = SavedRounds(staging, request) if staging is not None else None
+        so_far = saved.read(start.model, method) if resume and saved is not None else None
+        so_far = shared_progress(group, so_far, start.model) if resume else None
         resumed = len(so_far.done.rounds) - 1 if so_far is not None else 0
-        before = _metrics(start, owners, back)
+        before = metrics_of(start.model, owners, back, group)
         done = refine_model(
             start.model,
             owners,
@@ -279,41 +262,41 @@ def _refine_folder(
             penalty=held_to,
             seed=seed,
             so_far=so_far,
-            told=saved.write,
+            **({"told": saved.write} if saved is not None else {}),
             progress=told,
+            processes=group,
         )
         moved = _rounded(start, owners, done)
-        after = _metrics(start, owners, back) if moved else before
+        after = metrics_of(start.model, owners, back, group) if moved else before
         done.before, done.after = ({name: one.summary() for name, one in found.items()} for found in (before, after))
         for name in before:
             now, then = after[name].rows(), before[name].rows()
             done.gains[name] = {metric: difference(now[metric], then[metric]) for metric in now if metric in then}
         if path := changed(files, state_of(models) + state_of(sources, deep=True)):
-            staging.keep = False
+            if staging is not None:
+                staging.keep = False
             raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Refine again.")
-        done.notes = [*staging.notes, *start.notes, *notes, *read_notes, *done.notes, *notes_of_folder(start)]
+        group.wait()
+        done.notes = [*start.notes, *notes, *read_notes, *done.notes, *notes_of_folder(start)]
+        done.notes[:0] = staging.notes if staging is not None else []
         done.seconds = time.perf_counter() - begun
         facts = _facts(done, owners, data, valid, {"penalty_of": penalty_facts, "seed": seed, "resumed": resumed})
-        write_folder(
-            staging,
-            start,
-            moved,
-            what="refinement",
-            facts=facts,
-            card=_card(start, done, owners),
-            measured=_measured(start, done, owners, data, valid),
-            seconds=done.seconds,
-            notes=done.notes,
-        )
-        write_report(staging.folder, refinement_page(done, reference, facts, [command] if command else []))
-        saved.remove()
+        if staging is not None and saved is not None:
+            write_folder(
+                staging,
+                start,
+                moved,
+                what="refinement",
+                facts=facts,
+                card=_card(start, done, owners),
+                measured=_measured(start, done, owners, data, valid),
+                seconds=done.seconds,
+                notes=done.notes,
+            )
+            write_report(staging.folder, refinement_page(done, reference, facts, [command] if command else []))
+            saved.remove()
     done.output = out
     return done
-
-
-def _metrics(start: Start, owners: list[DataOwner], back: Mapping[str, RowBatches]) -> dict[str, Metrics]:
-    """Task → metrics on its rows held back."""
-    return {o.name: measure(start.model, back[o.name], o.loss_of_rows(start.model)) for o in owners}
 
 
 def _rounded(start: Start, owners: list[DataOwner], done: Refinement) -> list[str]:

@@ -15,6 +15,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from .._version import __version__
+from ..errors import InputError
+from ..processes import announced, end_with_the_first, joined
 from ..text import printable, to_json
 from . import (
     curvature,
@@ -35,7 +37,7 @@ from . import (
 )
 from .help import Commands, GroupWithHelp
 from .output import OUT_OF_MEMORY
-from .streams import prepare_streams, say, settle
+from .streams import hush, prepare_streams, say, settle
 
 #: Depending on its version, typer brings its own click or uses the installed one.
 UsageError: Any = typer.BadParameter.__base__
@@ -46,6 +48,9 @@ class EveryCommand(GroupWithHelp):
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> NoReturn:
         words = list(sys.argv[1:] if args is None else args)
+        other = _is_other()
+        if other:
+            hush()
         try:
             ended = super().main(words, *rest, **more | {"standalone_mode": False})
             status = ended if isinstance(ended, int) else 0
@@ -62,7 +67,18 @@ class EveryCommand(GroupWithHelp):
         except MemoryError:  # too little is left even to make the message
             status = 1
             say(f"error: {OUT_OF_MEMORY}", err=True)
+        if other and status and joined() is None:
+            end_with_the_first(status)
         sys.exit(settle(status))
+
+
+def _is_other() -> bool:
+    """Whether this is one of several processes, and not the first: that one speaks."""
+    try:
+        place = announced()
+    except InputError:  # which the command says
+        return False
+    return place is not None and place.rank > 0
 
 
 app = Commands(

@@ -12,7 +12,17 @@ import typer
 from ..errors import InputError
 from ..text import count
 from .completion import words_of
-from .options import Data, Force, LargeOptions, LoadingOptions, Model, PlanningOptions, Precision, Printing, command
+from .options import (
+    Data,
+    Force,
+    LargeOptions,
+    LoadingOptions,
+    Model,
+    PlanningOptions,
+    Precision,
+    Printing,
+    on_processes,
+)
 from .output import Durable, Notes, heavy_imports, memory_of, note, print_json, progress
 from .streams import say
 
@@ -101,7 +111,7 @@ class EstimatePlanning(PlanningOptions):
     ] = None
 
 
-@command
+@on_processes
 def estimate(
     *,
     model: Model,
@@ -144,5 +154,6 @@ def estimate(
         say(
             f"{out}: {kinds.get(options.kind) or f'{options.likelihood} curvature'} of {result.tensors} tensors, "
             f"{count(result.entries)} entries, sum over {result.examples} examples ({result.task}), "
-            f"stored as {options.precision}; {result.seconds:.1f} s on {result.device}{memory_of(result.memory)}"
+            f"stored as {options.precision}; {result.seconds:.1f} s on {result.device}"
+            f"{f', {result.processes} processes' if result.processes > 1 else ''}{memory_of(result.memory)}"
         )

@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from ..processes import announced
 from ..text import Measured, one_line
-from .options import Data, GenerationOptions, HarnessOptions, LargeOptions, LoadingOptions, Model, Printing, command
+from .options import (
+    Data,
+    GenerationOptions,
+    HarnessOptions,
+    LargeOptions,
+    LoadingOptions,
+    Model,
+    Printing,
+    on_processes,
+)
 from .output import heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
@@ -25,7 +35,7 @@ EXAMPLE = (
 )
 
 
-@command
+@on_processes
 def evaluate(
     *,
     model: Model,
@@ -50,8 +60,10 @@ def evaluate(
     given: Any = {**asdict(large), **loading.as_keywords()}
     with progress(printing.silent, "examples") as shown:
         generation, asked = writing.as_generation(), (harness.lm_eval, harness.lm_eval_tasks)
-        found, loaded = evaluated(model, data, generation, *asked, given, shown, card)
-    notes = loaded.notes if loaded is not None else []
+        found, loaded = evaluated(model, data, generation, *asked, given, shown, card, processes=True)
+    notes = list(loaded.notes) if loaded is not None else []
+    if harness.lm_eval is not None and announced() is not None:
+        notes.append("--lm-eval ran in the first process alone")
     facts: dict[str, Any] = {"model": model, **({"data": data} if data is not None else {}), **found}
     if loaded is not None:
         facts |= {"columns": {role: list(names) for role, names in loaded.columns.items()}}

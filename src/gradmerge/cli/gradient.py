@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..text import count, one_line
-from .options import Data, Force, LargeOptions, LoadingOptions, Model, Printing, command
+from .options import Data, Force, LargeOptions, LoadingOptions, Model, Printing, on_processes
 from .output import Durable, heavy_imports, note, print_json, progress
 from .streams import say
 
@@ -20,7 +20,7 @@ EXAMPLE = (
 )
 
 
-@command
+@on_processes
 def gradient(
     *,
     model: Model,
@@ -42,7 +42,7 @@ def gradient(
 
     begun = time.perf_counter()
     with progress(printing.silent, "examples") as shown:
-        given: Any = {**asdict(large), **loading.as_keywords()}
+        given: Any = {**asdict(large), **loading.as_keywords(), "processes": True}
         found = estimate_gradient(model, data, out=out, force=force, durable=durable, progress=shown, **given)
     entries, seconds = sum(value.numel() for value in found.values()), time.perf_counter() - begun
     if printing.json:

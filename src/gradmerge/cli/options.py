@@ -16,9 +16,21 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..errors import InputError
+from ..processes import announced, current, joined, stop_with_the_others
 from ..urls import place_of
 from .completion import words_of
-from .output import AllowConfig, AllowPickle, Debug, Dequantize, Json, Notes, Quiet, guarded
+from .output import (
+    AllowConfig,
+    AllowPickle,
+    Debug,
+    Dequantize,
+    Json,
+    Notes,
+    Quiet,
+    explain,
+    guarded,
+    heavy_imports,
+)
 
 if TYPE_CHECKING:
     from ..tasks import Generation, Loading
@@ -281,11 +293,11 @@ class PlanningOptions:
             raise InputError(f"{option} is an assumption of a plan: it goes with --dry-run")
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
+def command(function: Callable[..., None], *, processes: bool = False) -> Callable[..., None]:
     """Make a typer command of a function that takes groups of options.
 
     typer sees the options one by one; the function gets each group as one object. Every command takes
-    `Printing`, which says how errors end.
+    `Printing`, which says how errors end. ``processes``: it may be run by several processes, as torchrun starts them.
     """
     shown: dict[str, inspect.Parameter] = {}
     groups: dict[str, Any] = {}
@@ -301,6 +313,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         device = str(given.get("device"))
         quiet = given["quiet"] or given["json"]
         with guarded(given["debug"], given["json"]), _variable_named(device), _fetching_noted(quiet):
+            _join(function.__name__, processes)
             made = {
                 name: group(**{option: given.pop(option) for option in group.__dataclass_fields__})
                 for name, group in groups.items()
@@ -311,6 +324,27 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: parameter.annotation for name, parameter in shown.items()}
     return run
+
+
+on_processes = functools.partial(command, processes=True)
+
+
+def _join(name: str, processes: bool) -> None:
+    """Join the other processes of torchrun or `accelerate launch`, if there are some, or refuse to be one of them."""
+    place = announced()
+    if place is not None and not processes:
+        raise InputError(
+            f"{name.replace('_', '-')}: runs in one process, and this is one of {place.number} (WORLD_SIZE and RANK in "
+            "the environment, as torchrun and accelerate launch set them). Start it without them: on several processes "
+            "run curvature estimate, gradient, evaluate and refine."
+        )
+    if place is not None:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a process that is gone is told of below
+        with heavy_imports():
+            current()
+        if (group := joined()) is not None:
+            group.explain = explain
+        stop_with_the_others()
 
 
 def from_environment(option: str, value: Any) -> bool:

@@ -17,9 +17,10 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import GradmergeError, MachineError
+from ..processes import joined
 from ..progress import BarProgress, NoProgress, Progress, on_terminal
 from ..text import one_line, size, to_json
-from .streams import say, write
+from .streams import say, speak_up, write
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
@@ -56,10 +57,16 @@ def guarded(debug: bool, as_json: bool = False) -> Iterator[None]:
     except BrokenPipeError:  # whoever reads the output, such as `head`, has seen enough
         raise typer.Exit(1) from None
     except BaseException as error:
+        message, status = explain(error)
+        group, speaks = joined(), True
+        if group is not None:
+            message, status, speaks = group.settle(error)
+        if debug or (speaks and group is not None):
+            speak_up()
         if debug:
             say(traceback.format_exc().rstrip(), err=True)
-        message, status = explain(error)
-        fail(message, status, as_json)
+        if speaks:
+            fail(message, status, as_json)
         raise typer.Exit(status) from None
 
 

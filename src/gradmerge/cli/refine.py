@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from .options import Force, LoadingOptions, Printing, command, named
+from .options import Force, LoadingOptions, Printing, named, on_processes
 from .output import Durable, heavy_imports, note, print_json, print_table, progress
 from .streams import say
 
@@ -25,7 +25,7 @@ NamedSource = Annotated[
 ]
 
 
-@command
+@on_processes
 def refine(
     *,
     model: Annotated[
@@ -88,6 +88,7 @@ def refine(
             force=force,
             durable=durable,
             progress=shown,
+            processes=True,
             command=shlex.join(["gradmerge", *sys.argv[1:]]),
             **loading.as_keywords(),
         )

@@ -15,6 +15,8 @@ from ..urls import hidden
 
 #: File descriptor → the error with which output to it was lost.
 _lost: dict[int, OSError] = {}
+#: Where standard output and error lead, in a process that is to be silent.
+_unheard: list[int] = []
 
 
 class _Outlet(io.FileIO):
@@ -48,6 +50,21 @@ def prepare_streams() -> None:
         sys.stdout = _wrapped(sys.stdout, 1)
     if sys.stderr is sys.__stderr__:
         sys.stderr = _wrapped(sys.stderr, 2)
+
+
+def hush() -> None:
+    """Let nothing that is said be heard, by libraries either: one of several processes, of which the first speaks."""
+    _unheard.extend(os.dup(fd) for fd in (1, 2))
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for fd in (1, 2):
+        os.dup2(nowhere, fd)
+
+
+def speak_up() -> None:
+    """Be heard again."""
+    for fd, own in zip((1, 2), _unheard, strict=False):
+        os.dup2(own, fd)
+    _unheard.clear()
 
 
 def _wrapped(stream: TextIO | None, fd: int) -> TextIO:

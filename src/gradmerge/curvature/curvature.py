@@ -20,6 +20,7 @@ from . import log8
 from .curvature_card import write_curvature_card
 from .files import PENALTY, PRECISIONS, STEM, metadata, open_curvature
 from .summary import GroupSummary, summarize
+from .totals import let_go
 
 SHARD_SIZE = 5_000_000_000
 
@@ -134,6 +135,7 @@ class Curvature(NamedSums):
         for name, value in sums.items():
             if not bool(torch.isfinite(value).all()) or bool((value < 0).any()):
                 raise InputError(f"curvature of {name} has values that are negative or not finite; it is not saved")
+            let_go(value)
         write_sums(folder, sums, metadata(self.examples, self.likelihood, self.model, precision), shard_size)
 
     @classmethod
@@ -176,6 +178,8 @@ def write_sums(
         writer.open()
         for name, part in parts.items():
             writer.write(name, 0, bytes_of(part().contiguous()))
+            if name in sums:
+                let_go(sums[name])
         writer.finish()
     except BaseException:
         writer.close()

@@ -120,12 +120,12 @@ def estimate_curvature(
         copied = keeping.copied if copy else (lambda total: total)
         if kronecker:
             before, stored = start if isinstance(start, KroneckerCurvature) else None, for_kronecker_files(model, alone)
-            return kronecker_of(found, before, examples_of_all, likelihood, label, wide, stored, copied)
+            return kronecker_of(found, before, max(1, examples_of_all), likelihood, label, wide, stored, copied)
         sums = {name: copied(one.total) for name, one in found.items()}
         if start is not None and keeping.plain:
             for name, total in sums.items():
                 total += start[name].to(total)
-        return Curvature(sums, examples_of_all, likelihood, label, for_files(model))
+        return Curvature(sums, max(1, examples_of_all), likelihood, label, for_files(model))
 
     trial = trial if trial is not None else Trial()
     tried, slow = trial.examples > 0, set[nn.Parameter]()
@@ -152,8 +152,8 @@ def estimate_curvature(
                     _name_slow(accumulator.slow, parameters, trial.told)
                     if each_batch is not None and not keeping.idle:
                         each_batch(so_far)
-                    together.after_batch(so_far)
-                together.at_end(so_far)
+                    together.after_batch(so_far, examples)
+                together.at_end(so_far, examples)
             break
         except Distrusted as error:
             doubted = together.distrusted(error, parameters)
@@ -171,7 +171,7 @@ def estimate_curvature(
         raise InputError(
             f"{what}:\n{listed(unused)}\n  Freeze what is not trained (requires_grad_(False)), or estimate a diagonal."
         )
-    return together.added(so_far(copy=False))
+    return together.added(so_far(copy=False), examples)
 
 
 def _add_to(value: Tensor, total: Tensor) -> None:

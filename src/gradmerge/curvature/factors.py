@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .kernels import OuterGradient, sum_type
 from .padding import sees_decoder
-from .totals import Keeping, Total
+from .totals import Keeping, Total, let_go
 
 #: Products of a matrix with itself are formed in up to so many stripes, which end at the diagonal, none of them thinner
 #: than a matrix product can be quick at: on a processor, and on a GPU.
@@ -198,4 +198,5 @@ def _mirrored_in_place(lower: Tensor, step: int = 1024) -> Tensor:
         bottom = top + step
         lower[top:bottom, top:bottom] = _mirrored(lower[top:bottom, top:bottom])
         lower[top:bottom, bottom:] = lower[bottom:, top:bottom].T
+    let_go(lower)
     return lower

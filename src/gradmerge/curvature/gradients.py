@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from ..arguments import checked
 from ..display import View
 from ..errors import InputError
+from ..processes import ALONE, Processes
 from ..storage.bytesof import bytes_of
 from ..storage.tensorfile import TensorFile, close_files, local_path, open_files
 from ..text import listed, natural
-from .batches import examples_in, moved
+from .batches import examples_in, moved, with_places
 from .curvature import SHARD_SIZE, NamedSums, write_sums
 from .estimate import Objective, prepared
 from .files import examples_of
@@ -159,12 +160,14 @@ def estimate_gradient(
     output: str | ExampleLoss | None = None,
     device: str | torch.device | None = None,
     each_batch: Callable[[int], None] | None = None,
+    processes: Processes = ALONE,
     keeping: Keeping | None = None,
 ) -> Gradient:
     """Σ_i ∇ℓ_i(θ) over the examples of ``batches``; :func:`gradmerge.estimate_gradient` explains the arguments.
 
     The model is in eval mode meanwhile. Sums are float32 (float64 where the model is), whatever the model computes in.
-    ``each_batch`` is called after every batch with its number of examples. ``keeping`` says where the sums are kept.
+    ``each_batch`` is called after every batch with its number of examples. Of several ``processes`` each has batches of
+    its own, and all get the sums of all. ``keeping`` says where the sums are kept.
     """
     keeping = keeping or Keeping()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
@@ -184,12 +187,12 @@ def estimate_gradient(
     handlers = {p: functools.partial(add, name) for name, p in parameters.items()}
     unreached, first, examples, loss = set(parameters), None, 0, 0.0
     with prepared(model), handing_over(handlers, keeping):
-        for batch in batches:
+        for row, batch in with_places(batches, 0):
             batch = moved(batch, place)
             if not len(labels_of(batch)):
                 continue
             first = batch if first is None else first
-            total = objective.passes(batch, examples)[0]()
+            total = objective.passes(batch, row)[0]()
             if total.requires_grad:
                 total.backward()
             objective.check_losses()
@@ -197,11 +200,16 @@ def estimate_gradient(
             examples += examples_in(batch)
             if each_batch is not None:
                 each_batch(examples_in(batch))
-        if first is None:
+        told = processes.gather([examples, loss, sorted(unreached)])
+        examples, loss = sum(one for one, *_ in told), sum(one for _, one, _ in told)
+        if not examples:
             raise InputError("there are no examples to estimate a gradient on")
-        notes = _unused(model, {name: parameters[name] for name in parameters if name in unreached}, first)
+        sums = {name: total.whole() for name, total in totals.items()}
+        processes.add(sums.values())
+        nowhere = {name: parameters[name] for name in parameters if all(name in names for *_, names in told)}
+        of_all = processes.gather([] if first is None else _unused(model, nowhere, first))
+        notes: list[str] = next((notes for notes in of_all if notes), [])
     label = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
-    sums = {name: total.whole() for name, total in totals.items()}
     gradient = Gradient(sums, examples, loss, label, "", for_files(model), notes)
     _check_finite(gradient, "look at the model's weights, and whether --dtype is too narrow for the model")
     if not any(bool(value.any()) for value in sums.values()):

@@ -22,6 +22,7 @@ from .files import metadata
 from .formulas import is_conv1d
 from .losses import logits_of
 from .padding import masks_of, sees_decoder
+from .reaching import input_device
 from .stored_names import stored_sources
 from .totals import Keeping, Total, in_step
 
@@ -86,7 +87,7 @@ def estimate_gram(
         >>> gm.estimate_gram(model, [(inputs, labels)]).save("tuned/gram")
     """
     with shown(progress, "batches") as told:
-        place = torch.device(device) if device is not None else next(model.parameters()).device
+        place = torch.device(device) if device is not None else input_device(model)
         return gram_of(model, watched(batches, told, "estimating"), place, each_batch)
 
 

@@ -20,7 +20,7 @@ from .files import INPUTS, OUTPUTS, metadata, open_curvature
 from .formulas import is_conv1d
 from .stored_names import for_files, stored_shapes, stored_sources
 from .sums import ParameterSum
-from .totals import Keeping
+from .totals import Keeping, let_go
 
 #: Layers with more inputs or outputs get a diagonal: their factors would be of a gigabyte or more each.
 WIDEST = 16384
@@ -94,6 +94,7 @@ class KroneckerCurvature(NamedSums):
         for name, value in named.items():
             if not bool(torch.isfinite(value).all()):
                 raise InputError(f"curvature of {name} has values that are not finite; it is not saved")
+            let_go(value)
         tokens = {name: layer.tokens for name, layer in named.layers.items()}
         more = {"tokens": json.dumps(tokens), "fan_in_fan_out": json.dumps(sorted(named.transposed))}
         header = metadata(self.examples, self.likelihood, self.model, kind="kronecker", **more)

@@ -37,6 +37,20 @@ def reaching(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def spread_device(model: nn.Module) -> torch.device | None:
+    """Where inputs go of a model that accelerate has spread over devices; None for any other."""
+    hook: Any = getattr(model, "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        if getattr(one, "execution_device", None) is not None:
+            return torch.device(one.execution_device)
+    return None
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where a model's inputs go."""
+    return spread_device(model) or next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 def elsewhere(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
     """Modules whose weights accelerate fetches when they run: name, module, and the hook that does."""
     found = []

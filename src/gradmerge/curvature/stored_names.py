@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..text import listed
+from .totals import let_go
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -132,6 +133,7 @@ def _fingerprint(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         if value.device.type != "meta" and value.numel():
             pattern = value.detach().contiguous().view(_BITS[value.element_size()])
             bits += int(pattern.sum(dtype=torch.int64))
+            let_go(value)
     return entries, bits % 2**64
 
 

@@ -63,18 +63,18 @@ class Together:
         """From the first example on, with these sums by the names of their parameters."""
         self._sums = sums
 
-    def after_batch(self, so_far: Callable[[], Sums]) -> None:
-        """Meet if somebody asks for it; ``so_far`` gives a copy of this process's own sums."""
+    def after_batch(self, so_far: Callable[[], Sums], examples: int) -> None:
+        """Meet if somebody asks for it; ``so_far`` gives a copy of this process's own sums, over so many examples."""
         if self._shared:  # they go in step, and meet in every layer
             return
         if self._due():
             self.processes.call(self._meeting)
         if self.processes.called(self._meeting):
-            self._meet(ON, so_far)
+            self._meet(ON, so_far, examples)
 
-    def at_end(self, so_far: Callable[[], Sums]) -> None:
+    def at_end(self, so_far: Callable[[], Sums], examples: int) -> None:
         """Until no process has examples left."""
-        while not self._meet(DONE, so_far):
+        while not self._meet(DONE, so_far, examples):
             pass
 
     def distrusted(self, error: Distrusted, parameters: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
@@ -84,12 +84,12 @@ class Together:
         self.processes.call(self._meeting)
         names = [name for name, parameter in parameters.items() if parameter in error.parameters]
         try:
-            self._meet(AGAIN, lambda: Curvature({}, 0), names)
+            self._meet(AGAIN, lambda: Curvature({}, 1), 0, names)
         except DistrustedByAll as agreed:
             return agreed.parameters
         raise AssertionError("a meeting to begin anew ends in beginning anew")
 
-    def _meet(self, state: str, so_far: Callable[[], Sums], doubted: Sequence[str] = ()) -> bool:
+    def _meet(self, state: str, so_far: Callable[[], Sums], examples: int, doubted: Sequence[str] = ()) -> bool:
         """Whether all are done. If not, the sums so far are saved, or all begin anew."""
         self._meeting += 1
         held = [_held(one) for one in self._sums.values() if one.factors is not None]
@@ -102,7 +102,7 @@ class Together:
             self._settle_factors([one["held"] for one in told])
         if all(one["state"] == DONE for one in told):
             return True
-        sums = self.added(so_far())
+        sums = self.added(so_far(), examples)
         if self.processes.first:
             self._save(sums, [one["facts"] for one in told])
         return False
@@ -122,12 +122,12 @@ class Together:
         if mixed:
             raise DistrustedByAll(mixed)
 
-    def added(self, own: Sums) -> Sums:
-        """The sums of all processes, in place of this one's own."""
+    def added(self, own: Sums, examples: int) -> Sums:
+        """The sums of all processes, in place of this one's own, which may be over no example."""
         if self._shared or self.processes.count == 1:
             return own
         self.processes.add(own.values())
-        own.examples = sum(self.processes.gather(own.examples))
+        own.examples = sum(self.processes.gather(examples))
         if isinstance(own, KroneckerCurvature):
             counts = self.processes.gather([layer.tokens for layer in own.layers.values()])
             totals = [sum(of_layer) for of_layer in zip(*counts, strict=True)]

@@ -7,11 +7,16 @@ it is reduced and scattered at once, and each keeps its stretch.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 #: Where sums may be kept.
 PLACES = ("device", "cpu", "disk")
 _BLOCK = 1 << 20
+_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 class Keeping:
@@ -38,6 +44,8 @@ class Keeping:
         if where not in PLACES:
             raise InputError(f"--sums {where}: known are {', '.join(PLACES)}{nearest(where, PLACES)}")
         self.where, self.folder, self.processes = where, folder, processes
+        if not self.plain:
+            give_memory_back()
         self.idle = False
         """This process has no examples left, and runs others' layers along with them: what it adds does not count."""
         self.handlers: dict[nn.Parameter, Callable[[Tensor], None]] = {}
@@ -68,7 +76,9 @@ class Keeping:
         """A copy, where sums are kept."""
         if self.where != "disk" or not value.numel():
             return value.clone()
-        return on_disk(value.shape, value.dtype, self.folder).copy_(value)
+        copy = on_disk(value.shape, value.dtype, self.folder).copy_(value)
+        let_go(copy)
+        return copy
 
     def some(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on some process."""
@@ -85,6 +95,16 @@ class Keeping:
     def most(self, number: int) -> int:
         """The largest of the processes' numbers."""
         return number if self.processes is None else max(self.processes.gather(number))
+
+
+def give_memory_back() -> None:
+    """Have glibc return what is freed of a megabyte or more, where memory matters more than the time that it takes.
+
+    It would keep such blocks for later once it has seen some, and layers that come and go leave gaps between them.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _BLOCK)
 
 
 def in_step(batches: Iterable[Any], keeping: Keeping) -> Iterator[Any]:
@@ -120,7 +140,7 @@ def on_disk(shape: Sequence[int], dtype: torch.dtype, folder: Path | None) -> Te
             else:  # macOS
                 for first in range(0, nbytes, _BLOCK):
                     os.write(handle, bytes(min(_BLOCK, nbytes - first)))
-            flat = torch.from_file(path, shared=True, size=count, dtype=dtype)
+            pages = _Pages(handle, nbytes)
         finally:
             os.close(handle)
             Path(path).unlink()
@@ -130,7 +150,24 @@ def on_disk(shape: Sequence[int], dtype: torch.dtype, folder: Path | None) -> Te
             f"--sums disk: {where} takes no more: a sum of {size(nbytes)} cannot be kept there ({reason}). "
             "Make room there; the sums need 4 bytes for each parameter beside the result."
         ) from error
+    flat = torch.frombuffer(pages, dtype=dtype)
+    _PAGES[flat.data_ptr()] = pages
     return flat.view(tuple(shape))
+
+
+class _Pages(mmap.mmap):
+    """A file in memory, as far as it is looked at; it lasts as long as its tensors."""
+
+
+_PAGES: WeakValueDictionary[int, _Pages] = WeakValueDictionary()
+"""By the address of the first entry."""
+
+
+def let_go(value: Tensor) -> None:
+    """Of a tensor on disk, hold nothing in memory until it is looked at again; any other stays as it is."""
+    pages = _PAGES.get(value.untyped_storage().data_ptr()) if _PAGES and value.device.type == "cpu" else None
+    if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
+        pages.madvise(mmap.MADV_DONTNEED)
 
 
 def _reduce_scatter(distributed: Any) -> Any:
@@ -151,10 +188,11 @@ class Total:
         """``put`` adds to the tensor that it is given."""
         if self._value.device == self.device:
             put(self._value)
-            return
-        near = self._value.to(self.device)
-        put(near)
-        self._value.copy_(near)
+        else:
+            near = self._value.to(self.device)
+            put(near)
+            self._value.copy_(near)
+        let_go(self._value)
 
     def whole(self) -> Tensor:
         """The sum itself; where processes share it, on the first of them, and on the others its shape alone."""
@@ -181,6 +219,7 @@ class SharedTotal(Total):
         with processes.guarded("adding up the sums of a layer"):
             _reduce_scatter(distributed)(mine, whole)
         self._value += mine.to(self._value.device)
+        let_go(self._value)
 
     def whole(self) -> Tensor:
         from torch import distributed
@@ -201,4 +240,5 @@ class SharedTotal(Total):
         for number, part in enumerate(parts):
             first = number * self._stretch
             flat[first : first + self._stretch] = part[: max(0, numel - first)].to(flat.device)
+        let_go(found)
         return found

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..curvature.batches import examples_in, joined, shape_of
 from ..curvature.losses import logits_of
+from ..processes import ALONE, Processes
 from ..progress import NoProgress, Progress
 from .newton import Penalty, Progressed, begin, losses_at
 from .owners import DataOwner
@@ -41,6 +42,7 @@ def adamw(
     so_far: Progressed | None = None,
     told: Callable[[Progressed], None] = lambda progressed: None,
     progress: Progress | None = None,
+    processes: Processes = ALONE,
 ) -> Refinement:
     """Refine a model in place by up to ``rounds`` passes over all rows; other arguments as of :func:`newton`.
 
@@ -56,7 +58,7 @@ def adamw(
     done, progress, parameters = state.done, progress or NoProgress(), trained(model)
     start = start or _copied(parameters)
     work = 2 * sum(owner.rows for owner in owners)
-    passes = _Passes(model, owners, penalty, seed, done, start)
+    passes = _Passes(model, owners, penalty, seed, done, start, processes)
     if not done.improved:
         begun, planned = time.perf_counter(), min(rounds, SEARCHED)
         progress.begin("learning rate", work * planned * TRIALS)
@@ -137,9 +139,10 @@ class _Passes:
         seed: int,
         done: Refinement,
         start: Point,
+        processes: Processes = ALONE,
     ) -> None:
         self._model, self._owners, self._penalty, self._seed, self._done = model, owners, penalty, seed, done
-        self.start = start
+        self.start, self._processes = start, processes
         self._examples = sum(owner.examples for owner in owners)
         # Rows that can be computed together are mixed over the tasks. Others would cost a forward pass for each task.
         self._mixed = len({shape_of(owner.batches_of([0])[0]) for owner in owners}) == 1
@@ -167,6 +170,8 @@ class _Passes:
                     self._differentiate(chosen, len(steps) / self._examples)
                     optimizer.step()
                     optimizer.zero_grad()
+            # Machines of several kinds may round differently.
+            self._processes.from_first(parameters.values())
             self._done.passes.update(gradient=1)
             after = losses_at(self._model, self._owners, self._penalty, self._done)
             moved = {name: p.detach().cpu() - self.start[name].cpu() for name, p in parameters.items()}
@@ -197,8 +202,10 @@ class _Passes:
         ``scale``: steps of a pass per example, so that the gradients of a pass have the right mean.
         """
         together: dict[object, list[tuple[DataOwner, object]]] = {}
+        mine = self._processes.share(len(chosen))
         for owner in self._owners:
-            for batch in owner.batches_of([row for one, row in chosen if one is owner], self._model):
+            rows = [row for one, row in chosen[mine.start : mine.stop] if one is owner]
+            for batch in owner.batches_of(rows, self._model):
                 together.setdefault(shape_of(batch), []).append((owner, batch))
         for parts in together.values():
             logits = logits_of(self._model, joined([batch for _, batch in parts]))
@@ -208,12 +215,24 @@ class _Passes:
                 for (owner, batch), piece in zip(parts, pieces, strict=True)
             ]
             torch.stack(losses).sum().backward()
+        parameters = trained(self._model)
+        self._add_up(parameters)
         if self._penalty is not None:
-            parameters = trained(self._model)
             for name, value in self._penalty.gradient(parameters).items():
                 gradient = parameters[name].grad
                 if gradient is not None:
                     gradient += value.to(gradient) / self._examples
+
+    def _add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Sum the gradients over the processes; what none has a gradient of stays without."""
+        if self._processes.count == 1:
+            return
+        lacking = self._processes.gather([name for name, p in parameters.items() if p.grad is None])
+        nowhere = set(lacking[0]).intersection(*lacking)
+        for name, parameter in parameters.items():
+            if parameter.grad is None and name not in nowhere:
+                parameter.grad = torch.zeros_like(parameter)
+        self._processes.add(p.grad for p in parameters.values() if p.grad is not None)
 
 
 def _copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

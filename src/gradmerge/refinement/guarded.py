@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from ..processes import ALONE, Processes
 from ..progress import NoProgress, Progress
 from ..text import nearest
 from .adamw import adamw
@@ -41,6 +42,7 @@ def refine_model(
     so_far: Progressed | None = None,
     told: Callable[[Progressed], None] = lambda progressed: None,
     progress: Progress | None = None,
+    processes: Processes = ALONE,
 ) -> Refinement:
     """Refine a model in place by one of ``METHODS``; their other arguments.
 
@@ -63,7 +65,8 @@ def refine_model(
     if so_far is None:
         state.done.doubted = [o.name for o in owners if o.label_score(model, held=False) < LEAST_SCORE]
     if method == "newton":
-        done = newton(model, owners, rounds=rounds, penalty=penalty, so_far=state, told=told, progress=progress)
+        shared = {"penalty": penalty, "so_far": state, "told": told, "progress": progress, "processes": processes}
+        done = newton(model, owners, rounds=rounds, **shared)  # type: ignore[arg-type]
     else:
         done = adamw(
             model,
@@ -75,6 +78,7 @@ def refine_model(
             so_far=state,
             told=told,
             progress=progress,
+            processes=processes,
         )
     doubted = [owner for owner in owners if owner.name in done.doubted]
     if doubted and done.improved and _together([o.label_score(model, held=True) for o in doubted]) < LEAST_SCORE:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ..processes import ALONE, Processes
 from ..progress import NoProgress, Progress
 from .basis import Basis
 from .owners import Owner
@@ -96,6 +97,7 @@ def newton(
     so_far: Progressed | None = None,
     told: Callable[[Progressed], None] = lambda progressed: None,
     progress: Progress | None = None,
+    processes: Processes = ALONE,
 ) -> Refinement:
     """Refine a model in place; it is never left with a higher loss on the rows held back than it came with.
 
@@ -107,10 +109,11 @@ def newton(
         so_far: To go on from, with the model as it was then.
         told: Called after every round that lowered the loss.
         progress: Told of every round; its unit is rows, and the owners advance it.
+        processes: Those that refine it together, and ask owners that answer all of them alike.
     """
     state = so_far or begin(model, owners, "newton", penalty)
     done = state.done
-    search = _Search(model, owners, penalty, done)
+    search = _Search(model, owners, penalty, done, processes)
     while len(done.rounds) <= rounds and not done.stopped:
         begun, now = time.perf_counter(), done.rounds[-1]
         # Of every step the gradient, the curvature, the directions and the loss.
@@ -133,14 +136,24 @@ def newton(
 class _Search:
     """Finds a step and takes it."""
 
-    def __init__(self, model: nn.Module, owners: Sequence[Owner], penalty: Penalty | None, done: Refinement) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        owners: Sequence[Owner],
+        penalty: Penalty | None,
+        done: Refinement,
+        processes: Processes = ALONE,
+    ) -> None:
         self._model, self._owners, self._penalty, self._done = model, owners, penalty, done
+        self._processes = processes
         self._scales = [owner.examples / owner.rows for owner in owners]
 
     def step(self, now: Round, last: Point) -> tuple[Round, RefinementStep, dict[str, Tensor]] | None:
         """The losses after a step that lowers both, what it was, and the step itself; None if there is none."""
         gradient = self._gradient()
         directions, dampings = self._directions(gradient, last)
+        # Machines of several kinds may round differently: where to go is said by one of them.
+        self._processes.from_first(value for direction in directions for value in direction.values())
         points = self._points(directions, gradient)
         ranked = self._held(directions, [point for _, _, point in points])
         order = sorted((held, place) for place, held in enumerate(ranked) if held < now.judged)
@@ -154,6 +167,7 @@ class _Search:
                 with torch.no_grad():
                     for name, parameter in trained(self._model).items():
                         parameter.add_(taken[name].to(parameter))
+                self._processes.from_first(trained(self._model).values())
                 heaviest = int(point[: len(dampings)].abs().argmax())
                 return after, RefinementStep(norm(taken), part, dampings[heaviest], ridge), taken
         return None
@@ -190,7 +204,9 @@ class _Search:
         slopes = torch.tensor([dot(direction, gradient) for direction in directions], dtype=torch.float64)
         size = matrix.diagonal().mean().clamp(min=torch.finfo(torch.float64).tiny)
         eye = torch.eye(len(directions), dtype=torch.float64)
-        whole = [(ridge, -torch.linalg.solve(matrix + ridge * size * eye, slopes)) for ridge in RIDGES]
+        solved = [(-torch.linalg.solve(matrix + ridge * size * eye, slopes)).tolist() for ridge in RIDGES]
+        agreed = [torch.tensor(one, dtype=torch.float64) for one in self._processes.gather(solved)[0]]
+        whole = list(zip(RIDGES, agreed, strict=True))
         return [(r, part, part * c) for r, c in whole for part in PARTS if bool(c.isfinite().all())]
 
     def _held(self, directions: Sequence[Point], points: Sequence[Tensor]) -> list[float]:

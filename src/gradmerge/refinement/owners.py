@@ -10,15 +10,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..curvature.batches import batch_rows, examples_in, moved
+from ..curvature.batches import Placed, batch_rows, examples_in, moved, with_places
 from ..curvature.estimate import estimate_curvature
 from ..curvature.gradients import Gradient, estimate_gradient
 from ..curvature.kronecker import KroneckerCurvature
 from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, logits_of, loss_of
+from ..curvature.together import Together
 from ..curvature.trial import Trial
+from ..processes import ALONE, Processes
 from .along import curvature_along
 from .points import Point, evaluated, moving
-from .splitting import RowBatches
+from .splitting import RowBatches, rows_in, share_of_rows
 
 #: Up to so many outputs, the curvature's expectation over labels is taken exactly, one backward pass for each; beyond,
 #: labels are drawn from the model.
@@ -75,33 +77,40 @@ class DataOwner:
         seed: int = 0,
         few_classes: int = FEW_CLASSES,
         advance: Callable[[int], None] = lambda rows: None,
+        processes: Processes = ALONE,
     ) -> None:
         self._few_classes = few_classes
         self.name, self._seed, self._advance = name, seed, advance
         self._batches, self._valid, self._output = batches, valid, output
-        sizes = list(map(examples_in, batches))
+        sizes = [] if isinstance(batches, RowBatches) else list(map(examples_in, batches))
         self._starts = [0, *itertools.accumulate(sizes)][: len(sizes)]
-        self.rows, self.held = sum(sizes), sum(map(examples_in, valid))
+        self.rows, self.held = rows_in(batches), rows_in(valid)
+        self._processes = processes
+        self._own, self._own_valid = (share_of_rows(some, processes) for some in (batches, valid))
         self.examples = self.rows if examples is None else examples
         self._trial = Trial()
 
     def curvature(self, model: nn.Module) -> KroneckerCurvature:
         return estimate_curvature(
             model,
-            self._counted(self._batches),
+            self._placed(),
             self._likelihood(model),
             output=self._output,
             seed=self._seed,
             structure="kronecker",
             trial=self._trial,
+            together=Together(self._processes),
         )
 
     def gradient(self, model: nn.Module) -> Gradient:
-        return estimate_gradient(model, self._batches, output=self._output, each_batch=self._advance)
+        loss, advance = self._output, self._advance
+        return estimate_gradient(model, self._own, output=loss, each_batch=advance, processes=self._processes)
 
     def along(self, model: nn.Module, directions: Sequence[Point]) -> Tensor:
-        batches = self._on_device(model, self._batches, times=len(directions))
-        return curvature_along(model, batches, directions, self.losses_at)
+        batches = self._on_device(model, self._own, times=len(directions))
+        found = curvature_along(model, batches, directions, self.losses_at)
+        self._processes.add([found])
+        return found
 
     def losses(
         self, model: nn.Module, directions: Sequence[Point] = (), points: Tensor | None = None, *, held: bool
@@ -110,16 +119,17 @@ class DataOwner:
         with evaluated(model), torch.no_grad(), moving(model, directions) as move:
             for point in points if points is not None else [torch.zeros(len(directions))]:
                 move(point)
-                batches = self._on_device(model, self._valid if held else self._batches)
-                total = sum(float(self._losses(model, batch, check=points is None).sum()) for batch in batches)
-                found.append(total / self.held if held else total)
-        return found
+                batches = self._on_device(model, self._own_valid if held else self._own)
+                found.append(sum(float(self._losses(model, batch, check=points is None).sum()) for batch in batches))
+        totals = [sum(parts) for parts in zip(*self._processes.gather(found), strict=True)]
+        return [total / self.held if held else total for total in totals]
 
     def row_losses(self, model: nn.Module, *, held: bool) -> Tensor:
         """The loss of every row, or of every one held back."""
         with evaluated(model), torch.no_grad():
-            batches = self._on_device(model, self._valid if held else self._batches)
-            return torch.cat([self._losses(model, batch, check=True).cpu() for batch in batches])
+            batches = self._on_device(model, self._own_valid if held else self._own)
+            found = [self._losses(model, batch, check=True).cpu() for batch in batches]
+        return self._processes.rows([torch.cat(found)] if found else [])[0]
 
     def batches_of(self, rows: Sequence[int], model: nn.Module | None = None) -> list[Any]:
         """Some rows as batches, few of them; with a model, where it is, and counted."""
@@ -139,15 +149,15 @@ class DataOwner:
         Near 0 for labels that are noise, whatever the model's confidence. Only where an example has a label of its own:
         for tokens it is infinite.
         """
+        if isinstance(output := self.loss_of_rows(model), TokenLoss):
+            return float("inf")
         logits, labels = [], []
         with evaluated(model), torch.no_grad():
-            for batches in (self._valid, *([] if held else [self._batches])):
-                for batch in self._on_device(model, batches):
-                    output = self._loss(model, batch)
-                    if isinstance(output, TokenLoss):
-                        return float("inf")
-                    logits.append(logits_of(model, batch))
-                    labels.append(labels_of(batch))
+            for batches in (self._own_valid, *([] if held else [self._own])):
+                pairs = [(logits_of(model, batch), labels_of(batch)) for batch in self._on_device(model, batches)]
+                of_all = self._processes.rows([torch.cat(parts) for parts in zip(*pairs, strict=True)])
+                logits.append(of_all[0])
+                labels.append(of_all[1])
             outputs, wanted = torch.cat(logits), torch.cat(labels)
             order = torch.Generator().manual_seed(self._seed)
             dealt = [torch.randperm(len(wanted), generator=order).to(wanted.device) for _ in range(SHUFFLES)]
@@ -171,8 +181,16 @@ class DataOwner:
         tokens = isinstance(self._loss(model, batch), TokenLoss)
         return "exact" if not tokens and logits[0].numel() <= self._few_classes else "sampled"
 
-    def _counted(self, batches: Iterable[Any]) -> Iterable[Any]:
-        return _Counted(batches, self._advance)
+    def _placed(self) -> Placed:
+        """This process's rows, each batch with its place among those of all, and counted."""
+
+        def make() -> Iterator[tuple[int, Any]]:
+            first = self._processes.share(self.rows).start
+            for place, batch in with_places(self._own, first):
+                yield place, batch
+                self._advance(examples_in(batch))
+
+        return Placed(make)
 
     def _on_device(self, model: nn.Module, batches: Iterable[Any], times: int = 1) -> Iterator[Any]:
         place = next(model.parameters()).device
@@ -188,15 +206,3 @@ class DataOwner:
 
     def _loss(self, model: nn.Module, batch: Any) -> ExampleLoss:
         return self._output or loss_of(model, labels_of(batch))
-
-
-class _Counted:
-    """Batches that tell how many of their examples were taken; they can be gone through again."""
-
-    def __init__(self, batches: Iterable[Any], advance: Callable[[int], None]) -> None:
-        self._batches, self._advance = batches, advance
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._batches:
-            yield batch
-            self._advance(examples_in(batch))

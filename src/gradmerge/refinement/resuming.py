@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..errors import InputError
+from ..processes import Processes
 from ..storage.smallfile import read_json
 from ..storage.staging import Staging
 from .newton import Progressed
@@ -20,6 +23,35 @@ from .points import trained
 from .rounds import Refinement, RefinementStep, Round
 
 WEIGHTS, LAST = "weights/", "last/"
+
+
+def shared_progress(processes: Processes, so_far: Progressed | None, model: nn.Module) -> Progressed | None:
+    """What the first process goes on from, in all of them."""
+    if processes.count == 1:
+        return so_far
+    facts = None
+    if so_far is not None:
+        sizes = {name: list(value.shape) for name, value in so_far.last.items()}
+        rounds, done = [asdict(one) for one in so_far.done.rounds], so_far.done
+        facts = [done.method, rounds, dict(done.passes), done.doubted, done.stopped, sizes]
+    told = processes.gather(facts)[0]
+    if told is None:
+        return None
+    method, rounds, passes, doubted, stopped, sizes = told
+    parameters = trained(model)
+    if so_far is None:
+        done = Refinement(model, method, [_round(one) for one in rounds], passes=Counter(passes), stopped=stopped)
+        done.doubted = doubted
+        usual = next(iter(parameters.values()))
+        last = {name: torch.empty(size, dtype=usual.dtype, device=usual.device) for name, size in sizes.items()}
+        so_far = Progressed(done, last, {name: torch.empty_like(p, device="cpu") for name, p in parameters.items()})
+    processes.from_first(so_far.last[name] for name in sizes)
+    processes.from_first(so_far.weights[name] for name in parameters)
+    return so_far
+
+
+def _round(facts: Mapping[str, Any]) -> Round:
+    return Round(**{**facts, "steps": [RefinementStep(**step) for step in facts["steps"]]})
 
 
 class SavedRounds:
@@ -70,8 +102,7 @@ class SavedRounds:
             tensors = load_file(folder / str(facts["tensors"]))
             done = Refinement(model, method, passes=Counter(facts["passes"]), stopped=facts["stopped"])
             done.doubted = list(facts["doubted"])
-            for one in facts["rounds"]:
-                done.rounds.append(Round(**{**one, "steps": [RefinementStep(**step) for step in one["steps"]]}))
+            done.rounds += [_round(one) for one in facts["rounds"]]
             shapes = {name: parameter.shape for name, parameter in trained(model).items()}
             weights = {name: tensors[WEIGHTS + name] for name in shapes}
             last = {name.removeprefix(LAST): value for name, value in tensors.items() if name.startswith(LAST)}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..curvature.batches import batch_rows, examples_in, values_of
 from ..errors import InputError
+from ..processes import Processes
 from ..quiet import quiet_transformers
 from ..tasks import LoadedTask
 
@@ -67,6 +68,10 @@ class RowBatches(Sequence[Any]):
         self._loaded, self._rows = loaded, rows
         self._kept: dict[int, Any] | None = {}
 
+    @property
+    def count_rows(self) -> int:
+        return len(self._rows)
+
     def __len__(self) -> int:
         return -(-len(self._rows) // self._loaded.batch_size)
 
@@ -91,6 +96,18 @@ class RowBatches(Sequence[Any]):
         """Some rows as one batch."""
         with quiet_transformers():
             return self._loaded.data.batch([self._rows[place] for place in places])
+
+
+def rows_in(batches: Sequence[Any]) -> int:
+    """How many rows there are in all; those of loaded data are not made for it."""
+    return batches.count_rows if isinstance(batches, RowBatches) else sum(map(examples_in, batches))
+
+
+def share_of_rows(batches: Sequence[Any], processes: Processes) -> Sequence[Any]:
+    """The batches of this process's rows."""
+    if processes.count == 1 or not isinstance(batches, RowBatches):
+        return batches
+    return batches.part(processes.share(batches.count_rows))
 
 
 def _nbytes(batch: Any) -> int:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from ..curvature.batches import moved
 from ..curvature.losses import ExampleLoss, labels_of, logits_of
+from ..curvature.reaching import input_device
 from ..errors import GradmergeError, InputError, MachineError
+from ..processes import ALONE, Processes
 from ..text import first_line
 from .loading import LoadedTask
 from .metrics import METRICS, Metrics
@@ -26,15 +28,19 @@ def evaluate(
     batch_size: int | None = None,
     advance: Advance | None = None,
     generation: Generation | None = None,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:
     """The metrics of a loaded model on its data, with standard errors; ``batch_size`` changes nothing but rounding.
 
-    With ``generation`` also those of what it writes; every row is then counted twice as done.
+    With ``generation`` also those of what it writes; every row is then counted twice as done. Of several ``processes``
+    each runs its share of the rows, and all get the metrics of all.
     """
-    found = measure(loaded.model, loaded.batches(batch_size), loaded.output, advance)
+    mine = processes.share(loaded.examples)
+    batches = loaded.batches(batch_size, mine.start, mine.stop)
+    found = measure(loaded.model, batches, loaded.output, advance, processes, mine.start)
     if generation is None:
         return {"task": loaded.task, **found.summary()}
-    written = written_rows(loaded, loaded.model, generation, advance)
+    written = written_rows(loaded, loaded.model, generation, advance, processes)
     return {"task": loaded.task, **with_written(found.summary(), written)}
 
 
@@ -55,13 +61,23 @@ def evaluate_model(
     return measure(model, batches, output, advance).summary()
 
 
-def measure(model: nn.Module, batches: Iterable[Any], output: ExampleLoss, advance: Advance | None = None) -> Metrics:
-    """The same with the numbers of every example: ``numbers()``, ``rows()``, and ``summary()`` of both."""
+def measure(
+    model: nn.Module,
+    batches: Iterable[Any],
+    output: ExampleLoss,
+    advance: Advance | None = None,
+    processes: Processes = ALONE,
+    first: int = 0,
+) -> Metrics:
+    """The same with the numbers of every example: ``numbers()``, ``rows()``, and ``summary()`` of both.
+
+    ``first`` is the place in the data where the batches of this process begin; what it gets are the metrics of all.
+    """
     metrics = METRICS[output.name]()
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = input_device(model)
     training = model.training
     model.eval()
-    done = 0
+    done = first
     try:
         with torch.no_grad():
             for batch in batches:
@@ -77,7 +93,8 @@ def measure(model: nn.Module, batches: Iterable[Any], output: ExampleLoss, advan
                     advance(len(labels))
     finally:
         model.train(training)
-    if not done:
+    metrics.join(processes)
+    if not metrics.examples:
         raise InputError("there are no batches to evaluate on")
     return metrics
 

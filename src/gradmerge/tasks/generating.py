@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..curvature.reaching import input_device
 from ..errors import GradmergeError, InputError
 from ..quiet import quiet_transformers
 from ..text import first_line
@@ -132,7 +133,7 @@ class _Writer:
     def _inputs(self, ids: Sequence[list[int]]) -> dict[str, Any]:
         side, pad = "left" if self._from_left else "right", self._loaded.data.pad  # type: ignore[attr-defined]
         mask = padded([[1] * len(row) for row in ids], 0, side)
-        device = next(self._model.parameters()).device
+        device = input_device(self._model)
         return {"input_ids": padded(ids, pad, side).to(device), "attention_mask": mask.to(device)}
 
     def _texts(self, ids: Sequence[list[int]]) -> list[str]:

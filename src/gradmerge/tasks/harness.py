@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..curvature.reaching import spread_device
 from ..errors import GradmergeError, InputError
 from ..quiet import quiet_transformers
 from ..text import first_line, nearest
 from .loading import LoadedTask
 from .metrics import perplexity_rows, ratio_rows
 from .models import device_of, load_model
-from .placing import Placement, main_device
+from .placement import Placement
 from .processors import load_tokenizer
 from .uncertainty import are_shares, standard_error
 
@@ -174,7 +175,11 @@ def language_model(
         placement = Placement(loading.get("device_map"), loading.get("quantize"))
         model, info = load_model(reference, task, device=device, dtype=dtype, attn=attn, placement=placement)
         if info.task in WRITING:
-            return model, load_tokenizer(reference, info, loading["tokenizer"]), main_device(model) or device_of(device)
+            return (
+                model,
+                load_tokenizer(reference, info, loading["tokenizer"]),
+                spread_device(model) or device_of(device),
+            )
         task = info.task
     raise InputError(
         f"--lm-eval: {reference} is a model for {task}; the harness asks models for {' or '.join(WRITING)}"

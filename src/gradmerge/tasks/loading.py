@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..arguments import check
 from ..curvature.losses import ExampleLoss
+from ..curvature.reaching import spread_device
 from ..errors import InputError
 from ..quiet import quiet_transformers
 from ..text import nearest
@@ -23,7 +24,7 @@ from .data_sources import read_rows
 from .embedding import EmbeddingExamples
 from .image import ImageExamples
 from .models import LoadingInfo, device_of, load_model
-from .placing import Placement, main_device
+from .placement import Placement
 from .processors import load_image_processor, load_tokenizer
 from .rows import Rows
 from .seq2seq import PairExamples
@@ -167,7 +168,7 @@ def load_task(
     ``model_reference`` is a folder, a Hub id (`org/name@revision`) or a PEFT adapter folder; ``source`` a .jsonl, .csv,
     .parquet or .txt file (each also .gz), an .npz, a folder of images by class, or `org/name:split` of the Hub.
     ``adapter_apart`` is as of :func:`load_model`; ``shard``, ``gradients`` and ``beside`` are as of
-    :class:`~gradmerge.tasks.placing.Placement`; the other options are those of :class:`gradmerge.Loading`.
+    :class:`~gradmerge.tasks.placement.Placement`; the other options are those of :class:`gradmerge.Loading`.
     """
     options = complete_large(loading, load_task)
     model_reference, source = str(model_reference), str(source)
@@ -214,7 +215,7 @@ def joined(reference: str, model: nn.Module, info: LoadingInfo, rows: Rows, opti
         task=info.task,
         output=examples.output,
         examples=len(rows),
-        device=main_device(model) or device_of(options["device"]),
+        device=spread_device(model) or device_of(options["device"]),
         columns=fields,
         missing_keys=info.missing_keys,
         data=examples,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..curvature.losses import MASKED
 from ..errors import InputError
+from ..processes import Processes
 from .uncertainty import standard_errors
 
 Number = int | float | None
@@ -62,6 +63,16 @@ class Metrics(ABC):
     @abstractmethod
     def measure(self, losses: Tensor, *facts: Tensor) -> dict[str, Tensor | None]:
         """Metric → one number per example, as :meth:`rows` has them; None where a metric is not defined."""
+
+    def join(self, processes: Processes) -> None:
+        """Take in what the other processes have, in their order."""
+        if processes.count == 1:
+            return
+        own = {name: value for name, value in vars(self).items() if name != "_kept"}
+        for theirs in processes.gather(own):  # what a process without examples does not know, such as how many classes
+            vars(self).update(theirs)
+        joined = processes.rows([torch.cat(part) for part in zip(*self._kept, strict=True)])
+        self._kept = [tuple(joined)] if joined else []
 
     def _measured(self) -> dict[str, Tensor | None]:
         return self.measure(*(torch.cat(parts) for parts in zip(*self._kept, strict=True)))

@@ -16,6 +16,7 @@ from ..checkpoints.opening import open_checkpoint
 from ..checkpoints.quantised import quantisation
 from ..curvature.reaching import elsewhere
 from ..errors import InputError
+from ..processes import announced
 from ..quiet import quiet_transformers
 from ..storage.modelconfig import check_implementation, refuse_hub_code
 from ..storage.smallfile import read_json
@@ -23,7 +24,7 @@ from ..storage.tensorfile import close_files, open_files
 from ..text import count, first_line, listed, nearest
 from .adapters import base_of, classes_of, with_adapter
 from .folders import check_small_files, check_weights, folder_of, offline
-from .placing import OffloadFolder, Placement, is_quantised, recompute, share_out
+from .placement import OffloadFolder, Placement, is_quantised, offloaded, recompute, share_out
 from .sentence_model import EmbeddingModel, read_setup
 
 TASKS = ("classify", "causal-lm", "seq2seq", "image", "embedding")
@@ -122,6 +123,7 @@ def load_model(
     if placement.shard:
         return share_out(model, place).eval(), info
     if given:
+        info.notes += offloaded(model)
         return model.eval(), info
     if place.type == "cpu" and dtype == "auto" and any(p.dtype == torch.float16 for p in model.parameters()):
         model = model.float()
@@ -158,9 +160,17 @@ def _is_bits(config: Any) -> bool:
 
 
 def device_of(name: str) -> torch.device:
-    """The device of a name; "auto" is the first GPU, or the CPU."""
+    """The device of a name; "auto" is a GPU, or the CPU. Several processes on a machine have a GPU each."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" or announced() is None:
+            return torch.device(name)
+    if name == "cuda" and (place := announced()) is not None and torch.cuda.is_available():
+        if place.local >= torch.cuda.device_count():
+            here = f"{torch.cuda.device_count()}, and this is process {place.local} of those that run here"
+            raise InputError(f"--device {name}: GPUs on this machine are {here}. Start fewer, or use --device cpu.")
+        torch.cuda.set_device(place.local)
+        name = f"cuda:{place.local}"
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

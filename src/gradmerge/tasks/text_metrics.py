@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..processes import ALONE, Processes
 from ..text import first_line, nearest
 from .generating import Advance, generate, prompts
 from .loading import LoadedTask
@@ -104,9 +105,17 @@ def judge_of(text: str) -> Judge:
 
 
 def written_rows(
-    loaded: LoadedTask, model: nn.Module, generation: Generation, advance: Advance | None = None
+    loaded: LoadedTask,
+    model: nn.Module,
+    generation: Generation,
+    advance: Advance | None = None,
+    processes: Processes = ALONE,
 ) -> dict[str, Tensor]:
-    """Metric → one number per row of the data, whose mean is the metric, of what a model writes for it."""
+    """Metric → one number per row of the data, whose mean is the metric, of what a model writes for it.
+
+    Each of several ``processes`` writes the answers to its share of the rows. The first one scores all of them: a judge
+    may be dear.
+    """
     every = range(loaded.examples)
     asked = prompts(loaded, every)
     without = next((row for row, one in zip(every, asked, strict=True) if one.reference is None), None)
@@ -117,8 +126,14 @@ def written_rows(
             ": says nothing of what the answer should be. Generated text is held against the completion of a prompt, "
             "the assistant's last message, or a target",
         )
-    answers = generate(loaded, model, every, generation.max_new_tokens, advance=advance)
-    return score_texts([one.text for one in asked], answers, [one.reference or "" for one in asked], generation)
+    own = generate(loaded, model, processes.share(loaded.examples), generation.max_new_tokens, advance=advance)
+    answers = [answer for some in processes.gather(own) for answer in some]
+    scores: dict[str, list[float]] = {}
+    if processes.first:
+        references = [one.reference or "" for one in asked]
+        found = score_texts([one.text for one in asked], answers, references, generation)
+        scores = {name: rows.tolist() for name, rows in found.items()}
+    return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in processes.gather(scores)[0].items()}
 
 
 def score_texts(

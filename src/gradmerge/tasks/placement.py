@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 from .. import processes
 from ..curvature.reaching import elsewhere
+from ..curvature.totals import give_memory_back
 from ..errors import InputError
 from ..storage.smallfile import read_json
-from ..text import nearest
+from ..text import count, nearest
 
 QUANTISATIONS = ("4bit", "8bit", "none")
 
@@ -54,6 +56,9 @@ class Placement:
 
     def keywords(self, config: Any, dtype: str, place: torch.device) -> dict[str, Any]:
         """What ``from_pretrained`` needs to be told."""
+        give_memory_back()
+        for library in ("accelerate", "bitsandbytes"):
+            logging.getLogger(library).setLevel(logging.ERROR)  # what matters of it is said in notes of ours
         if self.shard:
             return {"device_map": {"": "disk"}}  # every weight is read when it is asked for
         given: dict[str, Any] = {}
@@ -104,6 +109,15 @@ def _bits(quantize: str, config: Any, dtype: str) -> Any:
     return kind(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computes)
 
 
+def offloaded(model: nn.Module) -> list[str]:
+    """A note on weights that are on no device, if there are some."""
+    away = {name for path, module, _ in elsewhere(model) for name in (f"{path}.{n}" for n in module._parameters)}
+    share = sum(p.numel() for name, p in model.named_parameters() if name in away)
+    whole = sum(p.numel() for p in model.parameters())
+    stay = f"{count(share)} of {count(whole)} parameters stay on the CPU or the disk, and are fetched layer by layer"
+    return [stay] if share else []
+
+
 def is_quantised(model: nn.Module) -> bool:
     """Whether it computes with codes."""
     return any(type(p).__name__ in ("Params4bit", "Int8Params") for p in model.parameters())
@@ -114,15 +128,6 @@ class OffloadFolder(tempfile.TemporaryDirectory):  # type: ignore[type-arg]
 
     def __init__(self) -> None:
         super().__init__(prefix="gradmerge-offload-")
-
-
-def main_device(model: nn.Module) -> torch.device | None:
-    """Where batches go of a model that accelerate has spread; None for any other."""
-    hook: Any = getattr(model, "_hf_hook", None)
-    for one in getattr(hook, "hooks", (hook,)):
-        if getattr(one, "execution_device", None) is not None:
-            return torch.device(one.execution_device)
-    return None
 
 
 def recompute(model: Any) -> bool:

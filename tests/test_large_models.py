@@ -1,0 +1,399 @@
+"""Models larger than a device: the same results wherever weights and sums are, and whoever has them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import gradmerge as gm
+from gradmerge.curvature.accumulate import Accumulator
+from gradmerge.curvature.estimate import estimate_curvature
+from gradmerge.curvature.gradients import estimate_gradient
+from gradmerge.curvature.gram import gram_of
+from gradmerge.curvature.totals import Keeping, Total
+from gradmerge.errors import InputError, MachineError
+from gradmerge.processes import ALONE
+from gradmerge.tasks import load_task, placement
+
+from .curvature import slow
+from .curvature.families import FAMILIES, batch_of
+from .groups import launch
+from .making import read_model
+from .tasks.making import (
+    labelled,
+    sentences,
+    tiny_bert_checkpoint,
+    tiny_gpt2_checkpoint,
+    tiny_llama_checkpoint,
+    write_jsonl,
+)
+
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "llama": tiny_llama_checkpoint,
+    "tied": lambda folder: tiny_llama_checkpoint(folder, tie_word_embeddings=True),
+    "gpt2": tiny_gpt2_checkpoint,
+    "bert": lambda folder: tiny_bert_checkpoint(folder, labels=3),
+}
+OPTIONS: dict[str, Any] = {"batch_size": 2, "progress": False, "dtype": "float64"}
+KINDS = ("diagonal", "kronecker", "gram")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    for name, make in MAKERS.items():
+        make(folder / name)
+    write_jsonl(folder / "rows.jsonl", labelled(5, 3))
+    (folder / "texts.txt").write_text("".join(f"{text}\n" for text in sentences(5)))
+    (folder / "disk.json").write_text(json.dumps({"": "disk"}))
+    return folder
+
+
+def data_for(place: Path, name: str) -> Path:
+    return place / ("rows.jsonl" if name == "bert" else "texts.txt")
+
+
+def estimated(place: Path, name: str, out: Path, **options: Any) -> dict[str, Tensor]:
+    gm.estimate_curvature(place / name, data_for(place, name), out=out, **{**OPTIONS, **options})
+    return read_model(out)
+
+
+def reference(place: Path, name: str) -> dict[str, Tensor]:
+    """Σ_i [∇ℓ_i]² one example at a time, in float64, without anything of the estimator."""
+    loaded = load_task(place / name, data_for(place, name), batch_size=1, dtype="float64")
+    examples = [{key: value[0] for key, value in batch.items()} for batch in loaded.batches()]
+    return slow.empirical(loaded.model, examples, "classes" if name == "bert" else "next-token")
+
+
+# Sums that are kept elsewhere.
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize("name", ["bert", "llama, tied"])
+def test_sums_that_are_kept_elsewhere_have_the_same_bits(name: str, where: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    model, examples = family.model(), family.examples()
+    batches = [batch_of(examples[:3]), batch_of(examples[3:])]
+
+    def keeping() -> Keeping:
+        return Keeping(where, tmp_path)
+
+    found: list[tuple[Any, Any]] = [
+        (estimate_curvature(model, batches, keeping=keeping()), estimate_curvature(model, batches)),
+        (estimate_gradient(model, batches, keeping=keeping()), estimate_gradient(model, batches)),
+        (gram_of(model, batches, torch.device("cpu"), None, ALONE, keeping()), gm.estimate_gram(model, batches)),
+    ]
+    for structure in ("diagonal", "kronecker"):
+        both = [estimate_curvature(model, batches, structure=structure, keeping=k) for k in (keeping(), None)]
+        found.append((both[0], both[1]))
+    for got, want in found:
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[key], want[key]) for key in want)
+    assert not list(tmp_path.iterdir()), "files of sums have no name, so that none is left behind"
+
+
+def test_a_sum_that_lies_elsewhere_comes_to_the_device_and_goes_back() -> None:
+    total = Total(Keeping("cpu"), torch.Size([3]), torch.float32, torch.device("cpu"))
+    total.device = torch.device("meta")  # stands for a GPU: what is added there is seen by its device alone
+    seen: list[torch.device] = []
+    with pytest.raises(NotImplementedError):  # meta gives nothing back
+        total.add(lambda near: seen.append(near.device))
+    assert seen == [torch.device("meta")]
+
+
+def test_sums_go_on_from_a_start_and_are_told_so_far(tmp_path: Path) -> None:
+    family = FAMILIES["bert"]
+    model, examples = family.model(), family.examples()
+    halves = [batch_of(examples[:3]), batch_of(examples[3:])]
+    start = estimate_curvature(model, halves[:1])
+    told: list[dict[str, Tensor]] = []
+    got = estimate_curvature(
+        model,
+        halves[1:],
+        start=start,
+        keeping=Keeping("disk", tmp_path),
+        each_batch=lambda so_far: told.append({name: value.clone() for name, value in so_far().items()}),
+    )
+    want = estimate_curvature(model, halves)
+    assert got.examples == want.examples
+    slow.assert_same(got, want, 1e-12)
+    slow.assert_same(told[-1], want, 1e-12)
+
+
+def test_a_full_disk_is_told_before_anything_is_lost(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MachineError, match=r"--sums disk: .*takes no more.*No space left on device"):
+        estimated(place, "bert", tmp_path / "out", sums="disk")
+    assert not list(tmp_path.iterdir())
+
+
+# Layers over devices, CPU and disk.
+
+
+@pytest.mark.parametrize(("name", "kind"), [(n, k) for n in ("tied", "gpt2", "bert") for k in KINDS])
+def test_weights_on_disk_give_the_same_bytes(name: str, kind: str, place: Path, tmp_path: Path) -> None:
+    want = estimated(place, name, tmp_path / "plain", kind=kind)
+    got = estimated(place, name, tmp_path / "disk", kind=kind, device_map=str(place / "disk.json"))
+    assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
+    if kind == "diagonal":
+        model = load_task(place / name, data_for(place, name), dtype="float64").model
+        stored = {n: p for n, p in reference(place, name).items() if n in dict(model.named_parameters())}
+        slow.assert_same(got, {n: v.float() for n, v in stored.items()}, 5e-6)
+
+
+def test_auto_fills_the_memory_there_is_and_leaves_the_rest_on_disk(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import accelerate.utils
+
+    source = data_for(place, "llama")
+    plain = gm.estimate_curvature(place / "llama", source, out=tmp_path / "plain", device_map="auto", **OPTIONS)
+    assert not any("fetched" in note for note in plain.notes)
+    monkeypatch.setattr(accelerate.utils, "get_max_memory", lambda: {"cpu": 12_000})
+    loaded = load_task(place / "llama", source, device_map="auto", gradients=True)
+    devices = {p.device.type for p in loaded.model.parameters()}
+    assert devices == {"cpu", "meta"}
+    assert any("stay on the CPU or the disk" in note for note in loaded.notes)
+    estimate = gm.estimate_curvature(place / "llama", source, out=tmp_path / "small", device_map="auto", **OPTIONS)
+    assert any("fetched layer by layer" in note for note in estimate.notes)
+    want, got = read_model(tmp_path / "plain"), read_model(tmp_path / "small")
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    map_file = str(place / "disk.json")
+    gradients = [
+        gm.estimate_gradient(place / "llama", source, device_map=given, **OPTIONS) for given in (None, "auto", map_file)
+    ]
+    for found in gradients[1:]:
+        assert all(torch.equal(found[key], gradients[0][key]) for key in gradients[0])
+    numbers = [gm.evaluate(place / "llama", source, progress=False, device_map=given) for given in (None, map_file)]
+    assert numbers[0] == numbers[1]
+
+
+def test_a_spread_model_is_left_as_it_was_found_and_needs_one_layer_at_a_time(place: Path) -> None:
+    loaded = load_task(place / "llama", place / "texts.txt", device_map=str(place / "disk.json"), gradients=True)
+    model = loaded.model
+    hooks = [m._hf_hook for m in model.modules() if getattr(getattr(m, "_hf_hook", None), "offload", False)]
+    before = {name: p.device.type for name, p in model.named_parameters()}
+    held: list[int] = []
+    mlp = model.get_submodule("model.layers.1.mlp.up_proj")
+    watch = mlp.register_forward_hook(
+        lambda *_: held.append(sum("weight" in m.__dict__ for m in model.modules()))  # those that are there
+    )
+    estimate_curvature(model, list(loaded.batches()), output=loaded.output)
+    watch.remove()
+    assert held and max(held) <= 1
+    assert {name: p.device.type for name, p in model.named_parameters()} == before
+    assert hooks and all(hook.offload for hook in hooks)
+
+
+# Activations that are computed again.
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
+def test_gradient_checkpointing_is_quick_and_gives_the_same(
+    kind: str, place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    want = estimated(place, "llama", tmp_path / "plain", kind=kind)
+    loaded = load_task(place / "llama", place / "texts.txt", gradient_checkpointing=True)
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    loaded.model.get_submodule("model.layers.0.input_layernorm").register_forward_pre_hook(count)
+    estimate_curvature(loaded.model, list(loaded.batches()), output=loaded.output)
+    # The batch; in the trial, two examples at once for each of two formulas of a norm, and each alone.
+    assert calls == 2 * (1 + 2 + 2), "all of it once forward, and once more in the backward pass"
+    got = estimated(place, "llama", tmp_path / "again", kind=kind, gradient_checkpointing=True)
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    assert not caplog.records, "nothing is estimated the slow way"
+
+
+# Quantised bases.
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit", "stored"])
+@pytest.mark.filterwarnings("ignore")
+def test_under_a_quantised_base_the_adapters_parameters_are_measured(bits: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    base = tiny_llama_checkpoint(tmp_path / "base", hidden_size=64, intermediate_size=64)
+    (tmp_path / "texts.txt").write_text("".join(f"{text}\n" for text in sentences(5)))
+    settings: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    settings |= {"bnb_4bit_compute_dtype": torch.float32}
+    settings = {"load_in_8bit": True} if bits == "8bit" else settings
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    quantised = AutoModelForCausalLM.from_pretrained(base, quantization_config=BitsAndBytesConfig(**settings))
+    if bits == "stored":
+        quantised.save_pretrained(tmp_path / "codes")
+        for path in base.glob("*token*"):
+            (tmp_path / "codes" / path.name).write_bytes(path.read_bytes())
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "codes" if bits == "stored" else base)
+    adapted.save_pretrained(tmp_path / "adapter")
+    options: dict[str, Any] = {"batch_size": 5, "progress": False, "quantize": None if bits == "stored" else bits}
+    texts = tmp_path / "texts.txt"
+    gm.estimate_curvature(tmp_path / "adapter", texts, out=tmp_path / "out", **options)
+    gradient = gm.estimate_gradient(tmp_path / "adapter", texts, **options)
+
+    model = PeftModel.from_pretrained(quantised, str(tmp_path / "adapter"), is_trainable=True).eval()
+    loaded = load_task(base, texts, batch_size=1)
+    squares: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
+    measured = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    for batch in loaded.batches():
+        logits = model(input_ids=batch["input_ids"]).logits[0, :-1].double()
+        loss = nn.functional.cross_entropy(logits, batch["labels"][0, 1:], ignore_index=-100, reduction="sum")
+        for name, value in zip(measured, torch.autograd.grad(loss, list(measured.values())), strict=True):
+            stored = name.replace(".default", "")
+            squares[stored] = squares.get(stored, torch.zeros(())) + value.double().square()
+            sums[stored] = sums.get(stored, torch.zeros(())) + value.double()
+    # Codes of 8 bits are multiplied in float16, whose scale is taken from all rows that are multiplied together.
+    tolerance = 0.05 if bits == "8bit" else 1e-4
+    for got, want in ((read_model(tmp_path / "out"), squares), (dict(gradient), sums)):
+        assert got.keys() == want.keys() and len(want) == 8
+        for name, value in want.items():
+            assert float((got[name] - value).abs().max()) <= tolerance * float(value.abs().max()), name
+
+
+# Parameters shared out over processes.
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_processes_that_share_a_model_find_what_one_finds(count: int, place: Path, tmp_path: Path) -> None:
+    """5 rows in batches of 2, so that shares are uneven and some processes run along without rows."""
+    runs = [(name, kind) for name in ("llama", "tied", "bert") for kind in KINDS if kind != "gram" or name == "tied"]
+    runs = runs if count == 2 else [("gpt2", "diagonal"), ("gpt2", "kronecker")]
+
+    def run(rank: int) -> Any:
+        facts = []
+        for name, kind in runs:
+            sums = "disk" if kind == "kronecker" else None
+            more: dict[str, Any] = {"kind": kind, "processes": True, "shard": True, "sums": sums, **OPTIONS}
+            out = tmp_path / f"{name}-{kind}"
+            found = gm.estimate_curvature(place / name, data_for(place, name), out=out, **more)
+            assert found.examples == 5 and len(found.memory) == count
+            facts.append(found.memory[rank]["peak_rss_bytes"])
+        model = load_task(place / runs[0][0], data_for(place, runs[0][0]), shard=True, device="cpu").model
+        shards = [p for p in model.parameters() if isinstance(p, DTensor)]
+        assert len(shards) == sum(1 for _ in model.parameters())
+        return facts, sum(p.to_local().numel() for p in shards), sum(p.numel() for p in shards)
+
+    for ended in launch(count, run, tmp_path / "processes"):
+        assert ended.status == 0, ended.said
+        facts, mine, whole = ended.gave
+        assert all(one > 1e7 for one in facts)
+        assert mine <= 1.2 * whole / count, "each holds its part of the parameters"
+    for name, kind in runs:
+        want = estimated(place, name, tmp_path / f"{name}-{kind}-plain", kind=kind)
+        got = read_model(tmp_path / f"{name}-{kind}")
+        slow.assert_same(got, want, 5e-6)
+        if kind == "diagonal":
+            known = {key: value.float() for key, value in reference(place, name).items() if key in got}
+            slow.assert_same(got, known, 5e-6)
+
+
+def test_no_process_holds_all_sums(place: Path, tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        kept: list[int] = []
+        made = Keeping.zeros
+
+        def zeros(self: Keeping, shape: Any, *more: Any) -> Tensor:
+            kept.append(torch.Size(shape).numel())
+            return made(self, shape, *more)
+
+        setattr(Keeping, "zeros", zeros)  # noqa: B010
+        more: dict[str, Any] = {"processes": True, "shard": True, "likelihood": "exact", **OPTIONS}
+        found = gm.estimate_curvature(place / "bert", data_for(place, "bert"), out=tmp_path / "out", **more)
+        return sum(kept), found.entries
+
+    for ended in launch(2, run, tmp_path / "processes"):
+        assert ended.status == 0, ended.said
+        kept, entries = ended.gave
+        assert entries / 2 <= kept <= 0.52 * entries
+    want = estimated(place, "bert", tmp_path / "plain", likelihood="exact")
+    slow.assert_same(read_model(tmp_path / "out"), want, 5e-6)
+
+
+def test_a_process_that_dies_ends_the_others_with_a_word(place: Path, tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        calls = 0
+        add = Accumulator.add
+
+        def dying(self: Any, *args: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if rank == 1 and calls == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            add(self, *args)
+
+        setattr(Accumulator, "add", dying)  # noqa: B010
+        more: dict[str, Any] = {"processes": True, "shard": True, **OPTIONS, "batch_size": 1}
+        try:
+            gm.estimate_curvature(place / "llama", place / "texts.txt", out=tmp_path / "out", **more)
+        except MachineError as error:
+            return str(error)
+        return "done"
+
+    left, dead = launch(2, run, tmp_path / "processes")
+    assert dead.status == -signal.SIGKILL
+    assert left.status == 0 and "process 1 of 2" in left.gave and "has ended" in left.gave, left
+    assert not (tmp_path / "out").exists()
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"sums": "dsik"}, "--sums dsik: known are device, cpu, disk"),
+        ({"device_map": "everywhere"}, "--device-map everywhere: neither auto nor a JSON file"),
+        ({"device_map": "odd.json"}, "must hold a mapping .* not 'gpu'"),
+        ({"device_map": "auto", "device": "cpu"}, "--device-map and --device cpu"),
+        ({"device_map": "auto", "at_delta": "bert"}, "--at-delta changes .* --device-map does not go with"),
+        ({"quantize": "3bit"}, "--quantize 3bit: known are 4bit, 8bit, none"),
+        ({"quantize": "4bit"}, "codes have no gradients"),
+        ({"shard": True}, "--shard: .* torchrun --nproc-per-node N -m gradmerge"),
+        ({"shard": True, "resume": True}, "--resume: what is shared out"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    options: dict[str, Any], says: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    (place / "odd.json").write_text('{"": "gpu"}')
+    with pytest.raises(InputError, match=says):
+        estimated(place, "bert", tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_cannot_compute_again_says_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradmerge.tasks.models.recompute", lambda model: False)
+    with pytest.raises(InputError, match=r"--gradient-checkpointing: .* cannot compute its activations again"):
+        load_task(place / "bert", place / "rows.jsonl", gradient_checkpointing=True)
+    loaded = load_task(place / "bert", place / "rows.jsonl", device_map=str(place / "disk.json"), gradients=True)
+    assert any("in memory at once" in note for note in loaded.notes)
+
+
+def test_bitsandbytes_that_is_missing_is_named(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    with pytest.raises(InputError, match="pip install bitsandbytes"):
+        placement._bits("4bit", None, "auto")
