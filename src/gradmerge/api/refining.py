@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -21,7 +21,7 @@ from ..progress import Progress, shown
 from ..refinement.guarded import check_request, refine_model
 from ..refinement.held_to_base import penalty_of
 from ..refinement.newton import Penalty
-from ..refinement.owners import DataOwner
+from ..refinement.owners import DataOwner, Owner
 from ..refinement.points import trained
 from ..refinement.resuming import SavedRounds
 from ..refinement.rounds import Refinement
@@ -282,7 +282,7 @@ def _refine_folder(
             told=saved.write,
             progress=told,
         )
-        moved = _rounded(start, owners, done)
+        moved = rounded_as_stored(start, owners, done)
         after = _metrics(start, owners, back) if moved else before
         done.before, done.after = ({name: one.summary() for name, one in found.items()} for found in (before, after))
         for name in before:
@@ -293,14 +293,14 @@ def _refine_folder(
             raise MachineError(f"{path}: changed while it was being used, so that nothing was written. Refine again.")
         done.notes = [*staging.notes, *start.notes, *notes, *read_notes, *done.notes, *notes_of_folder(start)]
         done.seconds = time.perf_counter() - begun
-        facts = _facts(done, owners, data, valid, {"penalty_of": penalty_facts, "seed": seed, "resumed": resumed})
+        facts = facts_of(done, owners, data, valid, {"penalty_of": penalty_facts, "seed": seed, "resumed": resumed})
         write_folder(
             staging,
             start,
             moved,
             what="refinement",
             facts=facts,
-            card=_card(start, done, owners),
+            card=card_of(start, done, owners),
             measured=_measured(start, done, owners, data, valid),
             seconds=done.seconds,
             notes=done.notes,
@@ -316,7 +316,7 @@ def _metrics(start: Start, owners: list[DataOwner], back: Mapping[str, RowBatche
     return {o.name: measure(start.model, back[o.name], o.loss_of_rows(start.model)) for o in owners}
 
 
-def _rounded(start: Start, owners: list[DataOwner], done: Refinement) -> list[str]:
+def rounded_as_stored(start: Start, owners: Sequence[Owner], done: Refinement) -> list[str]:
     """Round the model as it will be stored; the parameters that are written, none if rounding undoes the gain."""
     if not done.improved:
         return []
@@ -328,9 +328,9 @@ def _rounded(start: Start, owners: list[DataOwner], done: Refinement) -> list[st
     return list(trained(start.model))
 
 
-def _facts(
+def facts_of(
     done: Refinement,
-    owners: list[DataOwner],
+    owners: Sequence[Owner],
     data: Mapping[str, str],
     valid: Mapping[str, str],
     more: Mapping[str, Any],
@@ -368,7 +368,8 @@ def _measured(
     return found
 
 
-def _card(start: Start, done: Refinement, owners: list[DataOwner]) -> str:
+def card_of(start: Start, done: Refinement, owners: Sequence[Owner]) -> str:
+    """The text of a refined model's card."""
     name = start.reference if not Path(start.reference).exists() else Path(start.reference).resolve().name
     columns = ["task", "rows", "held back", "loss before", "loss after"]
     first, last = done.rounds[0].held, done.rounds[-1].held
