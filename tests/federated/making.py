@@ -13,7 +13,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file, save_file
 
 from gradmerge.curvature.losses import logits_of
-from gradmerge.federated.answering import Answerer
+from gradmerge.federated.answerer import Answerer
 from gradmerge.federated.client_app import make_app
 from gradmerge.federated.settings import ClientSettings, ServerSettings
 from gradmerge.federated.wire import digest, packed, unpacked

@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 
 import gradmerge as gm
 from gradmerge.errors import MachineError
-from gradmerge.federated.answering import Answerer
+from gradmerge.federated.answerer import Answerer
 from gradmerge.federated.client_app import QUESTIONS
 from gradmerge.federated.running import refine_with_clients
 from gradmerge.federated.wire import packed, unpacked

@@ -61,7 +61,7 @@ def serve(
 ) -> None:
     """Refine a merge on rows that stay with their owners: the server. Clients come by `gradmerge federated join`."""
     with heavy_imports():
-        from ..federated.serving import serve as run
+        from ..federated.hosting import serve as run
         from ..federated.settings import ServerSettings
 
     config = {
@@ -188,7 +188,7 @@ def flower_app(
     """Write a Flower app of our server and client, for those who run Flower's own SuperLink and SuperNodes."""
     with heavy_imports():
         from ..errors import InputError
-        from ..federated.serving import write_app
+        from ..federated.hosting import write_app
         from ..federated.settings import defaults_of_server
 
     if (folder / "pyproject.toml").exists():

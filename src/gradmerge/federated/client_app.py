@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from ..errors import GradmergeError
-from .answering import Answerer
+from .answerer import Answerer
 from .settings import ClientSettings
 from .wire import Malformed, packed, unpacked
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import InputError, MachineError
 from ..text import first_line
-from .answering import Answerer
+from .answerer import Answerer
 from .settings import ClientSettings
 from .wire import need_flower
 
