@@ -1,4 +1,4 @@
-"""A server and two clients over Flower's own SuperLink and TLS, with certificates made as the documentation makes them."""
+"""A server and two clients over Flower's SuperLink and TLS, with certificates made as the page makes them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from flwr.superlink.main import create_app
 import gradmerge as gm
 from gradmerge.errors import InputError, MachineError
 from gradmerge.federated.answerer import Answerer
+from gradmerge.federated.hosting import serve
 from gradmerge.federated.joining import check_server, join
 from gradmerge.federated.running import refine_with_clients
-from gradmerge.federated.hosting import serve
 
 from .making import OPTIONS, client_settings, server_settings, write_place
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -80,16 +83,17 @@ def serve(
         "force": force,
     }
     ServerSettings.read(config)
-    done = run(
-        config,
-        host=host,
-        port=port,
-        certificate=certificate,
-        key=key,
-        authority=authority,
-        insecure=insecure,
-        say=lambda text: None if printing.silent else say(text),
-    )
+    with _ends_in_order():
+        done = run(
+            config,
+            host=host,
+            port=port,
+            certificate=certificate,
+            key=key,
+            authority=authority,
+            insecure=insecure,
+            say=lambda text: None if printing.silent else say(text),
+        )
     if printing.json:
         print_json(done)
         return
@@ -163,15 +167,16 @@ def join(
         delta=delta,
         ledger=ledger or "",
     )
-    answered = run(
-        settings,
-        superlink,
-        certificates=root_certificates,
-        key=key,
-        insecure=insecure,
-        wait=wait,
-        say=lambda text: None if printing.silent else say(text),
-    )
+    with _ends_in_order():
+        answered = run(
+            settings,
+            superlink,
+            certificates=root_certificates,
+            key=key,
+            insecure=insecure,
+            wait=wait,
+            say=lambda text: None if printing.silent else say(text),
+        )
     if printing.json:
         print_json({"name": name, "answers": answered})
     elif not printing.quiet:
@@ -196,6 +201,20 @@ def flower_app(
     write_app(folder, defaults_of_server())
     if not printing.silent:
         say(f"{folder}/pyproject.toml: written")
+
+
+@contextlib.contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """SIGTERM as an exit, so that Flower's programs end too, and a client says that it leaves."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _absolute(text: str) -> str:
