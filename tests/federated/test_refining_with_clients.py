@@ -34,7 +34,7 @@ def clients(place: Path) -> dict[str, Reply]:
 @pytest.fixture(scope="module")
 def at_hand(place: Path) -> dict[tuple[str, ...], bytes]:
     """What `gm.refine` makes of the same rows, of both tasks and of the first alone."""
-    found = {}
+    found: dict[tuple[str, ...], bytes] = {}
     for names in (("a", "b"), ("a",)):
         out = place / "-".join(("refined", *names))
         data = {name: place / f"{name}.jsonl" for name in names}
@@ -120,7 +120,7 @@ def torn(facts: dict[str, Any], groups: dict[str, Any]) -> Any:
 
 def older(facts: dict[str, Any], groups: dict[str, Any]) -> Any:
     content = packed(facts, groups)
-    content["facts"]["schema"] = "gradmerge-federated/0"
+    content.config_records["facts"]["schema"] = "gradmerge-federated/0"
     return content
 
 

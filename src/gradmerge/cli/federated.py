@@ -24,7 +24,7 @@ JOIN_EXAMPLE = (
     "--data yelp.jsonl   ·   gradmerge federated join localhost:8000 --root-certificates ca.pem --name yelp "
     "--model ./merged --data yelp.jsonl --noise 8 --epsilon 8 --ledger yelp.ledger"
 )
-APP_EXAMPLE = "Example: gradmerge federated app ./app   ·   flwr run ./app"
+APP_EXAMPLE = "Example: gradmerge federated app ./app"
 Insecure = Annotated[bool, typer.Option("--insecure", help="Without TLS: what crosses can be read and changed.")]
 
 app = Commands(help="Refine a merge with owners who keep their data, over Flower.")

@@ -25,13 +25,15 @@ from torch import Tensor, nn
 
 from ..curvature.losses import logits_of
 from ..errors import InputError, MachineError
-from ..refinement.along import curvature_along
+from ..refinement.along import curvature_of_rows
 from ..refinement.owners import DataOwner
 from ..refinement.points import Point, evaluated, moving, trained
 from ..storage.smallfile import read_json
 from ..text import first_line
 
 FORMAT = "gradmerge-privacy/1"
+#: Rows whose curvature along directions is computed at once.
+AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -172,11 +174,13 @@ class PrivateOwner:
     def clipped_along(self, model: nn.Module, directions: Sequence[Point]) -> Tensor:
         """Vᵀ GGN V, each row's matrix of a Frobenius norm at most what is allowed."""
         total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
-        for row in range(self._owner.rows):
-            own = curvature_along(model, self._owner.batches_of([row], model), directions, self._owner.losses_at)
-            length = float(own.norm())
-            if math.isfinite(length) and length:
-                total += own * min(1.0, self._bounds.clip_curvature / length)
+        for first in range(0, self._owner.rows, AT_ONCE):
+            rows = range(first, min(first + AT_ONCE, self._owner.rows))
+            batches = self._owner.batches_of(list(rows), model)
+            own = curvature_of_rows(model, batches, directions, self._owner.losses_at)
+            scales = (self._bounds.clip_curvature / own.flatten(1).norm(dim=1)).clamp(max=1.0)
+            finite = own.flatten(1).isfinite().all(1)
+            total += (own * scales[:, None, None])[finite].nan_to_num(0.0).sum(0)  # a matrix of 0 has no scale
         return total
 
     def losses(self, model: nn.Module) -> tuple[float, float]:
