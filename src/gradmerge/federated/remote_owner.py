@@ -101,7 +101,6 @@ class Federation:
         grid: Flower's way to the clients.
         model: The model that is refined.
         timeout: Seconds that an answer may take.
-        say: Told what happens.
         diagonal: Curvature that stands in where no client tells one; 1 for all parameters if it is None.
     """
 
@@ -111,10 +110,9 @@ class Federation:
         model: nn.Module,
         *,
         timeout: float = 600.0,
-        say: Callable[[str], None] = lambda text: None,
         diagonal: Point | None = None,
     ) -> None:
-        self._grid, self._timeout, self._say = grid, timeout, say
+        self._grid, self._timeout = grid, timeout
         self._structure, self._diagonal = structure(model), diagonal
         self._ones = {name: torch.ones_like(p, requires_grad=False) for name, p in trained(model).items()}
         self.owners: list[RemoteOwner] = []

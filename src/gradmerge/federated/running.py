@@ -46,7 +46,7 @@ def refine_with_clients(grid: Grid, settings: ServerSettings, say: Say = lambda 
         files = state_of(models)
         held_to, penalty_facts, notes = penalty_of(start, penalty, base)
         stand_in, told = _stand_in(start)
-        federation = Federation(grid, start.model, timeout=settings.timeout, say=say, diagonal=stand_in)
+        federation = Federation(grid, start.model, timeout=settings.timeout, diagonal=stand_in)
         say(f"{settings.model}: waiting for {settings.clients} clients")
         everyone, refused = federation.gather(settings.clients, settings.wait)
         lost = _Lost(federation, settings, say)
