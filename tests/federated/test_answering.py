@@ -87,7 +87,7 @@ def test_a_client_keeps_to_its_owners_limits(place: Path) -> None:
 
 
 def test_gradients_are_counted_over_messages_of_a_run(answerer: Answerer) -> None:
-    TaskIdentity.run_id, TaskIdentity.node_id = 1, 1
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
     context = Context(1, 1, {}, RecordDict(), {})
     state = weights(answerer._model)
     message = Message(packed({"mark": "0", "model": digest(state)}, {"state": state}), 1, "query.gradient")
@@ -103,7 +103,7 @@ def test_what_goes_wrong_on_a_client_stays_there(
     secret = tmp_path / "patients.jsonl"
     secret.write_text('{"text": "Jane Doe", "label": 7}\n')
     config = {"model": str(place / "merged"), "name": "a", "data": str(secret), "device": "cpu"}
-    TaskIdentity.run_id, TaskIdentity.node_id = 1, 1
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
     message = Message(packed({"mark": "0"}), 1, "query.hello")
     message.metadata.__dict__["_message_id"] = "1"
     reply = client_app.app(message, Context(1, 1, config, RecordDict(), {}))
