@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -23,7 +23,7 @@ from ..progress import Progress, shown
 from ..refinement.guarded import check_request, refine_model
 from ..refinement.held_to_base import penalty_of
 from ..refinement.newton import Penalty
-from ..refinement.owners import DataOwner
+from ..refinement.owners import DataOwner, Owner
 from ..refinement.points import trained
 from ..refinement.resuming import SavedRounds, shared_progress
 from ..refinement.rounds import Refinement
@@ -266,7 +266,7 @@ def _refine_folder(
             progress=told,
             processes=group,
         )
-        moved = _rounded(start, owners, done)
+        moved = rounded_as_stored(start, owners, done)
         after = metrics_of(start.model, owners, back, group) if moved else before
         done.before, done.after = ({name: one.summary() for name, one in found.items()} for found in (before, after))
         for name in before:
@@ -280,7 +280,7 @@ def _refine_folder(
         done.notes = [*start.notes, *notes, *read_notes, *done.notes, *notes_of_folder(start)]
         done.notes[:0] = staging.notes if staging is not None else []
         done.seconds = time.perf_counter() - begun
-        facts = _facts(done, owners, data, valid, {"penalty_of": penalty_facts, "seed": seed, "resumed": resumed})
+        facts = facts_of(done, owners, data, valid, {"penalty_of": penalty_facts, "seed": seed, "resumed": resumed})
         if staging is not None and saved is not None:
             write_folder(
                 staging,
@@ -288,7 +288,7 @@ def _refine_folder(
                 moved,
                 what="refinement",
                 facts=facts,
-                card=_card(start, done, owners),
+                card=card_of(start, done, owners),
                 measured=_measured(start, done, owners, data, valid),
                 seconds=done.seconds,
                 notes=done.notes,
@@ -299,7 +299,7 @@ def _refine_folder(
     return done
 
 
-def _rounded(start: Start, owners: list[DataOwner], done: Refinement) -> list[str]:
+def rounded_as_stored(start: Start, owners: Sequence[Owner], done: Refinement) -> list[str]:
     """Round the model as it will be stored; the parameters that are written, none if rounding undoes the gain."""
     if not done.improved:
         return []
@@ -311,9 +311,9 @@ def _rounded(start: Start, owners: list[DataOwner], done: Refinement) -> list[st
     return list(trained(start.model))
 
 
-def _facts(
+def facts_of(
     done: Refinement,
-    owners: list[DataOwner],
+    owners: Sequence[Owner],
     data: Mapping[str, str],
     valid: Mapping[str, str],
     more: Mapping[str, Any],
@@ -351,7 +351,8 @@ def _measured(
     return found
 
 
-def _card(start: Start, done: Refinement, owners: list[DataOwner]) -> str:
+def card_of(start: Start, done: Refinement, owners: Sequence[Owner]) -> str:
+    """The text of a refined model's card."""
     name = start.reference if not Path(start.reference).exists() else Path(start.reference).resolve().name
     columns = ["task", "rows", "held back", "loss before", "loss after"]
     first, last = done.rounds[0].held, done.rounds[-1].held

@@ -14,7 +14,7 @@ from ..progress import NoProgress, Progress
 from ..text import nearest
 from .adamw import adamw
 from .newton import Penalty, Progressed, begin, newton
-from .owners import DataOwner
+from .owners import DataOwner, Owner
 from .points import trained
 from .rounds import Refinement
 
@@ -33,7 +33,7 @@ def check_request(method: str, rounds: int) -> None:
 
 def refine_model(
     model: nn.Module,
-    owners: Sequence[DataOwner],
+    owners: Sequence[Owner],
     method: str = "newton",
     rounds: int = 2,
     *,
@@ -68,9 +68,12 @@ def refine_model(
         shared = {"penalty": penalty, "so_far": state, "told": told, "progress": progress, "processes": processes}
         done = newton(model, owners, rounds=rounds, **shared)  # type: ignore[arg-type]
     else:
+        at_hand = [owner for owner in owners if isinstance(owner, DataOwner)]
+        if len(at_hand) < len(owners):
+            raise InputError("--with adamw: needs the rows at hand, which their owners keep: use newton")
         done = adamw(
             model,
-            owners,
+            at_hand,
             rounds=rounds,
             penalty=penalty,
             seed=seed,

@@ -48,7 +48,7 @@ def penalty_of(start: Start, penalty: str | None, base: str | None) -> tuple[Pen
         text = penalty or (
             f"identity:{stated['identity']}" if isinstance(stated, dict) else _found(str(stated), folder)
         )
-        matrix, origin = _matrix(start, text), _weights(start, where)
+        matrix, origin = matrix_of(start, text), _weights(start, where)
     except (GradmergeError, KeyError) as error:
         if penalty is not None:
             raise
@@ -106,7 +106,7 @@ def _same(start: Start, one: Any, other: Any) -> bool:
     if one == other or not (isinstance(one, str) and isinstance(other, str)) or "none" in (one, other):
         return bool(one == other)
     try:
-        a, b = (_matrix(start, _found(text, start.info.folder)) for text in (one, other))
+        a, b = (matrix_of(start, _found(text, start.info.folder)) for text in (one, other))
     except GradmergeError:
         return False
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
@@ -134,7 +134,8 @@ def _found(stated: str, folder: Path) -> str:
     return stated
 
 
-def _matrix(start: Start, text: str) -> dict[str, Tensor]:
+def matrix_of(start: Start, text: str) -> dict[str, Tensor]:
+    """A diagonal by the names of parameters: ``identity:c``, or of a curvature folder those that fit."""
     parameters = {name: p for name, p in start.model.named_parameters() if p.requires_grad}
     kind, colon, number = text.partition(":")
     if kind == "identity" and colon:

@@ -40,6 +40,8 @@ class Owner(Protocol):
     """How many examples the task stands for; its rows may be fewer."""
     rows: int
     """How many rows answer, without those that are held back."""
+    held: int
+    """How many are held back."""
 
     def curvature(self, model: nn.Module) -> KroneckerCurvature:
         """Kronecker curvature, a sum over its rows."""
@@ -60,6 +62,10 @@ class Owner(Protocol):
 
         ``held``: the mean loss of a row held back; otherwise the sum of the losses of its rows.
         """
+        ...
+
+    def label_score(self, model: nn.Module, held: bool) -> float:
+        """By how many standard deviations its labels fit the model better than the same labels dealt out at random."""
         ...
 
 
