@@ -21,10 +21,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test: install  ## Run the tests.
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 coverage: install  ## Run the tests and show which lines of src/ they reach, line by line in htmlcov/.
-	$(BIN)/python -m pytest -n 2 --cov --cov-report=term --cov-report=html
+	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term --cov-report=html
 
 fuzz: install  ## Mutate inputs of every kind and kill commands at work (an hour; FUZZ_FLAGS='--inputs 5000 --kills 20').
 	$(BIN)/python -m tests.fuzz --out docs/fuzz.json $(FUZZ_FLAGS)

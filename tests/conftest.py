@@ -1,14 +1,23 @@
-"""What every test runs under: one thread of torch, here and in the programs that tests start.
+"""What every test runs under: one thread of torch, here and in the programs that tests start, and a small heap.
 
-The models are so small that a second one would only wait for the first, and sums would depend on how many there are.
+The models are so small that a second thread would only wait for the first, and sums would depend on how many there are.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _modules_are_no_garbage() -> None:
+    """The trainer of transformers collects garbage again and again, and would look through all that is imported."""
+    gc.collect()
+    gc.freeze()

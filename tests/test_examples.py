@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import math
 import runpy
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import logging
 
 import gradmerge as gm
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def table_of(script: str, out: Path) -> dict[str, list[float]]:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[str, Path], str]]:
+    """Runs an example as `python SCRIPT --quick -o OUT` does, without the seconds that imports take."""
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+
+    def run(script: str, out: Path) -> str:
+        monkeypatch.setattr(sys, "argv", [script, "--quick", "-o", str(out)])
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield run
+    logging.set_verbosity(before[0])
+    if before[1]:
+        logging.enable_progress_bar()
+
+
+def table_of(printed: str) -> dict[str, list[float]]:
     """The rows of the table that a quick run prints."""
-    command = [sys.executable, str(EXAMPLES / script), "--quick", "-o", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    head, *lines = done.stdout.splitlines()
+    head, *lines = printed.splitlines()
     assert head.startswith(("accuracy, %", "perplexity"))
     columns = len(head[18:].replace("0 to 4", "low").replace("5 to 9", "high").split())
     rows = {line[:18].strip(): [float(word) for word in line[18:].split()] for line in lines}
@@ -40,8 +55,10 @@ def table_of(script: str, out: Path) -> dict[str, list[float]]:
         ("causal_lm_lora.py", "base", ["strings", "debugger"]),
     ],
 )
-def test_an_example_trains_merges_and_compares(tmp_path: Path, script: str, base: str, tuned: list[str]) -> None:
-    rows = table_of(script, tmp_path)
+def test_an_example_trains_merges_and_compares(
+    tmp_path: Path, quick: Callable[[str, Path], str], script: str, base: str, tuned: list[str]
+) -> None:
+    rows = table_of(quick(script, tmp_path))
     assert {*tuned, "task-arithmetic", "gradient-matching"} <= rows.keys()
     prior = gm.Curvature.load(tmp_path / base / "curvature")
     for name in tuned:
@@ -53,12 +70,14 @@ def test_an_example_trains_merges_and_compares(tmp_path: Path, script: str, base
     assert any(not torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_something_in_it_is_left_alone(
+    tmp_path: Path, quick: Callable[[str, Path], str], capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.txt").write_text("mine")
-    command = [sys.executable, str(EXAMPLES / "images.py"), "--quick", "-o", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "is not empty" in done.stderr
+    with pytest.raises(SystemExit) as end:
+        quick("images.py", tmp_path)
+    assert end.value.code == 2
+    assert "is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.cli.app import app
 
+from ..forked import forked
 from ..making import near, random_curvature, random_state, write_model
 from .hub_stand_in import TOKEN, Hub, stand_in
 
@@ -283,8 +282,7 @@ def test_curvature_that_was_taken_out_is_not_missed(out: Path) -> None:
 def test_the_command_line_pushes_to_the_endpoint_of_the_environment(out: Path, hub: Hub, tmp_path: Path) -> None:
     own = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "hf")}
     environment = {name: text for name, text in os.environ.items() if not name.startswith("HF_")} | own
-    line = [sys.executable, "-m", "gradmerge", "push", str(out), "me/merged", "--json"]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = forked("push", out, "me/merged", "--json", env=environment)
     assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
     facts = json.loads(done.stdout)
     assert set(facts["sent"]) == set(facts["files"]) and facts["url"].startswith(hub.endpoint)

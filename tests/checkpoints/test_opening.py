@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import subprocess
-import sys
 import textwrap
 import time
 import zipfile
@@ -23,6 +22,7 @@ from gradmerge.checkpoints import Buffers, open_checkpoint
 from gradmerge.checkpoints.pickles import PickleFile
 from gradmerge.errors import InputError
 from gradmerge.markdown import split_card
+from tests.forked import forked
 from tests.making import assert_close, near, random_state, read_model, write_model
 
 from . import slow
@@ -333,18 +333,12 @@ def make_cache(root: Path, revisions: dict[str, dict[str, Tensor]], repo: str = 
     return home
 
 
-def in_process(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def in_process(
+    root: Path, *arguments: str, code: str | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE", "TRANSFORMERS_"))}
     settings = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(root / "hub"), "HF_HOME": str(root / "home"), **environment}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=clean | settings,
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return forked(*arguments, code=code, cwd=root, env=clean | settings)
 
 
 def test_hub_ids_with_and_without_revision_are_read_from_the_cache(tmp_path: Path) -> None:
@@ -361,7 +355,7 @@ def test_hub_ids_with_and_without_revision_are_read_from_the_cache(tmp_path: Pat
                        "models": [{{"model": "org/my.model@" + revision, "weight": 0.5}}]}}
             gm.merge(recipe, name)
     """
-    run = in_process(tmp_path, "-c", textwrap.dedent(code))
+    run = in_process(tmp_path, code=textwrap.dedent(code))
     assert run.returncode == 0, run.stderr
     want = slow.task_arithmetic(double(base), [double(tuned)], [0.5])
     for name in ("branch", "commit"):
@@ -381,7 +375,7 @@ def test_a_folder_of_the_same_name_goes_before_the_hub(tmp_path: Path) -> None:
     here = random_state(1)
     write_model(tmp_path / "org/my.model", here)
     run = in_process(
-        tmp_path, "-c", 'import gradmerge as gm; gm.merge({"method": "average", "models": ["org/my.model"]}, "out")'
+        tmp_path, code='import gradmerge as gm; gm.merge({"method": "average", "models": ["org/my.model"]}, "out")'
     )
     assert run.returncode == 0, run.stderr
     assert_close(read_model(tmp_path / "out"), here, 0)
@@ -400,7 +394,7 @@ def test_an_adapters_base_may_be_a_hub_id(tmp_path: Path) -> None:
     prefix = "base_model.model.layers.0.linear"
     save_file({f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}, adapter / "adapter_model.safetensors")
     run = in_process(
-        tmp_path, "-c", 'import gradmerge as gm; gm.merge({"method": "average", "models": ["adapter"]}, "out")'
+        tmp_path, code='import gradmerge as gm; gm.merge({"method": "average", "models": ["adapter"]}, "out")'
     )
     assert run.returncode == 0, run.stderr
     assert split_card((tmp_path / "out/README.md").read_text(), "card")[0]["base_model"] == ["org/my.model"]
@@ -422,7 +416,7 @@ def test_a_hub_model_that_cannot_be_had_is_one_quick_message(
     reference: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
     make_cache(tmp_path, {COMMIT: random_state(0)})
-    arguments = ["-m", "gradmerge", "merge", "--method", "average", "--model", reference, "-o", "out"]
+    arguments = ["merge", "--method", "average", "--model", reference, "-o", "out"]
     begun = time.perf_counter()
     run = in_process(tmp_path, *arguments, **environment)
     assert time.perf_counter() - begun < 20

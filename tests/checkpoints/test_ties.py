@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from safetensors.torch import save_file
 
 from gradmerge.checkpoints import Checkpoint, compare
 from gradmerge.checkpoints.ties import tied_to
+from tests.forked import forked
 from tests.making import random_state, write_model
 
 WHISPER = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "tie_word_embeddings": True}
@@ -81,4 +80,5 @@ def test_the_usual_models_merge_without_the_seconds_that_transformers_takes(tune
         "gm.merge({'method': 'average', 'base': 'base', 'models': ['tuned']}, 'out')\n"
         "assert 'transformers' not in sys.modules and 'regex' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+    done = forked(code=code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.cli.app import app
 
-from ..making import cli, random_curvature, read_model, three_models, write_recipe
+from ..forked import forked
+from ..making import random_curvature, read_model, three_models, write_recipe
 
 runner = CliRunner()
 
@@ -60,7 +61,7 @@ def test_a_recipe_is_merged(models: tuple[Path, ...], tmp_path: Path) -> None:
     recipe = write_recipe(
         tmp_path / "recipe.yml", {"method": "gradient-matching", "base": "base", "models": ["a", "b"]}
     )
-    done = cli("merge", recipe, "-o", tmp_path / "out", cwd="/")
+    done = forked("merge", recipe, "-o", tmp_path / "out", cwd=Path("/"))
     assert done.returncode == 0, done.stderr
     assert "gradient-matching: 6 tensors merged, 0 copied" in done.stdout
     gm.merge(recipe, tmp_path / "api")
@@ -154,7 +155,7 @@ def test_a_dry_run_writes_nothing_and_tells_the_plan(models: tuple[Path, ...], t
 
 def test_json_output_is_one_object(models: tuple[Path, ...], tmp_path: Path) -> None:
     base, a, b = models
-    done = cli("merge", "-m", "average", "--model", a, "--model", b, "-o", tmp_path / "out", "--json")
+    done = forked("merge", "-m", "average", "--model", a, "--model", b, "-o", tmp_path / "out", "--json")
     facts = json.loads(done.stdout)
     assert facts["merged_tensors"] == 6
     assert facts["seconds"] > 0
@@ -167,7 +168,7 @@ def test_json_output_is_one_object(models: tuple[Path, ...], tmp_path: Path) -> 
 
 def test_quiet_prints_nothing(models: tuple[Path, ...], tmp_path: Path) -> None:
     _, a, b = models
-    done = cli("merge", "-m", "average", "--model", a, "--model", b, "-o", tmp_path / "out", "--quiet")
+    done = forked("merge", "-m", "average", "--model", a, "--model", b, "-o", tmp_path / "out", "--quiet")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -198,7 +199,7 @@ def test_force_does_not_remove_the_recipe_itself(models: tuple[Path, ...], tmp_p
 
 
 def test_debug_shows_the_traceback_and_keeps_the_status(tmp_path: Path) -> None:
-    done = cli("inspect", tmp_path / "nothing", "--debug")
+    done = forked("inspect", tmp_path / "nothing", "--debug")
     assert done.returncode == 2
     assert "Traceback" in done.stderr
     assert "error: " in done.stderr

@@ -21,7 +21,8 @@ import torch
 import gradmerge as gm
 from gradmerge.engine.journal import NAME, Journal
 from gradmerge.engine.statistics import Statistics
-from tests.making import cli, near, random_state, weight_bytes, write_model
+from tests.forked import forked
+from tests.making import near, random_state, weight_bytes, write_model
 
 # A process that imports once and forks for every merge. It computes nothing itself, so that it has one thread when it
 # forks. A merge is killed after `delay` seconds, or kills itself before the `at`-th change to its folder,
@@ -129,9 +130,9 @@ def make_models(folder: Path, tensors: int, size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """10 million bytes a model."""
+    """3 million bytes a model, merged in 400 blocks."""
     folder = tmp_path_factory.mktemp("models")
-    return make_models(folder, 40, 2000), folder
+    return make_models(folder, 40, 600), folder
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +206,7 @@ def test_a_merge_killed_again_and_again_ends_with_the_same_bytes(
     recipe, _ = models
     want, _ = whole
     out = tmp_path / "again" / "out"
-    for units in (100, 300, 500, 700):
+    for units in (60, 150, 240, 330):
         assert driver.merge(recipe, out, resume=True, units=units)["killed"]
         assert phase_of(out) == "merging"
         lines = (partial(out) / NAME).read_bytes().count(b"\n")
@@ -278,7 +279,7 @@ def unfinished(
 ) -> tuple[dict[str, Any], Path, dict[str, bytes]]:
     """A recipe, where its merge was killed half-way, and what should have come out."""
     out = tmp_path / "killed" / "out"
-    assert driver.merge(models[0], out, units=200)["killed"]
+    assert driver.merge(models[0], out, units=120)["killed"]
     assert phase_of(out) == "merging"
     return models[0], out, whole[0]
 
@@ -375,9 +376,16 @@ def test_a_torn_line_does_not_spoil_what_is_appended_after_it(tmp_path: Path) ->
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe whose merge takes the command line long enough to be caught at work."""
     folder = tmp_path_factory.mktemp("large")
-    recipe = make_models(folder, 40, 6000)
+    recipe = make_models(folder, 40, 4000)
     (folder / "recipe.yml").write_text(json.dumps(recipe))
     return folder / "recipe.yml"
+
+
+@pytest.fixture(scope="module")
+def undisturbed_bytes(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    gm.merge(large, out)
+    return weight_bytes(out)
 
 
 def begin(recipe: Path, out: Path) -> subprocess.Popen[str]:
@@ -395,7 +403,9 @@ def begin(recipe: Path, out: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_ctrl_c_ends_a_merge_with_one_message_and_resume_completes_it(large: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_merge_with_one_message_and_resume_completes_it(
+    large: Path, undisturbed_bytes: dict[str, bytes], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     process = begin(large, out)
     process.send_signal(signal.SIGINT)
@@ -404,25 +414,23 @@ def test_ctrl_c_ends_a_merge_with_one_message_and_resume_completes_it(large: Pat
     assert process.returncode == 1
     assert stderr.startswith("error: interrupted") and "--resume" in stderr and stderr.count("\n") == 1
     assert stdout == "" and not out.exists() and partial(out).exists()
-    resumed = cli("merge", large, "-o", out, "--resume")
+    resumed = forked("merge", large, "-o", out, "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    gm.merge(large, tmp_path / "undisturbed" / "out")
-    assert weight_bytes(out) == weight_bytes(tmp_path / "undisturbed" / "out")
+    assert weight_bytes(out) == undisturbed_bytes
 
 
-@pytest.mark.parametrize("option", [(), ("--force",), ("--resume",)])
 def test_a_second_merge_to_the_same_place_is_refused_while_the_first_is_at_work(
-    large: Path, tmp_path: Path, option: tuple[str, ...]
+    large: Path, undisturbed_bytes: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     process = begin(large, out)
     try:
-        second = cli("merge", large, "-o", out, *option)
-        assert second.returncode == 2
-        assert second.stderr.startswith("error: ") and "another process" in second.stderr
+        for option in ([], ["--force"], ["--resume"]):
+            second = forked("merge", large, "-o", out, *option)
+            assert second.returncode == 2
+            assert second.stderr.startswith("error: ") and "another process" in second.stderr
     finally:
         process.send_signal(signal.SIGCONT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
-    gm.merge(large, tmp_path / "undisturbed" / "out")
-    assert weight_bytes(out) == weight_bytes(tmp_path / "undisturbed" / "out")
+    assert weight_bytes(out) == undisturbed_bytes

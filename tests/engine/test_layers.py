@@ -22,7 +22,8 @@ from gradmerge.engine.record import digest_of
 from gradmerge.engine.target import Target
 from gradmerge.recipe import make_recipe
 
-from ..making import assert_close, cli, near, random_curvature, random_state, read_model, weight_bytes, write_model
+from ..forked import forked
+from ..making import assert_close, near, random_curvature, random_state, read_model, weight_bytes, write_model
 from ..rules import slow
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -290,7 +291,7 @@ def test_a_plan_counts_the_factors_and_a_dry_run_says_how_layers_are_damped(tmp_
         assert 0.9 * (stored + models) < plan.total_read <= stored + models
         largest = max((i + bias) ** 2 + o**2 for o, i, bias in LAYERS.values())
         assert plan.memory(2) - plan.memory(1) > 3 * 8 * largest
-    said = cli("merge", tmp_path / "recipe.yml", "--dry-run")
+    said = forked("merge", tmp_path / "recipe.yml", "--dry-run")
     assert "0.2 × the mean curvature of the layer" in said.stdout, said.stderr
 
 

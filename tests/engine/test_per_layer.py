@@ -12,7 +12,8 @@ from torch import Tensor
 
 import gradmerge as gm
 from gradmerge.recipe import make_recipe
-from tests.making import cli as run, near, read_model, write_model, write_recipe
+from tests.forked import forked as run
+from tests.making import near, read_model, write_model, write_recipe
 from tests.rules import slow
 
 NAMES = [

@@ -18,7 +18,8 @@ import gradmerge as gm
 from gradmerge.errors import InputError
 
 from ..checkpoints.families import load, make, moved, save
-from ..making import assert_close, cli, read_model, weight_bytes
+from ..forked import forked
+from ..making import assert_close, read_model, weight_bytes
 
 STACK = {
     "llama-untied": "model.layers.",
@@ -208,7 +209,7 @@ def test_switches_may_differ_between_slices(tmp_path: Path) -> None:
         return base + total / (2 if place[0] == 0 else 1)
 
     assert_close(read_model(out), by_hand(states, STACK["gpt2"], slices, breadcrumbs), 1e-5)
-    said = json.loads(cli("merge", tmp_path / "recipe.yml", "--dry-run", "--json").stdout)
+    said = json.loads(forked("merge", tmp_path / "recipe.yml", "--dry-run", "--json").stdout)
     assert [case["value"] for case in said["options"]["normalize"]] == [True, False]
 
 
@@ -286,7 +287,7 @@ def test_the_card_the_record_and_inspect_say_which_layer_came_from_where(tmp_pat
 
     with open_checkpoint(tmp_path / "A") as model:  # every layer of it was read
         assert record["inputs"][0]["digest"] == str(digest_of(model))
-    shown = cli("inspect", out).stdout
+    shown = forked("inspect", out).stdout
     assert "layers 0–1: ./A 0–1" in shown
     assert "layers 2: ./C 4" in shown
 
@@ -427,7 +428,7 @@ def test_models_with_several_stacks_and_commands_that_look_at_whole_models_refus
     (llamas / "recipe.yml").write_text(
         yaml.safe_dump({"method": "passthrough", "slices": [{"models": [entry("T", 0, 2)]}]})
     )
-    found = cli("merge", llamas / "recipe.yml", "-o", llamas / "out")
+    found = forked("merge", llamas / "recipe.yml", "-o", llamas / "out")
     assert found.returncode == 2
     assert "several stacks of layers: decoder.block.* (2), encoder.block.* (2)" in found.stderr
     with pytest.raises(InputError, match="slices: diagnose looks at merges of whole models"):

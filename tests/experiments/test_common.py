@@ -11,6 +11,8 @@ from experiments.common.tables import markdown, shown
 
 from gradmerge.demo.stages import Stages
 
+from .tenfold import tenfold
+
 
 def counted(calls: list[str], name: str):
     def make(folder: Path) -> dict[str, int]:
@@ -60,10 +62,6 @@ def test_what_an_interrupted_stage_left_is_thrown_away_when_its_settings_changed
     with pytest.raises(KeyboardInterrupt):
         Stages(tmp_path).run("a", stop, given={"x": 1})
     assert Stages(tmp_path).run("a", lambda folder: [p.name for p in folder.glob("begun")], given={"x": 2}) == []
-
-
-def tenfold(seed: int, plus: int) -> int:
-    return 10 * seed + plus
 
 
 def test_seeds_in_processes_of_their_own_give_the_same_in_the_same_order() -> None:

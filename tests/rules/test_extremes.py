@@ -14,7 +14,7 @@ from torch import Tensor
 import gradmerge as gm
 from gradmerge.rules import RULES
 
-from ..making import cli
+from ..forked import forked
 from . import slow, slow_tensors
 
 SIZE = 400
@@ -210,7 +210,7 @@ def test_the_command_line_refuses_a_huge_weight_and_writes_nothing(tmp_path: Pat
     for place, values in (("base", BASE), ("a", TUNED[0])):
         (tmp_path / place).mkdir()
         save_file({"w": values}, tmp_path / place / "model.safetensors")
-    result = cli(
+    result = forked(
         "merge", "--method", "weighted-average", "--model", "a=1e308", "--model", "base", "-o", "out", cwd=tmp_path
     )
     assert result.returncode == 2

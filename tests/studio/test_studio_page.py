@@ -136,6 +136,22 @@ def test_best_so_far_and_the_recipes_own_can_be_had_back(page: Page) -> None:
     assert (page.locator(".gm-card.now").text_content() or "").find("the best so far") > 0
 
 
+@pytest.mark.parametrize("way", ["mouse", "keyboard"])
+def test_what_was_tried_can_be_taken_up_again(page: Page, way: str) -> None:
+    number = page.get_by_label("number input for yelp", exact=True)
+    move(page, "yelp", 0.45)
+    with measured(page):
+        page.get_by_role("button", name="Recipe’s own").click()
+    page.get_by_role("tab", name="Tried", exact=True).click()
+    button = page.get_by_role("button", name="task-arithmetic 0.45, 0", exact=True)
+    with measured(page):
+        if way == "keyboard":
+            button.press("Enter")
+        else:
+            page.locator(".gm-tried tr", has=button).locator("td").last.click()
+    assert number.input_value() == "0.45"
+
+
 def test_weights_by_layer_are_measured(page: Page, tmp_path: Path) -> None:
     with measured(page):
         page.get_by_label("Weights by layer").check()

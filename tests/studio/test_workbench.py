@@ -134,6 +134,17 @@ def test_a_sweep_keeps_the_options(explorer: Any) -> None:
     bench.close()
 
 
+def test_the_curve_of_a_removal_keeps_the_options() -> None:
+    strengths = [SimpleNamespace(weights=(weight,)) for weight in (0.0, 0.5)]
+    explorer = SimpleNamespace(
+        removes=["a"], models=["a"], strengths=lambda method: strengths, setting=lambda *given: given
+    )
+    bench = Workbench(explorer)
+    swept = bench.sweep(SimpleNamespace(method="removal", changes=(("damping", 1e-3),)))
+    assert swept == [("removal", {"a": weight}, {"damping": 1e-3}) for weight in (0.0, 0.5)]
+    bench.close()
+
+
 def test_layers_say_what_they_show(explorer: Any) -> None:
     bench = Workbench(explorer)
     shown = bench.figures(Visit(shown=explorer.measure(explorer.own)), ["layers"])

@@ -147,6 +147,14 @@ def measured_table(found: Diagnosis, losses: bool = True) -> Table:
     return Table("Measured", "measured-table", columns, rows, note)
 
 
+def losses_table(found: Diagnosis, models: Sequence[str]) -> Table:
+    """What is beside the metrics of many tasks, in a table of its own: both together are wider than a page."""
+    rows = [
+        [model, *(measured(found.metrics[model][t], "loss_per_example") for t in found.examples)] for model in models
+    ]
+    return Table("Measured loss per example", "measured-losses", ["model", *found.examples], rows)
+
+
 def _metrics_section(found: Diagnosis) -> Section:
     merges = [*found.candidates, *filter(None, [found.without_penalty])]
     models = [BASE, "tuned", *merges, *(["target"] if "target" in found.metrics else [])]
@@ -155,11 +163,14 @@ def _metrics_section(found: Diagnosis) -> Section:
     values = {model: [measured(found.metrics[model][task], names[task]) for task in tasks] for model in models}
     kinds = sorted(set(names.values()))
     lower = "" if any(map(higher_is_better, kinds)) else ", lower is better"
+    tables = [measured_table(found)]
+    if len(tasks) > 2 and any(name != "loss_per_example" for name in names.values()):
+        tables = [measured_table(found, losses=False), losses_table(found, models)]
     return Section(
         "What data says",
         "Measured on " + ", ".join(f"{task}: {count} examples" for task, count in found.examples.items()) + ".",
         [Figure("Measured on data", "measured", bars(tasks, values, " / ".join(kinds).replace("_", " ") + lower))],
-        [measured_table(found)],
+        tables,
     )
 
 

@@ -77,6 +77,18 @@ def library() -> str:
 
 
 @cache
+def drawing() -> str:
+    """What draws with the library, in every page alike."""
+    return resource("charts.js")
+
+
+@cache
+def page_script() -> str:
+    """What a report does in a browser."""
+    return f"{drawing()}\n{resource('page.js')}"
+
+
+@cache
 def colours() -> str:
     """Colour on paper → its variable in the style of a page."""
     return in_script({colour: f"var(--{name})" for name, colour in LIGHT.items()})

@@ -121,11 +121,10 @@ def predicted_layers(predicted: Outcome, own_costs: Mapping[str, float]) -> alt.
     """Where a setting is predicted to cost a task something, as a share of what the recipe's own costs it in all."""
     layers = sorted(predicted.parts, key=natural)
     tasks = [task for task in predicted.costs if own_costs.get(task, 0.0) > 0]
+    # A reader asks which layers cost most: beyond hundredths of a percent, digits tell nothing.
     share: Callable[[str, str], float] = lambda layer, task: predicted.parts[layer].get(task, 0.0) / own_costs[task]  # noqa: E731
-    values = [[share(layer, task) for task in tasks] for layer in layers]
-    return heat_map(
-        layers, tasks, values, "predicted loss, as a share of the whole that the recipe's own costs the task"
-    )
+    values = [[round(100 * share(layer, task), 2) for task in tasks] for layer in layers]
+    return heat_map(layers, tasks, values, "predicted loss, % of what the recipe's own costs the task in all")
 
 
 def remaining_layers(remaining: Mapping[str, Mapping[str, float]], models: Sequence[str]) -> alt.LayerChart:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..display import DRAWN
 from . import palette
-from .embedded import Figure, colours, digest, in_script, library
+from .embedded import Figure, colours, digest, in_script, library, page_script
 from .page import template
 
 #: Figures that a result shows; a report has all.
@@ -51,7 +51,7 @@ def frame(figures: Sequence[Figure]) -> str:
 @cache
 def _packed() -> tuple[str, str]:
     """The scripts, compressed and as they are."""
-    scripts = f"{library()}\n{palette.resource('page.js')}"
+    scripts = f"{library()}\n{page_script()}"
     return base64.b64encode(gzip.compress(scripts.encode(), mtime=0)).decode(), scripts
 
 

@@ -1,5 +1,5 @@
-"use strict";
 (() => {
+  const { walked, viewOf, showIn, copied } = gradmergeCharts;
   const all = (root, selector) => [...root.querySelectorAll(selector)];
   const read = (element) => JSON.parse(element.textContent);
   const theme = read(document.getElementById("theme"));
@@ -25,43 +25,13 @@
     return lines;
   }
 
-  // The same chart, with other strings where `each` says so; what readers hover over and the numbers stay.
-  function walked(node, each, key) {
-    if (key === "datasets" || key === "tooltip" || key === "usermeta") return node;
-    if (typeof node === "string") return each(node, key);
-    if (Array.isArray(node)) return node.map((part) => walked(part, each, key));
-    if (node === null || typeof node !== "object") return node;
-    return Object.fromEntries(Object.entries(node).map(([name, part]) => [name, walked(part, each, name)]));
-  }
-
   function sized(spec, width, title) {
-    const narrow = width < 520;
     const letters = Math.floor(width / 6.6);
     const fitting = walked(spec, (text, key) => (key === "title" ? wrapped(text, letters) : text));
     // The name of the upward axis lies between the legend and the plot.
     const above = Math.max(...spec.layer.map(({ encoding }) => wrapped(encoding?.y?.title ?? "", letters).length * !!encoding?.y?.title));
-    const config = {
-      ...theme,
-      axisY: { ...theme.axisY, labelLimit: narrow ? 110 : 220 },
-      legend: {
-        ...theme.legend,
-        offset: 12 + 15 * above,
-        gradientLength: Math.min(theme.legend.gradientLength, width - 130),
-        columns: Math.max(1, Math.floor((width - 50) / spec.usermeta.entry)),
-      },
-    };
-    const height = narrow && typeof spec.height === "number" ? Math.round(0.8 * spec.height) : spec.height;
     const heading = title ? { title: { text: wrapped(title, Math.floor(width / 9)), offset: 14 } } : {};
-    const edge = title ? 16 : 2;
-    const padding = { left: edge, right: edge + 2, top: edge, bottom: edge, ...spec.padding };
-    return { ...fitting, ...heading, width, height, padding, config };
-  }
-
-  // The interpreter takes the place of eval, which the page's policy forbids.
-  function viewOf(spec, options) {
-    const compiled = { ...vegaLite.compile(spec).spec, autosize: { type: "fit-x", contains: "padding" } };
-    const parsed = vega.parse(compiled, null, { ast: true });
-    return new vega.View(parsed, { expr: vegaInterpreter, ...options });
+    return { ...gradmergeCharts.sized(fitting, theme, width, { offset: 12 + 15 * above, edge: title ? 16 : 2 }), ...heading };
   }
 
   function draw(figure) {
@@ -75,21 +45,7 @@
     figure.view = viewOf(spec, { renderer: "svg", container: figure.box, tooltip: show }).run();
   }
 
-  function show(handler, event, item, value) {
-    tip.hidden = value === null || value === undefined || value === "";
-    if (tip.hidden) return;
-    const known = Object.entries(value).filter(([name, text]) => !name.trim() || text !== "null");
-    const [head, ...lines] = known.map(([name, text]) => (name.trim() ? `${name}: ${text}` : text));
-    const bold = document.createElement("b");
-    bold.textContent = head;
-    const rest = document.createElement("div");
-    rest.textContent = lines.filter(Boolean).join("\n");
-    tip.replaceChildren(bold, rest);
-    const { offsetWidth: wide, offsetHeight: tall } = tip;
-    const left = Math.max(8, Math.min(event.clientX - wide / 2, document.documentElement.clientWidth - wide - 8));
-    const above = event.clientY - tall - 14;
-    tip.style.transform = `translate(${Math.round(left)}px, ${Math.round(above > 4 ? above : event.clientY + 18)}px)`;
-  }
+  const show = showIn(() => tip);
   addEventListener("scroll", () => (tip.hidden = true), { passive: true });
 
   function download(blob, name) {
@@ -181,27 +137,9 @@
   }
   for (const head of all(document, ".table th")) head.querySelector("button").addEventListener("click", () => sort(head));
 
-  function copyOld(text) {
-    const area = document.createElement("textarea");
-    area.value = text;
-    area.style.cssText = "position:fixed;opacity:0";
-    document.body.append(area);
-    area.select();
-    const done = document.execCommand("copy");
-    area.remove();
-    return done;
-  }
-
   async function copy(button) {
     const text = button.parentElement.querySelector("code").textContent;
-    let done;
-    try {
-      await navigator.clipboard.writeText(text);
-      done = true;
-    } catch {
-      // A page that is a file may not have the clipboard of newer browsers.
-      done = copyOld(text);
-    }
+    const done = await copied(text);
     button.textContent = done ? "Copied" : "Select and copy by hand";
     setTimeout(() => (button.textContent = "Copy"), 2000);
   }

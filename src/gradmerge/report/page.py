@@ -16,7 +16,7 @@ from ..errors import MachineError
 from ..text import printable
 from . import palette
 from .cells import Column, Table, Value, columns_of
-from .embedded import Figure, colours, digest, in_script, library
+from .embedded import Figure, colours, digest, in_script, library, page_script
 from .whole_file import whole_file
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def html(page: Page) -> str:
     from markupsafe import Markup
 
     drawn = any(section.figures for section in page.sections)
-    scripts = [*([library()] if drawn else []), palette.resource("page.js")]
+    scripts = [*([library()] if drawn else []), page_script()]
     return template("page.html").render(
         page=page,
         sections=_with_file_names(page.sections),

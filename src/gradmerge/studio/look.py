@@ -10,10 +10,11 @@ from typing import Any
 import gradio as gr
 
 from ..report import palette
-from ..report.embedded import library
+from ..report.embedded import drawing, library
 
 #: The numbers on the board are of an earlier move until the new ones are there.
 DIM_BOARD = "() => { window.gradmergeDim(); return []; }"
+TAKEN = "() => [window.gradmergeTaken]"
 COPY = "(text) => { window.gradmergeCopy(text); return []; }"
 _SANS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"]
@@ -87,7 +88,7 @@ def head() -> str:
 def script() -> str:
     """Vega, Vega-Lite and what draws with them: the browser asks no other host for them."""
     turned = {colour: f"var(--gm-{name})" for name, colour in palette.LIGHT.items()}
-    return "\n;".join([library(), f"window.gradmergeColours = {json.dumps(turned)};", _read("studio.js")])
+    return "\n;".join([library(), drawing(), f"window.gradmergeColours = {json.dumps(turned)};", _read("studio.js")])
 
 
 def _read(name: str) -> str:

@@ -240,6 +240,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "",
     return f'<div class="gm-scroll"><table class="gm-table {kind}">{whole}</table></div>'
 
 
+def take_up(place: int, name: str) -> str:
+    """A setting that was measured, to take up again; ``place`` is its place among all, by time."""
+    return (
+        f'<button type="button" data-row="{place}" title="Take this setting up again"><code>{esc(name)}</code></button>'
+    )
+
+
 def figure(chart: Any, title: str, text: str) -> str:
     """A place that the page's script draws an Altair chart into."""
     spec = esc(json.dumps(chart.to_dict(), ensure_ascii=False))

@@ -11,7 +11,7 @@ import gradio as gr
 
 from ..text import counted
 from . import markup
-from .look import COPY, DIM_BOARD
+from .look import COPY, DIM_BOARD, TAKEN
 from .panel import Panel
 from .workbench import Workbench, explained
 
@@ -136,6 +136,7 @@ class _Desk:
                 self.layers = _html()
             with gr.Tab("Tried") as self.tabs["tried"]:
                 self.tried = _html()
+                self.taken, self.place = gr.Button("", elem_classes="gm-taken"), gr.Textbox(visible=False)
             with gr.Tab("Recipe") as self.tabs["recipe"]:
                 self.recipe = gr.Code(language="yaml", show_label=False, interactive=False, elem_classes="gm-recipe")
 
@@ -156,6 +157,7 @@ class _Desk:
         explorer = self._bench.explorer
         own = self.own.click(lambda: panel.shaped(explorer.own), None, panel.outputs, queue=False, **_QUIET)
         best = self.best.click(self._to_best, None, panel.outputs, queue=False, **_QUIET)
+        taken = self.taken.click(self._to_tried, self.place, panel.outputs, queue=False, js=TAKEN, **_QUIET)
         moving = [c for c in inputs if c not in (panel.method, panel.by_layers, *(k.word for k in panel.knobs))]
         noted = [self.predicted, self.recipe, self.error]
         measured = [self.board, self.state, self.error, self.version]
@@ -164,7 +166,7 @@ class _Desk:
         gr.on(drawn, None, None, None, js=DIM_BOARD, **_QUIET, trigger_mode="multiple")
         gr.on(drawn, self._note, inputs, noted, queue=False, **_QUIET, trigger_mode="always_last")
         gr.on(drawn, self._measure, [self.version, *inputs], measured, **_MOVES)
-        for event in (shaped, layered, *words, own, best):
+        for event in (shaped, layered, *words, own, best, taken):
             event.then(None, None, None, js=DIM_BOARD, **_QUIET)
             event.then(self._note, inputs, noted, queue=False, **_QUIET)
             event.then(self._measure, [self.version, *inputs], measured, concurrency_limit=None, **_QUIET)
@@ -191,6 +193,10 @@ class _Desk:
     def _to_best(self) -> list[Any]:
         best = self._bench.explorer.best()
         return self.panel.shaped(best.setting if best is not None else self._bench.explorer.own)
+
+    def _to_tried(self, place: str) -> list[Any]:
+        """The setting of a row that was clicked, which the page's script tells."""
+        return self.panel.shaped(self._bench.explorer.history[int(place)].setting)
 
     def _note(self, request: gr.Request, *values: Any) -> tuple[Any, ...]:
         """A move was made: say what is predicted of it, before it is measured."""

@@ -292,16 +292,21 @@ class Workbench:
             rows.append(
                 [
                     signs or "",
-                    f"<code>{esc(row.setting.name)}</code>",
+                    markup.take_up(self._place(row.setting), row.setting.name),
                     f"<b>{mean}</b>" if mean else "–",
                     *map(str, scores),
                 ]
             )
-        said = "★ the best so far; ◇ nothing tried is better on every task. Shares in per cent, ± 1 standard error."
+        said = "A click takes a setting up again. ★ the best so far; ◇ nothing tried is better on every task. "
+        said += "Shares in per cent, ± 1 standard error."
         return (
             markup.table(["", "setting", "average", *explorer.tasks], rows, "gm-tried")
             + f'<p class="gm-told">{said}</p>'
         )
+
+    def _place(self, setting: Any) -> int:
+        """Of what was measured, the how-manieth a setting was."""
+        return next(place for place, row in enumerate(self.explorer.history) if row.setting.same(setting))
 
     def figures(self, visit: Visit, names: Sequence[str]) -> str:
         """Charts of the explorer, each with what it shows."""
@@ -313,13 +318,14 @@ class Workbench:
     def sweep(self, present: Any) -> list[Any]:
         """Settings to measure in a row: the same weight for all models, or strengths of a removal."""
         explorer, method = self.explorer, present.method
+        options = dict(present.changes)
         if explorer.removes:
-            return list(explorer.strengths(method))
+            weights_of = [dict(zip(explorer.models, one.weights, strict=True)) for one in explorer.strengths(method)]
+            return [explorer.setting(method, weights, options) for weights in weights_of]
         control = explorer.weight_control(method)
         if control is None:
             return [present]
         weights = [round(control.low + step * (control.high - control.low) / POINTS, 3) for step in range(POINTS + 1)]
-        options = dict(present.changes)
         return [explorer.setting(method, dict.fromkeys(explorer.models, weight), options) for weight in weights]
 
     def swept(self, visit: Visit, settings: Sequence[Any], chart: str) -> Iterator[tuple[str, str]]:
