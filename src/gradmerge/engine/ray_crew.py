@@ -305,6 +305,8 @@ class Crew:
         """End the workers, and the cluster if it is our own."""
         self.stop()
         if self._own:
+            with contextlib.suppress(Exception):  # of a cluster of our own, what it would wait a second for
+                self._ray._private.worker._global_node.kill_monitor(check_alive=False)
             with contextlib.suppress(Exception):
                 self._ray.shutdown()
         if self._plain:
