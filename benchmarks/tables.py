@@ -304,7 +304,7 @@ def engine_results() -> str:
     header = ("method", "engine", "seconds in all", "of which Ray's start", "merging", "times local, beyond the start")
     size = report["bytes_of_a_model"] / 1e9
     about = (
-        f"\n\nThree models of {size:.1f} GB each on one machine with {report['machine']['cores']} cores, files in memory, "
+        f"\n\nThree models of {size:.1f} GB each on one machine with {report['machine']['cores']} cores, warm files, "
         f"Ray {report['versions']['ray']} (`python -m benchmarks.engines`, medians)."
     )
     return table(header, rows) + about
