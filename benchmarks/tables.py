@@ -347,12 +347,31 @@ def large_checks() -> str:
     return table(("what", "quantity", "planned", "measured", "ratio"), rows)
 
 
+def engine_results() -> str:
+    """Merges on Ray beside local ones, from the last `python -m benchmarks.engines` that was kept."""
+    report = json.loads((RESULTS / "engines.json").read_text("utf-8"))
+    rows = []
+    for method, found in report["methods"].items():
+        for name, row in found["medians"].items():
+            over = f"{row['over_local_beyond_start']:.2f}" if "over_local_beyond_start" in row else "1"
+            seconds = (f"{row[key]:.1f}" for key in ("wall_s", "start_s", "merging_s"))
+            rows.append((method, name, *seconds, over))
+    header = ("method", "engine", "seconds in all", "of which Ray's start", "merging", "times local, beyond the start")
+    size = report["bytes_of_a_model"] / 1e9
+    about = (
+        f"\n\nThree models of {size:.1f} GB each on one machine with {report['machine']['cores']} cores, warm files, "
+        f"Ray {report['versions']['ray']} (`python -m benchmarks.engines`, medians)."
+    )
+    return table(header, rows) + about
+
+
 #: What a page may ask for, by the name that it uses.
 TABLES: dict[str, Callable[[], str]] = {
     "benchmark": benchmark_results,
     "curvature-benchmark": curvature_results,
     "devices": device_results,
     "diagnose": diagnose_results,
+    "engines": engine_results,
     "kronecker": kronecker_results,
     "large-checks": large_checks,
     "large-estimates": large_estimates,

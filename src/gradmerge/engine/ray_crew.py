@@ -133,7 +133,9 @@ class Crew:
             )
         except (Exception, SystemExit) as error:
             what = "Ray cannot be started here" if settings else f"--ray-address {address}: no cluster can be joined"
-            advice = "" if settings else " Start one with `ray start --head`, and give its HOST:PORT."
+            advice = (
+                "" if settings else " Is it there (`ray start --head`)? Does it take a token (RAY_AUTH_MODE=token)?"
+            )
             raise MachineError(f"{what}: {one_line(str(error))[:500]}.{advice}") from error
         finally:
             if main:  # Ray sets a handler of its own
