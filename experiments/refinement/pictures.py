@@ -13,25 +13,32 @@ import gradmerge as gm
 
 from ..common.states import State
 from ..vision import run
-from .study import Study
+from .study import MERGE, Study
 
 
 class PictureSeed(run.Seed, Study):
     def __init__(self, seed: int, run: Any) -> None:
         super().__init__(seed, run.shared)
         self.device, self.sizes, self.tasks = run.device, run.sizes, self.settings.tasks
+        if self.settings.pretraining is None:
+            # The base's H_0 is larger than the tasks' curvature here: with its penalty the merge is a ruined model.
+            self.start, self.structures = f"{MERGE}, penalty none", ("diagonal",)
         self.trained = ["base", "joint", *(f"tuned-{task}" for task in self.tasks)]
 
     def results(self) -> dict[str, Any]:
-        return {"seed": self.seed, "trained": self.train(), **self.compare()}
+        return {"seed": self.seed, "refined": self.start, "trained": self.train(), **self.compare()}
 
     def states(self) -> dict[str, State]:
         tuned = {task: self._state(f"tuned-{task}") for task in self.tasks}
         return {"base": self._state("base"), "joint": self._state("joint"), **tuned}
 
     def curvature(self, kind: str) -> tuple[Any, list[Any]]:
+        if kind == "diagonal":
+            measured = self.measure("sampled")
+            return measured.base, list(measured.tasks)
         base = self._estimated("base", self.tasks, self.settings.base_rows, kind)
-        return base, [self._estimated(f"tuned-{task}", [task], None, kind) for task in self.tasks]
+        first = self.settings.curvature_rows
+        return base, [self._estimated(f"tuned-{task}", [task], first, kind) for task in self.tasks]
 
     def _estimated(self, stage: str, tasks: Any, first: int | None, kind: str) -> Any:
         def make(folder: Path) -> int:
@@ -44,8 +51,7 @@ class PictureSeed(run.Seed, Study):
             return int(found.examples)
 
         self.stages.run(f"{kind}-{stage}", make, after=[stage])
-        kept: Any = gm.KroneckerCurvature if kind == "kronecker" else gm.Curvature
-        return kept.load(self.stages.path(f"{kind}-{stage}") / "curvature")
+        return gm.KroneckerCurvature.load(self.stages.path(f"{kind}-{stage}") / "curvature")
 
     def module(self, state: State) -> nn.Module:
         classifier = self._classifier()

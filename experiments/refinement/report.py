@@ -23,31 +23,39 @@ def share(seed: Mapping[str, Any], name: str, what: str) -> float:
 
     NaN where there is no distance.
     """
-    start, here, end = (mean(seed["scores"][each], what) for each in (MERGE, name, "joint"))
+    start, here, end = (mean(seed["scores"][each], what) for each in (refined(seed), name, "joint"))
     return 100 * (here - start) / (end - start) if end != start else math.nan
 
 
+def refined(seed: Mapping[str, Any]) -> str:
+    """The merge that is refined."""
+    return str(seed.get("refined", MERGE))
+
+
 def rows_of(results: Mapping[str, Any]) -> list[str]:
-    """Models that are shown: all but those of single tasks."""
-    return [name for name in results["seeds"][0]["scores"] if name not in results["tasks"]]
+    """Models that are shown: all but those of single tasks. One that some seeds lack is among them."""
+    names = dict.fromkeys(name for seed in results["seeds"] for name in seed["scores"])
+    return [name for name in names if name not in results["tasks"]]
 
 
 def tables(results: Mapping[str, Any]) -> str:
     """results.md."""
-    seeds = results["seeds"]
+    every = results["seeds"]
+    start = refined(every[0])
     columns = ["model", "accuracy, %", "loss", "share of the gap in accuracy, %", "in loss, %", "seconds"]
     rows = []
     for name in rows_of(results):
+        seeds = having(results, name)
         accuracies = [100 * mean(seed["scores"][name], "accuracy") for seed in seeds]
         losses = [mean(seed["scores"][name], "loss") for seed in seeds]
         gone = [shown([share(seed, name, what) for seed in seeds], 0) for what in ("accuracy", "loss")]
         seconds = [seed["refinements"][name]["seconds"] for seed in seeds if name in seed["refinements"]]
         rows.append(
             [
-                name,
+                name + (f" ({len(seeds)} of {len(every)} seeds)" if len(seeds) < len(every) else ""),
                 shown(accuracies, 2),
                 shown(losses, 4),
-                *(gone if name not in (MERGE, "joint") else ("", "")),
+                *(gone if name not in (start, "joint") else ("", "")),
                 f"{min(seconds):.0f} to {max(seconds):.0f}" if seconds else "",
             ]
         )
@@ -55,10 +63,10 @@ def tables(results: Mapping[str, Any]) -> str:
 
 `{results["command"]}`, on {results["machine"]["device"]}.
 
-{len(seeds)} seeds, mean ± standard deviation. Mean over the test sets of {", ".join(results["tasks"])}.
+{len(every)} seeds, mean ± standard deviation. Mean over the test sets of {", ".join(results["tasks"])}.
 
 {markdown(columns, rows)}
-The merge that is refined is `{MERGE}` (averaged curvature, labels drawn from the model). The gap is that from it to
+The merge that is refined is `{start}` (averaged curvature, labels drawn from the model). The gap is that from it to
 `joint`, which was trained on all rows of all tasks. A refinement is given so many labelled rows per task, a tenth of
 which it holds back to judge by; they are among the rows that the task's own model was tuned on. Seconds are the least
 and the most over the seeds, which may have shared the device with each other and with more.
@@ -69,13 +77,18 @@ Circles are the seeds, lines their means.
 """
 
 
+def having(results: Mapping[str, Any], name: str) -> list[Any]:
+    """The seeds that have a model."""
+    return [seed for seed in results["seeds"] if name in seed["scores"]]
+
+
 def draw(results: Mapping[str, Any], folder: Path) -> None:
     names = rows_of(results)
     panels = (("loss", 1, "test loss"), ("accuracy", 100, "test accuracy, %"))
     with figure(folder / "scores.svg", 9.0, 0.8 + 0.3 * len(names), panels=len(panels)) as every:
         for axes, (what, times, label) in zip(every, panels, strict=True):
             for place, name in enumerate(names):
-                values = [times * mean(seed["scores"][name], what) for seed in results["seeds"]]
+                values = [times * mean(seed["scores"][name], what) for seed in having(results, name)]
                 axes.plot(values, [place] * len(values), "o", color="#767676", markersize=4, markerfacecolor="white")
                 axes.plot([fmean(values)], [place], "|", color="#0072B2", markersize=14, markeredgewidth=2)
             axes.set_yticks(range(len(names)), names if axes is every[0] else [])

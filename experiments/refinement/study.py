@@ -18,7 +18,6 @@ from gradmerge.demo.stages import Stages
 from ..common.seeds import Run
 from ..common.states import State
 
-#: The merge that is refined.
 MERGE = "gradient matching"
 METHODS = ("newton", "adamw")
 
@@ -39,6 +38,10 @@ class Study(ABC):
     trained: Sequence[str]
     """Stages of the models that all is made of."""
     tasks: Sequence[str]
+    start: str = MERGE
+    """The merge that is refined."""
+    structures: Sequence[str] = ("diagonal", "kronecker")
+    """Of the curvature that merges are made by."""
     sizes: Sequence[int]
     """Labelled rows per task that a refinement is given; a tenth of them it holds back by itself."""
 
@@ -68,11 +71,13 @@ class Study(ABC):
         made = {name: partial(self._made, make) for name, make in models.items()}
         for first in self.sizes:
             made |= {
-                f"{method}, {first} rows": partial(self._refined, method, models[MERGE], first) for method in METHODS
+                f"{method}, {first} rows": partial(self._refined, method, models[self.start], first)
+                for method in METHODS
             }
             made[f"base tuned on the same {first} rows"] = partial(self._refined, "adamw", models["base"], first)
-        # Merges with Kronecker curvature take longest, and nothing waits for them.
-        found = {name: self._stage(name, made[name]) for name in sorted(made, key=lambda name: "Kronecker" in name)}
+        # What takes longest comes last: Newton steps, and merges with Kronecker curvature.
+        order = sorted(made, key=lambda name: (name.startswith("newton"), "Kronecker" in name))
+        found = {name: self._stage(name, made[name]) for name in order}
         found = {name: found[name] for name in made}
         scores = {name: one.pop("scores") for name, one in found.items()}
         return {"scores": scores, "refinements": {name: one for name, one in found.items() if one}}
@@ -120,10 +125,11 @@ class Study(ABC):
             name: lambda name=name: states()[name]
             for name in ("base", "joint")  # type: ignore[misc]
         }
+        models["average"] = lambda: merge("average")
         return models | {
-            "average": lambda: merge("average"),
-            MERGE: lambda: merge("gradient-matching", "diagonal"),
-            f"{MERGE}, penalty none": lambda: merge("gradient-matching", "diagonal", "none"),
-            f"{MERGE}, Kronecker": lambda: merge("gradient-matching", "kronecker"),
-            f"{MERGE}, Kronecker, penalty none": lambda: merge("gradient-matching", "kronecker", "none"),
+            MERGE + (", Kronecker" if kind == "kronecker" else "") + (", penalty none" if penalty else ""): partial(
+                merge, "gradient-matching", kind, penalty
+            )
+            for kind in self.structures
+            for penalty in (None, "none")
         }

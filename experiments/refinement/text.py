@@ -29,7 +29,7 @@ class TextSeed(run.Seed, Study):
 
     def results(self) -> dict[str, Any]:
         trained = {name: self._train(name) for name in self.trained}
-        return {"seed": self.seed, "trained": trained, **self.compare()}
+        return {"seed": self.seed, "refined": self.start, "trained": trained, **self.compare()}
 
     def states(self) -> dict[str, State]:
         return {

@@ -43,12 +43,16 @@ class Measures:
 
 
 def merges(
-    measures: Mapping[str, Measures], grams: Sequence[gm.Gram], weights: Sequence[float], factors: Sequence[float]
+    measures: Mapping[str, Measures],
+    grams: Sequence[gm.Gram],
+    weights: Sequence[float],
+    factors: Sequence[float],
+    reductions: Sequence[str] = ("mean", "sum"),
 ) -> Iterator[Merge]:
     """Everything that is compared."""
     curvature, base_curvature = measures["empirical"].tasks, measures["empirical"].base
     yield Merge("task-arithmetic", "task-arithmetic", weights=weights)
-    for reduction in ("mean", "sum"):
+    for reduction in reductions:
         measured = {"curvature": curvature, "reduction": reduction}
         scalar = prior_scalar(curvature, reduction)
         name = "gradient-matching" if reduction == "mean" else "gradient-matching, sum"
@@ -91,7 +95,7 @@ def merged(base: State, tuned: Sequence[State], merge: Merge, weight: float | No
     arguments = dict(merge.arguments)
     if weight is not None:
         arguments |= {"options": {"scale": weight}} if merge.method in SCALED else {"weights": [weight] * len(tuned)}
-    return gm.merge_state_dicts(base, tuned, merge.method, threads=2, **arguments)
+    return gm.merge_state_dicts(base, tuned, merge.method, threads=4, **arguments)
 
 
 @torch.no_grad()

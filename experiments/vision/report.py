@@ -74,6 +74,8 @@ def _comparable(results: Mapping[str, Any]) -> str:
 def _setting(results: Mapping[str, Any], seeds: list[Any]) -> str:
     settings, data = results["settings"], results["data"]
     tuning = settings["fine_tuning"]
+    rows = settings.get("curvature_rows")
+    measured = "all training rows" if rows is None else f"the first {rows:,} training rows"
     penalty = "no penalty"
     if tuning["strength"]:
         penalty = f"a quadratic penalty of strength {tuning['strength']:g} towards the base"
@@ -85,13 +87,14 @@ def _setting(results: Mapping[str, Any], seeds: list[Any]) -> str:
             [[t, *(str(f[k]) for k in ("classes", "train", "validation", "test"))] for t, f in data.items()],
         ),
         f"Encoder of {seeds[0]['base']['parameters']:,} parameters. Fine-tuned with batches of {tuning['batch_size']}, "
-        f"learning rate {tuning['learning_rate']:g}, {penalty}; heads are fixed.",
+        f"learning rate {tuning['learning_rate']:g}, {tuning['epochs']:g} epochs, {penalty}; heads are fixed.",
     ]
     if settings["pretraining"] is None and settings["encoder"]:
+        shrunk = f", shrunk by a penalty of {settings['head_decay']:g} · ‖weights‖²" if "head_decay" in settings else ""
         lines.append(
             f"The base is {results['model']}, trained by others on ImageNet; images are enlarged to the size that it "
-            "takes. Heads are logistic regressions from its features, fitted on the training rows. The Fisher of the "
-            f"base is measured on the first {settings['base_rows']} training rows of each task."
+            f"takes. Heads are logistic regressions from its features, fitted on the training rows{shrunk}. "
+            f"The Fisher of the base is measured on the first {settings['base_rows']} training rows of each task."
         )
     elif settings["pretraining"] is not None:
         lines.append(
@@ -105,8 +108,9 @@ def _setting(results: Mapping[str, Any], seeds: list[Any]) -> str:
             "public."
         )
     lines += [
-        "Curvature: squared gradients of single examples over all training rows of a task, divided by their number "
-        "(mean), or not (sum).",
+        f"Curvature: squared gradients of single examples over {measured} of a task, divided by their number "
+        "(mean), or not (sum). They are taken at the data's labels; the authors' code draws labels from the model"
+        + (", as is done here where it says so." if any("sampled" in n for n in seeds[0]["curves"]) else "."),
         "H_0 of gradient matching is c · I where nothing else is said, c being the mean entry of the eight tasks' "
         "curvature: "
         + ", ".join(f"{shown_numbers([s['scalar'][r] for s in seeds])} ({r})" for r in ("mean", "sum"))

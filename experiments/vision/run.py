@@ -92,26 +92,22 @@ class Seed(seeds.Seed):
         run, settings, tasks = self.stages.run, self.settings, self.settings.tasks
         trained = self.train()
         for labels in LABELS:
-            for place in tasks:
-                run(
-                    f"{labels}-{place}",
-                    lambda folder, place=place, labels=labels: self._curvature(
-                        folder, f"tuned-{place}", [place], None, labels
-                    ),
-                    after=[f"tuned-{place}"],
-                )
-            run(
-                f"{labels}-base",
-                lambda folder, labels=labels: self._curvature(folder, "base", tasks, settings.base_rows, labels),
-                given={"rows": settings.base_rows},
-                after=["base"],
-            )
+            self.measure(labels)
         for task in tasks:
-            run(f"gram-{task}", lambda folder, task=task: self._gram(folder, task), after=[f"tuned-{task}"])
+            run(
+                f"gram-{task}",
+                lambda folder, task=task: self._gram(folder, task),
+                given={"rows": settings.curvature_rows},
+                after=[f"tuned-{task}"],
+            )
         found = run(
             "merges",
             self._merges,
-            given={"weights": settings.weights, "factors": settings.prior_factors},
+            given={
+                "weights": settings.weights,
+                "factors": settings.prior_factors,
+                "reductions": settings.reductions,
+            },
             after=[
                 "joint",
                 *(f"{labels}-{place}" for labels in LABELS for place in ("base", *tasks)),
@@ -121,13 +117,37 @@ class Seed(seeds.Seed):
         base = trained.pop("base")
         return {"base": base, "training": trained, **found, "seconds": self.stages.seconds()}
 
+    def measure(self, labels: str) -> Measures:
+        """The diagonal curvature of the base and of every task's model."""
+        settings, tasks = self.settings, self.settings.tasks
+        for place in tasks:
+            self.stages.run(
+                f"{labels}-{place}",
+                lambda folder, place=place: self._curvature(
+                    folder, f"tuned-{place}", [place], settings.curvature_rows, labels
+                ),
+                given={"rows": settings.curvature_rows},
+                after=[f"tuned-{place}"],
+            )
+        self.stages.run(
+            f"{labels}-base",
+            lambda folder: self._curvature(folder, "base", tasks, settings.base_rows, labels),
+            given={"rows": settings.base_rows},
+            after=["base"],
+        )
+        return Measures(self._stored(labels, "base"), [self._stored(labels, task) for task in tasks])
+
     def train(self) -> dict[str, Any]:
         """The base, a model for every task and one for all together (`joint`); what is known of each training."""
         run, settings, tasks = self.stages.run, self.settings, self.settings.tasks
         given = {"seed": self.seed, "data": self.run.sets, "size": self.run.size}
         how = {"pretraining": settings.pretraining and asdict(settings.pretraining), "encoder": settings.encoder}
         trained = {
-            "base": run("base", self._base, given=given | how | {"model": self.run.model, "rows": settings.base_rows})
+            "base": run(
+                "base",
+                self._base,
+                given=given | how | {"model": self.run.model, "rows": settings.base_rows, "decay": settings.head_decay},
+            )
         }
         for task in tasks:
             training = replace(settings.fine_tuning, epochs=epochs_on(settings, self.run.sets[task]["train"]))
@@ -186,7 +206,7 @@ class Seed(seeds.Seed):
             labels = torch.cat([batch["labels"] for batch in batches]).to(device)
             classes = len(self.run.sets[task]["classes"])
             with torch.enable_grad():
-                weight, bias = fit_head(features, labels, classes)
+                weight, bias = fit_head(features, labels, classes, self.settings.head_decay)
             heads.weight[number, :classes], heads.bias[number, :classes] = weight, bias
 
     def _classifier(self) -> Classifier:
@@ -219,7 +239,7 @@ class Seed(seeds.Seed):
     def _gram(self, folder: Path, task: str) -> dict[str, Any]:
         classifier = self._classifier()
         classifier.put(self._state(f"tuned-{task}"))
-        batches = self._images([task], "train").batches(self.settings.curvature_batch)
+        batches = self._images([task], "train", self.settings.curvature_rows).batches(self.settings.curvature_batch)
         found = gm.estimate_gram(classifier, batches, device=self.run.device, progress=False)
         found.save(folder / "gram", force=True)
         return {"examples": found.examples}
@@ -246,18 +266,21 @@ class Seed(seeds.Seed):
         references["individual"] = {
             part: {task: found[part][task] for task, found in zip(tasks, own, strict=True)} for part in own[0]
         }
-        measures = {
-            labels: Measures(self._stored(labels, "base"), [self._stored(labels, t) for t in tasks])
-            for labels in LABELS
-        }
+        measures = {labels: self.measure(labels) for labels in LABELS}
         grams = [
-            gm.Gram(read_state(self.stages.path(f"gram-{task}") / "gram"), self.run.sets[task]["train"])
+            gm.Gram(
+                read_state(self.stages.path(f"gram-{task}") / "gram"),
+                min(self.run.sets[task]["train"], settings.curvature_rows or self.run.sets[task]["train"]),
+            )
             for task in tasks
         ]
         of_base, curvature = measures["empirical"].base, measures["empirical"].tasks
         fixed, curves = {}, {}
-        for merge in merges(measures, grams, settings.weights, settings.prior_factors):
-            points = [measured(merged(base, tuned, merge, weight)) for weight in merge.weights or (None,)]
+        for merge in merges(measures, grams, settings.weights, settings.prior_factors, settings.reductions):
+            points = [
+                references["base"] if weight == 0 else measured(merged(base, tuned, merge, weight))
+                for weight in merge.weights or (None,)
+            ]
             if merge.weights:
                 curves[merge.name] = {
                     part: {task: [point[part][task] for point in points] for task in tasks} for part in points[0]

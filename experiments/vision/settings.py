@@ -56,6 +56,12 @@ class Settings:
     weights: tuple[float, ...] = WEIGHTS
     prior_factors: tuple[float, ...] = (0.01, 0.1, 10.0, 100.0)
     """H_0 = factor · c · I is tried beside c · I; c is the mean entry of the tasks' curvature."""
+    head_decay: float = 1e-4
+    """Of heads that are fitted to a base that others trained: λ in mean loss + λ · ‖weights‖²."""
+    curvature_rows: int | None = None
+    """Rows of a task, the first ones, that curvature and Gram matrices are measured on; None is all."""
+    reductions: tuple[str, ...] = ("mean", "sum")
+    """Of curvature, in gradient matching and Fisher averaging."""
     curvature_batch: int = 64
     evaluation_batch: int = 1000
 
@@ -111,13 +117,20 @@ SCALES = {
 }
 
 
+# Found on one seed, before the runs that are reported. Heads that are hardly shrunk (a decay of 1e-4) fit the training
+# rows better, with the same accuracy on test rows and a higher loss, and they make gradients large: models tuned with
+# them are worse and lie further apart, and the average of eight is 8 points below that with 1e-2.
 #: A vision transformer that others trained as the base, its heads fitted to its features: of scale `small`.
 PRETRAINED = replace(
     SCALES["small"],
     pretraining=None,
-    fine_tuning=Training(1e-4, 4, 128, schedule="cosine"),
-    joint=Training(1e-4, 4, 128, schedule="cosine"),
-    prior_factors=(0.1, 10.0),
+    head_decay=1e-2,
+    fine_tuning=Training(1e-4, 4, 128, warmup_steps=20, schedule="cosine"),
+    joint=Training(1e-4, 4, 128, warmup_steps=20, schedule="cosine"),
+    weights=(0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0),
+    prior_factors=(),
+    curvature_rows=2000,
+    reductions=("mean",),
     evaluation_batch=1000,
     curvature_batch=64,
 )
