@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..text import printable
 from . import palette
 from .numbers import finite, number
-from .placement import label_places, spaced, thinned
+from .placing import label_places, spaced, thinned
 
 if TYPE_CHECKING:
     from altair import LayerChart
