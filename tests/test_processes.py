@@ -87,8 +87,9 @@ def measured(place: Path, out: Path, several: bool) -> dict[str, Any]:
     data = {name: place / f"{name}.jsonl" for name in "ab"}
     refined = {}
     for method in ("newton", "adamw"):
-        done = gm.refine(place / "merged", data, out=out / method, method=method, rounds=1, **more | {"batch_size": 32})
-        refined[method] = [one.judged for one in done.rounds]
+        options = {**more, "batch_size": 32, "out": out / method, "method": method}
+        found = gm.refine(place / "merged", data, rounds=1, **options)
+        refined[method] = [one.judged for one in found.rounds]
     return {"loss": gradient.loss, "bert": numbers, "gpt2": written, "refined": refined}
 
 

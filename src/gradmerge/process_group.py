@@ -181,24 +181,32 @@ class Group(Processes):
             return bool(self._store.check([f"call/{meeting}"]))
 
     def _until(self, done: Callable[[], bool]) -> None:
-        nap, looks, beats = 1e-4, 0, dict.fromkeys(range(self.count), (b"", 0))
+        nap, looks = 1e-4, 0
+        beats = dict.fromkeys(range(self.count), (b"", 0))
         while not done():
             time.sleep(nap)
             nap = min(2 * nap, LOOK)
-            if nap < LOOK:
-                continue
             # Looks are counted, not seconds: while the whole machine sleeps, nobody is silent.
-            looks += 1
-            if looks % 4 == 0:
-                self._look()
-            if looks % 20 == 0:
-                if self._watched is not None:
-                    self._watched.look()
-                for rank, now in enumerate(self._beats()):
-                    if now != beats[rank][0]:
-                        beats[rank] = now, looks
-                    elif (looks - beats[rank][1]) * LOOK > self._patience:
-                        self._give_up([rank])
+            looks += nap >= LOOK
+            try:
+                if looks and looks % 4 == 0:
+                    self._look_around(looks, beats)
+            except RuntimeError:
+                if not done():  # otherwise the store went with one that had no more to do
+                    raise
+
+    def _look_around(self, looks: int, beats: dict[int, tuple[bytes, int]]) -> None:
+        """Raise what another process has told, and give one up that has been silent for long."""
+        self._look()
+        if looks % 20:
+            return
+        if self._watched is not None:
+            self._watched.look()
+        for rank, now in enumerate(self._beats()):
+            if now != beats[rank][0]:
+                beats[rank] = now, looks
+            elif (looks - beats[rank][1]) * LOOK > self._patience:
+                self._give_up([rank])
 
     def _beats(self) -> list[bytes]:
         keys = [f"beat/{rank}" for rank in range(self.count)]

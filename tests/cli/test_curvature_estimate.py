@@ -300,6 +300,7 @@ def test_a_machine_reads_what_was_measured(place: Path, tmp_path: Path) -> None:
     result = estimate(*words, "--max-length", 6, "--json", "-o", tmp_path / "c")
     facts = json.loads(result.stdout)
     stored = read_model(place / "classify/a")
+    assert facts.pop("memory")[0]["peak_rss_bytes"] > 0
     assert facts | {"seconds": 0, "notes": []} == {
         "out": str(tmp_path / "c"),
         "kind": "diagonal",
@@ -310,6 +311,7 @@ def test_a_machine_reads_what_was_measured(place: Path, tmp_path: Path) -> None:
         "seconds": 0,
         "device": "cpu",
         "resumed_from": 0,
+        "processes": 1,
         "notes": [],
         "model": str(place / "classify/a"),
         "data": str(place / "labels.jsonl"),
