@@ -33,7 +33,9 @@ class HelpFormatter(PlainContext.formatter_class):  # type: ignore[misc]
         super().write_text(text.replace("-", UNBROKEN))
 
     def write_dl(self, rows: Any, *rest: Any, **more: Any) -> None:
-        super().write_dl([(first, second.replace("-", UNBROKEN)) for first, second in rows], *rest, **more)
+        # Some versions of typer put a backslash before brackets, for rich, although rich does not print this.
+        plain = [(first, second.replace("\\[", "[").replace("-", UNBROKEN)) for first, second in rows]
+        super().write_dl(plain, *rest, **more)
 
     def write_examples(self, epilog: str) -> None:
         """Commands, each on lines that a shell takes together."""
