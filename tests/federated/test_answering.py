@@ -115,6 +115,10 @@ def test_what_goes_wrong_on_a_client_stays_there(
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("Jane Doe has label 7")
 
+    # Flower tells the server the words of whatever an app raises.
+    told = str(unpacked(client_app.respond("hello", message, Context(1, 1, {}, RecordDict(), {}), fails).content))
+    assert "its own log says how" in told and "Jane" not in told
+
     monkeypatch.setattr(answerer._owner, "losses", fails)
     assert ask(answerer, "losses") == {"refused": "it could not compute the answer; its own log says why"}
 

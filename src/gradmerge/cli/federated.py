@@ -126,9 +126,12 @@ def join(
     ] = None,
     insecure: Insecure = False,
     wait: Annotated[float, typer.Option(metavar="S", help="Seconds to try to reach the server.")] = 600.0,
-    least_rows: Annotated[int, typer.Option(metavar="N", min=1, help="Answer only with so many rows, without those held back.")] = 1,
+    least_rows: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Answer only with so many rows, without those held back.")
+    ] = 1,
     most_gradients: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Tell so many gradients at most, 0: any; a round asks for up to three.")
+        int,
+        typer.Option(metavar="N", min=0, help="Tell so many gradients at most, 0: any; a round asks for up to three."),
     ] = 0,
     noise: Annotated[
         float, typer.Option(metavar="Z", help="Differential privacy: noise as a multiple of the bounds; 0: none.")

@@ -57,7 +57,7 @@ class Answerer:
         if settings.noise:
             bounds = Bounds(settings.noise, settings.clip, settings.clip_loss, settings.clip_curvature)
             self._private = PrivateOwner(self._owner, bounds)
-            self._ledger = Ledger(Path(settings.ledger).resolve(), budget=settings.epsilon, delta=settings.delta)
+            self._ledger = Ledger(Path(settings.ledger), budget=settings.epsilon, delta=settings.delta)
             say(f"ε = {self._ledger.spent:.3g} of {settings.epsilon:g} is spent already, at δ = {settings.delta:g}")
 
     def __enter__(self) -> Answerer:
@@ -161,17 +161,15 @@ class Answerer:
         return {"losses": self._owner.losses(self._model, directions, points, held=held)}, {}
 
     def _gradient(self, *_: Any) -> tuple[Facts, dict[str, Point]]:
-        rows = self._owner.rows
         if self._private is not None:
             own = trained(self._model)
             noised = {name: value.to(own[name].dtype) for name, value in self._private.gradient(self._model).items()}
-            return {"rows": rows, "loss": 0.0}, {"gradient": noised}
+            return {}, {"gradient": noised}
         gradient, curvature = self._owner.gradient(self._model), self._owner.curvature(self._model)
         layers = curvature.layers
         factors = {name + INPUTS: one.inputs for name, one in layers.items()}
         factors |= {name + OUTPUTS: one.outputs for name, one in layers.items()}
-        facts = {"rows": rows, "loss": gradient.loss, "factors": list(layers)}
-        facts["tokens"] = [one.tokens for one in layers.values()]
+        facts = {"factors": list(layers), "tokens": [one.tokens for one in layers.values()]}
         return facts, {"gradient": gradient, "curvature": {**factors, **curvature.diagonal}}
 
     def _along(self, _: Facts, directions: Sequence[Point], points: Tensor | None) -> tuple[Facts, dict[str, Point]]:

@@ -78,7 +78,7 @@ def hosted(
     guarded = _for_clients_only(app, TASK_TOKEN_HEADER.lower().encode(), token.encode())
     files = {"ssl_certfile": certificate, "ssl_keyfile": key} if certificate is not None else {}
     try:
-        config: Any = uvicorn.Config(guarded, log_level="warning", lifespan="off", **files)  # type: ignore[arg-type]
+        config: Any = uvicorn.Config(guarded, log_level="warning", lifespan="off", ws="none", **files)  # type: ignore[arg-type]
         config.load()
     except OSError as error:  # ssl.SSLError is one
         raise InputError(f"{certificate}, {key}: not a certificate and its private key: {first_line(error)}") from error

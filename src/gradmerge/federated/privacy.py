@@ -79,7 +79,8 @@ class Ledger:
     """All answers with noise that were ever given about some data, in a file; written before an answer leaves."""
 
     def __init__(self, path: Path, *, budget: float, delta: float) -> None:
-        self._path, self._budget, self.delta = path, budget, delta
+        # Resolved, so that the lock beside it is the same under all its names.
+        self._path, self._budget, self.delta = path.resolve(), budget, delta
 
     @property
     def spent(self) -> float:
