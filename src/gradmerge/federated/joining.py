@@ -1,4 +1,4 @@
-"""`gradmerge federated join`: a client that runs our app and nothing else. It stays, so that the model is loaded once."""
+"""`gradmerge federated join`: a client that runs our app and nothing else, in one process: the model is loaded once."""
 
 from __future__ import annotations
 
