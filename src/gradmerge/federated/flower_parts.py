@@ -119,12 +119,9 @@ def _for_clients_only(app: Any, header: bytes, token: bytes) -> Any:
     from starlette.responses import Response
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
-        given = dict(scope.get("headers", ())).get(header, b"")
-        ours = scope["type"] == "http" and hmac.compare_digest(given, token)
-        if ours or (scope["type"] == "http" and scope["path"].startswith(FOR_CLIENTS)):
-            await app(scope, receive, send)
-        elif scope["type"] == "http":
-            await Response(status_code=404)(scope, receive, send)
+        ours = hmac.compare_digest(dict(scope["headers"]).get(header, b""), token)
+        passed = app if ours or scope["path"].startswith(FOR_CLIENTS) else Response(status_code=404)
+        await passed(scope, receive, send)
 
     return answer
 
