@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.task_identity import TaskIdentity
 
-from gradmerge.errors import InputError
+from gradmerge.errors import InputError, MachineError
 from gradmerge.federated import client_app
 from gradmerge.federated.answerer import Answerer
+from gradmerge.federated.flower_parts import answer_until_the_end
 from gradmerge.federated.hosting import write_app
 from gradmerge.federated.settings import ClientSettings, ServerSettings, defaults_of_server
 from gradmerge.federated.wire import digest, packed, unpacked, weights
@@ -97,6 +100,49 @@ def test_gradients_are_counted_over_messages_of_a_run(answerer: Answerer) -> Non
         assert context.state[client_app.COUNTS]["gradients"] == count
 
 
+def test_a_server_with_many_runs_kinds_or_bytes_gets_nothing_more(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a connection of Flower's that has the messages of a hostile server."""
+    waiting: list[Message] = []
+    replies: list[Message] = []
+
+    @contextlib.contextmanager
+    def connected(*_: Any) -> Iterator[Any]:
+        def receive() -> Any:
+            return (waiting[0], get_object_tree(waiting[0]))
+
+        def send(reply: Message, *_: Any) -> tuple[set[str], str]:
+            waiting.pop(0)
+            replies.append(reply)
+            return set(), ""
+
+        def pull(run: int, name: str) -> bytes:
+            return get_all_nested_objects(waiting[0])[name].deflate()
+
+        yield 1, receive, send, None, None, pull, None, lambda run, name: None
+
+    monkeypatch.setattr("flwr.supernode.fleet_http_connection.http_request_response", connected)
+    settings = client_settings(place, "a", most_gradients=1)
+    with Answerer(settings) as one:
+        state = weights(one._model)
+        asked = packed({"mark": "0", "model": digest(state)}, {"state": state})
+        for run, kind in enumerate(("gradient", "gradient", "exec", "end")):
+            TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run, 1, 1
+            waiting.append(Message(asked, 1, f"query.{kind}"))
+            waiting[-1].metadata.__dict__["_message_id"] = waiting[-1].object_id
+        more: dict[str, Any] = {"certificates": None, "keys": None, "insecure": True, "wait": 1.0}
+        more |= {"joined": lambda: None, "most": 1_000_000}
+        last = waiting[-1]
+        answer = client_app.make_app(lambda context: one)
+        assert answer_until_the_end("localhost:1", answer, **more) == 4
+        first, second, other = (reply for reply in replies[:3])
+        assert "refused" not in unpacked(first.content)[0]
+        assert "as many gradients" in unpacked(second.content)[0]["refused"]
+        assert other.has_error() and "kind of question" in other.error.reason
+        waiting.append(last)
+        with pytest.raises(MachineError, match="more than a model of this size needs"):
+            answer_until_the_end("localhost:1", answer, **more | {"most": 1000})
+
+
 def test_what_goes_wrong_on_a_client_stays_there(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], answerer: Answerer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +160,10 @@ def test_what_goes_wrong_on_a_client_stays_there(
 
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("Jane Doe has label 7")
+
+    # Flower tells the server the words of whatever an app raises.
+    told = str(unpacked(client_app.respond("hello", message, Context(1, 1, {}, RecordDict(), {}), fails).content))
+    assert "its own log says how" in told and "Jane" not in told
 
     monkeypatch.setattr(answerer._owner, "losses", fails)
     assert ask(answerer, "losses") == {"refused": "it could not compute the answer; its own log says why"}

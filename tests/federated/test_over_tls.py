@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import re
 import socket
+import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-import uvicorn
-from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
+from fastapi.routing import iter_route_contexts
+from flwr.supercore.constant import TASK_TOKEN_HEADER
 from flwr.superlink.main import create_app
 
 import gradmerge as gm
 from gradmerge.errors import InputError, MachineError
 from gradmerge.federated.answerer import Answerer
+from gradmerge.federated.flower_parts import hosted
 from gradmerge.federated.hosting import serve
 from gradmerge.federated.joining import check_server, join
 from gradmerge.federated.running import refine_with_clients
+from gradmerge.federated.settings import ServerSettings
 
 from .making import OPTIONS, client_settings, server_settings, write_place
 
@@ -42,31 +43,26 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def superlink(certificates: Path) -> Iterator[tuple[Any, str]]:
-    """Flower's SuperLink in a thread of this process, and a run's grid over HTTPS."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    app = create_app()
-    files = {"ssl_certfile": str(certificates / "server.pem"), "ssl_keyfile": str(certificates / "server.key")}
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", **files))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    state = app.state.linkstate_factory.state()
-    run = state.create_run(None, None, None, {}, NOOP_FEDERATION_ID, None, "", TaskType.SERVER_APP)
-    task = state.get_tasks(run_ids=[run])[0].task_id
-    token = state.claim_task(task)
-    state.activate_task(task)
-    grid = HttpGrid(f"127.0.0.1:{port}", root_certificates=(certificates / "ca.pem").read_bytes(), token=token)
-    grid.set_run(state.get_run_info(run_ids=[run])[0])
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run, 1, task
-    yield grid, f"localhost:{port}"
-    grid.close()
-    server.should_exit = True
-    thread.join(10)
+    """Flower's SuperLink as `serve` starts it, and a run's grid."""
+    files = [certificates / name for name in ("server.pem", "server.key", "ca.pem")]
+    with socket.create_server(("127.0.0.1", 0)) as listening, hosted(listening, *files) as grid:
+        yield grid, f"localhost:{listening.getsockname()[1]}"
+
+
+def test_who_reaches_the_server_can_be_a_client_and_nothing_more(
+    superlink: tuple[Any, str], certificates: Path
+) -> None:
+    """Flower's server has a way to start runs, whose code it runs, on the same port as that for clients."""
+    address, trusted = superlink[1], ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+    routes = [route.path for route in iter_route_contexts(create_app().routes)]
+    assert "/v1/control/start-run" in routes and any(path.startswith("/v1/runtime/") for path in routes)
+    with httpx.Client(verify=trusted, base_url=f"https://{address}") as client:
+        for path in routes:
+            for token in ("", "0" * 32):
+                answer = client.post(path, headers={TASK_TOKEN_HEADER: token})
+                assert (answer.status_code == 404) == (not path.startswith("/v1/fleet/")), path
 
 
 def test_three_parties_over_tls_make_what_refine_makes(
@@ -108,6 +104,7 @@ def test_a_server_that_is_not_who_it_should_be_is_not_told_anything(
 
 
 def test_no_server_no_tls_or_no_address_is_said(certificates: Path) -> None:
+    settings = ServerSettings(model="m", out="o")
     for address in ("localhost", "localhost:port", "localhost:99999"):
         with pytest.raises(InputError, match="HOST:PORT"):
             check_server(address, None, True, 0.1)
@@ -123,8 +120,11 @@ def test_no_server_no_tls_or_no_address_is_said(certificates: Path) -> None:
             check_server(f"127.0.0.1:{port}", certificates / "ca.pem", False, 0.1)
         answering.join()
         with pytest.raises(InputError, match=r"cannot listen there.*another --port"):
-            serve({}, port=port, insecure=True)
+            serve(settings, port=port, insecure=True)
     with pytest.raises(InputError, match="--certificate, --key and --authority"):
-        serve({}, port=port)
+        serve(settings, port=port)
     with pytest.raises(InputError, match="no such file"):
-        serve({}, certificate=Path("a"), key=Path("b"), authority=Path("c"))
+        serve(settings, certificate=Path("a"), key=Path("b"), authority=Path("c"))
+    authority = certificates / "ca.pem"
+    with pytest.raises(InputError, match="not a certificate and its private key"):
+        serve(settings, port=0, certificate=authority, key=certificates / "server.key", authority=authority)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.func import functional_call, hessian, jacrev
 
 from gradmerge.errors import InputError
 from gradmerge.federated.answerer import Answerer
-from gradmerge.federated.privacy import Bounds, BudgetSpent, Ledger, PrivateOwner, epsilon_of
+from gradmerge.federated.privacy import Bounds, BudgetSpent, Ledger, PrivateOwner, _gaussian, epsilon_of
 from gradmerge.federated.running import refine_with_clients
 from gradmerge.federated.wire import digest, weights
 from gradmerge.refinement.owners import DataOwner
@@ -121,6 +122,45 @@ def test_a_row_without_a_finite_gradient_counts_as_none() -> None:
     assert math.isfinite(owner_of(x * math.nan, y).clipped_losses(model, held=True))
 
 
+class _Mates(nn.Module):
+    """Logits that depend on what else is in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = perceptron()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x + (x.sum(0) if len(x) > 1 else 0))
+
+
+def test_a_rows_part_does_not_depend_on_other_rows() -> None:
+    """A server can send weights that make as much of a last bit, which padding and other rows decide."""
+    (x, y), model = classes(45), _Mates()
+    alone = model.own
+    directions = directions_of(alone, 2)
+    of_both = directions_of(model, 2)
+    torch.testing.assert_close(
+        flat(owner_of(x, y).clipped_gradient(model)), flat(owner_of(x, y).clipped_gradient(alone))
+    )
+    along = [owner_of(x, y).clipped_along(one, d) for one, d in ((model, of_both), (alone, directions))]
+    torch.testing.assert_close(*along)
+    for held in (False, True):
+        losses = [owner_of(x, y).clipped_losses(one, held=held) for one in (model, alone)]
+        assert losses[0] == pytest.approx(losses[1])
+
+
+def test_noise_is_of_the_systems_source_and_not_of_a_generator_with_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    first = _gaussian(1000)
+    torch.manual_seed(0)
+    assert not torch.equal(first, _gaussian(1000))
+    drawn: list[int] = []
+    for byte, want in ((b"\x00", -8.2095), (b"\xff", 8.2095)):
+        monkeypatch.setattr("os.urandom", lambda count, byte=byte: drawn.append(count) or byte * count)
+        assert _gaussian(3).tolist() == pytest.approx([want] * 3, rel=1e-4)
+    assert drawn == [24, 24]
+
+
 def test_noise_has_the_size_that_is_stated_and_is_never_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y) = perceptron(), classes(45)
     directions, points = directions_of(model, 2), torch.zeros(4, 2, dtype=torch.float64)
@@ -192,6 +232,21 @@ def test_the_ledger_keeps_to_the_budget_over_restarts(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="is not a ledger"):
             Ledger(path, budget=most, delta=1e-5).add(4.0)
         assert path.read_text() == text
+
+
+def test_answers_of_two_clients_at_once_are_both_counted(tmp_path: Path) -> None:
+    """By a link too: it is the file that is counted in."""
+    (tmp_path / "link").symlink_to(tmp_path / "ledger")
+
+    def add(name: str) -> None:
+        ledger = Ledger(tmp_path / name, budget=1e9, delta=1e-5)
+        for _ in range(20):
+            ledger.add(4.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(add, ("ledger", "link")))
+    assert json.loads((tmp_path / "ledger").read_text())["releases"] == [[4.0, 40]]
+    assert (tmp_path / "link").is_symlink()
 
 
 @pytest.fixture(scope="module")

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from torch import nn
 
 import gradmerge as gm
 from gradmerge.errors import MachineError
 from gradmerge.federated.answerer import Answerer
 from gradmerge.federated.client_app import QUESTIONS
+from gradmerge.federated.remote_owner import ClientLost, Federation
 from gradmerge.federated.running import refine_with_clients
 from gradmerge.federated.wire import packed, unpacked
+from gradmerge.refinement.saving import opened_start
+from gradmerge.tasks.loading import DEFAULTS
 
 from .making import OPTIONS, GridHere, Reply, client_settings, replies_of, server_settings, write_place
 
@@ -172,7 +176,7 @@ WRONG = {
     "no answer": (changed(lambda f, g: None), "did not answer within 0.2 s"),
     "a loss that is no number": (changed(facts_with(row_losses=float("nan")), "losses"), "not a finite number"),
     "too few losses": (changed(facts_with(losses=[1.0]), "points"), "losses"),
-    "a matrix of another size": (changed(put("along", "matrix", lambda t: t[:2, :2]), "along"), "not a matrix of"),
+    "a matrix of another size": (changed(put("along", "matrix", lambda t: t[:0, :0]), "along"), "not a matrix of"),
     "a matrix that is no curvature": (changed(put("along", "matrix", lambda t: -t), "along"), "negative along"),
     "a score that is no number": (changed(facts_with(score=float("nan")), "score"), "score is not a number"),
     "a name with a path": (changed(facts_with(name="../b"), "hello"), "its name"),
@@ -183,22 +187,47 @@ WRONG = {
 }
 
 
+@pytest.fixture(scope="module")
+def model(place: Path) -> Iterator[nn.Module]:
+    with opened_start(str(place / "merged"), DEFAULTS | OPTIONS) as start:
+        yield start.model
+
+
 @pytest.mark.parametrize("what", WRONG)
-def test_a_client_that_answers_wrong_is_refused_and_named_and_nothing_is_written(
-    place: Path, clients: dict[str, Reply], tmp_path: Path, what: str
+def test_a_client_that_answers_wrong_is_refused_and_named(
+    model: nn.Module, clients: dict[str, Reply], what: str
 ) -> None:
     wrap, words = WRONG[what]
-    grid = GridHere(clients["a"], wrap(clients["b"]))
-    with pytest.raises(MachineError) as error:
-        refine_with_clients(grid, server_settings(place, tmp_path / "out", timeout=0.2))
-    assert words in str(error.value)
-    named = {"a name with a path": "../b", "the name of another": "a"}.get(what, "b")
-    assert f"client {named}: " in str(error.value)
-    assert "on-failure continue" in str(error.value)
+    federation = Federation(GridHere(clients["a"], wrap(clients["b"])), model, timeout=0.2)
+    (owner, *_), failures = federation.gather(2, 1.0)
+    if not failures:
+        along = [{name: torch.ones_like(p, requires_grad=False) for name, p in model.named_parameters()}]
+
+        def ask() -> None:
+            owner.losses(model, held=False)
+            owner.label_score(model, held=False)
+            owner.gradient(model)
+            owner.along(model, along)
+            owner.losses(model, along, torch.tensor([[0.0], [1e-3]], dtype=torch.float64), held=True)
+
+        with pytest.raises(ClientLost) as lost:
+            ask()
+        failures = lost.value.failures
+    ((name, why),) = failures.items()
+    assert name == {"a name with a path": "../b", "the name of another": "a"}.get(what, "b") and words in why
+
+
+@pytest.mark.parametrize("what", ["NaN in a gradient", "a name with a path"])
+def test_with_a_client_that_answers_wrong_nothing_is_written(
+    place: Path, clients: dict[str, Reply], tmp_path: Path, what: str
+) -> None:
+    grid = GridHere(clients["a"], WRONG[what][0](clients["b"]))
+    with pytest.raises(MachineError, match=r"client .*b: .*on-failure continue"):
+        refine_with_clients(grid, server_settings(place, tmp_path / "out"))
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["hello", "losses", "gradient", "along", "points"])
+@pytest.mark.parametrize("kind", ["hello", "gradient", "points"])
 def test_the_others_go_on_without_a_client_that_drops_out(
     place: Path, clients: dict[str, Reply], at_hand: dict, tmp_path: Path, kind: str
 ) -> None:

@@ -282,21 +282,27 @@ def _refine_folder(
         done.seconds = time.perf_counter() - begun
         facts = facts_of(done, owners, data, valid, {"penalty_of": penalty_facts, "seed": seed, "resumed": resumed})
         if staging is not None and saved is not None:
-            write_folder(
-                staging,
-                start,
-                moved,
-                what="refinement",
-                facts=facts,
-                card=card_of(start, done, owners),
-                measured=_measured(start, done, owners, data, valid),
-                seconds=done.seconds,
-                notes=done.notes,
-            )
-            write_report(staging.folder, refinement_page(done, reference, facts, [command] if command else []))
+            card, measured = card_of(start, done, owners), _measured(start, done, owners, data, valid)
+            write_result(staging, start, moved, done, facts, card, measured, [command] if command else [])
             saved.remove()
     done.output = out
     return done
+
+
+def write_result(
+    staging: Staging,
+    start: Start,
+    moved: list[str],
+    done: Refinement,
+    facts: dict[str, Any],
+    card: str,
+    measured: list[Any],
+    commands: list[str],
+) -> None:
+    """A refined model's folder with its record, card and report."""
+    more: Any = {"facts": facts, "card": card, "measured": measured, "seconds": done.seconds, "notes": done.notes}
+    write_folder(staging, start, moved, what="refinement", **more)
+    write_report(staging.folder, refinement_page(done, start.reference, facts, commands))
 
 
 def rounded_as_stored(start: Start, owners: Sequence[Owner], done: Refinement) -> list[str]:

@@ -1,4 +1,4 @@
-"""`gradmerge federated serve` and `gradmerge federated join`."""
+"""`gradmerge federated serve`, `join` and `app`."""
 
 from __future__ import annotations
 
@@ -62,30 +62,32 @@ def serve(
     force: Force = False,
     printing: Printing,
 ) -> None:
-    """Refine a merge on rows that stay with their owners: the server. Clients come by `gradmerge federated join`."""
+    """Refine a merge on rows that stay with their owners: the server. Clients come by `gradmerge federated join`.
+
+    Steps are those of `gradmerge refine --method newton`; adamw needs the rows at hand.
+    """
     with heavy_imports():
         from ..federated.hosting import serve as run
         from ..federated.settings import ServerSettings
+        from ..tasks.loading import DEFAULTS
 
-    config = {
-        "model": _absolute(model),
-        "out": str(out.absolute()),
-        "clients": clients,
-        "rounds": rounds,
-        "wait": wait,
-        "timeout": timeout,
-        "on-failure": on_failure,
-        "minimum": minimum,
-        "penalty": _absolute(penalty or ""),
-        "base": _absolute(base or ""),
-        "device": device,
-        "task": task,
-        "force": force,
-    }
-    ServerSettings.read(config)
+    settings = ServerSettings(
+        model=model,
+        loading={**DEFAULTS, "device": device, "task": task},
+        out=str(out),
+        clients=clients,
+        rounds=rounds,
+        wait=wait,
+        timeout=timeout,
+        on_failure=on_failure,
+        minimum=minimum,
+        penalty=penalty or "",
+        base=base or "",
+        force=force,
+    )
     with _ends_in_order():
         done = run(
-            config,
+            settings,
             host=host,
             port=port,
             certificate=certificate,
@@ -124,9 +126,12 @@ def join(
     ] = None,
     insecure: Insecure = False,
     wait: Annotated[float, typer.Option(metavar="S", help="Seconds to try to reach the server.")] = 600.0,
-    least_rows: Annotated[int, typer.Option(metavar="N", min=1, help="Answer only with so many rows or more.")] = 1,
+    least_rows: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Answer only with so many rows, without those held back.")
+    ] = 1,
     most_gradients: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Tell so many gradients at most; a round asks for up to three.")
+        int,
+        typer.Option(metavar="N", min=0, help="Tell so many gradients at most, 0: any; a round asks for up to three."),
     ] = 0,
     noise: Annotated[
         float, typer.Option(metavar="Z", help="Differential privacy: noise as a multiple of the bounds; 0: none.")
@@ -205,7 +210,7 @@ def flower_app(
 
 @contextlib.contextmanager
 def _ends_in_order() -> Iterator[None]:
-    """SIGTERM as an exit, so that Flower's programs end too, and a client says that it leaves."""
+    """SIGTERM as an exit, so that nothing is left half-written, and a client says that it leaves."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -215,8 +220,3 @@ def _ends_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _absolute(text: str) -> str:
-    """A path as the server's own process finds it; what is no path stays as it is."""
-    return str(Path(text).absolute()) if text and Path(text).exists() else text

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
+from ..api.dividing import owners_on_disk
 from ..curvature.files import INPUTS, OUTPUTS
-from ..refinement.owners import DataOwner
+from ..processes import ALONE
+from ..progress import NoProgress
 from ..refinement.points import Point, trained
 from ..refinement.saving import opened_start
-from ..refinement.splitting import RowBatches, split_rows
 from .privacy import Bounds, BudgetSpent, Ledger, PrivateOwner
 from .settings import ClientSettings
 from .wire import Facts, Groups, Malformed, digest, structure, weights
@@ -46,21 +47,17 @@ class Answerer:
         self._stack = contextlib.ExitStack()
         start = self._stack.enter_context(opened_start(settings.model, settings.loading))
         self._model = start.model
-        loaded = start.with_data(settings.data)
-        if settings.valid:
-            apart = start.with_data(settings.valid)
-            kept, held = RowBatches(loaded, range(loaded.examples)), RowBatches(apart, range(apart.examples))
-        else:
-            rows, rows_held = split_rows(settings.name, loaded.examples, settings.seed)
-            kept, held = RowBatches(loaded, rows), RowBatches(loaded, rows_held)
-        examples = settings.examples or None
-        self._owner = DataOwner(settings.name, kept, held, examples=examples, output=loaded.output, seed=settings.seed)
+        data, valid = ({settings.name: source} if source else {} for source in (settings.data, settings.valid))
+        examples = {settings.name: settings.examples} if settings.examples else {}
+        (self._owner,), _, notes = owners_on_disk(start, data, valid, examples, settings.seed, NoProgress(), ALONE)
+        for text in notes:
+            say(text)
         self._structure = structure(self._model)
         self._private: PrivateOwner | None = None
         if settings.noise:
             bounds = Bounds(settings.noise, settings.clip, settings.clip_loss, settings.clip_curvature)
             self._private = PrivateOwner(self._owner, bounds)
-            self._ledger = Ledger(Path(settings.ledger).absolute(), budget=settings.epsilon, delta=settings.delta)
+            self._ledger = Ledger(Path(settings.ledger), budget=settings.epsilon, delta=settings.delta)
             say(f"ε = {self._ledger.spent:.3g} of {settings.epsilon:g} is spent already, at δ = {settings.delta:g}")
 
     def __enter__(self) -> Answerer:
@@ -164,17 +161,15 @@ class Answerer:
         return {"losses": self._owner.losses(self._model, directions, points, held=held)}, {}
 
     def _gradient(self, *_: Any) -> tuple[Facts, dict[str, Point]]:
-        rows = self._owner.rows
         if self._private is not None:
             own = trained(self._model)
             noised = {name: value.to(own[name].dtype) for name, value in self._private.gradient(self._model).items()}
-            return {"rows": rows, "loss": 0.0}, {"gradient": noised}
+            return {}, {"gradient": noised}
         gradient, curvature = self._owner.gradient(self._model), self._owner.curvature(self._model)
         layers = curvature.layers
         factors = {name + INPUTS: one.inputs for name, one in layers.items()}
         factors |= {name + OUTPUTS: one.outputs for name, one in layers.items()}
-        facts = {"rows": rows, "loss": gradient.loss, "factors": list(layers)}
-        facts["tokens"] = [one.tokens for one in layers.values()]
+        facts = {"factors": list(layers), "tokens": [one.tokens for one in layers.values()]}
         return facts, {"gradient": gradient, "curvature": {**factors, **curvature.diagonal}}
 
     def _along(self, _: Facts, directions: Sequence[Point], points: Tensor | None) -> tuple[Facts, dict[str, Point]]:

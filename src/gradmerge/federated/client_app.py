@@ -9,7 +9,6 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
-from ..errors import GradmergeError
 from .answerer import Answerer
 from .settings import ClientSettings
 from .wire import Malformed, packed, unpacked
@@ -29,7 +28,7 @@ def answerer_of(node_config: Mapping[str, Any]) -> Answerer:
 
 
 def respond(kind: str, message: Message, context: Context, answerer: Callable[[], Answerer]) -> Message:
-    """The reply to a message; ``context`` remembers how many gradients were told in this run."""
+    """The reply to a message; ``context`` remembers how many gradients were told."""
     if kind == "end":
         return Message(packed({"mark": unpacked(message.content)[0].get("mark", "")}), reply_to=message)
     counts = context.state.config_records.get(COUNTS)
@@ -38,7 +37,7 @@ def respond(kind: str, message: Message, context: Context, answerer: Callable[[]
         facts, groups = answerer().answer(kind, *unpacked(message.content), told=int(told))  # type: ignore[arg-type]
     except Malformed as error:
         facts, groups = {"refused": f"the question {error}"}, {}
-    except GradmergeError as error:  # of the settings, the model or the data, whose words stay here
+    except Exception as error:  # of the settings, the model or the data; Flower would tell its words to the server
         print(f"error: {error}", flush=True)
         facts, groups = {"refused": "its own settings, model or data are wrong; its own log says how"}, {}
     if kind == "gradient" and "refused" not in facts:

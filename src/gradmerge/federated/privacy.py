@@ -5,6 +5,10 @@ a sum of parts of length at most C changes by at most C, and noise N(0, z²C²) 
 mechanism with noise multiplier z, whatever is asked and in whatever order. Opacus' accountant adds up all answers that
 were ever given about the data, which a ledger on the client's disk keeps. Covered are gradients, the curvature along
 directions and all losses. Kronecker curvature and label scores are not told at all.
+
+A row's part must not depend on other rows, not even by rounding: a server can send weights that make much of a last
+bit. So every row is computed alone. Nor may the server learn to foretell the noise: it comes from the system's source
+for keys. A generator of torch's has a seed of 32 bits, which one known answer is enough to find.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ import fcntl
 import json
 import math
 import os
-import secrets
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,15 +28,15 @@ from torch import Tensor, nn
 
 from ..curvature.losses import logits_of
 from ..errors import InputError, MachineError
-from ..refinement.along import curvature_of_rows
+from ..refinement.along import curvature_along
 from ..refinement.owners import DataOwner
 from ..refinement.points import Point, evaluated, moving, trained
 from ..storage.smallfile import read_json
 from ..text import first_line
 
 FORMAT = "gradmerge-privacy/1"
-#: Rows whose curvature along directions is computed at once.
-AT_ONCE = 32
+#: Entries that noise is drawn for at once.
+AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class Ledger:
     """All answers with noise that were ever given about some data, in a file; written before an answer leaves."""
 
     def __init__(self, path: Path, *, budget: float, delta: float) -> None:
-        self._path, self._budget, self.delta = path, budget, delta
+        # Resolved, so that the lock beside it is the same under all its names.
+        self._path, self._budget, self.delta = path.resolve(), budget, delta
 
     @property
     def spent(self) -> float:
@@ -121,6 +125,11 @@ class Ledger:
                 file.flush()
                 os.fsync(file.fileno())
             fresh.replace(self._path)
+            folder = os.open(self._path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
         except OSError as error:
             raise MachineError(f"{self._path}: writing failed, so no answer leaves: {error.strerror}") from error
 
@@ -140,30 +149,25 @@ class PrivateOwner:
 
     def __init__(self, owner: DataOwner, bounds: Bounds) -> None:
         self._owner, self._bounds = owner, bounds
-        # From the system's source of randomness: whoever knew the noise could take it off.
-        self._noise = torch.Generator().manual_seed(secrets.randbits(63))
 
     def gradient(self, model: nn.Module) -> dict[str, Tensor]:
         sums = self.clipped_gradient(model)
         return {name: self._noised(value, self._bounds.clip) for name, value in sums.items()}
 
     def clipped_gradient(self, model: nn.Module) -> dict[str, Tensor]:
-        """Σ_i ∇ℓ_i min(1, C/‖∇ℓ_i‖), without noise, a row at a time: a row's gradient must not depend on others."""
+        """Σ_i ∇ℓ_i min(1, C/‖∇ℓ_i‖), without noise."""
         parameters = trained(model)
         sums = {n: torch.zeros_like(p, dtype=torch.float64, requires_grad=False) for n, p in parameters.items()}
         with evaluated(model), torch.enable_grad():
-            for row in range(self._owner.rows):
-                (batch,) = self._owner.batches_of([row], model)
-                loss = self._owner.losses_at(model, logits_of(model, batch), batch).sum()
+            for row in self._owner.rows_alone(model, held=False):
+                loss = self._owner.losses_at(model, logits_of(model, row), row).sum()
                 found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
                 parts = [None if value is None else value.double() for value in found]
                 length = math.sqrt(sum(float(part.square().sum()) for part in parts if part is not None))
-                if not math.isfinite(length):  # as if the row were not there, which no bound can be exceeded by
-                    continue
-                scale = min(1.0, self._bounds.clip / length) if length else 0.0
-                for into, part in zip(sums.values(), parts, strict=True):
-                    if part is not None:
-                        into.add_(part, alpha=scale)
+                if scale := _scale(length, self._bounds.clip):
+                    for into, part in zip(sums.values(), parts, strict=True):
+                        if part is not None:
+                            into.add_(part, alpha=scale)
         return sums
 
     def along(self, model: nn.Module, directions: Sequence[Point]) -> Tensor:
@@ -174,13 +178,10 @@ class PrivateOwner:
     def clipped_along(self, model: nn.Module, directions: Sequence[Point]) -> Tensor:
         """Vᵀ GGN V, each row's matrix of a Frobenius norm at most what is allowed."""
         total = torch.zeros(len(directions), len(directions), dtype=torch.float64)
-        for first in range(0, self._owner.rows, AT_ONCE):
-            rows = range(first, min(first + AT_ONCE, self._owner.rows))
-            batches = self._owner.batches_of(list(rows), model)
-            own = curvature_of_rows(model, batches, directions, self._owner.losses_at)
-            scales = (self._bounds.clip_curvature / own.flatten(1).norm(dim=1)).clamp(max=1.0)
-            finite = own.flatten(1).isfinite().all(1)
-            total += (own * scales[:, None, None])[finite].nan_to_num(0.0).sum(0)  # a matrix of 0 has no scale
+        for row in self._owner.rows_alone(model, held=False):
+            own = curvature_along(model, [row], directions, self._owner.losses_at)
+            if scale := _scale(float(own.norm()), self._bounds.clip_curvature):
+                total += own * scale
         return total
 
     def losses(self, model: nn.Module) -> tuple[float, float]:
@@ -203,10 +204,26 @@ class PrivateOwner:
         return (noised / (self._owner.held if held else 1)).tolist()
 
     def clipped_losses(self, model: nn.Module, *, held: bool) -> float:
-        most = self._bounds.clip_loss
-        losses = self._owner.row_losses(model, held=held).double()
-        return float(losses.nan_to_num(most, most, 0.0).clamp(0.0, most).sum())
+        most, total = self._bounds.clip_loss, 0.0
+        with evaluated(model), torch.no_grad():
+            for row in self._owner.rows_alone(model, held=held):
+                loss = float(self._owner.losses_at(model, logits_of(model, row), row).sum())
+                total += min(max(loss, 0.0), most) if loss == loss else most
+        return total
 
     def _noised(self, sums: Tensor, bound: float) -> Tensor:
-        noise = torch.randn(sums.shape, generator=self._noise, dtype=torch.float64)
-        return sums.double() + (self._bounds.noise * bound * noise).to(sums.device)
+        return sums.double() + self._bounds.noise * bound * _gaussian(sums.numel()).view(sums.shape).to(sums.device)
+
+
+def _scale(length: float, most: float) -> float:
+    """What takes a row's part to the bound; 0, as if the row were not there, for one without a finite length."""
+    return min(1.0, most / length) if math.isfinite(length) and length > 0 else 0.0
+
+
+def _gaussian(count: int) -> Tensor:
+    """Independent N(0, 1) in float64, of the system's source of randomness."""
+    found = torch.empty(count, dtype=torch.float64)
+    for some in found.split(AT_ONCE):
+        bits = torch.frombuffer(bytearray(os.urandom(8 * len(some))), dtype=torch.int64) & ((1 << 52) - 1)
+        some.copy_(torch.special.ndtri((bits.double() + 0.5) / (1 << 52)))  # neither 0 nor 1: both are exact
+    return found

@@ -85,8 +85,8 @@ class RemoteOwner:
         if self.privacy:
             self.privacy = verifying.privacy_of(facts) or self.privacy
         if kind == "gradient":
-            curvature = None if self.privacy else verifying.curvature_of(model, facts, groups)
-            return verifying.gradient_of(model, facts, groups), curvature
+            curvature = None if self.privacy else verifying.curvature_of(model, self.rows, facts, groups)
+            return verifying.gradient_of(model, self.rows, groups), curvature
         if kind == "along":
             return verifying.matrix_of(groups, counts[0], noisy=bool(self.privacy))
         if kind == "losses":

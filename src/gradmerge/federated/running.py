@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..api.refining import card_of, facts_of, rounded_as_stored
+from ..api.refining import card_of, facts_of, rounded_as_stored, write_result
 from ..engine.reads import changed, model_paths, state_of
 from ..errors import InputError, MachineError
 from ..refinement.guarded import LEAST_SCORE, refine_model
@@ -19,9 +19,7 @@ from ..refinement.held_to_base import matrix_of, penalty_of
 from ..refinement.newton import Penalty, Progressed, losses_at
 from ..refinement.points import trained
 from ..refinement.rounds import Refinement
-from ..refinement.saving import Start, notes_of_folder, opened_start, write_folder
-from ..report.page import write_report
-from ..report.refinement_page import refinement_page
+from ..refinement.saving import Start, notes_of_folder, opened_start
 from ..storage.staging import Staging
 from .remote_owner import ClientLost, Federation, RemoteOwner
 from .settings import ServerSettings
@@ -76,18 +74,7 @@ def refine_with_clients(grid: Grid, settings: ServerSettings, say: Say = lambda 
         facts["clients"] = {owner.name: {"privacy": owner.privacy or None} for owner in owners}
         facts["lost"] = lost.failures
         card = card_of(start, done, owners) + "\nThe rows stayed with their owners, and were asked over Flower.\n"
-        write_folder(
-            staging,
-            start,
-            moved,
-            what="refinement",
-            facts=facts,
-            card=card,
-            measured=[],
-            seconds=done.seconds,
-            notes=done.notes,
-        )
-        write_report(staging.folder, refinement_page(done, settings.model, facts, []))
+        write_result(staging, start, moved, done, facts, card, [], [])
     for owner in owners:
         if owner.privacy:
             say(f"client {owner.name}: ε = {owner.privacy['epsilon']:.3g} in all, at δ = {owner.privacy['delta']:g}")

@@ -6,6 +6,7 @@ does not look right is refused here, and the client is named.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -22,7 +23,7 @@ from .wire import Facts, Groups, Malformed, number
 ROUNDING = 1e-3
 
 
-def gradient_of(model: nn.Module, facts: Facts, groups: Groups) -> Gradient:
+def gradient_of(model: nn.Module, rows: int, groups: Groups) -> Gradient:
     """Σ_i ∇ℓ_i of all parameters that are refined, and nothing else."""
     parameters, sums = trained(model), groups.get("gradient", {})
     if sums.keys() != parameters.keys():
@@ -34,10 +35,10 @@ def gradient_of(model: nn.Module, facts: Facts, groups: Groups) -> Gradient:
         _check_finite(f"the gradient of {name}", sums[name])
     place = next(iter(parameters.values())).device
     found = {name: sums[name].to(place) for name in parameters}
-    return Gradient(found, int(number(facts, "rows", least=1, whole=True)), number(facts, "loss"))
+    return Gradient(found, rows, math.nan)  # losses are asked for by themselves
 
 
-def curvature_of(model: nn.Module, facts: Facts, groups: Groups) -> KroneckerCurvature:
+def curvature_of(model: nn.Module, rows: int, facts: Facts, groups: Groups) -> KroneckerCurvature:
     """Factors and diagonals that cover every parameter once, each of a shape that the model gives it."""
     parameters, sums = trained(model), groups.get("curvature", {})
     names, tokens = facts.get("factors", []), facts.get("tokens", [])
@@ -69,7 +70,6 @@ def curvature_of(model: nn.Module, facts: Facts, groups: Groups) -> KroneckerCur
     if sorted(covered) != sorted(parameters):
         raise Malformed("the curvature does not cover every parameter of the model once")
     diagonal = {name: left[name].to(place) for name in parameters if name in left}  # in the order of the model
-    rows = int(number(facts, "rows", least=1, whole=True))
     return KroneckerCurvature(layers, diagonal, rows, transposed=turned & layers.keys())
 
 

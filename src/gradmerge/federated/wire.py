@@ -17,10 +17,8 @@ from safetensors.numpy import save
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from ..errors import InputError
 from ..refinement.points import Point, trained
 from ..storage.bytesof import bytes_of
-from ..text import first_line
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -120,14 +118,3 @@ def structure(model: nn.Module) -> str:
     told = [type(model).__name__, str(sorted((labels or {}).items()))]
     told += [f"{name} {p.dtype} {tuple(p.shape)}" for name, p in own.items()]
     return hashlib.sha256("\n".join([*told, digest(rest)]).encode()).hexdigest()
-
-
-def need_flower() -> None:
-    """Say what to install where Flower is not."""
-    try:
-        import flwr  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"Flower is needed to refine with others, and is not there ({first_line(error)}): "
-            "pip install 'gradmerge[federated]'"
-        ) from error

@@ -27,30 +27,6 @@ def curvature_along(
 ) -> Tensor:
     """Vᵀ GGN V in float64, a sum over the examples of ``batches``."""
     matrix = torch.zeros(len(directions), len(directions), dtype=torch.float64)
-    for batch, logits, changes in _moved(model, batches, directions):
-        matrix += _form(model, batch, logits, changes, losses_of)
-    return matrix
-
-
-def curvature_of_rows(
-    model: nn.Module, batches: Iterable[Any], directions: Sequence[Point], losses_of: LossesOf
-) -> Tensor:
-    """The same of every example apart: (examples, directions, directions)."""
-    found = []
-    for batch, logits, changes in _moved(model, batches, directions):
-        with torch.enable_grad():
-            z = logits.detach().requires_grad_(True)
-            slope = torch.autograd.grad(losses_of(model, z, batch).sum(), z, create_graph=True)[0]
-            curved = [torch.autograd.grad((slope * one).sum(), z, retain_graph=True)[0] for one in changes]
-        a, b = (torch.stack([one.double().flatten(1) for one in side], 1).cpu() for side in (curved, changes))
-        found.append(a @ b.mT)
-    return torch.cat(found)
-
-
-def _moved(
-    model: nn.Module, batches: Iterable[Any], directions: Sequence[Point]
-) -> Iterator[tuple[Any, Tensor, list[Tensor]]]:
-    """Batches with their logits, and the change of these along each direction."""
     changes_of: Changes = _by_dual_numbers
     with evaluated(model):
         for batch in _parts(model, batches, len(directions)):
@@ -62,7 +38,8 @@ def _moved(
                     raise
                 changes_of = _by_differences
                 logits, changes = changes_of(model, batch, directions)
-            yield batch, logits, changes
+            matrix += _form(model, batch, logits, changes, losses_of)
+    return matrix
 
 
 Changes = Callable[[nn.Module, Any, Sequence[Point]], tuple[Tensor, list[Tensor]]]

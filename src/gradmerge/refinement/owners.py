@@ -149,6 +149,15 @@ class DataOwner:
             parts = [batch_rows(self._batches[number], torch.tensor(own)) for number, own in by_batch.items()]
         return parts if model is None else list(self._on_device(model, parts))
 
+    def rows_alone(self, model: nn.Module, *, held: bool) -> Iterator[Any]:
+        """Every row, or every one held back, as a batch of its own: not even its padding depends on the others."""
+        batches = self._valid if held else self._batches
+        if isinstance(batches, RowBatches):
+            rows = (batches.rows([place]) for place in range(batches.count_rows))
+        else:
+            rows = (batch_rows(b, slice(place, place + 1)) for b in batches for place in range(examples_in(b)))
+        return self._on_device(model, rows)
+
     def label_score(self, model: nn.Module, held: bool) -> float:
         """By how many standard deviations the labels fit the model better than the same labels dealt out at random.
 
