@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from click.testing import Result
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import gradmerge.cli
 from gradmerge.cli.app import app
