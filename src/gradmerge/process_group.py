@@ -37,6 +37,14 @@ def explained(error: BaseException) -> tuple[str, int]:
     return f"{type(error).__name__}: {error}", 1
 
 
+def _patience() -> float:
+    text = os.environ.get(PATIENCE_VARIABLE) or str(PATIENCE)
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) > 0:  # which NaN is not
+            return seconds
+    raise InputError(f"{PATIENCE_VARIABLE}={text} in the environment: not a number of seconds, more than 0")
+
+
 class Group(Processes):
     """One of several processes."""
 
@@ -48,7 +56,7 @@ class Group(Processes):
 
         dist: Any = torch_distributed
         self.rank, self.count, self.local = place
-        self._patience = float(os.environ.get(PATIENCE_VARIABLE) or PATIENCE)
+        self._patience = _patience()
         self._told, self._gone = False, set[int]()
         self._watched: SharedProgress | None = None
         if not os.environ.get("OMP_NUM_THREADS"):
