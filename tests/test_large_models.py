@@ -379,6 +379,21 @@ def test_options_that_cannot_be_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_one_of_several_processes_shares_a_model_out_with_the_others_or_not_at_all(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(InputError, match="give processes=True with it"):
+        estimated(place, "bert", tmp_path / "out", shard=True)
+
+
 def test_a_model_that_cannot_compute_again_says_so(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradmerge.tasks.models.recompute", lambda model: False)
     with pytest.raises(InputError, match=r"--gradient-checkpointing: .* cannot compute its activations again"):
