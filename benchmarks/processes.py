@@ -1,11 +1,17 @@
-"""Memory of every process while curvature is estimated: one that has the whole model, and several that share it out.
+"""Several processes against one while curvature is estimated: memory of each, and speed.
 
-    python -m benchmarks.processes --parameters 0.3e9 --processes 2
+    python -m benchmarks.processes memory --parameters 0.3e9 --processes 2
+    python -m benchmarks.processes speed --parameters 0.05e9 --rows 96 --repeats 3
 
-A Llama with random weights, whose parameters dominate, is made in a folder that is removed at the end. The same two
-short rows are measured by one process, by one that keeps sums on disk, and under torchrun with `--shard`. Peak memory
-is the system's (VmHWM), as the command tells it in JSON. What a process holds that has only imported everything is
-told apart. The bar: at most 0.65 of one process's for each of two.
+A Llama with random weights, whose parameters dominate, is made in a folder that is removed at the end.
+
+`memory`: the same short rows are measured by one process, by one that keeps sums on disk, and under torchrun with
+`--shard`. Peak memory is the system's (VmHWM), as the command tells it in JSON. What a process holds that has only
+imported everything is told apart. The bar: at most 0.65 of one process's for each of two.
+
+`speed`: one process and two, of one thread each, take turns, so that noise hits both; the median counts. `seconds` is
+what the command says of itself, with loading the model; `wall` has the start of Python, and of torchrun, in it. Speed
+never decides the exit status; a result that differs by more than rounding does.
 """
 
 from __future__ import annotations
@@ -14,13 +20,18 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 BAR = 0.65
+#: Sums of float32 in another order differ by about this, relative to a tensor's largest entry.
+ROUNDING = 1e-4
+TOKENS = 64
 MIB = 2**20
 RESULTS = Path(__file__).parent / "results" / "processes.json"
 WORDS = [f"w{number}" for number in range(500)]
@@ -51,26 +62,19 @@ def make_model(folder: Path, parameters: float) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def measured(place: Path, launcher: list[str], name: str, *options: str) -> dict[str, Any]:
-    """The command's own numbers: memory of every process, seconds, device."""
-    command = [
-        *launcher,
-        "-m",
-        "gradmerge",
-        "curvature",
-        "estimate",
-        "model",
-        "--data",
-        "rows.txt",
-        "--batch-size",
-        "1",
-    ]
-    given = ["-o", name, "--device", "cpu", "--json", *options]
-    done = subprocess.run([*command, *given], cwd=place, capture_output=True, text=True, check=False)
+def estimate(place: Path, processes: int, name: str, *options: str, **environment: str) -> dict[str, Any]:
+    """The command's own numbers, and the seconds that it took from outside."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+    given = ["model", "--data", "rows.txt", "-o", name, "--device", "cpu", "--force", "--json", *options]
+    command = [sys.executable, *torchrun, "-m", "gradmerge", "curvature", "estimate", *given]
+    begun = time.perf_counter()
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False, env=os.environ | environment)
+    wall = time.perf_counter() - begun
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-    found = json.loads(done.stdout[done.stdout.index("{") :])
-    return {"mib": [one["peak_rss_bytes"] / MIB for one in found["memory"]], "seconds": found["seconds"]}
+    found: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
+    assert found["processes"] == processes
+    return {"mib": [one["peak_rss_bytes"] / MIB for one in found["memory"]], "seconds": found["seconds"], "wall": wall}
 
 
 def differs(place: Path, one: str, other: str) -> float:
@@ -90,55 +94,85 @@ def differs(place: Path, one: str, other: str) -> float:
     return worst
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Memory per process while curvature is estimated.")
-    parser.add_argument("--parameters", type=float, default=0.3e9)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="where the model is made; by default a temporary folder")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="the key `memory` of this file is written")
-    options = parser.parse_args()
+def write_rows(place: Path, rows: int, words: int) -> None:
+    lines = [" ".join(WORDS[(7 * n + k) % len(WORDS)] for k in range(words)) for n in range(rows)]
+    (place / "rows.txt").write_text("".join(f"{line}\n" for line in lines))
+
+
+def memory(place: Path, processes: int) -> dict[str, Any]:
     imports = "import gradmerge.api.estimating as e, transformers.models.llama.modeling_llama; "
     imports += "from gradmerge.api.large_models import peak_memory; print(peak_memory()['peak_rss_bytes'])"
     shown = subprocess.run([sys.executable, "-c", imports], check=True, capture_output=True, text=True).stdout
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        place = Path(name)
-        made = "import sys; from pathlib import Path; from benchmarks.processes import make_model; "
-        made += "print(make_model(Path(sys.argv[1]), float(sys.argv[2])))"
-        script = [sys.executable, "-c", made, str(place / "model"), str(options.parameters)]
-        parameters = int(subprocess.run(script, check=True, capture_output=True, text=True).stdout.split()[-1])
-        (place / "rows.txt").write_text(
-            "".join(f"{' '.join(WORDS[5 * n : 5 * n + 8])}\n" for n in range(options.processes))
-        )
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.processes)]
-        runs = {
-            "one": measured(place, [sys.executable], "one"),
-            "one, sums on disk": measured(place, [sys.executable], "disk", "--sums", "disk"),
-            "shared out": measured(place, torchrun, "shared", "--shard"),
-        }
-        same_bits, gap = differs(place, "one", "disk") == 0.0, differs(place, "one", "shared")
-    alone, most = runs["one"]["mib"][0], max(runs["shared out"]["mib"])
-    baseline = int(shown) / MIB
+    write_rows(place, processes, 8)
+    runs = {
+        "one": estimate(place, 1, "one", "--batch-size", "1"),
+        "one, sums on disk": estimate(place, 1, "disk", "--batch-size", "1", "--sums", "disk"),
+        "shared out": estimate(place, processes, "shared", "--batch-size", "1", "--shard"),
+    }
+    for run, numbers in runs.items():
+        print(f"{run:20} {', '.join(f'{mib:,.0f} MiB' for mib in numbers['mib'])}; {numbers['seconds']:.1f} s")
+    alone, most, baseline = runs["one"]["mib"][0], max(runs["shared out"]["mib"]), int(shown) / MIB
     found = {
-        "parameters": parameters,
-        "processes": options.processes,
-        "backend": "gloo",
+        "processes": processes,
         "imports_mib": baseline,
         "runs": runs,
         "ratio": most / alone,
         "ratio_beyond_imports": (most - baseline) / (alone - baseline),
         "bar": BAR,
-        "largest_difference": gap,
-        "sums_on_disk_same_bits": same_bits,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "largest_difference": differs(place, "one", "shared"),
+        "sums_on_disk_same_bits": differs(place, "one", "disk") == 0.0,
     }
-    for run, numbers in runs.items():
-        print(f"{run:20} {', '.join(f'{mib:,.0f} MiB' for mib in numbers['mib'])}; {numbers['seconds']:.1f} s")
     print(f"imports alone {baseline:,.0f} MiB; ratio {found['ratio']:.3f} (bar {BAR}), beyond imports", end=" ")
-    print(f"{found['ratio_beyond_imports']:.3f}; largest difference {gap:.1e} of a tensor's largest entry")
+    print(f"{found['ratio_beyond_imports']:.3f}; largest difference {found['largest_difference']:.1e}")
+    return found
+
+
+def speed(place: Path, rows: int, repeats: int) -> dict[str, Any]:
+    write_rows(place, rows, TOKENS)
+    kinds: dict[str, Any] = {}
+    for kind in ("diagonal", "kronecker"):
+        runs: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
+        for _ in range(repeats):
+            for count, found in runs.items():
+                options = ("--kind", kind, "--batch-size", "8")
+                found.append(estimate(place, count, f"{kind}-{count}", *options, OMP_NUM_THREADS="1"))
+        medians = {
+            str(count): {key: statistics.median(one[key] for one in found) for key in ("seconds", "wall")}
+            for count, found in runs.items()
+        }
+        one, two = (medians[count]["seconds"] for count in ("1", "2"))
+        gap = differs(place, f"{kind}-1", f"{kind}-2")
+        kinds[kind] = {"processes": medians, "times_as_fast": one / two, "largest_difference": gap}
+        print(
+            f"{kind:10} one {one:.1f} s, two {two:.1f} s: {one / two:.2f} times as fast; largest difference {gap:.1e}"
+        )
+    return {"rows": rows, "tokens": TOKENS, "threads_of_each": 1, "repeats": repeats, "kinds": kinds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Several processes against one while curvature is estimated.")
+    parser.add_argument("what", choices=("memory", "speed"), help="also the key of the JSON file that is written")
+    parser.add_argument("--parameters", type=float, help="0.3e9 for memory, 0.05e9 for speed")
+    parser.add_argument("--processes", type=int, default=2, help="of memory")
+    parser.add_argument("--rows", type=int, default=96, help="of speed")
+    parser.add_argument("--repeats", type=int, default=3, help="of speed")
+    parser.add_argument("--folder", type=Path, help="where the model is made; by default a temporary folder")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        place = Path(name)
+        parameters = make_model(place / "model", options.parameters or (0.3e9 if options.what == "memory" else 0.05e9))
+        if options.what == "memory":
+            found = memory(place, options.processes)
+            missed = found["ratio"] > BAR or not found["sums_on_disk_same_bits"]
+        else:
+            found = speed(place, options.rows, options.repeats)
+            missed = any(one["largest_difference"] > ROUNDING for one in found["kinds"].values())
+    facts = {"parameters": parameters, "backend": "gloo", "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
     known = json.loads(options.json.read_text()) if options.json.exists() else {}
-    options.json.write_text(json.dumps({**known, "memory": found}, indent=2) + "\n")
-    if most / alone > BAR or not same_bits:
-        raise SystemExit("the bar is missed")
+    options.json.write_text(json.dumps({**known, options.what: {**facts, **found}}, indent=2) + "\n")
+    if missed:
+        raise SystemExit("the bar is missed, or the results are not the same")
 
 
 if __name__ == "__main__":

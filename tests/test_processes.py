@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge import processes
+from gradmerge import process_group, processes
 from gradmerge.api import dividing
 from gradmerge.curvature.batches import Placed
 from gradmerge.curvature.estimate import estimate_curvature
 from gradmerge.curvature.losses import logits_of
 from gradmerge.curvature.together import Together, parts, without
+from gradmerge.progress import Progress
 from gradmerge.refinement import adamw, newton
 from gradmerge.tasks import load_task
 
@@ -374,3 +376,35 @@ def test_the_environment_of_a_launcher_is_read_as_it_is(monkeypatch: pytest.Monk
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(gm.InputError, match=r"RANK.* in the environment"):
             processes.announced()
+
+
+def test_a_patience_that_is_no_number_of_seconds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("soon", "-1", "nan"):
+        monkeypatch.setenv("GRADMERGE_PROCESS_TIMEOUT", text)
+        with pytest.raises(gm.InputError, match=f"GRADMERGE_PROCESS_TIMEOUT={text} in the environment"):
+            process_group._patience()
+
+
+def test_progress_counts_anew_in_every_call_of_a_script() -> None:
+    class Store:
+        def __init__(self) -> None:
+            self.counts: dict[str, int] = {}
+
+        def add(self, key: str, amount: int) -> int:
+            self.counts[key] = self.counts.get(key, 0) + amount
+            return self.counts[key]
+
+    class Bar(Progress):
+        def __init__(self) -> None:
+            self.done = 0
+
+        def advance(self, amount: int) -> None:
+            self.done += amount
+
+    group: Any = SimpleNamespace(first=True, begun=0, check=lambda: None)
+    store, bars = Store(), [Bar(), Bar()]
+    for bar in bars:
+        told = process_group.SharedProgress(group, store, bar)
+        told.begin("estimating", 4)
+        told.advance(3)
+    assert [bar.done for bar in bars] == [3, 3]

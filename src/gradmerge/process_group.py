@@ -37,6 +37,14 @@ def explained(error: BaseException) -> tuple[str, int]:
     return f"{type(error).__name__}: {error}", 1
 
 
+def _patience() -> float:
+    text = os.environ.get(PATIENCE_VARIABLE) or str(PATIENCE)
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) > 0:  # which NaN is not
+            return seconds
+    raise InputError(f"{PATIENCE_VARIABLE}={text} in the environment: not a number of seconds, more than 0")
+
+
 class Group(Processes):
     """One of several processes."""
 
@@ -48,9 +56,11 @@ class Group(Processes):
 
         dist: Any = torch_distributed
         self.rank, self.count, self.local = place
-        self._patience = float(os.environ.get(PATIENCE_VARIABLE) or PATIENCE)
+        self._patience = _patience()
         self._told, self._gone = False, set[int]()
         self._watched: SharedProgress | None = None
+        self.begun = 0
+        """Times that progress has begun: every one has a count of its own in the store."""
         if not os.environ.get("OMP_NUM_THREADS"):
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
         long = timedelta(days=30)  # who is given up, and when, is decided here
@@ -323,14 +333,11 @@ class SharedProgress(Progress):
 
     def __init__(self, group: Group, store: Any, inner: Progress) -> None:
         self._group, self._store, self._inner = group, store, inner
-        self._begun = self._seen = 0
-
-    @property
-    def _key(self) -> str:
-        return f"done/{self._begun}"
+        self._key, self._seen = "", 0
 
     def begin(self, what: str, total: int, done: int = 0) -> None:
-        self._begun, self._seen = self._begun + 1, 0
+        self._group.begun += 1
+        self._key, self._seen = f"done/{self._group.begun}", 0
         if self._group.first:
             self._inner.begin(what, total, done)
 

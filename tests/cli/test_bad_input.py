@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from click.testing import Result
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
 from gradmerge.storage.staging import Staging

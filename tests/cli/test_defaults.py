@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from safetensors.torch import load_file
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
 from gradmerge.recipe import load_recipe

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import Result
+from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
 from tests.demo.making import tiny

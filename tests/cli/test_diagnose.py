@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
 from torch import Tensor
 from transformers import BertForSequenceClassification
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.cli.app import app

@@ -8,7 +8,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import Result
+from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
 

@@ -239,7 +239,7 @@ def estimate_to_disk(
 ) -> Estimate:
     """``estimate_curvature`` of a model on disk."""
     options = complete_large(loading, estimate_to_disk)
-    check_large(kind, sums, shard, resume, at_delta, options["device_map"], options["quantize"])
+    check_large(kind, sums, shard, processes, resume, at_delta, options["device_map"], options["quantize"])
     _check_options(likelihood, kind, precision, at_delta)
     _check_widest(widest, kind)
     begun = time.perf_counter()

@@ -77,7 +77,7 @@ def forecast_estimate(
     estimating._check_widest(widest, kind)
     place = _place(options["device"], known=compute is not None and memory is not None)
     device_map, quantize = options["device_map"], options["quantize"]
-    check_large(kind, sums, shard, False, at_delta, device_map, quantize)
+    check_large(kind, sums, shard, True, False, at_delta, device_map, quantize)
     outline = outline_task(model, source, place.type, options)
     made = outline.loaded.model
     shapes = shapes_of(made, kind, widest)

@@ -14,7 +14,7 @@ from torch import nn
 from ..curvature.reaching import elsewhere
 from ..curvature.totals import PLACES, Keeping
 from ..errors import InputError
-from ..processes import Processes
+from ..processes import Processes, announced
 from ..storage.staging import Staging
 from ..text import nearest
 
@@ -23,6 +23,7 @@ def check_large(
     kind: str,
     sums: str | None,
     shard: bool,
+    processes: bool,
     resume: bool,
     at_delta: object,
     device_map: str | None,
@@ -31,6 +32,8 @@ def check_large(
     """Raise where options do not go together."""
     if sums is not None and sums not in PLACES:
         raise InputError(f"--sums {sums}: known are {', '.join(PLACES)}{nearest(sums, PLACES)}")
+    if shard and not processes and announced() is not None:
+        raise InputError("shard=True shares a model out over processes: give processes=True with it, in every process")
     if shard and resume:
         raise InputError("--resume: what is shared out over processes is not saved before its end. Leave one out.")
     given = {"--shard": shard, "--device-map": device_map is not None, "--quantize": quantize not in (None, "none")}

@@ -185,10 +185,10 @@ def print_forecast(
         return
     cost, shapes = found.cost, found.cost.shapes
     say(f"model:   {count(shapes.parameters)} parameters to estimate, {size(shapes.weights)} in {found.dtype}")
-    several = f", {cost.batches:,} batches of {batch_size} for each of {cost.processes} processes"
-    alone = f", {cost.batches:,} batches of {batch_size}"
+    batches = f", {cost.batches:,} batch{'es' if cost.batches > 1 else ''} of {batch_size}"
+    batches += f" for each of {cost.processes} processes" if cost.processes > 1 else ""
     tokens = f"{count(cost.tokens)} tokens with padding, " if cost.tokens != cost.examples else ""
-    say(f"data:    {cost.examples:,} examples, {tokens}{found.task}{several if cost.processes > 1 else alone}")
+    say(f"data:    {cost.examples:,} examples, {tokens}{found.task}{batches}")
     kinds = {"gram": "Gram matrices", "kronecker": "Kronecker factors, and diagonals of the rest"}
     say(f"sums:    {size(shapes.sums)}, {kinds.get(kind, '4 bytes for each parameter')}")
     parts = ", ".join(f"{name} {size(value)}" for name, value in cost.memory.items() if value and name != "total")

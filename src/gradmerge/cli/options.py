@@ -289,8 +289,7 @@ class PlanningOptions:
         """Refuse assumptions where nothing is planned: they would be dropped."""
         given = [name for name, value in asdict(self).items() if value is not None and name != "dry_run"]
         if given and not self.dry_run:
-            option = f"--{given[0].replace('_', '-')}"
-            raise InputError(f"{option} is an assumption of a plan: it goes with --dry-run")
+            raise InputError(f"--{given[0].replace('_', '-')} is an assumption of a plan: it goes with --dry-run")
 
 
 def command(function: Callable[..., None], *, processes: bool = False) -> Callable[..., None]:
@@ -310,8 +309,7 @@ def command(function: Callable[..., None], *, processes: bool = False) -> Callab
 
     @functools.wraps(function)
     def run(**given: Any) -> None:
-        device = str(given.get("device"))
-        quiet = given["quiet"] or given["json"]
+        device, quiet = str(given.get("device")), given["quiet"] or given["json"]
         with guarded(given["debug"], given["json"]), _variable_named(device), _fetching_noted(quiet):
             _join(function.__name__, processes)
             made = {

@@ -215,6 +215,7 @@ class PlainProgress:
     def advance(self, amount: int) -> None:
         with self._lock:
             self._done += amount
+            self._total = max(self._total, self._done)  # which may have been a guess
             now = time.monotonic()
             if now - self._last >= self.every:
                 self._last = now

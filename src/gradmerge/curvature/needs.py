@@ -232,9 +232,8 @@ def estimate_cost(
     on_gpu = device != "cpu"
     batches = math.ceil(math.ceil(examples / processes) / batch_size)
     held = 4 * (HELD_CUDA if on_gpu else HELD_CPU)
-    near = (
-        4 * shapes.largest if shard or sums != "device" else 0
-    )  # a sum comes to the device whole while it is added to
+    # What is kept elsewhere comes to the device whole while something is added to it.
+    near = 4 * shapes.largest if shard or sums != "device" else 0
     own = shapes.sums // share
     memory = {
         "weights": shapes.weights if not shard else shapes.weights // share + shapes.gathered,
@@ -254,9 +253,8 @@ def estimate_cost(
     work = forward * (1 if kind == "gram" else 1 + (2 + recomputed) * passes) + 2 * shapes.products
     compute = work * (OVER_PLAIN if kind == "diagonal" else 1.0) * tokens / processes / rates.compute
     added = 2 * shapes.sums * batches  # every batch reads and writes a sum that is kept elsewhere
-    disk = (
-        (1 if shard else nodes) * shapes.weights + shapes.sums + (added * processes // share if sums == "disk" else 0)
-    )
+    disk = (1 if shard else nodes) * shapes.weights + shapes.sums
+    disk += added * processes // share if sums == "disk" else 0
     network = 0
     if nodes > 1:
         # Shared: weights are gathered for the forward and the backward pass, and sums reduced, batch by batch.
