@@ -53,5 +53,8 @@ def test_a_file_url_is_a_path_and_a_folder_with_a_colon_a_folder(
 
 
 def test_errors_hide_what_they_quote() -> None:
+    assert as_url("HTTPS://Host/M") == "https://Host/M"
+    shown = as_url("s3://KEY:se/cret@bucket/m?sig=abc")
+    assert hidden(f"{shown}: not there (KEY:se/cret@bucket/m)") == "s3://***@bucket/m?sig=***: not there (***@bucket/m)"
     error = InputError("https://a:b@h/x: cannot be read (GET https://h/x?sig=secret, 403)")
     assert str(error) == "https://***@h/x: cannot be read (GET https://h/x?sig=*** 403)"
