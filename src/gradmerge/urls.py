@@ -39,7 +39,8 @@ def as_url(place: str | Path) -> str | None:
     if found is None or (found[2] != "//" and found[1] != "file" and os.path.lexists(f"{found[1]}:")):
         return None
     protocol = found[1].lower()
-    rest = found[3] if protocol != "file" else "/" + found[3].lstrip("/")
+    from_root = protocol in ("file", "local") or (protocol == "hdfs" and found[2] == "///")
+    rest = "/" + found[3].lstrip("/") if from_root else found[3]
     url = f"{protocol}://{rest if '?' in rest else rest.rstrip('/')}"
     shown = hidden(url)
     if shown != url:

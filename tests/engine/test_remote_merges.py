@@ -263,6 +263,7 @@ def test_the_command_line_takes_urls_everywhere(s3: Any, tmp_path: Path) -> None
     def run(*words: str) -> Any:
         return CliRunner().invoke(app, list(words))
 
+    s3.pipe_file("bucket/recipes/r.yml", b"{method: average, models: [../a, ../b]}")
     found = run("inspect", "s3://bucket/a", "s3://bucket/b", "--json")
     assert found.exit_code == 0 and "s3://bucket/a" in found.output and "gradmerge-" not in found.output
     shown = run("curvature", "show", "s3://bucket/a/curvature")

@@ -71,7 +71,7 @@ class StoredFile:
         return found
 
     def _range(self, start: int, stop: int) -> bytes:
-        if _protocol(self.fs) not in ("hf", "http", "https"):
+        if protocol_of(self.fs) not in ("hf", "http", "https"):
             return bytes(self.fs.cat_file(self.path, start=start, end=stop))
         # Their cat_file would read on, or take a whole file for a range of it.
         opened = self.fs.open(self.path, "rb", cache_type="none", size=self.size, block_size=1 << 22)
@@ -260,7 +260,7 @@ def file_system(url: str) -> tuple[Any, str]:
         return fs, str(path)
 
 
-def _protocol(fs: Any) -> str:
+def protocol_of(fs: Any) -> str:
     return fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
 
 
@@ -268,13 +268,13 @@ def _listing(url: str) -> tuple[dict[str, StoredFile], str | None]:
     """The files at a URL by their names below it, "" for a file itself; and of the Hub, the commit."""
     fs, path = file_system(url)
     commit = None
-    if _protocol(fs) == "hf":
+    if protocol_of(fs) == "hf":
         path, commit = _at_commit(url, fs, path)
 
     def look() -> dict[str, StoredFile]:
         fs.invalidate_cache()
         entry = fs.info(path)
-        if entry["type"] != "directory" and not (_protocol(fs).startswith("http") and _is_listing(entry)):
+        if entry["type"] != "directory" and not (protocol_of(fs).startswith("http") and _is_listing(entry)):
             return {"": _stored_file(fs, url, "", entry)}
         entries = fs.ls(path, detail=True)
         folders = sorted(one["name"] for one in entries if one["type"] == "directory")

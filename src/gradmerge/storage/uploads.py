@@ -19,7 +19,7 @@ from ..errors import GradmergeError, InputError, MachineError
 from ..text import some
 from ..urls import UrlPath, as_url
 from .fetching import cache_folder
-from .remote import attempt, file_system, url_of
+from .remote import attempt, file_system, protocol_of, url_of
 from .staging import MARK, SENT
 
 #: The object that lies beside a result until that is complete.
@@ -44,6 +44,7 @@ class Upload:
             raise InputError(f"{url}: cannot be written to; give the address of a store, such as s3://bucket/name")
         self.url, self.out = url, UrlPath(url)
         self._fs, self._path = file_system(url)
+        self._atomic = protocol_of(self._fs) in ATOMIC
         self.beside = cache_folder() / "out" / hashlib.sha256(url.encode()).hexdigest()[:16] / self.out.name
         """Where the result is staged on this machine."""
         self.sent: dict[str, int] = {}
@@ -137,14 +138,12 @@ class Upload:
         self._begin()
         nbytes = path.stat().st_size
         target = f"{self._path}/{name}"
-        atomic = (self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]) in ATOMIC
-        place = target if atomic else target + ".gradmerge-partial"
+        place = target if self._atomic else target + ".gradmerge-partial"
 
         def put() -> None:
-            if not atomic:
-                self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self._make_folder(target)
             self._fs.put_file(str(path), place)
-            if not atomic:
+            if not self._atomic:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(target)
                 self._fs.mv(place, target)
@@ -155,6 +154,10 @@ class Upload:
         with self._lock:
             self.sent[name] = nbytes
             self._note()
+
+    def _make_folder(self, target: str) -> None:
+        if not self._atomic:  # such file systems have folders, which must be there
+            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
 
     def _note(self) -> None:
         partial = self._folder / f"{SENT}.new"
@@ -176,7 +179,12 @@ class Upload:
         """Say that the result is unfinished; fails before any work is done if nothing can be written there."""
         self._note()  # before, so that the mark is known for our own after a kill
         mark = f"{self._path}/{UNFINISHED}"
-        attempt(self.url, "writing", lambda: self._fs.pipe_file(mark, b"gradmerge is writing here\n"))
+
+        def put() -> None:
+            self._make_folder(mark)
+            self._fs.pipe_file(mark, b"gradmerge is writing here\n")
+
+        attempt(self.url, "writing", put)
         self._reserved = True
 
     def _begin(self) -> None:
