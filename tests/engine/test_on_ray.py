@@ -170,10 +170,11 @@ def removal(folder: Path) -> tuple[dict[str, Any], Path | None]:
 
 
 def slices(folder: Path) -> tuple[dict[str, Any], Path | None]:
+    """Without a type, for whose defaults every worker would import transformers."""
     shapes = {"model.embed_tokens.weight": (20, 8), "model.norm.weight": (8,), "lm_head.weight": (20, 8)}
     shapes |= {f"model.layers.{i}.mlp.up_proj.weight": (16, 8) for i in range(3)}
     for seed, name in enumerate("AB"):
-        write_model(folder / name, random_state(seed, shapes), 1 + seed, {"num_hidden_layers": 3})
+        write_model(folder / name, random_state(seed, shapes), 1 + seed, {"num_hidden_layers": 3, "model_type": None})
     parts = [{"models": [{"model": name, "layers": [seed, seed + 2]}]} for seed, name in enumerate("AB")]
     return {"method": "passthrough", "slices": parts}, folder
 
