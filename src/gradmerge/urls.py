@@ -19,8 +19,9 @@ _QUERY = re.compile(r"(?<![\w+.-])([A-Za-z][A-Za-z0-9+.-]+:/{1,2}[^\s'\"?]*\?)([
 #: Parameters of a query that say which version of a file is meant. All others may be signatures.
 _PLAIN = {"versionid", "version_id", "generation", "download", "revision", "ref"}
 HIDDEN = "***"
-#: URLs as they are shown → as they were given; and local copies of their small files → URL.
+#: URLs as they are shown → as they were given; their secrets → what is shown; local copies of small files → URL.
 _given: dict[str, str] = {}
+_secrets: dict[str, str] = {}
 _copies: dict[str, str] = {}
 
 
@@ -37,13 +38,16 @@ def as_url(place: str | Path) -> str | None:
     found = _URL.fullmatch(str(place))
     if found is None or (found[2] != "//" and found[1] != "file" and os.path.lexists(f"{found[1]}:")):
         return None
-    rest = found[3] if found[1] != "file" else "/" + found[3].lstrip("/")
-    url = f"{found[1]}://{rest if '?' in rest else rest.rstrip('/')}"
+    protocol = found[1].lower()
+    from_root = protocol in ("file", "local") or (protocol == "hdfs" and found[2] == "///")
+    rest = "/" + found[3].lstrip("/") if from_root else found[3]
+    url = f"{protocol}://{rest if '?' in rest else rest.rstrip('/')}"
     shown = hidden(url)
     if shown != url:
         _given[shown] = url
         if (user := _USER.match(shown)) and (real := _USER.match(url)):
             _given[user[0]] = real[0]
+            _secrets[f"{real[2]}@"] = f"{HIDDEN}@"  # errors of file systems quote it without the protocol
     return shown
 
 
@@ -65,6 +69,8 @@ def hidden(text: str) -> str:
     """Text as it may be shown: without secrets of URLs, and with URLs in place of the copies of their files."""
     for copy, url in _copies.items():
         text = text.replace(copy, url)
+    for secret, shown in _secrets.items():
+        text = text.replace(secret, shown)
     if ":/" not in text:
         return text
     text = _USER.sub(rf"\g<1>{HIDDEN}@", text)
@@ -72,8 +78,8 @@ def hidden(text: str) -> str:
 
 
 def _parameter(text: str) -> str:
-    key, equals, _ = text.partition("=")
-    return text if key.lower() in _PLAIN else f"{key}={HIDDEN}" if equals else HIDDEN
+    key, equals, value = text.partition("=")
+    return text if key.lower() in _PLAIN or value.startswith(HIDDEN) else f"{key}={HIDDEN}" if equals else HIDDEN
 
 
 def without_secrets(value: Any) -> Any:

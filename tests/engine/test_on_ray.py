@@ -36,6 +36,7 @@ from gradmerge.progress import NoProgress
 from gradmerge.recipe import make_recipe
 from gradmerge.rules import RULES
 from gradmerge.storage.staging import MARK
+from gradmerge.urls import place_of
 
 from ..making import SHAPES, Stop, near, random_curvature, random_state, weight_bytes, write_model
 from . import test_layers, test_merge
@@ -47,9 +48,9 @@ WITH_CURVATURE = {"fa1", "fisher-averaging", "gradient-matching", "removal"}
 
 @pytest.fixture(scope="module")
 def cluster(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    with RayCluster(workers=3, threads=1) as cluster:
+    with RayCluster(workers=2, threads=1) as cluster:
         first = tmp_path_factory.mktemp("first") / "out"
-        on(cluster, recipe_of("average", place), first, workers=3, progress=UntilAllHaveCome(cluster))
+        on(cluster, recipe_of("average", place), first, progress=UntilAllHaveCome(cluster))
         yield cluster
 
 
@@ -104,7 +105,7 @@ def on(
             return merge_to_folder(made, plan, out, cluster=cluster, accept_untrusted=True, **how)
     finally:
         cluster.crew.members += idle
-        cluster.crew.workers = 3
+        cluster.crew.workers = 2
 
 
 def record(out: Path) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def test_every_method_gives_the_bytes_of_a_local_merge(
 ) -> None:
     number = list(RULES).index(method)
     output = {"shard_size": [10**9, 2000, 500][number % 3], "curvature": method == "gradient-matching"}
-    same(cluster, recipe_of(method, place, output=output), tmp_path, 1 + (number // 3) % 3)
+    same(cluster, recipe_of(method, place, output=output), tmp_path, 1 + (number // 3) % 2)
 
 
 @pytest.mark.parametrize("method", ["ties", "sparse-finetuning", "breadcrumbs"])
@@ -136,7 +137,7 @@ def test_every_method_gives_the_bytes_of_a_local_merge(
 def test_thresholds_are_found_by_counts_that_add_up(
     method: str, scope: str, cluster: RayCluster, place: Path, tmp_path: Path
 ) -> None:
-    same(cluster, recipe_of(method, place, options={"density": 0.3, "scope": scope}), tmp_path, 3)
+    same(cluster, recipe_of(method, place, options={"density": 0.3, "scope": scope}), tmp_path, 2)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -169,10 +170,11 @@ def removal(folder: Path) -> tuple[dict[str, Any], Path | None]:
 
 
 def slices(folder: Path) -> tuple[dict[str, Any], Path | None]:
+    """Without a type, for whose defaults every worker would import transformers."""
     shapes = {"model.embed_tokens.weight": (20, 8), "model.norm.weight": (8,), "lm_head.weight": (20, 8)}
     shapes |= {f"model.layers.{i}.mlp.up_proj.weight": (16, 8) for i in range(3)}
     for seed, name in enumerate("AB"):
-        write_model(folder / name, random_state(seed, shapes), 1 + seed, {"num_hidden_layers": 3})
+        write_model(folder / name, random_state(seed, shapes), 1 + seed, {"num_hidden_layers": 3, "model_type": None})
     parts = [{"models": [{"model": name, "layers": [seed, seed + 2]}]} for seed, name in enumerate("AB")]
     return {"method": "passthrough", "slices": parts}, folder
 
@@ -295,12 +297,16 @@ def test_a_worker_with_other_versions_or_without_gradmerge_is_named(monkeypatch:
 def test_a_cluster_without_room_is_not_waited_for(
     cluster: RayCluster, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_of("average", place)
-    with pytest.raises(InputError, match="has 3 cores on 1 nodes, room for 3 workers of 1 threads, and not for 9"):
-        gm.merge(recipe, tmp_path / "out", engine="ray", workers=9, progress=False)
+    import ray
+
+    recipe, cores = recipe_of("average", place), int(ray.cluster_resources()["CPU"])
+    full = f"has {cores} cores on 1 nodes, room for {cores} workers of 1 threads, and not for {cores + 1}"
+    with pytest.raises(InputError, match=full):
+        gm.merge(recipe, tmp_path / "out", engine="ray", workers=cores + 1, progress=False)
     monkeypatch.setattr(ray_crew, "PATIENCE", 0.1)
-    with pytest.raises(MachineError, match="no worker has started within 0 s: 0 of the cluster's 3 cores are free"):
-        gm.merge(recipe, tmp_path / "out", engine="ray", workers=1, threads=1, progress=False)
+    none = f"no worker has started within 0 s: {cores - 2} of the cluster's {cores} cores are free"
+    with pytest.raises(MachineError, match=none):
+        gm.merge(recipe, tmp_path / "out", engine="ray", workers=1, threads=cores, progress=False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -337,20 +343,33 @@ def test_a_missing_ray_is_said_with_how_to_install_it(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupted_merge_is_gone_on_with_on_ray_or_locally(
-    cluster: RayCluster, place: Path, tmp_path: Path
+def test_workers_read_urls_and_what_they_write_is_sent(
+    cluster: RayCluster, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`local://` is a file system of fsspec's like those of stores, to us."""
+    monkeypatch.setenv("GRADMERGE_CACHE", str(tmp_path / "cache"))
+    recipe = recipe_of("gradient-matching", place, output={"shard_size": 500})
+    gm.merge(recipe, tmp_path / "here" / "out", progress=False)
+    at_urls = json.loads(json.dumps(recipe).replace(str(place), f"local://{place}"))
+    on(cluster, at_urls, place_of(f"local://{tmp_path}/there/out"))
+    here, there = (weight_bytes(tmp_path / name / "out") for name in ("here", "there"))
+    assert len(here) > 4 and here.keys() == there.keys()
+    assert {name for name in here if here[name] != there[name]} <= {"README.md"}
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+
+
+def test_an_interrupted_merge_is_gone_on_with_on_ray(cluster: RayCluster, place: Path, tmp_path: Path) -> None:
     recipe = recipe_of("ties", place)
     gm.merge(recipe, tmp_path / "local" / "out", block=64, progress=False)
     out, pid = tmp_path / "ray" / "out", cluster.crew.members[0].pid
     with pytest.raises(KeyboardInterrupt):
         on(cluster, recipe, out, workers=1, progress=Stop(after=5))
-    assert len(cluster.crew.members) == 2, "those that were not at work"
+    assert len(cluster.crew.members) == 1, "the one that was not at work"
     while Path(f"/proc/{pid}").exists():
         time.sleep(0.01)
     lines = (tmp_path / "ray" / "out.gradmerge-partial" / NAME).read_bytes().count(b"\n")
     assert lines > 2 and not out.exists()
-    gm.merge(recipe, out, block=64, resume=True, progress=False)
+    on(cluster, recipe, out, workers=1, resume=True)
     assert record(out)["resumed_blocks"] == lines - 2
     assert weight_bytes(out) == weight_bytes(tmp_path / "local" / "out")
     assert gm.merge(recipe, out, block=64, resume=True, engine="ray", progress=False).already_done
@@ -365,6 +384,7 @@ def test_the_command_joins_a_cluster_and_sigterm_ends_its_workers_and_leaves_wha
     base = random_state(0, {f"layers.{i}.weight": (1000, 64) for i in range(40)}, torch.bfloat16)
     for name, state in (("base", base), ("a", near(base, 1))):
         write_model(tmp_path / name, state)
+    free = ray.available_resources()["CPU"]
     words = ["merge", "--method", "task-arithmetic", "--base", str(tmp_path / "base"), "--model", str(tmp_path / "a")]
     out = tmp_path / "ray" / "out"
     address = ray.get_runtime_context().gcs_address
@@ -382,7 +402,7 @@ def test_the_command_joins_a_cluster_and_sigterm_ends_its_workers_and_leaves_wha
         time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=60) == ("", "") and process.returncode == -signal.SIGTERM
-    while ray.available_resources().get("CPU", 0) < 1:
+    while ray.available_resources().get("CPU", 0) < free:
         assert time.monotonic() < deadline, "the worker stays"
         time.sleep(0.1)
     assert not out.exists() and partial.exists()
@@ -417,7 +437,7 @@ def test_the_shares_of_a_worker_that_is_killed_are_done_by_another(
     recipe = recipe_of("ties", place)
     gm.merge(recipe, tmp_path / "local" / "out", progress=False)
     kill = Kill(cluster)
-    on(cluster, recipe, tmp_path / "ray" / "out", progress=kill)
+    on(cluster, recipe, tmp_path / "ray" / "out", workers=1, progress=kill)
     assert kill.pid and kill.pid not in [worker.pid for worker in cluster.crew.members]
     assert weight_bytes(tmp_path / "ray" / "out") == weight_bytes(tmp_path / "local" / "out")
     assert capfd.readouterr() == ("", "")

@@ -189,6 +189,11 @@ def test_a_merge_that_was_killed_before_anything_was_sent_is_known_for_our_own(
     with pytest.raises(KeyboardInterrupt):
         gm.merge(asked, f"s3://{out}", progress=Stop(1), threads=1)
     assert set(there(s3, out)) == {UNFINISHED}
+    s3.pipe_file(f"{out}/mine.csv", b"x")
+    with pytest.raises(gm.InputError, match="exists already"):
+        gm.merge(asked, f"s3://{out}", **again)
+    assert set(there(s3, out)) == {UNFINISHED, "mine.csv"}
+    s3.rm_file(f"{out}/mine.csv")
     gm.merge(asked, f"s3://{out}", **again)
     assert {"model.safetensors", "config.json"} <= set(there(s3, out)) and UNFINISHED not in there(s3, out)
 
@@ -258,6 +263,7 @@ def test_the_command_line_takes_urls_everywhere(s3: Any, tmp_path: Path) -> None
     def run(*words: str) -> Any:
         return CliRunner().invoke(app, list(words))
 
+    s3.pipe_file("bucket/recipes/r.yml", b"{method: average, models: [../a, ../b]}")
     found = run("inspect", "s3://bucket/a", "s3://bucket/b", "--json")
     assert found.exit_code == 0 and "s3://bucket/a" in found.output and "gradmerge-" not in found.output
     shown = run("curvature", "show", "s3://bucket/a/curvature")
@@ -316,11 +322,12 @@ def test_secrets_of_urls_are_nowhere(s3: Any, tmp_path: Path) -> None:
             (["inspect", url % "a", "--json"], 0),
             (["inspect", url % "none", "--debug"], 2),
             (["merge", "-m", "average", "--model", url % "a", "-o", f"{url % 'x'}/out", "--debug"], 2),
-            (["merge", "-m", "average", "--model", url % "a", "-o", f"s3://me:{secrets[0]}@bucket/none/x"], None),
+            (["merge", "-m", "average", "--model", url % "a", "-o", f"s3://me:{secrets[0]}@bucket/none/x"], 2),
+            (["inspect", f"memory://me:{secrets[0]}@bucket/none", "--debug"], 2),
             (["curvature", "show", url % "a"], 2),
         ):
             ended = CliRunner().invoke(app, words)
-            assert status is None or ended.exit_code == status, (words, ended.output)
+            assert ended.exit_code == status, (words, ended.output)
             outputs.append(ended.output)
         web.status = 403
         remote._copies.clear()
@@ -383,6 +390,9 @@ def test_a_hub_model_is_read_by_ranges_and_each_byte_once(
     assert 0.9 * total < given < 1.05 * total
     assert not hub.whole and "notes.md" not in hub.given and weights
     assert not list((tmp_path / "hub").rglob("*.safetensors"))
+    inputs = json.loads((tmp_path / "out/gradmerge.json").read_text())["inputs"]
+    commits = {one["hub_id"]: one["commit"] for one in inputs if "hub_id" in one}
+    assert commits == dict.fromkeys(("org/base", "org/a@main", "org/b"), "0" * 40)
     front = yaml.safe_load(own["README.md"].decode().split("---")[1])
     assert front["base_model"] == ["org/base", "org/a", "org/b"]
 
@@ -397,6 +407,8 @@ def test_what_the_cache_of_the_hub_holds_is_used_without_the_network(hub: Hub, s
     asked = {"method": "average", "models": ["org/a", "org/b"]}
     gm.merge(asked, tmp_path / "out")
     assert [line for line in hub.log if "/org/" in line] == []
+    inputs = json.loads((tmp_path / "out/gradmerge.json").read_text())["inputs"]
+    assert [(one["hub_id"], one["commit"]) for one in inputs] == [("org/a", "0" * 40), ("org/b", "0" * 40)]
     # A shard is missing: the rest is read there.
     (tmp_path / "hub/models--org--b/snapshots" / ("0" * 40) / "model-00002-of-00003.safetensors").unlink()
     gm.merge(asked, tmp_path / "again")

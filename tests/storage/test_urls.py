@@ -31,6 +31,12 @@ def test_a_url_is_shown_without_its_secrets_and_known_with_them(url: str) -> Non
     assert without_secrets({"models": [{"model": url, "weight": 1}]}) == {"models": [{"model": shown, "weight": 1}]}
 
 
+def test_urls_are_written_in_one_way() -> None:
+    assert as_url("HTTPS://Host/M") == "https://Host/M"
+    assert as_url("hdfs:///user/m") == "hdfs:///user/m" and as_url(Path("hdfs://host/m")) == "hdfs://host/m"
+    assert as_url(Path("local:///m")) == as_url("local:///m") == "local:///m"
+
+
 def test_what_lies_below_a_url_has_its_secrets() -> None:
     folder = UrlPath("https://me:word@host/recipes/r.yml").parent
     assert str(folder) == "https://***@host/recipes"
@@ -53,5 +59,7 @@ def test_a_file_url_is_a_path_and_a_folder_with_a_colon_a_folder(
 
 
 def test_errors_hide_what_they_quote() -> None:
+    shown = as_url("s3://KEY:se/cret@bucket/m?sig=abc")
+    assert hidden(f"{shown}: not there (KEY:se/cret@bucket/m)") == "s3://***@bucket/m?sig=***: not there (***@bucket/m)"
     error = InputError("https://a:b@h/x: cannot be read (GET https://h/x?sig=secret, 403)")
     assert str(error) == "https://***@h/x: cannot be read (GET https://h/x?sig=*** 403)"

@@ -75,6 +75,10 @@ def _input_record(plan: Plan, source: Source, digests: Mapping[int, list[int]]) 
     record: dict[str, Any] = {"role": _role(source, plan.inputs), "source": source.label}
     if isinstance(source, Checkpoint) and source.hub_id:
         record["hub_id"] = source.hub_id
+        from ..storage.remote import commit_of
+
+        if source.folder is not None and (commit := commit_of(source.folder)) is not None:
+            record["commit"] = commit
     record["files"] = [{"name": path.name, "bytes": path.stat().st_size} for path in source.files()]
     digest = _digest_of_source(plan, source, digests)
     if len(digest):

@@ -71,7 +71,7 @@ class StoredFile:
         return found
 
     def _range(self, start: int, stop: int) -> bytes:
-        if _protocol(self.fs) not in ("hf", "http", "https"):
+        if protocol_of(self.fs) not in ("hf", "http", "https"):
             return bytes(self.fs.cat_file(self.path, start=start, end=stop))
         # Their cat_file would read on, or take a whole file for a range of it.
         opened = self.fs.open(self.path, "rb", cache_type="none", size=self.size, block_size=1 << 22)
@@ -100,8 +100,8 @@ class Copy:
     """A folder, or a file."""
     files: dict[str, StoredFile]
     """By name in the folder; "" for a file."""
-    pinned: bool
-    """Whether the URL names a commit, which cannot change."""
+    commit: str | None
+    """Of the Hub, which cannot change."""
     listed: float = field(default_factory=time.monotonic)
 
     def path(self, name: str) -> Path:
@@ -126,6 +126,12 @@ def files_at(url: str) -> tuple[Path, dict[str, StoredFile]]:
     return place, _copies[url].files
 
 
+def commit_of(folder: Path) -> str | None:
+    """The commit of the Hub that a folder is of: a stand-in, or a snapshot in the Hub's cache."""
+    found = next((copy.commit for copy, _ in _stored.values() if copy.place == folder), None)
+    return found or (folder.name if folder.parent.name == "snapshots" else None)
+
+
 def url_of(path: Path) -> str | None:
     """The URL that a path is, or stands for."""
     for place in (path, *path.parents) if _copies else ():
@@ -140,7 +146,7 @@ def states_of(paths: Iterable[Path]) -> dict[Path, list[Any]]:
     known = {path: _stored[str(path)] for path in paths if str(path) in _stored}
     copies = {copy.url: copy for copy, _ in known.values()}
     with ThreadPoolExecutor(8, "gradmerge-list") as pool:
-        listed = pool.map(lambda copy: copy.files if copy.pinned else _listing(copy.url)[0], copies.values())
+        listed = pool.map(lambda copy: copy.files if copy.commit else _listing(copy.url)[0], copies.values())
         now = {url: {file.url: file for file in files.values()} for url, files in zip(copies, listed, strict=True)}
     found: dict[Path, list[Any]] = {}
     for path, (copy, file) in known.items():
@@ -153,14 +159,14 @@ def local_copy(url: str) -> Path:
     """The stand-in of a URL: a folder with its small files, or a file. It is gone when the process ends."""
     with _lock:
         known = _copies.get(url)
-        if known is not None and (known.pinned or time.monotonic() - known.listed < FRESH):
+        if known is not None and time.monotonic() - known.listed < FRESH:
             return known.place
-        files, pinned = _listing(url)
+        files, commit = _listing(url)
         versions = {name: (file.size, file.version) for name, file in files.items()}
         if known is not None and versions == {name: (f.size, f.version) for name, f in known.files.items()}:
             known.listed = time.monotonic()
             return known.place
-        copy = Copy(url, _root() / str(len(_stored)) / _name_of(url), files, pinned)
+        copy = Copy(url, _root() / str(len(_stored)) / _name_of(url), files, commit)
         _fill(copy)
         _copies[url] = copy
         _stored.update({str(copy.path(name)): (copy, file) for name, file in files.items()})
@@ -224,6 +230,8 @@ def _explained(url: str, error: Exception) -> GradmergeError:
         )
     if isinstance(error, NotImplementedError):
         return InputError(f"{url}: its file system cannot do this ({why or kind})")
+    if kind == "ParamValidationError":  # of S3, whose buckets have no `user:password@`
+        return InputError(f"{url}: S3 has no such addresses. Keys come from the environment or a profile.")
     return MachineError(f"{url}: the network or the store fails: {kind}: {why}")
 
 
@@ -252,21 +260,21 @@ def file_system(url: str) -> tuple[Any, str]:
         return fs, str(path)
 
 
-def _protocol(fs: Any) -> str:
+def protocol_of(fs: Any) -> str:
     return fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
 
 
-def _listing(url: str) -> tuple[dict[str, StoredFile], bool]:
-    """The files at a URL by their names below it, "" for a file itself; and whether they can never change."""
+def _listing(url: str) -> tuple[dict[str, StoredFile], str | None]:
+    """The files at a URL by their names below it, "" for a file itself; and of the Hub, the commit."""
     fs, path = file_system(url)
-    pinned = False
-    if _protocol(fs) == "hf":
-        path, pinned = _at_commit(url, fs, path)
+    commit = None
+    if protocol_of(fs) == "hf":
+        path, commit = _at_commit(url, fs, path)
 
     def look() -> dict[str, StoredFile]:
         fs.invalidate_cache()
         entry = fs.info(path)
-        if entry["type"] != "directory" and not (_protocol(fs).startswith("http") and _is_listing(entry)):
+        if entry["type"] != "directory" and not (protocol_of(fs).startswith("http") and _is_listing(entry)):
             return {"": _stored_file(fs, url, "", entry)}
         entries = fs.ls(path, detail=True)
         folders = sorted(one["name"] for one in entries if one["type"] == "directory")
@@ -285,19 +293,19 @@ def _listing(url: str) -> tuple[dict[str, StoredFile], bool]:
     found = attempt(url, "listing", look)
     if not found:
         raise InputError(f"{url}: there is nothing of that name, or it may not be seen")
-    return found, pinned
+    return found, commit
 
 
-def _at_commit(url: str, fs: Any, path: str) -> tuple[str, bool]:
+def _at_commit(url: str, fs: Any, path: str) -> tuple[str, str | None]:
     """A path of the Hub with its commit, so that no later one gets in between."""
 
-    def ask() -> tuple[str, bool]:
+    def ask() -> tuple[str, str | None]:
         where = fs.resolve_path(path)
         if not hasattr(where, "repo_id"):  # a bucket, which has no commits
-            return path, False
+            return path, None
         commit = fs._api.repo_info(where.repo_id, repo_type=where.repo_type, revision=where.revision).sha
         kind = "" if where.repo_type == "model" else f"{where.repo_type}s/"
-        return f"{kind}{where.repo_id}@{commit}/{where.path_in_repo}".rstrip("/"), True
+        return f"{kind}{where.repo_id}@{commit}/{where.path_in_repo}".rstrip("/"), str(commit)
 
     return attempt(url, "its commit", ask)
 

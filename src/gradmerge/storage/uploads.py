@@ -19,7 +19,7 @@ from ..errors import GradmergeError, InputError, MachineError
 from ..text import some
 from ..urls import UrlPath, as_url
 from .fetching import cache_folder
-from .remote import attempt, file_system, url_of
+from .remote import attempt, file_system, protocol_of, url_of
 from .staging import MARK, SENT
 
 #: The object that lies beside a result until that is complete.
@@ -44,12 +44,15 @@ class Upload:
             raise InputError(f"{url}: cannot be written to; give the address of a store, such as s3://bucket/name")
         self.url, self.out = url, UrlPath(url)
         self._fs, self._path = file_system(url)
+        self._atomic = protocol_of(self._fs) in ATOMIC
         self.beside = cache_folder() / "out" / hashlib.sha256(url.encode()).hexdigest()[:16] / self.out.name
         """Where the result is staged on this machine."""
         self.sent: dict[str, int] = {}
         """Name → bytes of what is at the URL already."""
-        self._old: list[str] = []
-        self._stale: list[str] = []
+        self._stale: set[str] = set()
+        """What was sent in an earlier run, which may have been of another merge."""
+        self._replaced: set[str] = set()
+        """What lay at the URL before, and goes in the end."""
         self._reserved = self._begun = False
         self._folder = self.beside
         self._pool = ThreadPoolExecutor(2, "gradmerge-send")
@@ -82,24 +85,25 @@ class Upload:
     def check_replaceable(self, force: bool, folder: Path, ours: Any) -> None:
         """Stop if there is something at the URL that may not be replaced, or that cannot be told."""
         self._folder = folder
-        with contextlib.suppress(OSError, ValueError):
-            self.sent = dict(json.loads((folder / SENT).read_text()))
-        self._old = self.names()
-        others = [name for name in self._old if name not in self.sent and name != UNFINISHED]
-        if UNFINISHED in self._old and not (folder / SENT).exists() and not force:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            noted = json.loads((folder / SENT).read_text())
+            self.sent, self._stale, self._replaced = dict(noted["sent"]), *map(set, (noted["stale"], noted["replaced"]))
+        found = self.names()
+        unfinished = UNFINISHED in found
+        others = set(found) - {*self.sent, *self._stale, *self._replaced, UNFINISHED}
+        if unfinished and not (folder / SENT).exists() and not force:
             raise InputError(
                 f"{self.url}: holds an unfinished result, or one that another process is writing. Go on with it where "
                 "it was begun (--resume), choose another place, or pass --force to replace it."
             )
-        if not others or UNFINISHED in self._old:
-            return
-        if not force:
+        if others and not force:
             raise InputError(f"{self.url}: exists already. Choose another place, or pass --force to replace it.")
-        if not ours({name.partition("/")[0] for name in others}):
+        if others and not unfinished and not ours({name.partition("/")[0] for name in others}):
             raise InputError(
                 f"{self.url}: was not written by gradmerge, and --force replaces only what was. Choose another place, "
                 "or, if all that it holds may go, remove it yourself first."
             )
+        self._replaced |= others
 
     def is_there(self, names: Collection[str]) -> bool:
         """Whether what was sent of these files in an earlier run is still there."""
@@ -107,7 +111,7 @@ class Upload:
 
     def forget(self) -> None:
         """Start over: what an earlier run has sent is written anew, or removed."""
-        self._stale += self.sent
+        self._stale |= self.sent.keys()
         self.sent = {}
         self._note()
 
@@ -134,14 +138,12 @@ class Upload:
         self._begin()
         nbytes = path.stat().st_size
         target = f"{self._path}/{name}"
-        atomic = (self._fs.protocol if isinstance(self._fs.protocol, str) else self._fs.protocol[0]) in ATOMIC
-        place = target if atomic else target + ".gradmerge-partial"
+        place = target if self._atomic else target + ".gradmerge-partial"
 
         def put() -> None:
-            if not atomic:
-                self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            self._make_folder(target)
             self._fs.put_file(str(path), place)
-            if not atomic:
+            if not self._atomic:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(target)
                 self._fs.mv(place, target)
@@ -153,9 +155,14 @@ class Upload:
             self.sent[name] = nbytes
             self._note()
 
+    def _make_folder(self, target: str) -> None:
+        if not self._atomic:  # such file systems have folders, which must be there
+            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+
     def _note(self) -> None:
         partial = self._folder / f"{SENT}.new"
-        partial.write_text(json.dumps(self.sent))
+        noted = {"sent": self.sent, "stale": sorted(self._stale), "replaced": sorted(self._replaced)}
+        partial.write_text(json.dumps(noted))
         partial.replace(self._folder / SENT)
 
     def _size(self, name: str) -> int | None:
@@ -172,14 +179,19 @@ class Upload:
         """Say that the result is unfinished; fails before any work is done if nothing can be written there."""
         self._note()  # before, so that the mark is known for our own after a kill
         mark = f"{self._path}/{UNFINISHED}"
-        attempt(self.url, "writing", lambda: self._fs.pipe_file(mark, b"gradmerge is writing here\n"))
+
+        def put() -> None:
+            self._make_folder(mark)
+            self._fs.pipe_file(mark, b"gradmerge is writing here\n")
+
+        attempt(self.url, "writing", put)
         self._reserved = True
 
     def _begin(self) -> None:
         """Take away the record of the result that is replaced, if there is one: from now on it is a mixture."""
         with self._lock:
             if not self._begun:
-                self._remove([name for name in LAST if name in self._old and name not in self.sent])
+                self._remove([name for name in LAST if name in self._replaced | self._stale])
                 self._begun = True
 
     def finish(self) -> None:
@@ -193,7 +205,7 @@ class Upload:
             self._room.acquire()
             self._under_way.append(self._pool.submit(self._sent_away_kept, name))
         self.wait()
-        self._remove([name for name in self._old if name not in {*left, *self.sent, *LAST, UNFINISHED}])
+        self._remove(sorted((self._replaced | self._stale) - {*left, *self.sent, *LAST}))
         for name in late:
             self.send_file(self._folder / name, name)
         self._remove([UNFINISHED])
