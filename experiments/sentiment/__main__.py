@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import gradmerge as gm
 
+from ..common.plan import Plan
 from ..common.program import head, make_parser, need, run_program
 from ..common.seeds import run_seeds
 from . import report
 from .data import SETS
 from .models import is_seq2seq
+from .plan import plan
 from .run import Seed, prepare
 from .settings import Settings, settings_for
 
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--grid", action="store_true", help=grid)
     rows = "rows of a training set that curvature is measured on, the first ones, or all (default: 100000)"
     add("--curvature-rows", type=_rows, metavar="N", default=argparse.SUPPRESS, help=rows)
-    return run_program(parser, argv, run, report)
+    return run_program(parser, argv, run, report, planned)
 
 
 def _rows(text: str) -> int | None:
@@ -74,16 +77,29 @@ def settings_of(args: argparse.Namespace, *, seq2seq: bool, pretrained: bool) ->
     return replace(settings, curvature_examples=args.curvature_rows) if "curvature_rows" in args else settings
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def checked(args: argparse.Namespace) -> tuple[str | None, Path | str]:
+    """The model and where the data are, where the options go together."""
     if args.scale == "small":
         need(args, "model", "data-dir")
-    model = args.model or (None if args.scale == "tiny" else ROBERTA)
+    made = args.scale == "tiny"
+    return args.model or (None if made else ROBERTA), args.data_dir or ("made up" if made else "hub")
+
+
+def planned(args: argparse.Namespace) -> Plan:
+    """A model of the Hub is not looked at: its name says whether it is an encoder-decoder."""
+    model, source = checked(args)
+    local = model is not None and Path(model).is_dir()
+    seq2seq = model is not None and (is_seq2seq(model) if local else "t5" in model.lower())
+    return plan(settings_of(args, seq2seq=seq2seq, pretrained=model is not None), model, source)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    model, source = checked(args)
     try:
         seq2seq = model is not None and is_seq2seq(model)
     except OSError as error:
         raise gm.InputError(f"--model {model}: {str(error).partition(chr(10))[0]}") from error
     settings = settings_of(args, seq2seq=seq2seq, pretrained=model is not None)
-    source = args.data_dir or ("made up" if args.scale == "tiny" else "hub")
     shared = prepare(args.out, settings, args.device, model, source)
     options = ["--grid"] if args.grid else []
     if "curvature_rows" in args:
