@@ -27,6 +27,8 @@ from gradmerge.recipe.mergekit_methods import METHODS
 from gradmerge.rules import RULES, Rule
 from gradmerge.tasks import MEANINGS, columns
 
+from . import results_tables
+
 DOCS = Path(__file__).parent
 BEGIN = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.MULTILINE)
 PART = re.compile(BEGIN.pattern + r"(.*?)^<!-- end of generated -->$", re.MULTILINE | re.DOTALL)
@@ -323,6 +325,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     **{name: partial(script, path) for name, path in SCRIPTS.items()},
     **{name: partial(notebook, path) for name, path in NOTEBOOKS.items()},
     **TABLES,
+    **results_tables.TABLES,
 }
 
 
