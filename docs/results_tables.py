@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.tables import table
@@ -23,6 +24,45 @@ Row = tuple[str, ...]
 def _read(*parts: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(RESULTS.joinpath(*parts, "results.json").read_text("utf-8"))
     return found
+
+
+def _demo() -> list[dict[str, Any]]:
+    """The demo of five seeds."""
+    return [json.loads(file.read_text("utf-8")) for file in sorted((RESULTS / "demo").glob("seed-*.json"))]
+
+
+def demo_table() -> str:
+    runs = _demo()
+    named = {
+        "base": "base",
+        "average": "average",
+        "task-arithmetic, weight 1": "task arithmetic, weight 1",
+        "task-arithmetic, tuned": "task arithmetic, tuned on validation images",
+        "ties": "TIES",
+        "regmean": "RegMean",
+        "fisher-averaging": "Fisher averaging",
+        "gradient-matching, weight 1": "gradient matching, weight 1",
+        "the last, refined": "gradient matching, refined on 200 images per task",
+        "trained on all": "trained on all",
+    }
+    rows = []
+    for name, said in named.items():
+        # What follows a name, such as the weight that was found best, differs between seeds.
+        found = [next(one for one in run["merging"] if one["name"].startswith(name)) for run in runs]
+        accuracies = [100 * one["mean"] for one in found]
+        rows.append((said, f"{accuracies[0]:.1f}", shown(accuracies), shown([one["mean_loss"] for one in found], 3)))
+    return _numbers(("", "seed 0", "five seeds", "loss, five seeds"), rows)
+
+
+def demo_removal() -> str:
+    runs = _demo()
+    rows = []
+    for place, first in enumerate(runs[0]["removal"]):
+        found = [run["removal"][place] for run in runs]
+        tilted = fmean(100 * one["scores"]["tilted"] for one in found)
+        rest = fmean(100 * one["mean_of_rest"] for one in found)
+        rows.append((first["name"], f"{tilted:.1f}", f"{rest:.1f}", shown([one["kl"] for one in found], 3)))
+    return _numbers(("", "tilted", "rest", "KL"), rows)
 
 
 def sentiment_table() -> str:
@@ -133,6 +173,8 @@ _SCALARS = {
     "gradient-matching, Fisher of the base": f"{_MATCHING}, H_0 = the base's Fisher",
 }
 TABLES: dict[str, Callable[[], str]] = {
+    "results-demo": demo_table,
+    "results-demo-removal": demo_removal,
     "results-sentiment": sentiment_table,
     "results-refined-text": partial(refinement_table, "text", "five sentiment sets"),
     "results-refined-images": partial(refinement_table, "images", "eight image sets"),
