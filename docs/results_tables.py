@@ -161,7 +161,7 @@ def vision_table(*parts: str, fixed: Mapping[str, str], swept: Mapping[str, str]
     return _numbers((*header, *loss), rows)
 
 
-def _numbers(header: Sequence[str], rows: Sequence[Row]) -> str:
+def _numbers(header: Row, rows: Sequence[Row]) -> str:
     """A table whose columns, but the first, are aligned to the right."""
     first, _, *rest = table(header, rows).split("\n")
     return "\n".join([first, "|---|" + "---:|" * (len(header) - 1), *rest])

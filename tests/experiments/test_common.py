@@ -89,8 +89,11 @@ def test_numbers_are_shown_with_their_spread_over_seeds() -> None:
 
 
 def test_steps_are_those_that_a_trainer_counts(tmp_path: Path) -> None:
-    model = torch.nn.Linear(1, 1)
-    model.forward = lambda x: {"loss": (model.weight * x).square().mean()}  # type: ignore[method-assign]
+    class Square(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"loss": (self.weight * x).square().mean()}
+
+    model = Square(1, 1)
     for rows, training in ((11, Training(1e-3, 2, 4)), (11, Training(1e-3, 3, 2, accumulate=4))):
         found = fine_tune(
             model, [{"x": 1.0}] * rows, lambda batch: {"x": torch.ones(len(batch))}, tmp_path, training, seed=0,
