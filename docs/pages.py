@@ -17,6 +17,7 @@ from typing import Any
 
 import typer
 from benchmarks.tables import TABLES, table
+from experiments.common import hub
 from pydantic import BaseModel
 
 import gradmerge
@@ -25,6 +26,8 @@ from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice,
 from gradmerge.recipe.mergekit_methods import METHODS
 from gradmerge.rules import RULES, Rule
 from gradmerge.tasks import MEANINGS, columns
+
+from . import results_tables
 
 DOCS = Path(__file__).parent
 BEGIN = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.MULTILINE)
@@ -289,9 +292,31 @@ def notebook(path: Path) -> str:
     return "\n\n".join([head, link, first, *rest])
 
 
+def hub_data() -> str:
+    """The data sets that the full scale of the experiments takes."""
+    rows = []
+    for place, known in hub.DATA.items():
+        counts = ", ".join(f"{split} {count:,}" for split, count in known.rows.items())
+        columns = ", ".join(f"`{column}`" for column in known.columns)
+        words = [known.configuration and f"`{known.configuration}`", columns or "not found", counts or "not found"]
+        rows.append((f"`{place}`", *words, known.size or "not found", f"[page]({known.page})", known.note))
+    return table(("data set", "configuration", "columns", "rows", "size", "source", "note"), rows)
+
+
+def hub_models() -> str:
+    """The models that it takes."""
+    rows = [
+        (f"`{place}`", known.size or "not found", f"[page]({known.page})" if known.page else "none", known.note)
+        for place, known in hub.MODELS.items()
+    ]
+    return table(("model", "size", "source", "note"), rows)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "cli": cli_reference,
     "columns": usual_columns,
+    "hub-data": hub_data,
+    "hub-models": hub_models,
     "mergekit": mergekit_methods,
     "methods": methods_reference,
     "metrics": metrics_reference,
@@ -300,6 +325,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     **{name: partial(script, path) for name, path in SCRIPTS.items()},
     **{name: partial(notebook, path) for name, path in NOTEBOOKS.items()},
     **TABLES,
+    **results_tables.TABLES,
 }
 
 

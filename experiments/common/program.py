@@ -18,6 +18,8 @@ import gradmerge as gm
 from gradmerge.demo.stages import write_text
 from gradmerge.text import to_json
 
+from .plan import Plan, as_text
+
 Results = dict[str, Any]
 
 
@@ -53,6 +55,8 @@ def make_parser(name: str, description: str, examples: str, *, model: str, data:
     add("--jobs", type=int, default=1, help="seeds that run at the same time, in processes of their own (default: 1)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", default=device, help="default here: %(default)s")
+    dry = "say what would be fetched and trained, and with what settings; nothing is fetched or written"
+    add("--dry-run", action="store_true", help=dry)
     add("--render-only", action="store_true", help="write results.md and figures/ of --out again, from results.json")
     return parser
 
@@ -66,8 +70,11 @@ def run_program(
     argv: Sequence[str] | None,
     run: Callable[[argparse.Namespace], Results],
     report: Report,
+    plan: Callable[[argparse.Namespace], Plan],
 ) -> int:
     """Run the experiment, or read what an earlier run found; then write results.json, results.md and figures/.
+
+    Or only say what a run would do.
 
     Wrong input ends with status 2 and a message.
     """
@@ -77,6 +84,9 @@ def run_program(
             results = _stored(args.out)
         else:
             _check(args)
+            if args.dry_run:
+                print(as_text(plan(args), args.seeds))
+                return 0
             disable_progress_bar()
             # Through JSON, so that tables see what they see with --render-only.
             results = json.loads(to_json(run(args)))

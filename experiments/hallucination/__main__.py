@@ -12,6 +12,7 @@ import gradmerge as gm
 from ..common.program import head, make_parser, need, public_name, run_program
 from ..common.seeds import run_seeds
 from . import report
+from .plan import plan
 from .run import Seed, prepare
 from .settings import SCALES, Settings
 
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="classifier of (knowledge, response): folder or Hub id (default: McGill-NLP/roberta-large-faithcritic at "
         "full scale, elsewhere none)",
     )
-    return run_program(parser, argv, run, report)
+    return run_program(parser, argv, run, report, lambda args: plan(checked(args), args.data_dir))
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -88,11 +89,16 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return replace(settings, fluency=None) if settings.swapped else settings
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def checked(args: argparse.Namespace) -> Settings:
+    """The settings, where the options go together."""
     need(args, "data-dir")
     if args.swapped is not None and not 0 <= args.swapped <= 1:
         raise gm.InputError("--swapped must be from 0 to 1")
-    settings = settings_of(args)
+    return settings_of(args)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    settings = checked(args)
     shared = prepare(args.out, settings, args.device, args.data_dir)
     options = [f"--swapped {args.swapped:g}"] if args.swapped is not None else []
     options += ["--no-penalty"] if args.no_penalty else []

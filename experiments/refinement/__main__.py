@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import gradmerge as gm
 
+from ..common.plan import Plan
 from ..common.program import head, make_parser, need, run_program
 from ..common.seeds import run_seeds
+from ..sentiment.plan import plan as plan_text
 from ..sentiment.run import prepare as prepare_text
 from ..sentiment.settings import settings_for
+from ..vision.plan import plan as plan_pictures
 from ..vision.run import prepare as prepare_pictures
 from ..vision.settings import PRETRAINED, SCALES
 from . import report
@@ -45,25 +48,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = "labelled rows per task, several comma-separated (default: 2048 of text, 1024 images; tiny: 24)"
     parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), help=rows)
     parser.add_argument("--tasks", choices=("text", "images"), default="text", help="default: %(default)s")
-    return run_program(parser, argv, run, report)
+    return run_program(parser, argv, run, report, plan)
+
+
+def checked(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
+    """The settings of the models' own experiment, and numbers of rows, where the options go together."""
+    if args.scale == "full":
+        raise gm.InputError("--scale full: this experiment has the scales small and tiny")
+    text = args.tasks == "text"
+    need(args, *(("model", "data-dir") if args.scale == "small" else ()) if text else ("data-dir",))
+    sizes = args.rows or (24 if args.scale == "tiny" else 2048 if text else 1024,)
+    if text:
+        return settings_for(args.scale, seq2seq=False, pretrained=args.model is not None), sizes
+    return SCALES[args.scale] if args.model is None else PRETRAINED, sizes
+
+
+def plan(args: argparse.Namespace) -> Plan:
+    settings, sizes = checked(args)
+    if args.tasks == "text":
+        found = plan_text(settings, args.model, args.data_dir or "made up")
+    else:
+        found = plan_pictures(settings, args.model, args.data_dir)
+    rows = ", ".join(f"{size:,}" for size in sizes)
+    return replace(found, then=[f"merges by diagonal and Kronecker curvature, and refined with {rows} rows a task"])
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    if args.scale == "full":
-        raise gm.InputError("--scale full: this experiment has the scales small and tiny")
+    settings, sizes = checked(args)
     kind: Any
     if args.tasks == "text":
-        if args.scale == "small":
-            need(args, "model", "data-dir")
-        settings: Any = settings_for(args.scale, seq2seq=False, pretrained=args.model is not None)
         shared: Any = prepare_text(args.out, settings, args.device, args.model, args.data_dir or "made up")
-        kind, tasks, usual = TextSeed, TextSeed.tasks, 2048
+        kind, tasks = TextSeed, TextSeed.tasks
     else:
-        need(args, "data-dir")
-        settings = SCALES[args.scale] if args.model is None else PRETRAINED
         shared = prepare_pictures(args.out, settings, args.device, args.model, args.data_dir)
-        kind, tasks, usual = PictureSeed, settings.tasks, 1024
-    sizes = args.rows or (24 if args.scale == "tiny" else usual,)
+        kind, tasks = PictureSeed, settings.tasks
     seeds = run_seeds(kind, Wanted(args.out, settings, args.device, shared, sizes), args.seeds, args.jobs)
     return {
         **head("refinement", args, [f"--tasks {args.tasks} --rows {','.join(map(str, sizes))}"]),

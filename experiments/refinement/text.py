@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import gradmerge as gm
 from gradmerge.tasks.models import model_with
 
 from ..common.states import State
@@ -39,21 +37,8 @@ class TextSeed(run.Seed, Study):
         }
 
     def curvature(self, kind: str) -> tuple[Any, list[Any]]:
-        found = {name: self._estimated(name, kind) for name in SETS}
+        found = {name: self.estimated(name, labels="sampled", structure=kind) for name in SETS}
         return found[BASE], [found[name] for name in TASKS]
-
-    def _estimated(self, name: str, kind: str) -> Any:
-        def make(folder: Path) -> int:
-            batches = list(self._batches(self._measured_on(name)))
-            found = gm.estimate_curvature(
-                self.module(self._state(name)), batches, "sampled", structure=kind, progress=False
-            )
-            found.save(folder / "curvature", force=True)
-            return int(found.examples)
-
-        self.stages.run(f"{kind}-{name}", make, after=[name])
-        kept: Any = gm.KroneckerCurvature if kind == "kronecker" else gm.Curvature
-        return kept.load(self.stages.path(f"{kind}-{name}") / "curvature")
 
     def module(self, state: State) -> nn.Module:
         # The model's weights may be the very tensors that it is given, and refining changes them.

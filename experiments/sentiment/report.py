@@ -71,6 +71,8 @@ def tables(results: Mapping[str, Any]) -> str:
         _scaling(results),
         _mismatch(results),
     ]
+    if all("grid" in seed for seed in results["seeds"]):
+        parts.append(_grid(results))
     return "\n".join(parts)
 
 
@@ -89,9 +91,14 @@ def _head(results: Mapping[str, Any]) -> str:
         f"{settings['batch_size']}, {settings['tokens']} tokens. Numbers are percentages of right labels on test sets, "
         "mean ± standard deviation over seeds; that the test sets are samples gives one model's average a standard "
         f"error of about {error:.2f} points. Curvature is the sum of squared gradients of single examples with the "
-        f"data's labels over each model's training set (at most {settings['curvature_examples']:,} examples), δ = "
-        f"{settings['damping']:g}.\n\n" + markdown(["rows", *rows[BASE]], counts)
+        f"data's labels over each model's training set{_at_most(settings)}, δ = {settings['damping']:g}.\n\n"
+        + markdown(["rows", *rows[BASE]], counts)
     )
+
+
+def _at_most(settings: Mapping[str, Any]) -> str:
+    most = settings["curvature_examples"]
+    return "" if most is None else f" (at most {most:,} examples)"
 
 
 def _cells(scores: Sequence[Score]) -> list[str]:
@@ -225,6 +232,55 @@ def _mismatch(results: Mapping[str, Any]) -> str:
             f"{len(SETS) * len(results['seeds'])} cases (data sets × seeds).\n"
         )
     return text
+
+
+#: What the tables call curvature.
+_CURVATURES = {"task-arithmetic": "none: task arithmetic", "identity": "N · I", "kronecker": "Kronecker"}
+_GRID_LABELS = {"": "", "empirical": "the data's", "sampled": "drawn from the model", "exact": "all, weighted"}
+#: Cells that the paper has, by the labels and reduction of its authors' code, and what it calls them.
+_OF_PAPER = {
+    ("task-arithmetic", "", ""): "task-arithmetic",
+    ("identity", "", ""): "gradient-matching-identity",
+    ("diagonal", "sampled", "mean"): "gradient-matching-mean",
+    ("diagonal", "sampled", "N · mean"): "gradient-matching-sum",
+}
+
+
+def _grid(results: Mapping[str, Any]) -> str:
+    """The table of Hessians in full, of models tuned in either way."""
+    seeds, settings, known = results["seeds"], results["settings"], _published(results)
+    text = (
+        "## The table of Hessians in full\n\nGradient matching at weight 1. Sums are over the rows that curvature is "
+        f"measured on; N · mean is N times the mean over {settings['sample_rows']:,} rows, as the authors' code has it "
+        "(which takes all rows, and draws labels from the model). The penalty is P in the numerator, H_0 + H_t or H_t "
+        "alone.\n"
+    )
+    titles = {"plain": "Models tuned by plain AdamW", "prior": "Models tuned under the penalty ½‖θ − θ_0‖² of H_0"}
+    header = ["curvature", "labels", "reduction", "penalty", *_HEADER, "loss", "paper: avg.", "paper: true avg."]
+    for tuning, title in titles.items():
+        rows = []
+        for place, cell in enumerate(seeds[0]["grid"]["cells"]):
+            if cell["tuning"] != tuning:
+                continue
+            kind = (cell["curvature"], cell["labels"], cell["reduction"])
+            row = known.get(_OF_PAPER.get(kind, "")) if tuning == "plain" and cell["penalty"] in ("", "H_0") else None
+            rows.append(
+                [
+                    _CURVATURES.get(cell["curvature"], cell["curvature"]),
+                    _GRID_LABELS[cell["labels"]],
+                    cell["reduction"],
+                    cell["penalty"],
+                    *_cells([seed["grid"]["cells"][place]["score"] for seed in seeds]),
+                    *(("", "") if row is None else (f"{row[5]:.1f}", f"{row[6]:.1f}")),
+                ]
+            )
+        text += f"\n### {title}\n\n{markdown(header, rows)}"
+    models = [[TITLES[name], *_cells([seed["grid"]["models"][name] for seed in seeds])] for name in TASKS]
+    return (
+        f"{text}\nH_0 of that penalty is the summed curvature of the base by the data's labels, in every row; the loss "
+        "of a task of N rows is their mean, and the penalty divided by N. The models themselves:\n\n"
+        + markdown(["tuned under H_0 on", *_HEADER, "loss"], models)
+    )
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> None:

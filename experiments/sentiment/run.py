@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ import gradmerge as gm
 from gradmerge.tasks.models import model_with
 
 from ..common import seeds
+from ..common.data import evenly
 from ..common.seeds import stages_in
 from ..common.states import distance, norm, read_state
 from ..common.training import fine_tune
+from . import grid
 from .data import BASE, SETS, TASKS, Row, from_files, from_hub, local_files, write_splits
 from .made_up import made_up, make_encoder
 from .merging import RULES, SWEPT, Parts
@@ -83,12 +85,14 @@ class Seed(seeds.Seed):
         scores |= {rule: self._score(rule, partial(self._parts.merged, rule)) for rule in RULES}
         sweep = {method: [self._swept(method, weight, scores) for weight in self.settings.weights] for method in SWEPT}
         mismatch = {name: self._mismatch(name) for name in SETS}
+        more = {"grid": self._grid()} if self.settings.grid else {}
         return {
             "seed": self.seed,
             "trained": trained,
             "scores": scores,
             "sweep": sweep,
             "mismatch": mismatch,
+            **more,
             "seconds": self.stages.seconds(),
         }
 
@@ -115,8 +119,10 @@ class Seed(seeds.Seed):
         rows = gm.read_rows(str(self.run.data / name / f"{split}.jsonl.gz")).rows
         return self._kind.examples(rows)
 
-    def _measured_on(self, name: str) -> list[Example]:
-        return self._examples(name, "train")[: self.settings.curvature_examples]
+    def _measured_on(self, name: str, sample: bool = False) -> list[Example]:
+        rows = self._examples(name, "train")
+        # Spread over the set, as some are sorted by label.
+        return evenly(rows, self.settings.sample_rows) if sample else rows[: self.settings.curvature_examples]
 
     def _batches(self, examples: Sequence[Example]) -> Any:
         return batches(self._kind, examples, self.settings.batch_tokens)
@@ -124,11 +130,17 @@ class Seed(seeds.Seed):
     def _state(self, name: str) -> dict[str, Tensor]:
         return read_state(self.stages.path(name))
 
-    def _train(self, name: str) -> dict[str, Any]:
-        """The model of a data set or a target; all but the base and the all-data model begin at the base."""
+    def _train(self, name: str, tuning: str = "plain") -> dict[str, Any]:
+        """The model of a data set or a target; all but the base and the all-data model begin at the base.
+
+        Tuned under the prior, a task's loss, the mean over its N rows, has the penalty of the method divided by N.
+        """
         sets = {ALL_DATA: SETS, JOINT: TASKS}.get(name, (name,))
         training = self.settings.training(name)
-        from_base = name not in (BASE, ALL_DATA)
+        from_base, after = name not in (BASE, ALL_DATA), [BASE]
+        if tuning == "prior":
+            training = replace(training, strength=1 / self.run.rows[name]["train"], coupling="adam")
+            after.append(self._estimate(BASE))
         given = {
             "data": self.run.made_of,
             "model": self.run.model,
@@ -142,34 +154,93 @@ class Seed(seeds.Seed):
             set_seed(self.seed)
             model = self._kind.start(self.stages.path(BASE) if from_base else self.run.model)
             rows = [example for each in sets for example in self._examples(each, "train")]
-            found = fine_tune(model, rows, self._kind.collate, folder, training, seed=self.seed, device=self.run.device)
+            how: dict[str, Any] = {"seed": self.seed, "device": self.run.device}
+            if training.strength:
+                prior = self.estimated(BASE)
+                how["prior"] = prior.scale(self.run.rows[BASE]["train"] / prior.examples).sum()
+            found = fine_tune(model, rows, self._kind.collate, folder, training, **how)
             model.save_pretrained(folder)
             return found
 
-        found: dict[str, Any] = self.stages.run(name, make, given=given, after=[BASE] if from_base else ())
+        stage = grid.model_name(name, tuning)
+        found: dict[str, Any] = self.stages.run(stage, make, given=given, after=after if from_base else ())
         return found
 
     def _measure(self) -> None:
         """Curvature and Gram matrices of each data set's model on the data it was trained on."""
-        given = {"examples": self.settings.curvature_examples}
         for name in SETS:
-            for what, estimate in (("curvature", gm.estimate_curvature), ("gram", gm.estimate_gram)):
+            self._estimate(name)
 
-                def make(folder: Path, name: str = name, what: str = what, estimate: Any = estimate) -> int:
-                    model = model_with(self._template, self._state(name))
-                    found = estimate(model, self._batches(self._measured_on(name)))
-                    found.save(folder / what, force=True)
-                    return int(found.examples)
+            def make(folder: Path, name: str = name) -> int:
+                found = gm.estimate_gram(self._module(name), self._batches(self._measured_on(name)))
+                found.save(folder / "gram", force=True)
+                return int(found.examples)
 
-                self.stages.run(f"{what}-{name}", make, given=given, after=[name])
+            self.stages.run(f"gram-{name}", make, given={"examples": self.settings.curvature_examples}, after=[name])
+
+    def _module(self, stage: str) -> PreTrainedModel:
+        model: PreTrainedModel = model_with(self._template, self._state(stage))
+        return model
+
+    def _estimate(
+        self, model: str, *, labels: str = "empirical", structure: str = "diagonal", sample: bool = False
+    ) -> str:
+        """The stage with the curvature of a model, by its stage, on its own training rows, or on a sample of them."""
+        words = [structure] * (structure != "diagonal") + [labels] * (labels != "empirical") + ["of-few"] * sample
+        stage = "-".join(["curvature", *words, model])
+        (data,) = (name for name in SETS if model in (name, grid.model_name(name, "prior")))
+
+        def make(folder: Path) -> int:
+            batches = self._batches(self._measured_on(data, sample))
+            found = gm.estimate_curvature(self._module(model), batches, labels, structure=structure, progress=False)
+            found.save(folder / "curvature", force=True)
+            return int(found.examples)
+
+        rows = self.settings.sample_rows if sample else self.settings.curvature_examples
+        self.stages.run(stage, make, given={"examples": rows}, after=[model])
+        return stage
+
+    def estimated(self, model: str, **how: Any) -> Any:
+        """The curvature of a model; ``how`` as in ``_estimate``."""
+        kept: Any = gm.KroneckerCurvature if how.get("structure") == "kronecker" else gm.Curvature
+        return kept.load(self.stages.path(self._estimate(model, **how)) / "curvature")
+
+    def _grid(self) -> dict[str, Any]:
+        """Every cell's score; and of the models that were tuned under the prior, how, and theirs."""
+        trained = {task: self._train(task, "prior") for task in TASKS}
+        names = {task: grid.model_name(task, "prior") for task in TASKS}
+        models = {
+            task: self._score(name, partial(self._state, name), after=[name], given={}) for task, name in names.items()
+        }
+        rows = {name: self.run.rows[name]["train"] for name in SETS}
+        found = []
+        for cell in grid.cells():
+            after = [BASE, *cell.models, *(self._estimate(**one) for one in cell.measured)]
+
+            def state(cell: grid.Cell = cell) -> dict[str, Tensor]:
+                measured = [self.estimated(**one) for one in cell.measured]
+                how = {"threads": 2, "device": self.run.device}
+                return grid.merged(cell, self._state, measured, rows, self.settings.damping, **how)
+
+            given = {"damping": self.settings.damping}
+            found.append({**asdict(cell), "score": self._score(cell.name, state, after=after, given=given)})
+        return {"trained": trained, "models": models, "cells": found}
 
     def _merge_inputs(self) -> list[str]:
         return [*SETS, *(f"{what}-{name}" for what in ("curvature", "gram") for name in SETS)]
 
-    def _score(self, name: str, state: Callable[[], dict[str, Tensor]]) -> dict[str, Any]:
+    def _score(
+        self,
+        name: str,
+        state: Callable[[], dict[str, Tensor]],
+        *,
+        after: Sequence[str] | None = None,
+        given: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Right labels of a model on the development and test rows of every data set."""
         trained = name in (*SETS, *TARGETS)
-        given = {} if trained else {"damping": self.settings.damping, "density": self.settings.density}
+        if given is None:
+            given = {} if trained else {"damping": self.settings.damping, "density": self.settings.density}
 
         def make(folder: Path) -> dict[str, Any]:
             model = model_with(self._template, state())
@@ -181,7 +252,8 @@ class Seed(seeds.Seed):
                 for each in SETS
             }
 
-        after = [name] if trained else self._merge_inputs()
+        if after is None:
+            after = [name] if trained else self._merge_inputs()
         found: dict[str, Any] = self.stages.run(f"score-{name.replace(' ', '-')}", make, given=given, after=after)
         return found
 

@@ -28,8 +28,12 @@ class Settings:
     epochs: Mapping[str, int] = field(default_factory=lambda: dict(_PAPER_EPOCHS))
     warmup_steps: int = 100
     save_every: int = 1000
-    curvature_examples: int = 100_000
-    """The first so many of a training set are what curvature and gradients are measured on."""
+    curvature_examples: int | None = 100_000
+    """The first so many of a training set are what curvature and gradients are measured on; None is all."""
+    grid: bool = False
+    """Gradient matching by every curvature, reduction and penalty, with models tuned under the prior too."""
+    sample_rows: int = 2000
+    """Of each training set, spread over it: what the grid's N · mean is the mean of."""
     damping: float = 1e-10
     density: float = 0.2
     """The share of each difference that TIES keeps."""
@@ -76,6 +80,7 @@ def settings_for(scale: str, *, seq2seq: bool, pretrained: bool) -> Settings:
         dev_rows=24,
         train_rows=160,
         test_rows=60,
+        sample_rows=40,
         batch_tokens=4096,
     )
     chosen = {"full": Settings(), "small": small, "tiny": tiny}[scale]

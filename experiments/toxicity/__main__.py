@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import gradmerge as gm
@@ -12,6 +13,7 @@ import gradmerge as gm
 from ..common.program import head, make_parser, need, public_name, run_program
 from ..common.seeds import run_seeds
 from . import report
+from .plan import plan
 from .run import Seed, prepare
 from .scorer import DETOXIFY, TFIDF
 from .settings import SCALES
@@ -54,10 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"toxicity classifier: folder or Hub id, or {TFIDF} for one that is trained on jigsaw_toxic/ "
         f"(default: {DETOXIFY} at --scale full, {TFIDF} at the others)",
     )
-    return run_program(parser, argv, run, report)
+    return run_program(parser, argv, run, report, lambda args: plan(SCALES[args.scale], *checked(args)))
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def checked(args: argparse.Namespace) -> tuple[str | None, Path | None, str]:
+    """The base, the folder of the data and the classifier, where they go together."""
     full = args.scale == "full"
     if not full:
         need(args, "data-dir")
@@ -66,9 +69,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     scorer = args.scorer or (DETOXIFY if full else TFIDF)
     if scorer == TFIDF and args.data_dir is None:
         raise gm.InputError(f"--scorer {TFIDF} needs --data-dir")
-    model = (args.model or "gpt2") if full else None
+    return (args.model or "gpt2") if full else None, args.data_dir, scorer
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    model, data_dir, scorer = checked(args)
     settings = SCALES[args.scale]
-    shared = prepare(args.out, settings, args.device, model, args.data_dir, scorer)
+    shared = prepare(args.out, settings, args.device, model, data_dir, scorer)
     options = [f"--scorer {public_name(scorer)}"] if args.scorer else []
     return {
         **head("toxicity", args, options),

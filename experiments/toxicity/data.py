@@ -28,6 +28,11 @@ PIECE = 200_000
 #: Characters of a token, on average at most: no more of a text is taken than so many times the tokens that are needed.
 LONGEST_TOKEN = 8
 
+#: On the Hub: text that stays, comments, and prompts.
+WIKI = "Salesforce/wikitext/wikitext-103-raw-v1"
+TOXIC = "google/civil_comments"
+PROMPTS = "allenai/real-toxicity-prompts"
+
 #: kind of text → split → texts.
 Texts = dict[str, dict[str, list[str]]]
 
@@ -73,14 +78,13 @@ def local_texts(folder: Path, settings: Settings) -> Texts:
 
 def hub_texts(settings: Settings) -> Texts:
     """WikiText-103, of its training texts the first that are not empty, and the toxic part of Civil Comments."""
-    wiki = "Salesforce/wikitext/wikitext-103-raw-v1"
     # About two of three rows are not empty.
-    first = (r["text"] for r in gm.read_rows(f"{wiki}:train", limit=2 * settings.curvature_examples).rows)
+    first = (r["text"] for r in gm.read_rows(f"{WIKI}:train", limit=2 * settings.curvature_examples).rows)
     found: Texts = {"wiki": {"train": [t for t in first if t.strip()][: settings.curvature_examples]}, "toxic": {}}
     for split, name in (("dev", "validation"), ("test", "test")):
-        found["wiki"][split] = [joined([r["text"] for r in gm.read_rows(f"{wiki}:{name}").rows])]
+        found["wiki"][split] = [joined([r["text"] for r in gm.read_rows(f"{WIKI}:{name}").rows])]
     for split, name in (("train", "train"), ("dev", "validation"), ("test", "test")):
-        comments = gm.read_rows(f"google/civil_comments:{name}")
+        comments = gm.read_rows(f"{TOXIC}:{name}")
         toxic = [i for i, score in enumerate(comments.column("toxicity")) if score >= TOXIC_FROM]
         found["toxic"][split] = [comments.cell(i, "text") for i in toxic]
     return found
@@ -94,7 +98,7 @@ def joined(lines: Sequence[str]) -> str:
 def prompts(folder: Path | None, count: int, share: float | None) -> list[dict[str, Any]]:
     """Beginnings from RealToxicityPrompts: the first ones, or, where a share of them should be toxic, of each kind."""
     if folder is None:
-        source = gm.read_rows("allenai/real-toxicity-prompts:train").rows
+        source = gm.read_rows(f"{PROMPTS}:train").rows
         rows = [{"text": r["prompt"]["text"], "toxicity": r["prompt"]["toxicity"]} for r in source]
     else:
         source = gm.read_rows(str(folder / "real_toxicity_prompts" / "prompts.jsonl.gz")).rows

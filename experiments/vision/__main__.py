@@ -12,6 +12,7 @@ import gradmerge as gm
 from ..common.program import head, make_parser, need, public_name, run_program
 from ..common.seeds import run_seeds
 from . import report
+from .plan import plan
 from .run import Seed, prepare
 from .settings import CLIP, PRETRAINED, SCALES, Settings
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     held = "of the penalty towards the base in fine-tuning, instead of the scale's; 0: plain AdamW"
     add("--strength", type=float, help=held)
     add("--weights", type=_weights, help="comma-separated, with 1 among them (default: 0,0.1,…,1; tiny: 0,0.5,1)")
-    return run_program(parser, argv, run, report)
+    return run_program(parser, argv, run, report, lambda args: plan(*checked(args), args.data_dir))
 
 
 def _weights(text: str) -> tuple[float, ...]:
@@ -80,13 +81,17 @@ def settings_of(args: argparse.Namespace) -> Settings:
     )
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def checked(args: argparse.Namespace) -> tuple[Settings, str | None]:
+    """The settings and the base, where the options go together."""
     if args.scale != "full":
         need(args, "data-dir")
         if args.model is not None and args.scale == "tiny":
             raise gm.InputError(f"--scale {args.scale} makes its own model: leave --model out")
-    settings = settings_of(args)
-    model = (args.model or CLIP) if args.scale == "full" else args.model
+    return settings_of(args), (args.model or CLIP) if args.scale == "full" else args.model
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    settings, model = checked(args)
     shared = prepare(args.out, settings, args.device, model, args.data_dir)
     found = run_seeds(Seed, shared, args.seeds, args.jobs)
     changed = {"learning-rate": args.learning_rate, "strength": args.strength}

@@ -224,20 +224,19 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
         for name in MAIN:
             band(left, list(paper.WEIGHTS), [list(paper.FIGURE[name])], **LOOKS[name])
             band(right, weights, [mean_curve(s["curves"][name]["test"]) for s in seeds], **LOOKS[name])
-        left.axhline(paper.ZERO_SHOT, color="#767676", linestyle="--", linewidth=1)
         left.set_title("in the paper: CLIP ViT-B/32", loc="left", fontsize=10)
         base = fmean(over_tasks(s["references"]["base"]["test"]) for s in seeds)
-        right.axhline(base, color="#767676", linestyle="--", linewidth=1)
-        right.set_title(f"here: --scale {results['scale']}", loc="left", fontsize=10)
+        here = results.get("model") or f"--scale {results['scale']}"
+        right.set_title(f"here: {here}", loc="left", fontsize=10)
+        # In the legend and not beside the line, which a curve may follow closely.
         for axes, height in ((left, paper.ZERO_SHOT), (right, base)):
+            axes.axhline(height, color="#767676", linestyle="--", linewidth=1, label="base alone", zorder=1)
             axes.set_xlabel("weight of every task")
-            look = {"textcoords": "offset points", "ha": "right", "color": "#767676", "fontsize": 9}
-            axes.annotate("base alone", (1, height), (0, 3), **look)
         left.set_ylabel("accuracy in %, mean of 8 test sets")
         right.legend(loc="best")
     with figure(folder / "prior.svg", 6.4, 3.8) as axes:
         names = [n for n in seeds[0]["curves"] if n.startswith("gradient-matching") and "sum" not in n]
-        names = [n for n in names if "sampled" not in n and "penalty" not in n]
+        names = [n for n in names if "sampled" not in n]
         scalars = sorted((n for n in names if "Fisher" not in n), key=_factor)
         for place, name in enumerate(scalars):
             runs = [mean_curve(s["curves"][name]["test"]) for s in seeds]
@@ -247,7 +246,9 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
             _line(axes, weights, runs, label=f"H₀ = {_prior(name).removesuffix(' (mean)')}", **look)
         for name in (n for n in names if "Fisher" in n):
             runs = [mean_curve(s["curves"][name]["test"]) for s in seeds]
-            _line(axes, weights, runs, color="#009E73", label="H₀ = Fisher of the base", linestyle="-.")
+            bare = "no penalty" in name
+            label = "H₀ = Fisher of the base" + ", no penalty" * bare
+            _line(axes, weights, runs, color="#009E73", label=label, linestyle="--" if bare else "-.")
         runs = [mean_curve(s["curves"]["task-arithmetic"]["test"]) for s in seeds]
         _line(axes, weights, runs, color="#767676", label="task arithmetic", linestyle=":")
         axes.set_xlabel("weight of every task")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from experiments.refinement.__main__ import main
 from experiments.refinement.pictures import PictureSeed
-from experiments.refinement.report import share
+from experiments.refinement.report import draw, having, rows_of, share, tables
 from experiments.refinement.study import MERGE, Wanted
 from experiments.sentiment.data import SETS
 from experiments.vision.run import prepare
@@ -76,6 +76,27 @@ def test_images_that_the_base_knows_by_heart_are_not_refined_with(tmp_path: Path
         known = seed._images([LOCAL[0]], "train", settings.base_rows).batch(range(settings.base_rows))["pixels"]
         assert len(drawn[-1]) == 24 and not (drawn[-1][:, None] == known).flatten(2).all(-1).any()
     assert not torch.equal(*drawn), "every seed has rows of its own"
+
+
+def test_a_model_that_some_seeds_lack_is_shown_of_the_others(tmp_path: Path) -> None:
+    def seed(number: int, **more: float) -> dict[str, Any]:
+        accuracies = {"base": 0.5, MERGE: 0.6, "joint": 0.8, **more}
+        scores = {name: {"one": {"accuracy": a, "loss": 1 - a}} for name, a in accuracies.items()}
+        return {"seed": number, "scores": scores, "refinements": {name: {"seconds": 2.0} for name in more}}
+
+    results = {
+        "command": "run",
+        "machine": {"device": "CPU"},
+        "tasks": ["one"],
+        "seeds": [seed(0), seed(1, newton=0.7), seed(2, newton=0.75)],
+    }
+    assert rows_of(results) == ["base", MERGE, "joint", "newton"]
+    assert [one["seed"] for one in having(results, "newton")] == [1, 2]
+    page = tables(results)
+    assert "| newton (2 of 3 seeds) | 72.50 ± 3.54 | 0.2750 ± 0.0354 | 62 ± 18 | 62 ± 18 | 2 to 2 |" in page
+    assert "| base | 50.00 ± 0.00 |" in page
+    draw(results, tmp_path)
+    assert "newton" in (tmp_path / "scores.svg").read_text()
 
 
 def test_what_it_cannot_do_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

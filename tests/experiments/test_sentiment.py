@@ -14,11 +14,12 @@ import pytest
 import torch
 from experiments.common.states import distance, norm
 from experiments.common.training import Training, fine_tune
-from experiments.sentiment import paper, report
+from experiments.sentiment import grid, paper, report
 from experiments.sentiment.data import BASE, SETS, TASKS, held_out, write_splits
 from experiments.sentiment.made_up import made_up, make_encoder, make_seq2seq
 from experiments.sentiment.merging import RULES, SWEPT, Parts
 from experiments.sentiment.models import batches, kind_of, mean_gradient, score
+from experiments.sentiment.run import Seed, prepare
 from experiments.sentiment.settings import ALL_DATA, JOINT, settings_for
 
 import gradmerge as gm
@@ -116,6 +117,59 @@ def test_merges_are_what_their_formulas_say(out: Path) -> None:
     torch.testing.assert_close(parts.swept("gradient-matching", 0.6)[name].double(), expected, rtol=1e-4, atol=1e-6)
     expected = theta[BASE] + sum(0.6 * change[n] for n in TASKS)
     torch.testing.assert_close(parts.swept("task-arithmetic", 0.6)[name].double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_table_of_hessians_is_what_its_formulas_say(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four cells of the grid, on the models and stages of the finished run."""
+    chosen = [
+        grid.Cell("plain", "diagonal", "sampled", "N · mean", "none"),
+        grid.Cell("prior", "diagonal", "exact", "mean", "H_0"),
+        grid.Cell("prior", "kronecker", "sampled", "mean", "none"),
+        grid.Cell("prior", "task-arithmetic"),
+    ]
+    assert set(chosen) <= set(grid.cells()) and len(grid.cells()) == 50
+    assert len({cell.name for cell in grid.cells()}) == 50
+    monkeypatch.setattr(grid, "cells", lambda: chosen)
+    settings = replace(settings_for("tiny", seq2seq=False, pretrained=False), grid=True)
+    run = prepare(out, settings, "cpu", None, "made up")
+    made: list[dict[str, torch.Tensor]] = []
+    usual = grid.merged
+    monkeypatch.setattr(grid, "merged", lambda *given, **how: made.append(usual(*given, **how)) or made[-1])
+    held: list[tuple[Training, dict[str, torch.Tensor]]] = []
+
+    def tuned_under(*given: Any, **how: Any) -> dict[str, Any]:
+        held.append((given[4], how["prior"]))
+        return fine_tune(*given, **how)
+
+    monkeypatch.setattr("experiments.sentiment.run.fine_tune", tuned_under)
+    seed = Seed(0, run)
+    found = seed.results()
+    name, rows = "bert.encoder.layer.1.output.dense.weight", {n: counts["train"] for n, counts in run.rows.items()}
+    weights = {n: seed._state(n)[name].double() for n in (*SETS, *(f"{task}-under-prior" for task in TASKS))}
+    base = weights[BASE]
+    few = {n: seed.estimated(n, labels="sampled", sample=True) for n in SETS}
+    assert {one.examples for one in few.values()} == {settings.sample_rows}
+    fisher = {n: one[name].double() / one.examples * rows[n] for n, one in few.items()}
+    total = fisher[BASE] + 1e-10 + sum(fisher[n] for n in TASKS)
+    expected = base + sum(fisher[n] / total * (weights[n] - base) for n in TASKS)
+    torch.testing.assert_close(made[0][name].double(), expected, rtol=1e-4, atol=1e-6)
+    tuned = {n: f"{n}-under-prior" for n in TASKS}
+    fisher = {n: seed.estimated(tuned.get(n, n), labels="exact")[name].double() / rows[n] for n in SETS}
+    total = fisher[BASE] + 1e-10 + sum(fisher[n] for n in TASKS)
+    expected = base + sum((fisher[BASE] + 1e-10 + fisher[n]) / total * (weights[tuned[n]] - base) for n in TASKS)
+    torch.testing.assert_close(made[1][name].double(), expected, rtol=1e-4, atol=1e-6)
+    # The loss of a batch is a mean, and the penalty that of the sum over all rows.
+    assert [one.strength for one, _ in held] == [1 / rows[task] for task in TASKS]
+    assert all(one.coupling == "adam" and torch.equal(prior[name], seed.estimated(BASE)[name]) for one, prior in held)
+    # Only the grid is in a page that has one; --render-only sees what a run sees.
+    results = json.loads(json.dumps({**results_of(out), "seeds": [found]}))
+    page = report.tables(results)
+    assert "Models tuned under the penalty" in page and "Models tuned under" not in (out / "results.md").read_text()
+    assert "| diagonal | drawn from the model | N · mean | none | " in page and "| Kronecker | drawn" in page
+    score = results["seeds"][0]["grid"]["cells"][0]["score"]
+    assert (
+        f"| {report.average(score):.1f} | {report.true_average(score):.1f} | {report.average_loss(score):.3f} |" in page
+    )
 
 
 def alone(kind: Any, model: Any, row: dict[str, Any], label: int) -> torch.Tensor:
@@ -257,6 +311,7 @@ def test_the_full_scale_is_the_papers() -> None:
         (["--render-only"], "there is no"),
         (["--scale", "tiny", "--model", "./nothing"], "--model ./nothing: "),
         (["--scale", "tiny", "--data-dir", "."], "there is no file train.jsonl.gz"),
+        (["--curvature-rows", "none"], "neither a number"),
     ],
 )
 def test_wrong_options_are_refused_with_status_2(

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from experiments.common.training import Training
 from experiments.vision.__main__ import main
-from experiments.vision.data import Images, Part, fitted, words, write_task
+from experiments.vision.data import Images, Part, fitted, load_part, words, write_task
 from experiments.vision.merging import Measures, Merge, merged, merges, prior_scalar, scores
 from experiments.vision.models import (
     Heads,
     clip_classifier,
+    enlarged,
     fit_head,
     load_classifier,
     new_classifier,
@@ -210,17 +211,25 @@ def test_a_clip_head_is_the_cosine_with_the_text_times_the_scale_of_the_model(cl
     assert logits[:, 2].max() < -1e30  # sun397 has no third class here
 
 
-def test_heads_of_a_model_that_others_trained_are_logistic_regressions() -> None:
+@pytest.mark.parametrize("decay", [1e-4, 1e-2])
+def test_heads_of_a_model_that_others_trained_are_logistic_regressions(decay: float) -> None:
     from sklearn.linear_model import LogisticRegression
 
     random = np.random.default_rng(0)
     labels = random.integers(0, 3, 90)
     features = random.normal(labels[:, None] * [1.0, -0.5, 0.2, 0.0], [1.0, 2.0, 0.1, 5.0], (90, 4))
     scaled = (features - features.mean(0)) / (features.std(0, ddof=1) + 1e-6)
-    slow = LogisticRegression(C=1 / (2 * 1e-4 * 90), tol=1e-10, max_iter=10_000).fit(scaled, labels)
-    weight, bias = fit_head(torch.tensor(features), torch.tensor(labels), 3)
+    slow = LogisticRegression(C=1 / (2 * decay * 90), tol=1e-10, max_iter=10_000).fit(scaled, labels)
+    weight, bias = fit_head(torch.tensor(features), torch.tensor(labels), 3, decay)
     found = (torch.tensor(features).float() @ weight.float().T + bias).softmax(-1).double()
     torch.testing.assert_close(found, torch.tensor(slow.predict_proba(scaled)), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("before", "after"), [(7, 12), (32, 40), (28, 224), (12, 7)])
+def test_images_are_enlarged_as_torch_does_it(before: int, after: int) -> None:
+    pixels = torch.rand(2, 3, before, before, generator=torch.Generator().manual_seed(0)) * 255
+    expected = F.interpolate(pixels, after, mode="bicubic", antialias=True)
+    torch.testing.assert_close(enlarged(pixels, after), expected, rtol=1e-4, atol=1e-2)
 
 
 def test_a_model_that_others_trained_is_the_base(
@@ -232,6 +241,7 @@ def test_a_model_that_others_trained_is_the_base(
     (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(pixels))
     tiny, few = SCALES["tiny"], Training(1e-3, 1, 32)
     shorter = replace(PRETRAINED, tasks=LOCAL[:2], fine_tuning=few, joint=few, weights=tiny.weights, base_rows=8)
+    shorter = replace(shorter, curvature_rows=20, head_decay=0.03)
     monkeypatch.setattr("experiments.vision.__main__.PRETRAINED", shorter)
     options = ["--scale", "small", "--data-dir", str(data), "--device", "cpu", "-o", str(tmp_path / "out")]
     assert main([*options, "--model", str(tmp_path / "vit")]) == 0
@@ -239,6 +249,18 @@ def test_a_model_that_others_trained_is_the_base(
     assert results["model"] == "vit" and "mean loss" in (tmp_path / "out" / "results.md").read_text()
     again = load_classifier(tmp_path / "out" / "seed-0" / "base", "cpu")
     assert again.enlarges and again.mean.flatten().tolist() == pytest.approx([0.4] * 3)
+    # Curvature is of so many rows, the heads are shrunk so much, and only means are merged with.
+    seed = tmp_path / "out" / "seed-0"
+    for place, rows in (("base", 2 * 8), *((task, 20) for task in LOCAL[:2])):
+        assert gm.Curvature.load(seed / f"sampled-{place}" / "curvature").examples == rows
+    (found,) = results["seeds"].values()
+    assert not any("sum" in name for name in (*found["curves"], *found["fixed"]))
+    images = Images([load_part(tmp_path / "out" / "data" / LOCAL[0], 0, "train")], 32)
+    batch = images.batch(range(len(images)))
+    with torch.no_grad():
+        features = again.eval().features(batch["pixels"])
+    weight, _ = fit_head(features, batch["labels"], 10, 0.03)
+    torch.testing.assert_close(again.heads.weight[0, :10], weight, rtol=1e-2, atol=1e-2 * float(weight.abs().max()))
     pixels_in = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     larger = F.interpolate(pixels_in.float(), 40, mode="bicubic", antialias=True).clamp(0, 255)
     want = again.encoder((larger / 255 - 0.4) / 0.3).last_hidden_state[:, 0]

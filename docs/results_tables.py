@@ -1,0 +1,214 @@
+"""The tables of docs/results.md, from the JSON of the runs: `python -m docs.pages` puts them there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.tables import table
+from experiments.common.tables import shown
+from experiments.refinement import report as refinement
+from experiments.sentiment import paper, report as sentiment
+from experiments.sentiment.settings import ALL_DATA, JOINT
+from experiments.vision import report as vision
+
+RESULTS = Path(__file__).parent / "results"
+
+Row = tuple[str, ...]
+
+
+def _read(*parts: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RESULTS.joinpath(*parts, "results.json").read_text("utf-8"))
+    return found
+
+
+def _demo() -> list[dict[str, Any]]:
+    """The demo of five seeds."""
+    return [json.loads(file.read_text("utf-8")) for file in sorted((RESULTS / "demo").glob("seed-*.json"))]
+
+
+def demo_table() -> str:
+    runs = _demo()
+    named = {
+        "base": "base",
+        "average": "average",
+        "task-arithmetic, weight 1": "task arithmetic, weight 1",
+        "task-arithmetic, tuned": "task arithmetic, tuned on validation images",
+        "ties": "TIES",
+        "regmean": "RegMean",
+        "fisher-averaging": "Fisher averaging",
+        "gradient-matching, weight 1": "gradient matching, weight 1",
+        "the last, refined": "gradient matching, refined on 200 images per task",
+        "trained on all": "trained on all",
+    }
+    rows = []
+    for name, said in named.items():
+        # What follows a name, such as the weight that was found best, differs between seeds.
+        found = [next(one for one in run["merging"] if one["name"].startswith(name)) for run in runs]
+        accuracies = [100 * one["mean"] for one in found]
+        rows.append((said, f"{accuracies[0]:.1f}", shown(accuracies), shown([one["mean_loss"] for one in found], 3)))
+    return _numbers(("", "seed 0", "five seeds", "loss, five seeds"), rows)
+
+
+def demo_removal() -> str:
+    runs = _demo()
+    rows = []
+    for place, first in enumerate(runs[0]["removal"]):
+        found = [run["removal"][place] for run in runs]
+        tilted = fmean(100 * one["scores"]["tilted"] for one in found)
+        rest = fmean(100 * one["mean_of_rest"] for one in found)
+        rows.append((first["name"], f"{tilted:.1f}", f"{rest:.1f}", shown([one["kl"] for one in found], 3)))
+    return _numbers(("", "tilted", "rest", "KL"), rows)
+
+
+def sentiment_table() -> str:
+    results = _read("sentiment")
+    seeds, weights = results["seeds"], results["settings"]["weights"]
+
+    def row(title: str, scores: Sequence[Any], known: str = "", average: float | None = None) -> Row:
+        theirs = paper.ROBERTA[known][5] if known else average
+        return (
+            title,
+            shown([sentiment.average(one) for one in scores]),
+            shown([sentiment.true_average(one) for one in scores]),
+            shown([sentiment.average_loss(one) for one in scores], 3),
+            "" if theirs is None else f"{theirs:.1f}",
+        )
+
+    def plain(title: str, name: str, known: str = "", average: float | None = None) -> Row:
+        return row(title, [seed["scores"][name] for seed in seeds], known, average)
+
+    def swept(title: str, method: str, split: str | None = None, known: str = "") -> Row:
+        chosen = [sentiment.best_weight(seed, weights, method, split) if split else 1.0 for seed in seeds]
+        scores = [sentiment.at_weight(seed, weights, method, w) for seed, w in zip(seeds, chosen, strict=True)]
+        return row(title, scores, known)
+
+    arithmetic, matching = "task-arithmetic", "gradient-matching"
+    rows = [
+        plain("all data at once", ALL_DATA, "all-data"),
+        plain("joint: the four at once, from the base", JOINT),
+        plain("base: IMDB alone", "imdb", average=paper.SCALING[arithmetic][0]),
+        plain("average of five", "average", "average"),
+        plain("Fisher averaging, mean", "fisher-averaging-mean", "fisher-averaging-mean"),
+        plain("Fisher averaging, sum", "fisher-averaging-sum", "fisher-averaging-sum"),
+        plain("RegMean", "regmean", "regmean"),
+        plain("TIES, top 20 %", "ties", "ties"),
+        swept("task arithmetic, weight 1", arithmetic, known=arithmetic),
+        swept("task arithmetic, tuned on development rows", arithmetic, "dev"),
+        swept("task arithmetic, tuned on test, as in the paper", arithmetic, "test", f"{arithmetic} tuned on test"),
+        plain("gradient matching, weight 1, N · I", f"{matching}-identity", f"{matching}-identity"),
+        plain("gradient matching, weight 1, mean", f"{matching}-mean", f"{matching}-mean"),
+        swept("gradient matching, weight 1, sum", matching, known=f"{matching}-sum"),
+    ]
+    header = ("", "average of five test sets", "over all predictions", "loss", "paper: average (RoBERTa)")
+    return _numbers(header, rows)
+
+
+def refinement_table(name: str, title: str) -> str:
+    results = _read("refinement", name)
+    rows = []
+    for model in refinement.rows_of(results):
+        seeds = refinement.having(results, model)
+        few = f" ({len(seeds)} of {len(results['seeds'])} seeds)" if len(seeds) < len(results["seeds"]) else ""
+        share = [
+            shown([refinement.share(seed, model, what) for seed in seeds], 0) if model != "base" else ""
+            for what in ("accuracy", "loss")
+        ]
+        rows.append(
+            (
+                model + few,
+                shown([100 * refinement.mean(seed["scores"][model], "accuracy") for seed in seeds], 2),
+                shown([refinement.mean(seed["scores"][model], "loss") for seed in seeds], 3),
+                *share,
+            )
+        )
+    return _numbers((title, "accuracy, %", "loss", "of the gap in accuracy, %", "in loss, %"), rows)
+
+
+def vision_table(*parts: str, fixed: Mapping[str, str], swept: Mapping[str, str]) -> str:
+    """Base, limits, ``fixed`` merges and those over weights: at weight 1, and where validation rows say."""
+    results = _read("vision", *parts)
+    seeds, weights = list(results["seeds"].values()), results["settings"]["weights"]
+    with_loss = "loss" in seeds[0]["references"]["base"]
+
+    def cells(found: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        accuracy = shown([vision.over_tasks(one["test"]) for one in found])
+        return (accuracy, shown([vision.over_tasks(one["loss"]) for one in found], 3)) if with_loss else (accuracy,)
+
+    empty = ("", "") if with_loss else ("",)
+    limits = {"base": "base", "individual": "each task's own model", "joint": "trained on all tasks"}
+    rows: list[Row] = [(said, *cells([s["references"][name] for s in seeds]), *empty) for name, said in limits.items()]
+    rows += [(said, *cells([s["fixed"][name] for s in seeds]), *empty) for name, said in fixed.items()]
+    for name, said in swept.items():
+        curves = [s["curves"][name] for s in seeds]
+        places = [[weights.index(1.0)] * len(seeds), [vision.best(curve["validation"]) for curve in curves]]
+        points = [
+            cells(
+                [
+                    {part: vision.at(curve, place) for part, curve in one.items()}
+                    for one, place in zip(curves, chosen, strict=True)
+                ]
+            )
+            for chosen in places
+        ]
+        rows.append((said, *points[0], *points[1]))
+    loss = ("loss",) if with_loss else ()
+    header = ("mean of eight test sets", "as it is, or at weight 1", *loss, "at the weight tuned on validation rows")
+    return _numbers((*header, *loss), rows)
+
+
+def _numbers(header: Row, rows: Sequence[Row]) -> str:
+    """A table whose columns, but the first, are aligned to the right."""
+    first, _, *rest = table(header, rows).split("\n")
+    return "\n".join([first, "|---|" + "---:|" * (len(header) - 1), *rest])
+
+
+_MATCHING = "gradient matching"
+_SCALARS = {
+    "gradient-matching": f"{_MATCHING}, H_0 = c · I",
+    "gradient-matching, Fisher of the base": f"{_MATCHING}, H_0 = the base's Fisher",
+}
+TABLES: dict[str, Callable[[], str]] = {
+    "results-demo": demo_table,
+    "results-demo-removal": demo_removal,
+    "results-sentiment": sentiment_table,
+    "results-refined-text": partial(refinement_table, "text", "five sentiment sets"),
+    "results-refined-images": partial(refinement_table, "images", "eight image sets"),
+    "results-refined-deit-tiny": partial(refinement_table, "deit-tiny", "eight image sets, DeiT-tiny"),
+    "results-vision": partial(
+        vision_table,
+        fixed={"average": "average", "fisher-averaging, mean": "Fisher averaging, mean"},
+        swept={
+            "ties": "TIES",
+            "task-arithmetic": "task arithmetic",
+            "gradient-matching": _SCALARS["gradient-matching"],
+            "gradient-matching, 0.01 · c": f"{_MATCHING}, H_0 = 0.01 · c · I",
+            "gradient-matching, Fisher of the base": _SCALARS["gradient-matching, Fisher of the base"],
+        },
+    ),
+    "results-deit-tiny": partial(
+        vision_table,
+        "deit-tiny",
+        fixed={
+            "average": "average",
+            "fisher-averaging, mean": "Fisher averaging, the data's labels",
+            "fisher-averaging, mean, sampled labels": "Fisher averaging, drawn labels",
+            "regmean": "RegMean",
+        },
+        swept={
+            "ties": "TIES",
+            "tsv": "TSV",
+            "iso-c": "Iso-C",
+            "task-arithmetic": "task arithmetic",
+            **_SCALARS,
+            "gradient-matching, Fisher of the base, sampled labels": f"{_MATCHING}, H_0 = F_0, drawn labels",
+            "gradient-matching, Fisher of the base, no penalty": f"{_MATCHING}, H_0 = F_0, `penalty: none`",
+            "gradient-matching, Fisher of the base, no penalty, sampled labels": f"{_MATCHING}, H_0 = F_0, drawn "
+            "labels, `penalty: none`",
+        },
+    ),
+}

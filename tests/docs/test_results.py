@@ -1,0 +1,103 @@
+"""Numbers that are typed on the page of results are those of the runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from docs.results_tables import RESULTS, _read
+from experiments.common.tables import shown
+from experiments.refinement import report as refinement
+from experiments.sentiment import report as sentiment
+from experiments.vision import report as vision
+
+PAGE = (Path(__file__).parents[2] / "docs" / "results.md").read_text("utf-8")
+WORDS = " ".join(PAGE.split())
+
+
+def typed(section: str) -> list[list[str]]:
+    """The rows of the first table after a heading."""
+    text = PAGE.partition(f"\n## {section}\n")[2]
+    lines = text.partition("\n|---")[2].partition("\n\n")[0].splitlines()[1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("section", ["Toxicity", "Hallucination"])
+def test_rows_of_removal_stand_in_the_tables_of_the_run(section: str) -> None:
+    """Each with all its numbers in one line there."""
+    lines = (RESULTS / section.lower() / "results.md").read_text("utf-8").splitlines()
+    table = [[float(n) for n in re.findall(r"\d+(?:\.\d+)?", line)] for line in lines if line.startswith("|")]
+    rows = [[cell for cell in row[1:] if re.fullmatch(r"[\d.]+", cell)] for row in typed(section)]
+    assert len(rows) > 6
+    for row in rows:
+        assert any(all(any(rounded(number, cell) for number in line) for cell in row) for line in table), row
+
+
+def rounded(number: float, cell: str) -> bool:
+    """The cell is the number, to its own digits."""
+    return abs(number - float(cell)) <= 0.501 * 10.0 ** -len(cell.partition(".")[2])
+
+
+def short(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}f}".removeprefix("0")
+
+
+def test_losses_of_sentiment_seed_by_seed() -> None:
+    results = _read("sentiment")
+    weights = results["settings"]["weights"]
+
+    def losses(method: str) -> list[str]:
+        return [
+            short(
+                sentiment.average_loss(
+                    seed["scores"][method]
+                    if method in seed["scores"]
+                    else sentiment.at_weight(seed, weights, method.removesuffix(", tuned"), weight)
+                )
+            )
+            for seed in results["seeds"]
+            for weight in [sentiment.best_weight(seed, weights, "task-arithmetic", "test") if "tuned" in method else 1]
+        ]
+
+    mean, tuned, total = (losses(m) for m in ("gradient-matching-mean", "task-arithmetic, tuned", "gradient-matching"))
+    pairs = sorted(zip(mean, tuned, strict=True))
+    assert sum(float(a) < float(b) for a, b in pairs) == 2
+    assert all(f"{a} against {b}" in WORDS for a, b in pairs if a != b) and f"({pairs[-1][0]})" in WORDS
+    assert f"({total[0]}, {total[1]} and {total[2]})" in WORDS
+    joint = losses("joint")
+    assert f"Joint training has {min(joint)} to {max(joint)}" in WORDS
+    fell = (RESULTS / "sentiment" / "results.md").read_text("utf-8")
+    assert "in 12 of 15 cases" in WORDS and "smaller mismatch in 12 of 15 cases" in fell
+
+
+def test_what_is_said_of_deit_tiny() -> None:
+    results = _read("vision", "deit-tiny")
+    seeds, weights = list(results["seeds"].values()), results["settings"]["weights"]
+
+    def at_one(name: str, part: str = "test") -> float:
+        place = weights.index(1.0)
+        return fmean(vision.over_tasks(vision.at(s["curves"][name][part], place)) for s in seeds)
+
+    bare = "gradient-matching, Fisher of the base, no penalty, sampled labels"
+    matching, arithmetic = (
+        (f"{at_one(name):.1f}", short(at_one(name, "loss"), 2)) for name in ("gradient-matching", "task-arithmetic")
+    )
+    assert f"gradient matching has {matching[0]} % (loss {matching[1]}), task arithmetic {arithmetic[0]}" in WORDS
+    assert f"{arithmetic[0]} ({arithmetic[1]})" in WORDS
+    assert f"no penalty {at_one(bare):.1f} ({short(at_one(bare, 'loss'), 2)})" in WORDS
+    regmean = fmean(vision.over_tasks(s["fixed"]["regmean"]["test"]) for s in seeds)
+    assert f"TSV {at_one('tsv'):.1f}, Iso-C {at_one('iso-c'):.1f}, RegMean {regmean:.1f}" in WORDS
+    curve = [fmean(vision.mean_curve(s["curves"]["gradient-matching"]["test"])[n] for s in seeds) for n in range(7)]
+    assert f"is flat ({min(curve):.1f} to {max(curve):.1f})" in WORDS
+    times = fmean(s["scalar_of_base"]["mean"] for s in seeds) / fmean(s["scalar"]["mean"] for s in seeds)
+    assert f"its mean entry is {times:.0f} times" in WORDS
+    refined = _read("refinement", "deit-tiny")
+
+    def share(name: str, what: str = "accuracy") -> str:
+        return shown([refinement.share(seed, name, what) for seed in refinement.having(refined, name)], 0)
+
+    adamw = "adamw, 1024 rows"
+    assert f"close {share(adamw)} % of the gap to joint training (loss: {share(adamw, 'loss')} %)" in WORDS
+    assert f"closes {share('base tuned on the same 1024 rows')} %" in WORDS
