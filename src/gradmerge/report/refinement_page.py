@@ -75,13 +75,17 @@ def metrics_table(done: Refinement) -> Table:
 
 def _curves(done: Refinement) -> Section:
     places = [float(number) for number in range(len(done.rounds))]
-    series = [Series(task, places, [one.held[task] for one in done.rounds]) for task in done.rounds[0].held]
+    series = [
+        Series(task, places, [Measured(one.held[task], one.errors.get(task)) for one in done.rounds])
+        for task in done.rounds[0].held
+    ]
+    bars = "Bars are ± 1 standard error. " if done.rounds[0].errors else ""
     unit = "pass" if done.method == "adamw" else "round"
     chart = curves(series, f"{unit}, 0 is the start", "mean loss of a row, nats")
     return Section(
         "Each task's loss over the rounds",
-        "These rows chose the steps and decided when to stop, so their loss is a little too good: judge the result "
-        "on others.",
+        f"{bars}These rows chose the steps and decided when to stop, so their loss is a little "
+        "too good: judge the result on others.",
         [Figure("Loss on rows held back", "losses", chart)],
         [metrics_table(done)],
     )
