@@ -51,12 +51,18 @@ def verdict(done: Refinement) -> list[str]:
         if now is not None and then is not None:
             tie = ", a tie on the same rows" if name in done.gains[task] and done.gains[task][name].tied else ""
             words.append(f"On {task} the {in_plain_words(name)} went from {then:.4g} to {now:.4g}{tie}.")
-    worse = [task for task, loss in last.held.items() if loss > first.held[task]]
+    worse = [task for task, loss in last.held.items() if loss > first.held[task] and not _tied(done, task)]
     if worse:
         words.append(f"{', '.join(worse)} lost what others gained.")
     if done.stopped:
         words.append(f"It ended early: {done.stopped}.")
     return words
+
+
+def _tied(done: Refinement, task: str) -> bool:
+    """Whether the rows held back do not tell a task's loss before and after apart."""
+    gain = done.gains.get(task, {}).get(loss_name(done.before.get(task, {})))
+    return gain is not None and gain.tied
 
 
 def metrics_table(done: Refinement) -> Table:
