@@ -167,9 +167,6 @@ def test_a_sweep_draws_the_front(page: Page) -> None:
     with measured(page):
         page.get_by_role("button", name="Sweep one weight for all").click()
     assert page.evaluate("document.querySelector('.gm-chart').dataset.spec.length") > few
-    page.wait_for_function("!!document.querySelector('.gm-chart').shadowRoot.querySelector('.mark-symbol path')")
-    page.locator(".gm-chart .mark-symbol.role-mark path").last.hover(force=True)
-    page.wait_for_function("document.querySelector('.gm-tip:not([hidden])')?.innerText.includes('accuracy')")
 
 
 def test_names_labels_and_texts_are_shown_and_never_run(page: Page) -> None:
