@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 import gradmerge as gm
 from gradmerge.diagnostics import answering, quick_predictor
+from gradmerge.diagnostics.in_memory import TaskData
 from gradmerge.diagnostics.pareto import unbeaten
 from gradmerge.tasks import Generation
 from gradmerge.tasks.refilling import RefilledModel
@@ -246,6 +247,27 @@ def test_a_measurement_stops_when_it_is_told_to(explorer: gm.Explorer) -> None:
     assert explorer.measure(explorer.setting(weights={"a": 0.11})).values  # and is as it was
 
 
+def test_models_are_evaluated_with_the_first_setting_and_none_of_them_twice(
+    texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    evaluate = TaskData.evaluate_rows
+    monkeypatch.setattr(TaskData, "evaluate_rows", lambda data, model: asked.append(data.name) or evaluate(data, model))
+    with gm.explore(texts / "plain.yml", data_of(texts)) as found:
+        assert found.notes and asked == []  # a page is there before anything is evaluated
+        polls = iter(range(1000))
+        with pytest.raises(gm.Superseded):
+            found.measure(found.own, lambda: next(polls) >= 6)  # in the second task, of five batches each
+        assert asked == ["a", "b"]
+        shares: list[float] = []
+        found.measure(found.own, advance=shares.append)
+        assert asked == ["a", "b", *["b", "base"], *["a", "b", "base"] * 3]
+        assert shares == sorted(shares) and shares[-1] == 1.0
+        alone = gm.evaluate(texts / "a", data_of(texts)["b"])
+        assert found.alone["a"]["b"] == {name: alone[name] for name in found.alone["a"]["b"]}
+        assert {*found.alone} == {"base", "a", "b"} and len(asked) == 13
+
+
 def test_who_waits_for_another_measurement_can_be_stopped(explorer: gm.Explorer) -> None:
     began, go_on = threading.Event(), threading.Event()
 
@@ -408,6 +430,10 @@ def test_figures_and_a_report_show_what_was_measured(explorer: gm.Explorer, tmp_
     for task in explorer.tasks:
         assert now[task]["x"] == outcome.values[task]
         assert now[task]["x error"] == outcome.metrics[task]["standard_errors"]["accuracy"]
+    # Layers are in per cent of what the recipe's own costs a task in all.
+    for task, share in (explorer.predict(outcome.setting) or {}).items():
+        cells = [cell for cell in numbers_of(charts["layers"]) if cell["column"] == task]
+        assert sum(cell["value"] for cell in cells) == pytest.approx(100 * share, abs=0.01 * len(cells))
     page = explorer.write_report(tmp_path / "report")
     assert "gradient-matching" in page.read_text("utf-8") and (tmp_path / "report" / "preview.csv").is_file()
     with pytest.raises(gm.InputError, match="exists"):

@@ -10,7 +10,7 @@ from gradmerge.diagnostics.gauge import Gauge
 from gradmerge.diagnostics.measured_merges import compare_merges
 from gradmerge.diagnostics.predict import Cost, Interference, Prediction
 from gradmerge.recipe import make_recipe
-from gradmerge.report.diagnosis_page import measured_table
+from gradmerge.report.diagnosis_page import _metrics_section, measured_table
 from gradmerge.report.diagnosis_words import verdict
 from gradmerge.tasks.uncertainty import standard_errors
 
@@ -131,6 +131,20 @@ def test_numbers_have_their_errors_and_ties_are_called_so() -> None:
     table = {row[0]: row for row in measured_table(found, losses=False).rows}
     assert f"{table[OWN][1]:.4g}" == "0.925 ± 0.017" and f"{table[OTHER][2]:.4g}" == "-0.425 ± 0.033"
     assert table["tuned"][1:3] == [None, None] and f"{table['tuned'][3]:.4g}" == "0.9333 ± 0.023"
+
+
+@pytest.mark.parametrize(("tasks", "names"), [(2, ["measured-table"]), (3, ["measured-table", "measured-losses"])])
+def test_losses_of_many_tasks_have_a_table_of_their_own(tasks: int, names: list[str]) -> None:
+    found = diagnosis({OWN: 1.0, OTHER: 2.0}, {OWN: both(90), OTHER: both(80), **ALONE}, tasks=tuple(TASKS[:tasks]))
+    for number, model in enumerate(found.metrics.values()):
+        for task, metrics in model.items():
+            metrics["loss_per_example"] = number + len(task)
+    tables = _metrics_section(found).tables
+    assert [table.slug for table in tables] == names
+    shown = {row[0]: row for row in tables[-1].rows}
+    losses = shown[OTHER][1:] if tasks > 2 else shown[OTHER][4::2]
+    assert losses == [1 + len(task) for task in TASKS[:tasks]]
+    assert tasks == 2 or not any("loss" in column for column in tables[0].columns)
 
 
 def test_a_removal_is_not_advised_to_lose_less() -> None:

@@ -167,6 +167,11 @@ def test_a_sweep_draws_the_front(page: Page) -> None:
     with measured(page):
         page.get_by_role("button", name="Sweep one weight for all").click()
     assert page.evaluate("document.querySelector('.gm-chart').dataset.spec.length") > few
+    ring = page.locator(".gm-chart .mark-symbol.role-mark path").last
+    ring.scroll_into_view_if_needed()
+    page.wait_for_timeout(200)  # scrolling hides what is told of a point
+    ring.hover(force=True)
+    page.wait_for_function("document.querySelector('.gm-tip:not([hidden])')?.innerText === 'now'", timeout=10000)
 
 
 def test_names_labels_and_texts_are_shown_and_never_run(page: Page) -> None:

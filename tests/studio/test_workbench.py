@@ -38,6 +38,7 @@ class Slow:
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
+        self.history: list[Any] = []
 
     def measure(self, setting: str, stop: Any, advance: Any) -> str:
         advance(0.25)
@@ -55,7 +56,7 @@ def test_a_newer_move_ends_a_long_measurement(monkeypatch: pytest.MonkeyPatch) -
     for board, state in bench.measured(visit, "first"):
         seen.append((board, "25" in state or 'value="0.250"' in state))
         visit.note("second")
-    assert seen[-1][0] is None and seen[0] == (None, True) and visit.shown is None
+    assert seen[-1][0] is None and seen[:2] == [(None, False), (None, True)] and visit.shown is None
     bench.explorer.let_go.set()
     assert list(bench.measured(visit, "second"))[-1] == ("board of outcome of second", "")
     bench.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import gradmerge as gm
+from gradmerge.quiet import quiet_transformers
 from gradmerge.tasks import load_task
 from gradmerge.tasks.loading import DEFAULTS
 
@@ -55,3 +57,10 @@ def test_a_task_gives_batches_of_the_size_that_it_was_loaded_with(tmp_path: Path
     loaded = load_task(tiny_bert_checkpoint(tmp_path / "model"), data, batch_size=3, device="cpu")
     assert [len(batch["labels"]) for batch in loaded.batches()] == [3, 3, 1]
     assert [len(batch["labels"]) for batch in loaded.batches(5)] == [5, 2]
+
+
+def test_bitsandbytes_says_nothing_while_models_are_loaded() -> None:
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    with quiet_transformers():
+        assert not logger.isEnabledFor(logging.WARNING)
+    assert logger.isEnabledFor(logging.WARNING)

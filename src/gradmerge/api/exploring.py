@@ -118,8 +118,9 @@ class Explorer(Displayed):
 
     @property
     def alone(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Model (`base`, or a tuned one) → task → metrics."""
-        return self._moves.alone
+        """Model (`base`, or a tuned one) → task → metrics; measured with the first setting, or when asked for."""
+        with contextlib.nullcontext() if self._moves.compared else self._computing():
+            return self._moves.alone
 
     @property
     def examples(self) -> dict[str, int]:
@@ -217,8 +218,7 @@ class Explorer(Displayed):
         >>> explorer.measure(explorer.setting(weights={"yelp": 0.5})).values  # doctest: +SKIP
         {'yelp': 0.91, 'sst2': 0.88}
         """
-        known = self._measured(setting)
-        if known is not None:
+        if (known := self._measured(setting)) is not None:
             return known
         with self._computing(stop):
             if (known := self._measured(setting)) is None:

@@ -67,7 +67,9 @@ class Evaluator:
             self._broken: list[str] = []
             self.alone_rows: dict[str, dict[str, Rows]] = {}
             """The same as ``alone``, of every row."""
-            self.alone = self._each_alone()
+            self._metrics_alone: dict[str, dict[str, dict[str, Any]]] = {}
+            self.compared = False
+            """Whether ``alone`` is measured."""
             self.examples = {name: one.loaded.examples for name, one in self._data.items()}
         except BaseException:
             self.plan.inputs.close()
@@ -77,6 +79,7 @@ class Evaluator:
 
     def look(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
         rows = []
+        self._each_alone()
         for plan, known, some in self._candidates.together(self._candidates.possible(settings), self._at_once):
             candidates = [self._candidates.candidate(setting) for setting in some]
             states = materialise(plan, candidates, self._threads, known)
@@ -98,29 +101,37 @@ class Evaluator:
         costs = {task: self.lost_share(task, found) for task, found in metrics.items()}
         return Outcome(setting, values, metrics, costs, rows=rows, shares=self._row_shares(rows))
 
-    def _each_alone(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """The base and every tuned model, each on all data."""
+    @property
+    def alone(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Model (`base`, or a tuned one) → task → metrics, measured when they are first asked for."""
+        self._each_alone()
+        return self._metrics_alone
+
+    def _each_alone(self) -> None:
+        """Evaluate the base and every tuned model on all data; what a call that was given up found is kept."""
+        if self.compared:
+            return
         inputs = self.plan.inputs
-        found: dict[str, dict[str, dict[str, Any]]] = {}
         if inputs.base is not None:
-            found[BASE] = self._alone(BASE, self._any.loaded.model)
+            self._alone(BASE, self._any.loaded.model)
         for name, checkpoint in zip(self._names, inputs.tuned, strict=True):
+            if len(self._metrics_alone.get(name, ())) == len(self.tasks):
+                continue
             try:
                 model = self._any.model_with(state_of(checkpoint))
             except InputError:  # its own head does not fit the config that all merges share
                 continue
-            found[name] = self._alone(name, model)
-        return found
+            self._alone(name, model)
+        self.compared = True
 
-    def _alone(self, name: str, model: nn.Module) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        rows = self.alone_rows.setdefault(name, {})
+    def _alone(self, name: str, model: nn.Module) -> None:
+        found, rows = self._metrics_alone.setdefault(name, {}), self.alone_rows.setdefault(name, {})
         for task in self.tasks:
             try:
-                found[task], rows[task] = self._data[task].evaluate_rows(model)
+                if task not in found:
+                    found[task], rows[task] = self._data[task].evaluate_rows(model)
             except InputError as error:
                 raise InputError(f"{name} on the data of {task}: {error}") from error
-        return found
 
     def _row_shares(self, rows: Mapping[str, Rows]) -> dict[str, Tensor]:
         """Task → the lost share of every row of its data; their mean is what :meth:`lost_share` gives."""
@@ -168,7 +179,7 @@ class Evaluator:
         if lacking:
             them = "it" if len(lacking) == 1 else "them"
             notes.append(f"no data for {', '.join(lacking)}: what the merges do to {them} is not seen")
-        different = [name for name in self._names if name not in self.alone]
+        different = [name for name in self._names if self.compared and name not in self.alone]
         if different:
             notes.append(f"{', '.join(different)}: not evaluated alone, its head does not fit the base's config")
         return list(dict.fromkeys([*notes, *self._candidates.notes(), *self._broken[:5]]))

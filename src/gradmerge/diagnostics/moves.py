@@ -84,10 +84,6 @@ class Moves(Evaluator):
         finally:
             torch.set_num_threads(before)
 
-    def _each_alone(self) -> dict[str, dict[str, dict[str, Any]]]:
-        with self.threads():
-            return super()._each_alone()
-
     def predictor(self) -> QuickPredictor | None:
         """What predicts settings on the same inputs; None without curvature of every model."""
         if not self.plan.inputs.curvature or self.plan.inputs.base is None or self._recipe.method == "fa1":
@@ -152,12 +148,15 @@ class Moves(Evaluator):
         return layers
 
     def measure(self, setting: Setting, stop: Stop, share: Share) -> Outcome:
-        """Form a setting and evaluate it on the data of every task."""
+        """Form a setting and evaluate it on the data of every task; the first time, the models before it."""
         blocks = sum(1 for unit in self.plan.units() if unit.job.rule is not None)
         # Answers are written in about as many batches as there are.
         every = [(2 if one.generation else 1, one.loaded) for one in self._data.values()]
         batches = sum(times * math.ceil(loaded.examples / loaded.batch_size) for times, loaded in every)
-        parts, last = iter([FORMING * (n + 1) / blocks for n in range(blocks)]), FORMING
+        models = 0 if self.compared else len(self._names) + (self.plan.inputs.base is not None)
+        own = 1 / (models + 1)
+        formed = 1 - own * (1 - FORMING)
+        parts, last = _shares(0, 1 - own, models * batches), 1 - own
 
         def between() -> None:
             if stop():
@@ -165,14 +164,15 @@ class Moves(Evaluator):
             share(next(parts, last))
 
         self.check(setting)
-        model = self.model(setting, between)
-        assert model is not None
-        shares = [FORMING + (1 - FORMING) * n / batches for n in range(batches)]
-        parts, last = iter(shares), shares[-1]
         before = len(self._broken)
         try:
             for one in self._data.values():
                 one.between = between
+            self._each_alone()
+            parts, last = _shares(1 - own, formed, blocks), formed
+            model = self.model(setting, between)
+            assert model is not None
+            parts, last = _shares(formed, 1, batches), 1
             found = self._outcome(setting, model)
         finally:
             for one in self._data.values():
@@ -184,3 +184,7 @@ class Moves(Evaluator):
 
     def data_of(self, task: str) -> TaskData:
         return self._data[task]
+
+
+def _shares(start: float, end: float, count: int) -> Iterator[float]:
+    return iter([start + (end - start) * n / count for n in range(count)])

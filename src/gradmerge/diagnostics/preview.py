@@ -259,8 +259,10 @@ class Looker(Protocol):
     plan: Plan
     tasks: list[str]
     measured: bool
-    alone: dict[str, dict[str, dict[str, Any]]]
     examples: dict[str, int]
+
+    @property
+    def alone(self) -> dict[str, dict[str, dict[str, Any]]]: ...
 
     def look(self, settings: Sequence[Setting], advance: Advance) -> list[Outcome]:
         """The outcome of every setting, in their order; settings that cannot be formed are left out."""

@@ -43,6 +43,8 @@ class ClientLost(MachineError):
 class RemoteOwner:
     """A task as its client tells of it; every question goes to all clients at once, and the answers are kept."""
 
+    held_error: float | None = None
+
     def __init__(self, federation: Federation, node: int, facts: Facts) -> None:
         self.name = str(facts.get("name"))
         if not NAME.fullmatch(self.name):

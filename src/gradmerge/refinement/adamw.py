@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ def adamw(
             made = list(passes.plan(rate, planned))
             after = made[-1][0]
             if after.judged < best.judged:
-                best, kept = Round(after.held, after.rows, [step for _, step in made]), _copied(parameters)
+                best, kept = replace(after, steps=[step for _, step in made]), _copied(parameters)
             return after.judged if math.isfinite(after.judged) else math.inf
 
         _search(tried, best.judged)
@@ -117,7 +118,7 @@ def _long(state: Progressed, passes: _Passes, rounds: int, told: Callable[[Progr
         idle = 0 if after.judged < lowest else idle + 1
         lowest = min(lowest, after.judged)
         if after.judged < done.rounds[-1].judged:
-            done.rounds.append(Round(after.held, after.rows, steps, time.perf_counter() - begun))
+            done.rounds.append(replace(after, steps=steps, seconds=time.perf_counter() - begun))
             best, begun, steps = _copied(parameters), time.perf_counter(), []
             state.last = passes.moments()
             told(state)

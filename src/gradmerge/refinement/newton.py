@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -80,12 +80,14 @@ def begin(model: nn.Module, owners: Sequence[Owner], method: str, penalty: Penal
 def losses_at(model: nn.Module, owners: Sequence[Owner], penalty: Penalty | None, done: Refinement) -> Round:
     """The losses of all owners at the model as it is."""
     rows = penalty.value(trained(model)) if penalty is not None else 0.0
-    held = {}
+    held, errors = {}, {}
     for owner in owners:
         rows += owner.examples / owner.rows * owner.losses(model, held=False)[0]
         held[owner.name] = owner.losses(model, held=True)[0]
+        if owner.held_error is not None:
+            errors[owner.name] = owner.held_error
     done.passes.update(rows=1, held=1)
-    return Round(held, rows)
+    return Round(held, rows, errors=errors)
 
 
 def newton(
@@ -128,7 +130,7 @@ def newton(
             now, step, state.last = found
             steps.append(step)
         if steps:
-            done.rounds.append(Round(now.held, now.rows, steps, time.perf_counter() - begun))
+            done.rounds.append(replace(now, steps=steps, seconds=time.perf_counter() - begun))
             told(state)
     return done
 

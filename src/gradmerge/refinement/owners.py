@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -42,6 +43,8 @@ class Owner(Protocol):
     """How many rows answer, without those that are held back."""
     held: int
     """How many are held back."""
+    held_error: float | None
+    """The standard error of the last mean loss of those that ``losses`` told, where it is known."""
 
     def curvature(self, model: nn.Module) -> KroneckerCurvature:
         """Kronecker curvature, a sum over its rows."""
@@ -94,6 +97,7 @@ class DataOwner:
         self._processes = processes
         self._own, self._own_valid = (share_of_rows(some, processes) for some in (batches, valid))
         self.examples = self.rows if examples is None else examples
+        self.held_error: float | None = None
         self._trial = Trial()
 
     def curvature(self, model: nn.Module) -> KroneckerCurvature:
@@ -121,14 +125,23 @@ class DataOwner:
     def losses(
         self, model: nn.Module, directions: Sequence[Point] = (), points: Tensor | None = None, *, held: bool
     ) -> list[float]:
-        found = []
+        found, squares = [], 0.0
         with evaluated(model), torch.no_grad(), moving(model, directions) as move:
             for point in points if points is not None else [torch.zeros(len(directions))]:
                 move(point)
-                batches = self._on_device(model, self._own_valid if held else self._own)
-                found.append(sum(float(self._losses(model, batch, check=points is None).sum()) for batch in batches))
-        totals = [sum(parts) for parts in zip(*self._processes.gather(found), strict=True)]
-        return [total / self.held if held else total for total in totals]
+                total, squares = 0.0, 0.0
+                for batch in self._on_device(model, self._own_valid if held else self._own):
+                    losses = self._losses(model, batch, check=points is None)
+                    total += float(losses.sum())
+                    squares += float(losses.cpu().double().square().sum())
+                found.append(total)
+        *totals, squares = (sum(parts) for parts in zip(*self._processes.gather([*found, squares]), strict=True))
+        if not held:
+            return totals
+        means = [total / self.held for total in totals]
+        spread = max(0.0, squares / self.held - means[-1] ** 2)
+        self.held_error = math.sqrt(spread / (self.held - 1)) if self.held > 1 else None
+        return means
 
     def row_losses(self, model: nn.Module, *, held: bool) -> Tensor:
         """The loss of every row, or of every one held back."""

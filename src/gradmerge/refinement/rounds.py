@@ -37,6 +37,8 @@ class Round:
     """The sum of all tasks' losses on their rows, each scaled to its number of examples, and the penalty."""
     steps: list[RefinementStep] = field(default_factory=list)
     seconds: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+    """Task → the standard error of ``held``, where its rows are known here."""
 
     @property
     def judged(self) -> float:

@@ -152,7 +152,13 @@ def losses_table(found: Diagnosis, models: Sequence[str]) -> Table:
     rows = [
         [model, *(measured(found.metrics[model][t], "loss_per_example") for t in found.examples)] for model in models
     ]
-    return Table("Measured loss per example", "measured-losses", ["model", *found.examples], rows)
+    return Table(
+        "Measured loss per example",
+        "measured-losses",
+        ["model", *found.examples],
+        rows,
+        "In nats; ± is a standard error.",
+    )
 
 
 def _metrics_section(found: Diagnosis) -> Section:

@@ -51,12 +51,18 @@ def verdict(done: Refinement) -> list[str]:
         if now is not None and then is not None:
             tie = ", a tie on the same rows" if name in done.gains[task] and done.gains[task][name].tied else ""
             words.append(f"On {task} the {in_plain_words(name)} went from {then:.4g} to {now:.4g}{tie}.")
-    worse = [task for task, loss in last.held.items() if loss > first.held[task]]
+    worse = [task for task, loss in last.held.items() if loss > first.held[task] and not _tied(done, task)]
     if worse:
         words.append(f"{', '.join(worse)} lost what others gained.")
     if done.stopped:
         words.append(f"It ended early: {done.stopped}.")
     return words
+
+
+def _tied(done: Refinement, task: str) -> bool:
+    """Whether the rows held back do not tell a task's loss before and after apart."""
+    gain = done.gains.get(task, {}).get(loss_name(done.before.get(task, {})))
+    return gain is not None and gain.tied
 
 
 def metrics_table(done: Refinement) -> Table:
@@ -75,13 +81,17 @@ def metrics_table(done: Refinement) -> Table:
 
 def _curves(done: Refinement) -> Section:
     places = [float(number) for number in range(len(done.rounds))]
-    series = [Series(task, places, [one.held[task] for one in done.rounds]) for task in done.rounds[0].held]
+    series = [
+        Series(task, places, [Measured(one.held[task], one.errors.get(task)) for one in done.rounds])
+        for task in done.rounds[0].held
+    ]
+    bars = "Bars are ± 1 standard error. " if done.rounds[0].errors else ""
     unit = "pass" if done.method == "adamw" else "round"
     chart = curves(series, f"{unit}, 0 is the start", "mean loss of a row, nats")
     return Section(
         "Each task's loss over the rounds",
-        "These rows chose the steps and decided when to stop, so their loss is a little too good: judge the result "
-        "on others.",
+        f"{bars}These rows chose the steps and decided when to stop, so their loss is a little "
+        "too good: judge the result on others.",
         [Figure("Loss on rows held back", "losses", chart)],
         [metrics_table(done)],
     )

@@ -195,6 +195,12 @@ def state(text: str, share: float | None = None) -> str:
     return f'<div class="gm-state" role="status">{bar}<span>{esc(text)}</span></div>'
 
 
+def notes(texts: Sequence[str]) -> str:
+    """What a user should know, behind a click."""
+    rows = "".join(f"<li>{esc(text)}</li>" for text in texts)
+    return f'<details class="gm-notes"><summary>Notes ({len(texts)})</summary><ul>{rows}</ul></details>' if rows else ""
+
+
 def message(text: str, kind: str = "error") -> str:
     """What went wrong, or what was done, in the page. Line feeds stay."""
     return f'<div class="gm-message {kind}" role="alert">{esc(text)}</div>' if text else ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import gradio as gr
 
+from ..errors import GradmergeError
 from ..text import counted
 from . import markup
 from .look import COPY, DIM_BOARD, TAKEN
@@ -80,10 +82,7 @@ class _Desk:
                 self.predicted = _html("gm-predicted-box")
                 self.state = _html("gm-state-box")
                 self._views(removes)
-                if explorer.notes:
-                    notes = "".join(f"<li>{markup.esc(text)}</li>" for text in explorer.notes)
-                    with gr.Accordion("Notes", open=False):
-                        _html("", f'<ul class="gm-notes">{notes}</ul>')
+                self.notes = _html("gm-notes-box", markup.notes(explorer.notes))
         self.version = gr.State(0)
         self._wire(page)
 
@@ -159,18 +158,18 @@ class _Desk:
         best = self.best.click(self._to_best, None, panel.outputs, queue=False, **_QUIET)
         taken = self.taken.click(self._to_tried, self.place, panel.outputs, queue=False, js=TAKEN, **_QUIET)
         moving = [c for c in inputs if c not in (panel.method, panel.by_layers, *(k.word for k in panel.knobs))]
-        noted = [self.predicted, self.recipe, self.error]
-        measured = [self.board, self.state, self.error, self.version]
+        measured = [self.board, self.state, self.error, self.version, self.predicted, self.recipe, self.notes]
         drawn = [component.input for component in moving]
         # At once with every move, and not with what follows it: a late answer to one move must not dim that to another.
         gr.on(drawn, None, None, None, js=DIM_BOARD, **_QUIET, trigger_mode="multiple")
-        gr.on(drawn, self._note, inputs, noted, queue=False, **_QUIET, trigger_mode="always_last")
+        # An event of its own: those of one event are asked for one after the other, each once the last is answered.
+        noted = [component.change for component in moving]
+        gr.on(noted, self._note, inputs, None, queue=False, **_QUIET, trigger_mode="always_last")
         gr.on(drawn, self._measure, [self.version, *inputs], measured, **_MOVES)
         for event in (shaped, layered, *words, own, best, taken):
             event.then(None, None, None, js=DIM_BOARD, **_QUIET)
-            event.then(self._note, inputs, noted, queue=False, **_QUIET)
+            event.then(self._note, inputs, None, queue=False, **_QUIET)
             event.then(self._measure, [self.version, *inputs], measured, concurrency_limit=None, **_QUIET)
-        page.load(self._note, inputs, noted, queue=False, **_QUIET)
         page.load(self._measure, [self.version, *inputs], measured, **_MOVES)
         views = [self.answers, self.flips, self.front, self.layers, self.tried]
         picked = [self.active, self.task, self.flip_task, self.against]
@@ -198,28 +197,31 @@ class _Desk:
         """The setting of a row that was clicked, which the page's script tells."""
         return self.panel.shaped(self._bench.explorer.history[int(place)].setting)
 
-    def _note(self, request: gr.Request, *values: Any) -> tuple[Any, ...]:
-        """A move was made: say what is predicted of it, before it is measured."""
-        try:
-            setting = self.panel.read(values)
-            self._bench.visit(request).note(setting)
-            explorer = self._bench.explorer
-            return markup.predictions(explorer.predict(setting)), explorer.recipe_text(setting), ""
-        except Exception as error:
-            return "", gr.skip(), markup.message(explained(error))
+    def _note(self, request: gr.Request, *values: Any) -> None:
+        """A move was made: what is measured for an earlier one may give way."""
+        with contextlib.suppress(GradmergeError):  # which the measurement tells
+            self._bench.visit(request).note(self.panel.read(values))
 
     def _measure(self, request: gr.Request, version: int, *values: Any) -> Iterator[tuple[Any, ...]]:
-        bench = self._bench
+        """What is predicted of a move, then how far its measurement is, at last the board."""
+        bench, explorer = self._bench, self._bench.explorer
         visit = bench.visit(request)
+        same = gr.skip()
         try:
             setting = self.panel.read(values)
-            for board, state in bench.measured(visit, setting):
-                if board is None:
-                    yield gr.skip(), state, gr.skip(), gr.skip()
+            steps = bench.measured(visit, setting)
+            next(steps)  # from here on it is measured, while the rest is found out
+            said = markup.predictions(explorer.predict(setting)), explorer.recipe_text(setting)
+            yield same, same, "", same, *said, same
+            for board, state in steps:
+                if board is not None:
+                    yield board, "", "", version + 1, same, same, bench.news(visit) or same
+                elif visit.shown is None:  # the first of this page: there is no board yet
+                    yield state, same, same, same, same, same, same
                 else:
-                    yield board, state, "", version + 1
+                    yield same, state, same, same, same, same, same
         except Exception as error:
-            yield gr.skip(), "", markup.message(explained(error)), gr.skip()
+            yield same if visit.shown else "", "", markup.message(explained(error)), same, same, same, same
 
     def _look(self, request: gr.Request, active: str, task: str, flip_task: str, against: str) -> list[Any]:
         """What the open tab shows of the merge on the board; the others wait until they are opened."""

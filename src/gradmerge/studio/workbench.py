@@ -51,6 +51,8 @@ class Visit:
     moves: int = 0
     seconds: float | None = None
     closed: bool = False
+    told: str = ""
+    """The notes that it shows."""
 
     def note(self, setting: Any) -> None:
         self.wanted = setting
@@ -121,19 +123,11 @@ class Workbench:
             gone.closed = True
 
     def running(self, do: Callable[[], T]) -> Iterator[T | None]:
-        """Do something in a thread: nothing again and again while it runs, at last its result."""
-        future = self._threads.submit(do)
-        while True:
-            try:
-                yield future.result(timeout=BEAT)
-                return
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
-                yield None
+        """Do something in a thread, from now on: nothing again and again while it runs, at last its result."""
+        return _awaited(self._threads.submit(do))
 
     def measured(self, visit: Visit, setting: Any) -> Iterator[tuple[str | None, str]]:
-        """Measure a setting: (board, state) again and again; a board of None stays as it is."""
+        """Measure a setting: (board, state) again and again, at first as it begins; a board of None stays as it is."""
         begun, before, noted = time.perf_counter(), visit.notes, visit.wanted == setting
 
         def stop() -> bool:
@@ -143,10 +137,12 @@ class Workbench:
             newer = visit.wanted != setting and (noted or visit.notes > before + 1)
             return visit.closed or (newer and time.perf_counter() - begun > PATIENCE)
 
-        work = LongWork("measuring")
+        work = LongWork("measuring" if self.explorer.history else "measuring the models and the recipe’s merge")
         told = functools.partial(setattr, work, "share")
+        measuring = self.running(functools.partial(self.explorer.measure, setting, stop, told))
+        yield None, ""
         try:
-            for outcome in self.running(functools.partial(self.explorer.measure, setting, stop, told)):
+            for outcome in measuring:
                 if outcome is None:
                     yield None, work.shown()
                     continue
@@ -156,8 +152,11 @@ class Workbench:
         except gm.Superseded:
             yield None, work.shown()
 
-    def metric(self, task: str) -> str:
-        return str(self.explorer.preview().metric(task))
+    def news(self, visit: Visit) -> str:
+        """The notes, if there are others than a visit shows: some are known once something is measured."""
+        notes = markup.notes(self.explorer.notes)
+        changed, visit.told = notes != visit.told, notes
+        return notes if changed else ""
 
     def board(self, visit: Visit) -> str:
         """What is measured now, beside the best so far, the base and the tuned models."""
@@ -289,20 +288,12 @@ class Workbench:
             mean = markup.average([score for score in scores if score is not None])
             signs = "★ " if best is not None and row.setting.same(best.setting) else ""
             signs += "◇" if any(row.setting.same(one) for one in front) else ""
-            rows.append(
-                [
-                    signs or "",
-                    markup.take_up(self._place(row.setting), row.setting.name),
-                    f"<b>{mean}</b>" if mean else "–",
-                    *map(str, scores),
-                ]
-            )
+            name = markup.take_up(self._place(row.setting), row.setting.name)
+            rows.append([signs, name, f"<b>{mean}</b>" if mean else "–", *map(str, scores)])
         said = "A click takes a setting up again. ★ the best so far; ◇ nothing tried is better on every task. "
         said += "Shares in per cent, ± 1 standard error."
-        return (
-            markup.table(["", "setting", "average", *explorer.tasks], rows, "gm-tried")
-            + f'<p class="gm-told">{said}</p>'
-        )
+        table = markup.table(["", "setting", "average", *explorer.tasks], rows, "gm-tried")
+        return f'{table}<p class="gm-told">{said}</p>'
 
     def _place(self, setting: Any) -> int:
         """Of what was measured, the how-manieth a setting was."""
@@ -376,6 +367,17 @@ FIGURES = {
 }
 #: The layers without curvature.
 DISTANCES = ("Layers", "How far each layer of this merge still is from the model tuned on a task.")
+
+
+def _awaited(future: concurrent.futures.Future[T]) -> Iterator[T | None]:
+    while True:
+        try:
+            yield future.result(timeout=BEAT)
+            return
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise
+            yield None
 
 
 def _shaped(replies: Iterable[Any]) -> str:
