@@ -250,10 +250,12 @@ def test_on_data_rows_held_back_decide(texts: Path, tmp_path: Path) -> None:
 class Rows(Evaluator):
     """Rows of known losses: the truth of a task, what all settings share, and what depends on row and weights."""
 
+    alone: dict[str, Any] = {}  # type: ignore[assignment]  # noqa: RUF012
+
     def __init__(self, truth: Callable[[Tensor], Tensor], noise: float) -> None:
         state = {name: torch.zeros(1) for name in NAMES}
         self.plan = memory_plan([state] * 3, [state] * 3, [1.0, 1.0], 0.0)
-        self.tasks, self.alone, self.examples = ["a", "b"], {}, {"a": 60, "b": 60}
+        self.tasks, self.examples = ["a", "b"], {"a": 60, "b": 60}
         generator = torch.Generator().manual_seed(0)
         self.truth, self.offsets = truth, torch.randn(2, 60, generator=generator, dtype=torch.float64)
         self.slopes = noise * torch.randn(2, 60, 2, 3, generator=generator, dtype=torch.float64)

@@ -59,7 +59,8 @@ def test_a_task_gives_batches_of_the_size_that_it_was_loaded_with(tmp_path: Path
     assert [len(batch["labels"]) for batch in loaded.batches(5)] == [5, 2]
 
 
-def test_bitsandbytes_says_nothing_while_models_are_loaded() -> None:
+def test_bitsandbytes_says_nothing_while_models_are_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "bitsandbytes")
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     with quiet_transformers():
         assert not logger.isEnabledFor(logging.WARNING)

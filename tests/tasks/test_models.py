@@ -176,7 +176,7 @@ def test_a_hub_model_is_loaded_from_where_it_was_fetched_to(tmp_path: Path, monk
     folder = tiny_bert_checkpoint(tmp_path / "cache")
     asked: list[Any] = []
 
-    def fetch(repo: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def fetch(repo: str, revision: str | None, allow_patterns: list[str], **_: Any) -> str:
         asked.append((repo, revision, "model*.safetensors" in allow_patterns, "*.bin" in allow_patterns))
         return str(folder)
 

@@ -70,7 +70,7 @@ class Evaluator:
             self._metrics_alone: dict[str, dict[str, dict[str, Any]]] = {}
             self.compared = False
             """Whether ``alone`` is measured."""
-            self.examples = {name: one.loaded.examples for name, one in self._data.items()}
+            self.examples = self._numbers_of_rows()
         except BaseException:
             self.plan.inputs.close()
             raise
@@ -123,6 +123,10 @@ class Evaluator:
                 continue
             self._alone(name, model)
         self.compared = True
+        self.examples = self._numbers_of_rows()  # the harness knows its own only now
+
+    def _numbers_of_rows(self) -> dict[str, int]:
+        return {name: one.loaded.examples for name, one in self._data.items()}
 
     def _alone(self, name: str, model: nn.Module) -> None:
         found, rows = self._metrics_alone.setdefault(name, {}), self.alone_rows.setdefault(name, {})
