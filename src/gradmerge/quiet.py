@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+_ALONE = threading.RLock()
+
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers inside; what matters to users becomes errors and notes of ours."""
+    """Silence transformers inside; what matters to users becomes errors and notes of ours.
+
+    One thread at a time: while transformers loads a model, it replaces the function that ties weights for all threads,
+    and two that load at once could leave it replaced, so that no later model has its weights tied.
+    """
+    with _ALONE, _quietly():
+        yield
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
     from transformers import utils
 
     said: Any = utils.logging

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,29 @@ def test_a_task_gives_batches_of_the_size_that_it_was_loaded_with(tmp_path: Path
     loaded = load_task(tiny_bert_checkpoint(tmp_path / "model"), data, batch_size=3, device="cpu")
     assert [len(batch["labels"]) for batch in loaded.batches()] == [3, 3, 1]
     assert [len(batch["labels"]) for batch in loaded.batches(5)] == [5, 2]
+
+
+def test_threads_load_models_one_after_the_other() -> None:
+    order: list[str] = []
+    inside, waiting = threading.Event(), threading.Event()
+
+    def other() -> None:
+        inside.wait()
+        waiting.set()
+        with quiet_transformers():
+            order.append("second")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with quiet_transformers():
+        inside.set()
+        waiting.wait()
+        with quiet_transformers():  # the same thread may go in again
+            order.append("first")
+        time.sleep(0.05)  # a thread that did not wait would be done by now
+        order.append("end of first")
+    thread.join()
+    assert order == ["first", "end of first", "second"]
 
 
 def test_bitsandbytes_says_nothing_while_models_are_loaded(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..quiet import quiet_transformers
 from ..text import listed
 from .totals import let_go
 
@@ -190,6 +191,6 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
 
 def skeleton(kind: Any, config: Any) -> nn.Module:
     """A model without memory for its weights."""
-    with torch.device("meta"):
+    with quiet_transformers(), torch.device("meta"):  # not while another thread loads a model
         model: nn.Module = kind(config)
     return model
