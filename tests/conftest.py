@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -25,6 +26,9 @@ def _modules_are_no_garbage() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_in_any_order() -> None:
-    """What a test draws without a seed of its own does not depend on the tests before it."""
+def _as_if_alone() -> Iterator[None]:
+    """What a test draws without a seed of its own does not depend on the tests before it, nor on how many threads they
+    wanted; and a process that is forked while torch has several waits for ever for those, which it does not have."""
     torch.manual_seed(0)
+    yield
+    torch.set_num_threads(1)
