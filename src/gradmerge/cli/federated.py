@@ -64,7 +64,7 @@ def serve(
 ) -> None:
     """Refine a merge on rows that stay with their owners: the server. Clients come by `gradmerge federated join`.
 
-    Steps are those of `gradmerge refine --method newton`; adamw needs the rows at hand.
+    Steps are those of `gradmerge refine --with newton`; adamw needs the rows at hand.
     """
     with heavy_imports():
         from ..federated.hosting import serve as run

@@ -114,7 +114,8 @@ def merge(
 ) -> None:
     """Merge checkpoints on disk, as a recipe says or as the options say.
 
-    A model is a Hugging Face folder, a .safetensors file, a Hub id (org/name@revision) or a PEFT LoRA adapter folder.
+    A model is a Hugging Face folder, a .safetensors file, a Hub id (org/name@revision), a PEFT LoRA adapter folder,
+    or the URL of one of these (s3://, hf://, …).
     """
     with heavy_imports():
         from .request import build_recipe, from_options

@@ -124,12 +124,14 @@ class Upload:
             if failed is not None:
                 self._room.release()
                 failed.result()
-            self._under_way.append(self._pool.submit(self._sent_away, name))
+            self._under_way.append(self._pool.submit(self._send, name, keep=False))
 
-    def _sent_away(self, name: str) -> None:
+    def _send(self, name: str, keep: bool) -> None:
+        """In a thread of the pool: send a staged file, and delete it here unless it is kept."""
         try:
             self.send_file(self._folder / name, name)
-            (self._folder / name).unlink()
+            if not keep:
+                (self._folder / name).unlink()
         finally:
             self._room.release()
 
@@ -203,19 +205,13 @@ class Upload:
         early, late = (part for part in ([n for n in order if n not in LAST], [n for n in order if n in LAST]))
         for name in early:
             self._room.acquire()
-            self._under_way.append(self._pool.submit(self._sent_away_kept, name))
+            self._under_way.append(self._pool.submit(self._send, name, keep=True))
         self.wait()
         self._remove(sorted((self._replaced | self._stale) - {*left, *self.sent, *LAST}))
         for name in late:
             self.send_file(self._folder / name, name)
         self._remove([UNFINISHED])
         self._pool.shutdown()
-
-    def _sent_away_kept(self, name: str) -> None:
-        try:
-            self.send_file(self._folder / name, name)
-        finally:
-            self._room.release()
 
     def wait(self) -> None:
         """Wait for what is on its way; raise what went wrong with it."""
