@@ -45,13 +45,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         model="folder or Hub id of a pre-trained encoder (text, tiny: made up; images: trained here by default)",
         data="folder with the data sets, as of the experiment whose models these are",
     )
-    rows = "labelled rows per task, several comma-separated (default: 2048 of text, 1024 images; tiny: 24)"
-    parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), help=rows)
+    rows = "labelled rows per task or all, several comma-separated (default: 2048 of text, 1024 images; tiny: 24)"
+    parser.add_argument("--rows", type=_sizes, help=rows)
     parser.add_argument("--tasks", choices=("text", "images"), default="text", help="default: %(default)s")
     return run_program(parser, argv, run, report, plan)
 
 
-def checked(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
+def _sizes(text: str) -> tuple[int | None, ...]:
+    return tuple(None if part == "all" else int(part) for part in text.split(","))
+
+
+def _as_text(sizes: Sequence[int | None]) -> str:
+    return ",".join("all" if size is None else str(size) for size in sizes)
+
+
+def checked(args: argparse.Namespace) -> tuple[Any, tuple[int | None, ...]]:
     """The settings of the models' own experiment, and numbers of rows, where the options go together."""
     if args.scale == "full":
         raise gm.InputError("--scale full: this experiment has the scales small and tiny")
@@ -69,8 +77,8 @@ def plan(args: argparse.Namespace) -> Plan:
         found = plan_text(settings, args.model, args.data_dir or "made up")
     else:
         found = plan_pictures(settings, args.model, args.data_dir)
-    rows = ", ".join(f"{size:,}" for size in sizes)
-    return replace(found, then=[f"merges by diagonal and Kronecker curvature, and refined with {rows} rows a task"])
+    then = f"merges by diagonal and Kronecker curvature, and refined with {_as_text(sizes)} rows a task"
+    return replace(found, then=[then])
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -84,7 +92,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         kind, tasks = PictureSeed, settings.tasks
     seeds = run_seeds(kind, Wanted(args.out, settings, args.device, shared, sizes), args.seeds, args.jobs)
     return {
-        **head("refinement", args, [f"--tasks {args.tasks} --rows {','.join(map(str, sizes))}"]),
+        **head("refinement", args, [f"--tasks {args.tasks} --rows {_as_text(sizes)}"]),
         "tasks": list(tasks),
         "settings": asdict(settings),
         "seeds": seeds,

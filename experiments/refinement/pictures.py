@@ -58,7 +58,7 @@ class PictureSeed(run.Seed, Study):
         classifier.put(state)
         return classifier.eval()
 
-    def rows(self, task: str, first: int) -> list[Any]:
+    def rows(self, task: str, first: int | None) -> list[Any]:
         # A base that was trained here knows the first rows by heart: they say nothing about what a merge has lost.
         images = self._images([task], "train")
         known = self.settings.base_rows if self.settings.pretraining is not None else 0

@@ -20,6 +20,8 @@ from ..common.states import State
 
 MERGE = "gradient matching"
 METHODS = ("newton", "adamw")
+#: Of Newton steps with all rows, which end by themselves where the rows held back say so; with fewer the default.
+ROUNDS_OF_ALL = 6
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Wanted(Run):
     """What the seeds share, and how many rows refinements are given."""
 
     shared: Any
-    sizes: tuple[int, ...]
+    sizes: tuple[int | None, ...]
 
 
 class Study(ABC):
@@ -42,8 +44,8 @@ class Study(ABC):
     """The merge that is refined."""
     structures: Sequence[str] = ("diagonal", "kronecker")
     """Of the curvature that merges are made by."""
-    sizes: Sequence[int]
-    """Labelled rows per task that a refinement is given; a tenth of them it holds back by itself."""
+    sizes: Sequence[int | None]
+    """Labelled rows per task that a refinement is given, None for all; a tenth of them it holds back by itself."""
 
     @abstractmethod
     def states(self) -> dict[str, State]:
@@ -58,8 +60,8 @@ class Study(ABC):
         """A model with these weights, on the device."""
 
     @abstractmethod
-    def rows(self, task: str, first: int) -> list[Any]:
-        """The first training rows of a task, in batches."""
+    def rows(self, task: str, first: int | None) -> list[Any]:
+        """So many training rows of a task, drawn by the seed, in batches; None is all."""
 
     @abstractmethod
     def score(self, module: nn.Module) -> dict[str, dict[str, float]]:
@@ -67,22 +69,26 @@ class Study(ABC):
 
     def compare(self) -> dict[str, Any]:
         """Name → scores of every task; and how long each refinement took, and what its rounds did."""
-        models = self._models()
-        made = {name: partial(self._made, make) for name, make in models.items()}
-        for first in self.sizes:
-            made |= {
-                f"{method}, {first} rows": partial(self._refined, method, models[self.start], first)
-                for method in METHODS
-            }
-            made[f"base tuned on the same {first} rows"] = partial(self._refined, "adamw", models["base"], first)
+        made = self.made()
         # What takes longest comes last: Newton steps, and merges with Kronecker curvature.
         order = sorted(made, key=lambda name: (name.startswith("newton"), "Kronecker" in name))
-        found = {name: self._stage(name, made[name]) for name in order}
+        found = {name: self.stage(name, made[name]) for name in order}
         found = {name: found[name] for name in made}
         scores = {name: one.pop("scores") for name, one in found.items()}
         return {"scores": scores, "refinements": {name: one for name, one in found.items() if one}}
 
-    def _stage(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def made(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        """Every model that is compared, by name; a call makes it and scores it."""
+        models = self._models()
+        made = {name: partial(self._made, make) for name, make in models.items()}
+        for first in self.sizes:
+            rows = "all rows" if first is None else f"{first} rows"
+            made |= {f"{method}, {rows}": partial(self._refined, method, self.start, first) for method in METHODS}
+            if first is not None:  # on all of them it is what joint training does
+                made[f"base tuned on the same {rows}"] = partial(self._refined, "adamw", "base", first)
+        return made
+
+    def stage(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = re.sub(r"[^a-z0-9]+", "-", name.lower())
         found: dict[str, Any] = self.stages.run(f"compare-{path}", lambda folder: make(), after=self.trained)
         return found
@@ -93,11 +99,12 @@ class Study(ABC):
     def _scored(self, module: nn.Module) -> dict[str, Any]:
         return {"scores": self.score(module)}
 
-    def _refined(self, method: str, start: Callable[[], State], first: int) -> dict[str, Any]:
+    def _refined(self, method: str, start: str, first: int | None) -> dict[str, Any]:
         rows = {task: self.rows(task, first) for task in self.tasks}
-        module = self.module(start())
+        module = self.module(self._models()[start]())
         begun = time.perf_counter()
-        found = gm.refine(module, rows, method=method, progress=False)
+        more = {"rounds": ROUNDS_OF_ALL} if first is None and method == "newton" else {}
+        found = gm.refine(module, rows, method=method, progress=False, **more)
         return self._scored(module) | {
             "seconds": time.perf_counter() - begun,
             "held_back": [one.judged for one in found.rounds],

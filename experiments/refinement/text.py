@@ -12,7 +12,6 @@ from gradmerge.tasks.models import model_with
 from ..common.states import State
 from ..sentiment import run
 from ..sentiment.data import BASE, SETS, TASKS
-from ..sentiment.models import score
 from ..sentiment.settings import ALL_DATA
 from .study import Study
 
@@ -45,7 +44,7 @@ class TextSeed(run.Seed, Study):
         model: nn.Module = model_with(self._template, {name: value.clone() for name, value in state.items()})
         return model
 
-    def rows(self, task: str, first: int) -> list[Any]:
+    def rows(self, task: str, first: int | None) -> list[Any]:
         examples = self._examples(task, "train")
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(self.seed))[:first].tolist()
         chosen = [examples[place] for place in order]
@@ -54,6 +53,6 @@ class TextSeed(run.Seed, Study):
     def score(self, module: Any) -> dict[str, dict[str, float]]:
         found = {}
         for name in SETS:
-            one = score(self._kind, module, self._examples(name, "test"), self.settings.batch_tokens)
+            one = self.scored(module, name, "test")
             found[name] = {"loss": one["loss"], "accuracy": one["right"] / one["rows"]}
         return found

@@ -128,17 +128,29 @@ def batches(kind: Kind, examples: Sequence[Example], tokens: int) -> Iterator[di
     return map(kind.collate, groups(examples, tokens))
 
 
-def score(kind: Kind, model: PreTrainedModel, examples: Sequence[Example], tokens: int) -> dict[str, Any]:
-    """How many labels are right, of how many, and the mean of −ln p of the right label."""
-    right, loss = 0, 0.0
+def prepared(
+    kind: Kind, examples: Sequence[Example], tokens: int, device: str
+) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """Batches on a device, each with the labels of its texts."""
+    return [
+        (
+            {name: value.to(device) for name, value in kind.collate(group).items()},
+            torch.tensor([example["label"] for example in group], device=device),
+        )
+        for group in groups(examples, tokens)
+    ]
+
+
+def score(kind: Kind, model: PreTrainedModel, rows: Sequence[tuple[dict[str, Tensor], Tensor]]) -> dict[str, Any]:
+    """How many labels are right, of how many, and the mean of −ln p of the right label; ``rows`` as ``prepared``."""
+    right, loss, count = 0, 0.0, 0
     with torch.inference_mode(), _quick():
-        for group in groups(examples, tokens):
-            batch = {name: value.to(model.device) for name, value in kind.collate(group).items()}
-            truth = torch.tensor([example["label"] for example in group], device=model.device)
+        for batch, truth in rows:
             found = kind.log_probabilities(model, batch)
             right += int((found.argmax(-1) == truth).sum())
             loss -= float(found.gather(1, truth[:, None]).double().sum())
-    return {"right": right, "rows": len(examples), "loss": loss / len(examples)}
+            count += len(truth)
+    return {"right": right, "rows": count, "loss": loss / count}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from . import grid
 from .data import BASE, SETS, TASKS, Row, from_files, from_hub, local_files, write_splits
 from .made_up import made_up, make_encoder
 from .merging import RULES, SWEPT, Parts
-from .models import Example, Kind, batches, kind_of, mean_gradient, score
+from .models import Example, Kind, batches, kind_of, mean_gradient, prepared, score
 from .settings import ALL_DATA, JOINT, Settings
 
 #: The models that the merged ones are compared with: trained on everything, and on the tasks from the base.
@@ -76,12 +76,14 @@ class Seed(seeds.Seed):
 
     def __init__(self, seed: int, run: Run) -> None:
         super().__init__(seed, run)
-        self._examples = cache(self._read)
+        self._examples, self._prepared = cache(self._read), cache(self._prepare)
 
     def results(self) -> dict[str, Any]:
         trained = {name: self._train(name) for name in (*SETS, *TARGETS)}
-        self._measure()
-        scores = {name: self._score(name, partial(self._state, name)) for name in (*SETS, *TARGETS)}
+        for name in SETS:
+            self._estimate(name)
+            self._gram(name)
+        scores = {name: self._score_trained(name) for name in (*SETS, *TARGETS)}
         scores |= {rule: self._score(rule, partial(self._parts.merged, rule)) for rule in RULES}
         sweep = {method: [self._swept(method, weight, scores) for weight in self.settings.weights] for method in SWEPT}
         mismatch = {name: self._mismatch(name) for name in SETS}
@@ -118,6 +120,10 @@ class Seed(seeds.Seed):
     def _read(self, name: str, split: str) -> list[Example]:
         rows = gm.read_rows(str(self.run.data / name / f"{split}.jsonl.gz")).rows
         return self._kind.examples(rows)
+
+    def _prepare(self, name: str, split: str) -> list[tuple[dict[str, Tensor], Tensor]]:
+        """What models are scored on, where they are: many are."""
+        return prepared(self._kind, self._examples(name, split), self.settings.batch_tokens, self.run.device)
 
     def _measured_on(self, name: str, sample: bool = False) -> list[Example]:
         rows = self._examples(name, "train")
@@ -166,17 +172,15 @@ class Seed(seeds.Seed):
         found: dict[str, Any] = self.stages.run(stage, make, given=given, after=after if from_base else ())
         return found
 
-    def _measure(self) -> None:
-        """Curvature and Gram matrices of each data set's model on the data it was trained on."""
-        for name in SETS:
-            self._estimate(name)
+    def _gram(self, name: str) -> None:
+        """Gram matrices of a data set's model on the data it was trained on."""
 
-            def make(folder: Path, name: str = name) -> int:
-                found = gm.estimate_gram(self._module(name), self._batches(self._measured_on(name)))
-                found.save(folder / "gram", force=True)
-                return int(found.examples)
+        def make(folder: Path) -> int:
+            found = gm.estimate_gram(self._module(name), self._batches(self._measured_on(name)))
+            found.save(folder / "gram", force=True)
+            return int(found.examples)
 
-            self.stages.run(f"gram-{name}", make, given={"examples": self.settings.curvature_examples}, after=[name])
+        self.stages.run(f"gram-{name}", make, given={"examples": self.settings.curvature_examples}, after=[name])
 
     def _module(self, stage: str) -> PreTrainedModel:
         model: PreTrainedModel = model_with(self._template, self._state(stage))
@@ -208,26 +212,26 @@ class Seed(seeds.Seed):
     def _grid(self) -> dict[str, Any]:
         """Every cell's score; and of the models that were tuned under the prior, how, and theirs."""
         trained = {task: self._train(task, "prior") for task in TASKS}
-        names = {task: grid.model_name(task, "prior") for task in TASKS}
-        models = {
-            task: self._score(name, partial(self._state, name), after=[name], given={}) for task, name in names.items()
-        }
-        rows = {name: self.run.rows[name]["train"] for name in SETS}
-        found = []
-        for cell in grid.cells():
-            after = [BASE, *cell.models, *(self._estimate(**one) for one in cell.measured)]
+        models = {task: self._score_trained(grid.model_name(task, "prior")) for task in TASKS}
+        cells = [{**asdict(cell), "score": self._cell(cell)} for cell in grid.cells()]
+        return {"trained": trained, "models": models, "cells": cells}
 
-            def state(cell: grid.Cell = cell) -> dict[str, Tensor]:
-                measured = [self.estimated(**one) for one in cell.measured]
-                how = {"threads": 2, "device": self.run.device}
-                return grid.merged(cell, self._state, measured, rows, self.settings.damping, **how)
+    def _cell(self, cell: grid.Cell) -> dict[str, Any]:
+        after = [BASE, *cell.models, *(self._estimate(**one) for one in cell.measured)]
 
-            given = {"damping": self.settings.damping}
-            found.append({**asdict(cell), "score": self._score(cell.name, state, after=after, given=given)})
-        return {"trained": trained, "models": models, "cells": found}
+        def state() -> dict[str, Tensor]:
+            measured = [self.estimated(**one) for one in cell.measured]
+            rows = {name: self.run.rows[name]["train"] for name in SETS}
+            how = {"threads": 2, "device": self.run.device}
+            return grid.merged(cell, self._state, measured, rows, self.settings.damping, **how)
+
+        return self._score(cell.name, state, after=after, given={"damping": self.settings.damping})
 
     def _merge_inputs(self) -> list[str]:
         return [*SETS, *(f"{what}-{name}" for what in ("curvature", "gram") for name in SETS)]
+
+    def _score_trained(self, stage: str) -> dict[str, Any]:
+        return self._score(stage, partial(self._state, stage), after=[stage], given={})
 
     def _score(
         self,
@@ -237,25 +241,20 @@ class Seed(seeds.Seed):
         after: Sequence[str] | None = None,
         given: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Right labels of a model on the development and test rows of every data set."""
-        trained = name in (*SETS, *TARGETS)
+        """Right labels of a model on the development and test rows of every data set; by default of a merge."""
         if given is None:
-            given = {} if trained else {"damping": self.settings.damping, "density": self.settings.density}
+            given = {"damping": self.settings.damping, "density": self.settings.density}
 
         def make(folder: Path) -> dict[str, Any]:
             model = model_with(self._template, state())
-            return {
-                each: {
-                    split: score(self._kind, model, self._examples(each, split), self.settings.batch_tokens)
-                    for split in ("dev", "test")
-                }
-                for each in SETS
-            }
+            return {each: {split: self.scored(model, each, split) for split in ("dev", "test")} for each in SETS}
 
-        if after is None:
-            after = [name] if trained else self._merge_inputs()
+        after = self._merge_inputs() if after is None else after
         found: dict[str, Any] = self.stages.run(f"score-{name.replace(' ', '-')}", make, given=given, after=after)
         return found
+
+    def scored(self, model: PreTrainedModel, name: str, split: str) -> dict[str, Any]:
+        return score(self._kind, model, self._prepared(name, split))
 
     def _swept(self, method: str, weight: float, scores: dict[str, Any]) -> dict[str, Any]:
         if weight == 0:

@@ -18,7 +18,7 @@ from experiments.sentiment import grid, paper, report
 from experiments.sentiment.data import BASE, SETS, TASKS, held_out, write_splits
 from experiments.sentiment.made_up import made_up, make_encoder, make_seq2seq
 from experiments.sentiment.merging import RULES, SWEPT, Parts
-from experiments.sentiment.models import batches, kind_of, mean_gradient, score
+from experiments.sentiment.models import batches, kind_of, mean_gradient, prepared, score
 from experiments.sentiment.run import Seed, prepare
 from experiments.sentiment.settings import ALL_DATA, JOINT, settings_for
 
@@ -184,7 +184,7 @@ def alone(kind: Any, model: Any, row: dict[str, Any], label: int) -> torch.Tenso
 
 def test_scores_are_those_of_one_text_at_a_time(kind: Any) -> None:
     model = kind.start(kind.path).double().eval()
-    found = score(kind, model, kind.examples(ROWS), tokens=40)
+    found = score(kind, model, prepared(kind, kind.examples(ROWS), 40, "cpu"))
     right, loss = 0, 0.0
     for row in ROWS:
         with torch.no_grad():
@@ -201,7 +201,7 @@ def test_a_model_trained_on_the_batches_answers_right(kind: Any, tmp_path: Path)
     model = kind.start(kind.path)
     training = Training(learning_rate=1e-2, epochs=15, batch_size=8)
     fine_tune(model, kind.examples(clear), kind.collate, tmp_path, training, seed=0, device="cpu")
-    assert score(kind, model.eval(), kind.examples(clear), tokens=40)["right"] == 16
+    assert score(kind, model.eval(), prepared(kind, kind.examples(clear), 40, "cpu"))["right"] == 16
 
 
 def test_gradients_are_the_mean_of_those_of_single_texts(kind: Any) -> None:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import gradmerge as gm
-from gradmerge.api import removing
 from gradmerge.curvature.losses import LOSSES
-from gradmerge.refinement import influence
+from gradmerge.refinement import influence, owners
 from gradmerge.refinement.influence import remove_influence
 from gradmerge.refinement.overlap import in_both
 from gradmerge.refinement.owners import DataOwner
@@ -111,32 +110,27 @@ def test_a_step_is_the_dense_solve_with_a_tenth_of_the_mean_curvature_added() ->
     assert done.rounds[0].damping == pytest.approx(damping, rel=1e-8) and done.after.s == pytest.approx(s, rel=1e-8)
 
 
-def test_curvature_of_a_sample_is_scaled_to_all_that_stay() -> None:
-    """Of a linear model, S and the Newton length from the first 30 of 60 rows, which stand for 60 as for 600."""
+def test_curvature_of_a_sample_is_scaled_to_all_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a linear model, S from 30 of 60 rows that stand for 600."""
+    monkeypatch.setattr(owners, "CURVATURE_ROWS", 30)
     keep, forget = numbers(0, 60), numbers(1, 20)
-    squared = LOSSES["squared"]
-    few, goes = (DataOwner("k", batches(some), [], output=squared) for some in (_part(keep, slice(0, 30)), forget))
-    found = []
-    for all_of_them in (few, DataOwner("k", batches(keep), [], output=squared)):
-        all_of_them.examples = 600
-        model = placed(least_squares(joined(keep, forget)))
-        done = remove_influence(model, goes, all_of_them, budget=None, sample=few)
-        found.append((weights(model), done.rounds[0].damping, done.after.s))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-12, atol=0)
-    assert found[0][1:] == pytest.approx(found[1][1:], rel=1e-12)
-    wide = torch.cat([keep[0][:30], torch.ones(30, 1, dtype=torch.float64)], 1)
-    assert found[0][1] == pytest.approx(0.1 * 600 / 30 * 2 * float(wide.square().sum()) / 5, rel=1e-9)
+    goes, stays = (DataOwner("k", batches(some), [], output=LOSSES["squared"]) for some in (forget, keep))
+    stays.examples = 600
+    done = remove_influence(placed(least_squares(joined(keep, forget))), goes, stays, budget=None)
+    drawn = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:30]
+    wide = torch.cat([keep[0][drawn], torch.ones(30, 1, dtype=torch.float64)], 1)
+    assert done.rounds[0].damping == pytest.approx(0.1 * 600 / 30 * 2 * float(wide.square().sum()) / 5, rel=1e-9)
 
 
 def test_of_many_rows_a_sample_that_the_seed_draws_is_asked_for_curvature(
     task: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(removing, "SAMPLE", 50)
+    monkeypatch.setattr(owners, "CURVATURE_ROWS", 50)
     asked: list[Tensor] = []
     estimate = DataOwner.curvature
 
     def noted(self: DataOwner, model: nn.Module) -> Any:
-        asked.append(torch.cat([x for x, _ in self._batches]))
+        asked.append(torch.cat([x for x, _ in self._own_curved]))
         return estimate(self, model)
 
     monkeypatch.setattr(DataOwner, "curvature", noted)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import gradmerge as gm
 from gradmerge.curvature.gradients import Gradient
 from gradmerge.curvature.kronecker import KroneckerCurvature
+from gradmerge.refinement import owners
 from gradmerge.refinement.newton import Penalty, newton
 from gradmerge.refinement.owners import DataOwner
 from gradmerge.refinement.points import Point
@@ -75,6 +76,19 @@ def test_rows_count_for_the_examples_that_they_stand_for() -> None:
     newton(many, [first, DataOwner("b", batches(other) * 3, batches(held))], rounds=1)
     for p, q in zip(few.parameters(), many.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
+
+
+def test_curvature_of_many_rows_is_that_of_a_sample_and_the_optimum_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "CURVATURE_ROWS", 40)
+    model, rows = regression(), [classes(120, seed=1), classes(30, seed=2, shift=0.3)]
+    many, few = (owner_of(one, str(i)) for i, one in enumerate(rows))
+    assert (many.curvature(model).examples, few.curvature(model).examples) == (40, 30)
+    drawn = torch.randperm(120, generator=torch.Generator().manual_seed(0))[:40]
+    direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    want = 3 * owner_of((rows[0][0][drawn], rows[0][1][drawn])).along(model, [direction])
+    torch.testing.assert_close(many.along(model, [direction]), want)
+    best = optimum(model, [(one, 1.0) for one in rows])
+    assert newton(model, [many, few], rounds=5).rounds[-1].rows == pytest.approx(best, rel=2e-2)
 
 
 def test_a_penalty_holds_the_model_to_its_base() -> None:

@@ -26,7 +26,7 @@ from ..refinement.overlap import in_both
 from ..refinement.owners import DataOwner
 from ..refinement.points import Point, trained
 from ..refinement.saving import Start, notes_of_folder, opened_start, write_folder
-from ..refinement.splitting import HELD, RowBatches, as_batches, sample_batches, split_batches, split_rows
+from ..refinement.splitting import HELD, RowBatches, as_batches, split_batches, split_rows
 from ..report.page import write_report
 from ..report.removal_page import removal_card, removal_page
 from ..storage.staging import Staging
@@ -40,8 +40,6 @@ from .merging import merge
 METHODS = {"influence": "", "removal": "removal", "negation": "task-arithmetic"}
 #: How many influence steps are taken where nothing else is said.
 ROUNDS = 8
-#: Kept examples that curvature is taken of, at most: more cost time, and change little.
-SAMPLE = 1000
 #: Parts of the way that are tried where the weights are stored in narrow types; 0 is the model as it was.
 PARTS = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0)
 
@@ -262,10 +260,8 @@ class _Asked:
     ) -> InfluenceRemoval:
         """Check the rows, and take the steps; ``settle`` rounds the weights as they will be written."""
         goes = DataOwner("forget", forget, [], output=outputs[0], seed=self.seed)
-        stays = DataOwner("keep", kept, held, output=outputs[1], seed=self.seed)
-        some = sample_batches(kept, SAMPLE, self.seed)
         # Labels drawn from the model: for more than two classes, all of them would cost more than they tell.
-        sample = DataOwner("keep", some, [], output=outputs[1], seed=self.seed, few_classes=2)
+        stays = DataOwner("keep", kept, held, output=outputs[1], seed=self.seed, few_classes=2)
         rows, rounds = stays.rows + stays.held, self.rounds if stays.held else 1
         if self.keep_size is not None and self.keep_size < rows:
             raise InputError(f"--keep-size {self.keep_size}: {rows} examples were given that stay, which is more")
@@ -289,7 +285,6 @@ class _Asked:
             stays,
             budget=self.budget if stays.held else None,
             rounds=rounds,
-            sample=sample,
             told=lambda _: progress.advance(1),
         )
         done.rows = {"forget_rows": goes.rows, "keep_rows": stays.rows, "held_rows": stays.held}

@@ -16,6 +16,7 @@ from ..curvature.files import INPUTS, OUTPUTS
 from ..curvature.formulas import is_conv1d
 from ..curvature.gradients import Gradient
 from ..curvature.kronecker import KroneckerCurvature, LayerFactors
+from ..refinement.owners import CURVATURE_ROWS
 from ..refinement.points import trained
 from .wire import Facts, Groups, Malformed, number
 
@@ -70,7 +71,7 @@ def curvature_of(model: nn.Module, rows: int, facts: Facts, groups: Groups) -> K
     if sorted(covered) != sorted(parameters):
         raise Malformed("the curvature does not cover every parameter of the model once")
     diagonal = {name: left[name].to(place) for name in parameters if name in left}  # in the order of the model
-    return KroneckerCurvature(layers, diagonal, rows, transposed=turned & layers.keys())
+    return KroneckerCurvature(layers, diagonal, min(rows, CURVATURE_ROWS), transposed=turned & layers.keys())
 
 
 def matrix_of(groups: Groups, size: int, *, noisy: bool) -> Tensor:

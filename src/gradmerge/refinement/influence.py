@@ -11,7 +11,6 @@ At θ, with S the Kronecker curvature of rows that stay, scaled to all examples 
 Several rounds follow the curve along which kept loss is least: each may use its part of the budget, and between two of
 them Gauss-Newton steps on the kept rows, in the same basis, repair what the last one broke. S, λ and g are taken anew.
 The result is the end of the round with the highest loss on what is to be forgotten, which is the last but for bad luck.
-Gradients are those of all rows; for curvature, S and GGN, a fixed sample of the rows that stay is enough.
 """
 
 from __future__ import annotations
@@ -153,7 +152,6 @@ def remove_influence(
     *,
     budget: float | None,
     rounds: int = 1,
-    sample: Owner | None = None,
     told: Callable[[InfluenceRound], None] = lambda done: None,
 ) -> InfluenceRemoval:
     """Take what a model has learned from some rows out of it, in place.
@@ -165,10 +163,9 @@ def remove_influence(
         budget: By how much the mean loss of a row that is held back may rise, relative to before; None where there is
             no such row: then steps have the Newton length, and losses are those of the rows themselves.
         rounds: How many steps.
-        sample: Some of the rows that stay, which are asked for curvature in the place of all of them.
         told: Called after every step.
     """
-    walk = _Walk(model, forget, keep, sample, held=budget is not None)
+    walk = _Walk(model, forget, keep, held=budget is not None)
     shapes = {name: p.shape for name, p in trained(model).items()}
     before = walk.trials(None, [0.0])[0]
     if not math.isfinite(before.kept + before.forget):
@@ -176,7 +173,8 @@ def remove_influence(
     done = InfluenceRemoval(model, before, before, budget)
     best, weights = before, {name: p.detach().clone() for name, p in trained(model).items()}
     for place in range(rounds):
-        basis = Basis([walk.sample.curvature(model)], [keep.examples / walk.sample.rows], shapes)
+        curvature = keep.curvature(model)
+        basis = Basis([curvature], [keep.examples / curvature.examples], shapes)
         damping = DAMPING * basis.summary(torch.mean)
         if place:
             walk.repair(basis, damping)
@@ -209,11 +207,8 @@ def remove_influence(
 class _Walk:
     """A model that moves, and what is lost on the way."""
 
-    def __init__(
-        self, model: nn.Module, forget: Owner, keep: Owner, sample: Owner | None = None, *, held: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, forget: Owner, keep: Owner, *, held: bool) -> None:
         self.model, self.forget, self.keep, self.held = model, forget, keep, held
-        self.sample = sample or keep
 
     def kept(self, step: Point | None = None, lengths: Sequence[float] = (0.0,)) -> list[float]:
         """The mean loss of a kept row, after some part of a step."""
@@ -227,7 +222,7 @@ class _Walk:
 
     def newton_length(self, direction: Point, gradient: Point) -> float:
         """gᵀd / dᵀ GGN d: the minimum of the kept rows' quadratic loss less what the step gains to first order."""
-        curved = self.keep.examples / self.sample.rows * float(self.sample.along(self.model, [direction])[0, 0])
+        curved = self.keep.examples / self.keep.rows * float(self.keep.along(self.model, [direction])[0, 0])
         slope = dot(gradient, direction)
         if not (math.isfinite(slope) and math.isfinite(curved)):
             raise InputError("the gradient of what is to be forgotten, or the curvature of what stays, is not finite")
@@ -258,7 +253,7 @@ class _Walk:
             gradient = self.keep.gradient(self.model)
             plane = [unit(basis.solve(gradient, damping)), *([unit(last)] if last is not None else [])]
             slopes = torch.tensor([dot(gradient, one) for one in plane], dtype=torch.float64)
-            curved = self.keep.rows / self.sample.rows * self.sample.along(self.model, plane)
+            curved = self.keep.along(self.model, plane)
             c = -torch.linalg.lstsq(curved, slopes[:, None]).solution[:, 0]
             step = weighted(c.tolist(), plane)
             judged = dict(zip(PARTS, self.kept(step, PARTS), strict=True))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..processes import ALONE, Processes
 from ..progress import NoProgress, Progress
 from .basis import Basis
-from .owners import Owner
+from .owners import CURVATURE_ROWS, Owner
 from .points import Point, dot, moving, norm, trained, unit, weighted
 from .rounds import Refinement, RefinementStep, Round
 
@@ -118,8 +118,9 @@ def newton(
     search = _Search(model, owners, penalty, done, processes)
     while len(done.rounds) <= rounds and not done.stopped:
         begun, now = time.perf_counter(), done.rounds[-1]
-        # Of every step the gradient, the curvature, the directions and the loss.
-        work = STEPS * (4 + len(DAMPINGS)) * sum(owner.rows for owner in owners)
+        # Of every step the gradient and the loss of all rows, and of some the curvature and that along the directions.
+        some = sum(min(owner.rows, CURVATURE_ROWS) for owner in owners)
+        work = STEPS * (2 * sum(owner.rows for owner in owners) + (2 + len(DAMPINGS)) * some)
         (progress or NoProgress()).begin(f"round {len(done.rounds)} of {rounds}", work)
         steps: list[RefinementStep] = []
         while len(steps) < STEPS:
@@ -188,7 +189,9 @@ class _Search:
 
     def _directions(self, gradient: Mapping[str, Tensor], last: Point) -> tuple[list[Point], list[float]]:
         shapes = {name: value.shape for name, value in gradient.items()}
-        basis = Basis([owner.curvature(self._model) for owner in self._owners], self._scales, shapes)
+        measured = [owner.curvature(self._model) for owner in self._owners]
+        scales = [owner.examples / one.examples for owner, one in zip(self._owners, measured, strict=True)]
+        basis = Basis(measured, scales, shapes)
         self._done.passes.update(curvature=1)
         middle = basis.summary(torch.median) or basis.summary(torch.mean)
         dampings = [damping * middle for damping in DAMPINGS]

@@ -21,11 +21,14 @@ from ..curvature.trial import Trial
 from ..processes import ALONE, Processes
 from .along import curvature_along
 from .points import Point, evaluated, moving
-from .splitting import RowBatches, rows_in, share_of_rows
+from .splitting import RowBatches, rows_in, sample_batches, share_of_rows
 
 #: Up to so many outputs, the curvature's expectation over labels is taken exactly, one backward pass for each; beyond,
 #: labels are drawn from the model.
 FEW_CLASSES = 16
+#: At most so many rows of a task answer for its curvature, drawn by the seed: it says where to go and how far at first,
+#: and needs no more. Gradients and losses, which decide, are those of all rows.
+CURVATURE_ROWS = 1000
 #: How often labels are dealt out anew to see what chance gives.
 SHUFFLES = 200
 
@@ -47,7 +50,7 @@ class Owner(Protocol):
     """The standard error of the last mean loss of those that ``losses`` told, where it is known."""
 
     def curvature(self, model: nn.Module) -> KroneckerCurvature:
-        """Kronecker curvature, a sum over its rows."""
+        """Kronecker curvature, a sum over its rows or a sample of them; it says how many."""
         ...
 
     def gradient(self, model: nn.Module) -> Gradient:
@@ -55,7 +58,10 @@ class Owner(Protocol):
         ...
 
     def along(self, model: nn.Module, directions: Sequence[Point]) -> Tensor:
-        """Vᵀ GGN V in float64: the Gauss-Newton curvature along a few directions, a sum over its rows."""
+        """Vᵀ GGN V in float64: the Gauss-Newton curvature along a few directions, a sum over its rows.
+
+        Of a sample of them, scaled to all.
+        """
         ...
 
     def losses(
@@ -95,7 +101,11 @@ class DataOwner:
         self._starts = [0, *itertools.accumulate(sizes)][: len(sizes)]
         self.rows, self.held = rows_in(batches), rows_in(valid)
         self._processes = processes
-        self._own, self._own_valid = (share_of_rows(some, processes) for some in (batches, valid))
+        curved = sample_batches(batches, CURVATURE_ROWS, seed)
+        self._curved_rows = rows_in(curved)
+        self._own, self._own_valid, self._own_curved = (
+            share_of_rows(some, processes) for some in (batches, valid, curved)
+        )
         self.examples = self.rows if examples is None else examples
         self.held_error: float | None = None
         self._trial = Trial()
@@ -117,10 +127,10 @@ class DataOwner:
         return estimate_gradient(model, self._own, output=loss, each_batch=advance, processes=self._processes)
 
     def along(self, model: nn.Module, directions: Sequence[Point]) -> Tensor:
-        batches = self._on_device(model, self._own, times=len(directions))
+        batches = self._on_device(model, self._own_curved, times=len(directions))
         found = curvature_along(model, batches, directions, self.losses_at)
         self._processes.add([found])
-        return found
+        return found * (self.rows / self._curved_rows)
 
     def losses(
         self, model: nn.Module, directions: Sequence[Point] = (), points: Tensor | None = None, *, held: bool
@@ -210,11 +220,11 @@ class DataOwner:
         return "exact" if not tokens and logits[0].numel() <= self._few_classes else "sampled"
 
     def _placed(self) -> Placed:
-        """This process's rows, each batch with its place among those of all, and counted."""
+        """This process's rows for curvature, each batch with its place among those of all processes, and counted."""
 
         def make() -> Iterator[tuple[int, Any]]:
-            first = self._processes.share(self.rows).start
-            for place, batch in with_places(self._own, first):
+            first = self._processes.share(self._curved_rows).start
+            for place, batch in with_places(self._own_curved, first):
                 yield place, batch
                 self._advance(examples_in(batch))
 

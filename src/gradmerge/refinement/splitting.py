@@ -42,7 +42,7 @@ def split_batches(name: str, batches: Sequence[Any], seed: int) -> tuple[list[An
 
 def sample_batches(batches: Sequence[Any], most: int, seed: int) -> Sequence[Any]:
     """At most so many of the rows of batches, drawn by the seed, in their order."""
-    count = sum(map(examples_in, batches))
+    count = rows_in(batches)
     if count <= most:
         return batches
     drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:most].sort().values.tolist()
