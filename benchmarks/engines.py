@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .merge import RunFailed, apart, make_small, say, timed, warm, weights
+from .merge import RunFailed, apart, compiled, make_small, say, timed, warm, weights
 
 RESULTS = Path(__file__).parent / "results"
 METHODS = ("task-arithmetic", "ties")
@@ -97,6 +97,7 @@ def main() -> int:
     if options.models is None:
         say("making the models, unless they are there")
         apart(make_small, models, options.layers)
+    compiled()
     workers = [int(number) for number in options.workers.split(",")]
     report = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -22,7 +22,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .merge import BEST_FLAGS, GIB, RunFailed, apart, header, make_small, mergekit_versions, say, timed, warm, weights
+from .merge import (
+    BEST_FLAGS,
+    GIB,
+    RunFailed,
+    apart,
+    compiled,
+    header,
+    make_small,
+    mergekit_versions,
+    say,
+    timed,
+    warm,
+    weights,
+)
 
 #: Recipes, each with whether it is random and how many times as fast as mergekit the project wants it to be.
 CASES: dict[str, tuple[dict[str, Any], bool, float | None]] = {
@@ -193,6 +206,7 @@ def main() -> int:
     folder = data / f"llama-{options.layers}-layers"
     folder.mkdir(parents=True, exist_ok=True)
     apart(make_small, folder, options.layers)
+    compiled()
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     for case in cases:
