@@ -21,18 +21,18 @@ RESULTS = Path(__file__).parent / "results"
 Row = tuple[str, ...]
 
 
-def _read(*parts: str) -> dict[str, Any]:
+def read(*parts: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(RESULTS.joinpath(*parts, "results.json").read_text("utf-8"))
     return found
 
 
-def _demo() -> list[dict[str, Any]]:
+def demo_runs() -> list[dict[str, Any]]:
     """The demo of five seeds."""
     return [json.loads(file.read_text("utf-8")) for file in sorted((RESULTS / "demo").glob("seed-*.json"))]
 
 
 def demo_table() -> str:
-    runs = _demo()
+    runs = demo_runs()
     named = {
         "base": "base",
         "average": "average",
@@ -51,22 +51,22 @@ def demo_table() -> str:
         found = [next(one for one in run["merging"] if one["name"].startswith(name)) for run in runs]
         accuracies = [100 * one["mean"] for one in found]
         rows.append((said, f"{accuracies[0]:.1f}", shown(accuracies), shown([one["mean_loss"] for one in found], 3)))
-    return _numbers(("", "seed 0", "five seeds", "loss, five seeds"), rows)
+    return numbers(("", "seed 0", "five seeds", "loss, five seeds"), rows)
 
 
 def demo_removal() -> str:
-    runs = _demo()
+    runs = demo_runs()
     rows = []
     for place, first in enumerate(runs[0]["removal"]):
         found = [run["removal"][place] for run in runs]
         tilted = fmean(100 * one["scores"]["tilted"] for one in found)
         rest = fmean(100 * one["mean_of_rest"] for one in found)
         rows.append((first["name"], f"{tilted:.1f}", f"{rest:.1f}", shown([one["kl"] for one in found], 3)))
-    return _numbers(("", "tilted", "rest", "KL"), rows)
+    return numbers(("", "tilted", "rest", "KL"), rows)
 
 
 def sentiment_table() -> str:
-    results = _read("sentiment")
+    results = read("sentiment")
     seeds, weights = results["seeds"], results["settings"]["weights"]
 
     def row(title: str, scores: Sequence[Any], known: str = "", average: float | None = None) -> Row:
@@ -105,11 +105,11 @@ def sentiment_table() -> str:
         swept("gradient matching, weight 1, sum", matching, known=f"{matching}-sum"),
     ]
     header = ("", "average of five test sets", "over all predictions", "loss", "paper: average (RoBERTa)")
-    return _numbers(header, rows)
+    return numbers(header, rows)
 
 
 def refinement_table(name: str, title: str) -> str:
-    results = _read("refinement", name)
+    results = read("refinement", name)
     rows = []
     for model in refinement.rows_of(results):
         seeds = refinement.having(results, model)
@@ -126,12 +126,12 @@ def refinement_table(name: str, title: str) -> str:
                 *share,
             )
         )
-    return _numbers((title, "accuracy, %", "loss", "of the gap in accuracy, %", "in loss, %"), rows)
+    return numbers((title, "accuracy, %", "loss", "of the gap in accuracy, %", "in loss, %"), rows)
 
 
 def vision_table(*parts: str, fixed: Mapping[str, str], swept: Mapping[str, str]) -> str:
     """Base, limits, ``fixed`` merges and those over weights: at weight 1, and where validation rows say."""
-    results = _read("vision", *parts)
+    results = read("vision", *parts)
     seeds, weights = list(results["seeds"].values()), results["settings"]["weights"]
     with_loss = "loss" in seeds[0]["references"]["base"]
 
@@ -158,10 +158,10 @@ def vision_table(*parts: str, fixed: Mapping[str, str], swept: Mapping[str, str]
         rows.append((said, *points[0], *points[1]))
     loss = ("loss",) if with_loss else ()
     header = ("mean of eight test sets", "as it is, or at weight 1", *loss, "at the weight tuned on validation rows")
-    return _numbers((*header, *loss), rows)
+    return numbers((*header, *loss), rows)
 
 
-def _numbers(header: Row, rows: Sequence[Row]) -> str:
+def numbers(header: Row, rows: Sequence[Row]) -> str:
     """A table whose columns, but the first, are aligned to the right."""
     first, _, *rest = table(header, rows).split("\n")
     return "\n".join([first, "|---|" + "---:|" * (len(header) - 1), *rest])

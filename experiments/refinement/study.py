@@ -21,7 +21,7 @@ from ..common.states import State
 MERGE = "gradient matching"
 METHODS = ("newton", "adamw")
 #: Of Newton steps with all rows, which end by themselves where the rows held back say so; with fewer the default.
-ROUNDS_OF_ALL = 6
+ROUNDS_OF_ALL = 2
 
 
 @dataclass(frozen=True)

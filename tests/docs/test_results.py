@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from docs.results_tables import RESULTS, _read
+from docs.results_tables import RESULTS, read
 from experiments.common.tables import shown
 from experiments.refinement import report as refinement
 from experiments.sentiment import report as sentiment
@@ -45,7 +45,7 @@ def short(value: float, digits: int = 3) -> str:
 
 
 def test_losses_of_sentiment_seed_by_seed() -> None:
-    results = _read("sentiment")
+    results = read("sentiment")
     weights = results["settings"]["weights"]
 
     def losses(method: str) -> list[str]:
@@ -73,7 +73,7 @@ def test_losses_of_sentiment_seed_by_seed() -> None:
 
 
 def test_what_is_said_of_deit_tiny() -> None:
-    results = _read("vision", "deit-tiny")
+    results = read("vision", "deit-tiny")
     seeds, weights = list(results["seeds"].values()), results["settings"]["weights"]
 
     def at_one(name: str, part: str = "test") -> float:
@@ -93,7 +93,7 @@ def test_what_is_said_of_deit_tiny() -> None:
     assert f"is flat ({min(curve):.1f} to {max(curve):.1f})" in WORDS
     times = fmean(s["scalar_of_base"]["mean"] for s in seeds) / fmean(s["scalar"]["mean"] for s in seeds)
     assert f"its mean entry is {times:.0f} times" in WORDS
-    refined = _read("refinement", "deit-tiny")
+    refined = read("refinement", "deit-tiny")
 
     def share(name: str, what: str = "accuracy") -> str:
         return shown([refinement.share(seed, name, what) for seed in refinement.having(refined, name)], 0)
