@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..arguments import checked
 from ..curvature.batches import examples_in
+from ..curvature.kronecker import WIDEST
 from ..curvature.losses import LOSSES, ExampleLoss
 from ..engine.evaluations import evaluation
 from ..engine.reads import changed, model_paths, state_of
@@ -66,6 +67,7 @@ def remove(
     keep_size: int | None = None,
     budget: float | str = 0.02,
     rounds: int = ROUNDS,
+    widest: int = WIDEST,
     models: Sequence[str | Path] | Mapping[str, float] | None = None,
     method: str | None = None,
     seed: int = 0,
@@ -93,6 +95,7 @@ def remove(
         keep_size: How many examples stay in all; the curvature is scaled to it. By default those given.
         budget: How much the mean loss of a kept example may rise, relative to before: 0.02, or "2%".
         rounds: How many steps, each with its part of the budget, and repairs in between; 1 is one plain step.
+        widest: Layers with more inputs or outputs than this have a diagonal in S; at 0 all have.
         models: Models that were tuned from the base on what is to go, in place of ``forget`` and ``keep``; with their
             strengths, or a list for strength 1.
         method: ``influence`` with ``forget`` and ``keep``; ``removal`` (the default) or ``negation`` with ``models``.
@@ -127,7 +130,7 @@ def remove(
         raise InputError("influence needs no tuned models: give forget and keep, or another method")
     if forget is None or keep is None:
         raise InputError("influence takes forget and keep: examples that are to go, and examples that stay")
-    asked = _Asked(keep_size, read_budget(budget), rounds, seed)
+    asked = _Asked(keep_size, read_budget(budget), rounds, widest, seed)
     if rounds < 1:
         raise InputError(f"rounds {rounds}: at least one is needed")
     for name, given in (("forget", forget), ("keep", keep)):
@@ -248,6 +251,7 @@ class _Asked:
     keep_size: int | None
     budget: float
     rounds: int
+    widest: int
     seed: int
 
     def run(
@@ -265,7 +269,8 @@ class _Asked:
         stays = DataOwner("keep", kept, held, output=outputs[1], seed=self.seed)
         some = sample_batches(kept, SAMPLE, self.seed)
         # Labels drawn from the model: for more than two classes, all of them would cost more than they tell.
-        sample = DataOwner("keep", some, [], output=outputs[1], seed=self.seed, few_classes=2)
+        how: Any = {"seed": self.seed, "few_classes": 2, "widest": self.widest}
+        sample = DataOwner("keep", some, [], output=outputs[1], **how)
         rows, rounds = stays.rows + stays.held, self.rounds if stays.held else 1
         if self.keep_size is not None and self.keep_size < rows:
             raise InputError(f"--keep-size {self.keep_size}: {rows} examples were given that stay, which is more")
