@@ -23,7 +23,7 @@ def log_likelihoods(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """ln π(row), a sum over the tokens that count, for every row."""
     batch = {name: value.to(model.device) for name, value in batch.items()}
     with half_precision(model.device):
-        logits = model(**{name: value for name, value in batch.items()}).logits
+        logits = model(**batch).logits
     labels = batch["labels"]
     if not model.config.is_encoder_decoder:  # the logits of a token are those of the next
         logits, labels = logits[:, :-1], labels[:, 1:]

@@ -1,8 +1,8 @@
 """Ways to take data out of a model, held against the model that was trained without them.
 
-Every way is a path through weights that begins at the model as it is, with one dial: a strength, or how many steps have
-been made (between two of them weights are interpolated). The path is followed until too much of what stays is lost. Ways
-are compared where the perplexity of held-out text that stays has risen by the same share, and at their default.
+Every way is a path through weights that begins at the model as it is, with one dial: a strength, or how many steps were
+made (between two of them weights are interpolated). It is followed until too much of what stays is lost. Ways are
+compared where the perplexity of held-out text that stays has risen by the same share, and at their default.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gradmerge.demo.stages import Stages
 
 from .data import evenly
 from .npo import optimise
+from .plan import Step
 from .states import State, distance, mean_entry, read_state
 from .training import Training, fine_tune
 
@@ -41,6 +42,10 @@ WAYS = {
 PAPER_DAMPING = 1e-10
 #: A path is not followed beyond this rise of perplexity.
 LOST = 1.0
+#: Of the plan of a run.
+FOLLOWED = (
+    f"{len(WAYS)} ways of removal, each followed until what stays is lost; loss and KL to the target at each point"
+)
 #: Where the widest layer that has Kronecker factors is this wide, none has.
 NONE_WIDE = 0
 
@@ -73,6 +78,12 @@ class Comparing:
     """Places of NPO's path that are kept."""
     influence: Mapping[str, Any] = field(default_factory=dict)
     """Options of gm.remove, where they are not its defaults."""
+
+
+def steps(comparing: Comparing, what: str) -> list[Step]:
+    """The trainings, for the plan of a run."""
+    how = {"": comparing.plain, ", under H_0 = F_0 + δ": comparing.theory, ", by NPO": comparing.npo}
+    return [Step(f"{what}{name}", "the base", None, training) for name, training in how.items()]
 
 
 @dataclass

@@ -32,7 +32,7 @@ def share_closed(seed: Entry, entry: Entry, floor: Entry | None = None) -> float
     """100 · (1 − KL / KL before) on text that goes, with the noise floor taken off both where it is given."""
     before, now = seed["comparison"]["limits"]["base"]["kl_forget"], entry["kl_forget"]
     off = floor["kl_forget"] if floor is not None else 0.0
-    return None if now is None else 100 * (1 - (now - off) / (before - off))
+    return None if now is None or before <= off else 100 * (1 - (now - off) / (before - off))
 
 
 def shares(results: Mapping[str, Any], way: str, which: str = "chosen", floors: bool = False) -> list[float | None]:
@@ -45,26 +45,31 @@ def shares(results: Mapping[str, Any], way: str, which: str = "chosen", floors: 
 def sections(results: Mapping[str, Any], columns: Sequence[Column], goes: str, stays: str) -> str:
     """Markdown: the ways at equal cost and at their defaults, what they took, and what follows for influence steps."""
     budget = 100 * results["settings"]["comparing"]["budget"]
-    unit = (
-        f"Test data, mean ± standard deviation over seeds. KL(target ‖ model) and what it rises or falls from are in "
-        f"nats per token, on {goes} (goes) and {stays} (stays). Gap closed is 1 − KL / KL before, on what goes; "
-        "in brackets with the noise floor taken off both."
+    told = (
+        "Test data, mean ± standard deviation over seeds. KL(target ‖ model) is in nats per token, on "
+        f"{goes} (goes) and {stays} (stays). Gap closed is 1 − KL / KL before, on what goes; in brackets with the "
+        "noise floor taken off both, where the model before is farther than it. "
     )
-    floor = (
-        " The noise floor is a target of another seed, which saw the same data in another order, beside this one's."
+    told += (
+        "The noise floor is the target of another seed, which saw the same data in another order, beside this one's."
         if results["floors"]
-        else " With one seed there is no noise floor."
+        else "With one seed there is no noise floor."
     )
-    parts = [
-        f"## Where the perplexity of what stays rose by {budget:g} %\n\nEach way has one dial, which is turned as far as "
-        f"the perplexity of validation data that stay rises by at most {budget:g} %.\n\n"
-        f"{_table(results, 'chosen', columns)}\n{unit}{floor}\n\n{_claim(results)}\n",
-        f"![KL to the target against what is lost](figures/removal.svg)\n\n"
-        f"## At the default of each way\n\nStrength 1, the budget of `gradmerge remove` (2 % of the mean loss of a kept "
-        f"example), or the end of training.\n\n{_table(results, 'default', columns)}",
-        f"## What each way took\n\n{_took(results)}",
-    ]
-    return "\n".join(parts)
+    return "\n".join(
+        [
+            f"## Where the perplexity of what stays rose by {budget:g} %\n",
+            "Each way has one dial, which is turned as far as the perplexity of validation data that stay rises by at "
+            f"most {budget:g} %.\n",
+            _table(results, "chosen", columns),
+            f"{told}\n\n{_claim(results)}\n\n![KL to the target against what is lost](figures/removal.svg)\n",
+            "## At the default of each way\n",
+            "Strength 1, the budget of `gradmerge remove` (2 % of the mean loss of a kept example), or the end of "
+            "training.\n",
+            _table(results, "default", columns),
+            "## What each way took\n",
+            _took(results),
+        ]
+    )
 
 
 def _table(results: Mapping[str, Any], which: str, columns: Sequence[Column]) -> str:
@@ -91,8 +96,9 @@ def _table(results: Mapping[str, Any], which: str, columns: Sequence[Column]) ->
     for way, label in WAYS.items():
         entries = [seed["comparison"]["ways"][way][which] for seed in seeds]
         closed = cell(shares(results, way, which), 0)
-        if floors:
-            closed += f" ({cell(shares(results, way, which, floors=True), 0)})"
+        beyond = shares(results, way, which, floors=True) if floors else [None]
+        if None not in beyond:
+            closed += f" ({cell(beyond, 0)})"
         rises = cell([None if e["rise"] is None else 100 * e["rise"] for e in entries], 1)
         rows.append(row(label, entries, closed, rises))
     rows.append(row("trained without it (target)", limits["target"], "100"))
@@ -107,13 +113,13 @@ def _claim(results: Mapping[str, Any]) -> str:
     for floors in (False, True) if results["floors"] else (False,):
         found = {way: shares(results, way, floors=floors) for way in ("negation", "influence-kronecker")}
         if any(value is None for values in found.values() for value in values):
-            return "A model that is not finite is among them."
-        ours, theirs = (cell(found[way], 0) for way in ("influence-kronecker", "negation"))
-        means = [fmean(values) for values in found.values()]  # type: ignore[arg-type]
-        times = f"{means[1] / means[0]:.1f} times" if means[0] > 0 else "negation closes nothing of it, beside"
-        off = ", with the noise floor taken off" if floors else ""
-        said.append(f"influence steps close {ours} % of the gap and negation {theirs} % ({times}){off}")
-    return f"At equal cost, {'; '.join(said)}."
+            continue
+        theirs, ours = (fmean(value for value in values if value is not None) for values in found.values())
+        times = f" ({ours / theirs:.1f} times as much)" if theirs > 0 < ours else ""
+        numbers = [cell(values, 0) for values in found.values()]
+        off = " with the noise floor taken off" if floors else ""
+        said.append(f"negation closes {numbers[0]} % of the gap and influence steps {numbers[1]} %{times}{off}")
+    return f"At equal cost {'; '.join(said)}." if said else "No share of the gap can be told."
 
 
 def _took(results: Mapping[str, Any]) -> str:
@@ -126,10 +132,11 @@ def _took(results: Mapping[str, Any]) -> str:
         rows.append([label, *dials, took])
     residual = cell([seed["comparison"]["training"]["theory"]["residual"] for seed in seeds], 2)
     return (
-        f"{markdown(['', 'dial, chosen', 'dial, default', 'seconds'], rows)}\nThe dial is a strength; of influence steps "
-        "and NPO it is how many rounds or eighths of the training were made, with weights between two of them "
-        "interpolated. Tuned under H_0, the gradient that is left is "
-        f"{residual} times that of the losses alone (0 at the minimum).\n"
+        f"{markdown(['', 'dial, chosen', 'dial, default', 'seconds'], rows)}\n"
+        "The dial is a strength; of influence steps it is how many rounds were made, and of NPO how many of "
+        f"{results['settings']['comparing']['snapshots']} equal parts of the training, with weights between two places "
+        f"interpolated. Tuned under H_0, the gradient of loss and penalty together that is left is {residual} times "
+        "that of the loss alone (0 at the minimum).\n"
     )
 
 

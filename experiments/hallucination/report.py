@@ -105,7 +105,8 @@ def _about(results: Mapping[str, Any]) -> str:
     spread = " Numbers are mean ± standard deviation over seeds." if len(seeds) > 1 else ""
     notes = "".join(f" {note}" for note in settings["notes"])
     left_out = "Q² is left out: it needs models that ask and answer questions."
-    return f"{mixed} {penalty} {columns} {elastic} {left_out}{spread}{notes}\n"
+    said = [mixed, penalty, columns, elastic, left_out] if "entries" in seeds[0] else [mixed, columns, left_out]
+    return f"{' '.join(said)}{spread}{notes}\n"
 
 
 def _criterion(settings: Mapping[str, Any]) -> str:

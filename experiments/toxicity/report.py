@@ -307,9 +307,8 @@ def draw(results: dict[str, Any], folder: Path) -> None:
     """What a removal costs and brings: toxicity and likelihood of toxic text over the perplexity of what stays."""
     if "comparison" in results["seeds"][0]:
         removal_report.draw(results, folder / "removal.svg")
-    for name in results["settings"]["tunings"]:
+    for name in list(results["settings"]["tunings"])[:1]:
         _trade_off(results, name, folder / "trade-off.svg")
-        break
     for name in results["settings"]["tunings"]:
         _dampings(results, name, folder / f"damping-{name}.svg")
 

@@ -142,11 +142,12 @@ SMALL = Settings(
     comparing=Comparing(
         plain=Training(1e-4, 1, 16, warmup_steps=10),
         theory=Training(1e-4, 6, 32, warmup_steps=10),
-        npo=Training(1e-4, 3, 16),
+        npo=Training(1e-4, 2, 16),
         strengths=(0.25, 0.5, 1.0, 2.0, 4.0),
-        keep_rows=1000,
-        curvature_rows=1 << 14,
+        keep_rows=600,
+        curvature_rows=1 << 13,
         batch=128,
+        influence={"rounds": 6},
     ),
 )
 
