@@ -60,8 +60,8 @@ def gpt() -> GPT2LMHeadModel:
 
 def t5() -> T5ForConditionalGeneration:
     torch.manual_seed(0)
-    shape = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(vocab_size=23, decoder_start_token_id=0, **shape)).double().eval()
+    shape: Any = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=23, **shape)).double().eval()
 
 
 def rows(count: int, seed: int, same: bool) -> list[dict[str, list[int]]]:
