@@ -90,9 +90,10 @@ def steps(comparing: Comparing, what: str) -> list[Step]:
 class Way:
     """A path of weights."""
 
-    at: Callable[[float], State]
-    """From the dial to weights; 0 is the model as it is."""
+    points: Sequence[State]
+    """At the dials 0, 1, …; 0 is the model as it is."""
     dials: Sequence[float]
+    """Those that are tried."""
     default: float
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -251,8 +252,7 @@ class Bench:
         if path is not None:
             folder = self.stages.path(f"path-{name}")
             files = [folder / f"{number}.safetensors" for number in range(1, path["points"] + 1)]
-            points = [self._base, *map(load_file, files)]
-            return Way(partial(between, points), range(1, len(points)), path["default"], dict(path))
+            return Way([self._base, *map(load_file, files)], range(1, len(files) + 1), path["default"], dict(path))
         tuning = "theory" if name == "matching-theory" else "plain"
         tuned = read_state(self.stages.path(f"taught-{tuning}") / "model")
         how: dict[str, Any] = {"threads": 2}
@@ -262,24 +262,23 @@ class Bench:
             how |= {"damping": PAPER_DAMPING, "options": {"cap": "none"}}
         elif name == "matching-theory":
             how |= {"damping": unit, "options": {"cap": "none"}}
-        rule, sign = ("task-arithmetic", -1) if name == "negation" else ("removal", 1)
-
-        def at(strength: float) -> State:
-            return gm.merge_state_dicts(self._base, [tuned], rule, weights=[sign * strength], **how)
-
-        return Way(at, self.settings.strengths, 1.0, {"moved": distance(tuned, self._base)})
+        rule, sign = ("task-arithmetic", -1.0) if name == "negation" else ("removal", 1.0)
+        # What is subtracted is proportional to the strength, so that all strengths lie on the line through this one.
+        whole = gm.merge_state_dicts(self._base, [tuned], rule, weights=[sign], **how)
+        moved = {"tuned": distance(tuned, self._base), "removed": distance(whole, self._base)}
+        return Way([self._base, whole], self.settings.strengths, 1.0, {"moved": moved})
 
     def _followed(self, name: str, unit: float, path: Mapping[str, Any] | None, _: Path) -> dict[str, Any]:
         way, model = self._way(name, unit, path), self.load("base")
 
         def at(dial: float) -> dict[str, Any]:
-            put(model, way.at(dial))
+            put(model, between(way.points, dial))
             return {"dial": dial, "validation": self.measure(model, "validation"), "test": self.measure(model, "test")}
 
         curve, chosen = follow(at, way.dials, self.settings.budget, self.settings.halvings)
         told: dict[str, Any] = {**way.facts, "curve": curve}
         for which, dial in (("chosen", chosen), ("default", way.default)):
-            put(model, way.at(dial))
+            put(model, between(way.points, dial))
             validation = self.measure(model, "validation")
             told[which] = {"dial": dial, "rise": rise(validation, curve[0]["validation"]), **self.judge(model)}
         return told
@@ -319,7 +318,7 @@ def rise(now: Mapping[str, float], before: Mapping[str, float]) -> float:
 
 
 def between(points: Sequence[State], dial: float) -> dict[str, Tensor]:
-    """Weights on the way from point to point; a whole dial is a point itself."""
+    """Weights on the way from point to point; a whole dial is a point itself; beyond the last, straight on."""
     place = min(int(dial), len(points) - 2)
     here, there = points[place], points[place + 1]
     return {name: torch.lerp(value, there[name], dial - place) for name, value in here.items() if name in there}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from experiments.common.data import Collate
-from experiments.common.removal import WAYS, put
+from experiments.common.removal import WAYS, between, put
 from experiments.common.states import read_state
 from experiments.hallucination.__main__ import main
 from experiments.hallucination.data import Lengths, Turn, encode, read_turns, swap_knowledge
@@ -158,13 +158,14 @@ def test_ways_of_removal_are_those_of_the_equations(finished: tuple[Path, Path])
         removed = gm.Curvature.load(folder / f"fisher-{tuning}" / "curvature")
         values = torch.cat([removed[name].flatten().double() for name in base])
         damping = float(values.mean()) if way == "matching" else compared["unit"]
-        found = bench._way(way, compared["unit"], None).at(0.5)
+        found, beyond = (between(bench._way(way, compared["unit"], None).points, dial) for dial in (0.5, 1.5))
         for name, value in base.items():
             start, delta = value.double(), tuned[name].double() - value.double()
             kept = rest[name].double() + damping
             ratio = torch.ones_like(kept) if way == "negation" else (kept + removed[name].double()) / kept
-            wanted = start - 0.5 * ratio.clamp(max=2 if way == "matching" else math.inf) * delta
-            torch.testing.assert_close(found[name].double(), wanted, rtol=1e-5, atol=1e-6)
+            step = ratio.clamp(max=2 if way == "matching" else math.inf) * delta
+            torch.testing.assert_close(found[name].double(), start - 0.5 * step, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(beyond[name].double(), start - 1.5 * step, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_told_of_every_way_is_measured_on_its_model(finished: tuple[Path, Path]) -> None:
