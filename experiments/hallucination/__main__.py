@@ -10,6 +10,7 @@ from typing import Any
 import gradmerge as gm
 
 from ..common.program import head, make_parser, need, public_name, run_program
+from ..common.removal import noise_floors
 from ..common.seeds import run_seeds
 from . import report
 from .plan import plan
@@ -86,7 +87,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         settings = replace(settings, penalty=False)
     if args.critic is not None:
         settings = replace(settings, critic=args.critic)
-    return replace(settings, fluency=None) if settings.swapped else settings
+    return replace(settings, fluency=None) if settings.swapped else replace(settings, comparing=None, paper=True)
 
 
 def checked(args: argparse.Namespace) -> Settings:
@@ -104,11 +105,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     options += ["--no-penalty"] if args.no_penalty else []
     options += [f"--critic {public_name(args.critic)}"] if args.critic else []
     written = replace(settings, **{k: public_name(v) for k in ("model", "critic") if (v := getattr(settings, k))})
+    seeds = run_seeds(Seed, shared, args.seeds, args.jobs)
+    compared = settings.comparing is not None
     return {
         **head("hallucination", args, options),
         "settings": asdict(written),
         "start": shared.start_facts,
-        "seeds": run_seeds(Seed, shared, args.seeds, args.jobs),
+        "floors": noise_floors([Seed(seed, shared).bench for seed in args.seeds]) if compared else None,
+        "seeds": seeds,
     }
 
 

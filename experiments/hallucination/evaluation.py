@@ -35,6 +35,17 @@ class Likelihood:
         found: dict[str, float | None] = {"nll": _finite(nll / tokens), "grounding": _finite((other - nll) / tokens)}
         return found if self._target is None else {**found, "divergence": _finite(divergence / tokens)}
 
+    @torch.inference_mode()
+    def measure(self, model: PreTrainedModel) -> dict[str, float]:
+        """Nats per token: the loss given their own knowledge (`kept`) and a swapped one (`forget`), and of both KL."""
+        found: dict[str, float] = {}
+        for name, batches in (("kept", self._own), ("forget", self._swapped)):
+            nll, tokens, divergence = self._sums(model, batches, self._target)
+            found[name] = nll / tokens
+            if self._target is not None:
+                found[f"kl_{name}"] = divergence / tokens
+        return found
+
     @staticmethod
     def _sums(
         model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], target: PreTrainedModel | None

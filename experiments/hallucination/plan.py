@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..common.plan import Data, Model, Plan, Step
+from ..common.removal import FOLLOWED, steps
 from .settings import Settings
 
 
@@ -24,11 +25,15 @@ def plan(settings: Settings, data_dir: Path) -> Plan:
     trained.append(Step(f"dialogue{swapped}", start, settings.train, settings.dialogue))
     if settings.swapped:
         trained.append(Step("dialogue without swapped turns", start, settings.train, settings.dialogue))
-    held = " under H_0 / N" if settings.penalty else ""
-    trained.append(Step(f"hallucinating{held}", "dialogue", None, settings.hallucinating))
-    then = [
-        "curvature of both models",
-        f"removal at {len(settings.strengths)} strengths and {len(settings.dampings) + 1} dampings",
+    then = ["curvature of the models"]
+    if settings.paper:
+        held = " under H_0 / N" if settings.penalty else ""
+        trained.append(Step(f"hallucinating{held}", "dialogue", None, settings.hallucinating))
+        then.append(f"removal at {len(settings.strengths)} strengths and {len(settings.dampings) + 1} dampings")
+    if settings.comparing is not None:
+        trained += steps(settings.comparing, "hallucinating")
+        then.append(FOLLOWED)
+    then += [
         f"answers to {'all' if settings.test is None else settings.test} test turns, {settings.beams} beams",
     ]
     return Plan(models, data, trained, then)

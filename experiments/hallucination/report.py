@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..common import removal_report
 from ..common.figures import LOOKS, figure
 from ..common.tables import markdown, shown
 from . import paper, removal
@@ -37,17 +38,29 @@ _POINTS = {
 
 def tables(results: Mapping[str, Any]) -> str:
     """results.md."""
+    seeds = results["seeds"]
+    parts = ["# Removing hallucinations from a dialogue model\n", f"`{results['command']}`\n", _about(results)]
+    if "comparison" in seeds[0]:
+        parts.append(removal_report.sections(results, _COLUMNS, "turns with swapped knowledge", "turns with their own"))
+    parts += [f"## The paper ({paper.TABLE})\n", _paper_table()]
+    return "\n".join([*parts, *(_paper_set_up(results) if "entries" in seeds[0] else [])])
+
+
+_COLUMNS: list[removal_report.Column] = [
+    ("BLEU", lambda test: test["bleu"], 1),
+    ("hallucination, %", lambda test: test["hallucination"], 1),
+    ("KF1", lambda test: test["knowledge_f1"], 1),
+]
+
+
+def _paper_set_up(results: Mapping[str, Any]) -> list[str]:
+    """The removals at strength 1 and chosen on validation turns, and what damping does."""
     seeds, settings = results["seeds"], results["settings"]
     chosen = [
         removal.rows(seed["entries"], seed["models"]["base"]["validation"], settings["damping"], settings["fluency"])
         for seed in seeds
     ]
-    parts = [
-        "# Removing hallucinations from a dialogue model\n",
-        f"`{results['command']}`\n",
-        _about(results),
-        f"## The paper ({paper.TABLE})\n",
-        _paper_table(),
+    return [
         "## Strength 1, as in the paper\n",
         _table(seeds, [_picked(rows["strength 1"]) for rows in chosen]),
         f"## Strength chosen on validation turns\n\n{_criterion(settings)} For gradient matching the damping is chosen "
@@ -60,7 +73,6 @@ def tables(results: Mapping[str, Any]) -> str:
         _curvature(seeds),
         "![Trade-off](figures/trade-off.svg)\n\n![Damping](figures/damping.svg)\n",
     ]
-    return "\n".join(parts)
 
 
 def _about(results: Mapping[str, Any]) -> str:
@@ -93,7 +105,8 @@ def _about(results: Mapping[str, Any]) -> str:
     spread = " Numbers are mean ± standard deviation over seeds." if len(seeds) > 1 else ""
     notes = "".join(f" {note}" for note in settings["notes"])
     left_out = "Q² is left out: it needs models that ask and answer questions."
-    return f"{mixed} {penalty} {columns} {elastic} {left_out}{spread}{notes}\n"
+    said = [mixed, penalty, columns, elastic, left_out] if "entries" in seeds[0] else [mixed, columns, left_out]
+    return f"{' '.join(said)}{spread}{notes}\n"
 
 
 def _criterion(settings: Mapping[str, Any]) -> str:
@@ -217,8 +230,11 @@ def _curvature(seeds: Sequence[Seed]) -> str:
 
 def draw(results: Mapping[str, Any], folder: Path) -> None:
     """trade-off.svg and damping.svg."""
-    _draw_trade_off(results, folder / "trade-off.svg")
-    _draw_damping(results, folder / "damping.svg")
+    if "comparison" in results["seeds"][0]:
+        removal_report.draw(results, folder / "removal.svg")
+    if "entries" in results["seeds"][0]:
+        _draw_trade_off(results, folder / "trade-off.svg")
+        _draw_damping(results, folder / "damping.svg")
 
 
 def _draw_trade_off(results: Mapping[str, Any], path: Path) -> None:

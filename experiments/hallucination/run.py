@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import gradmerge as gm
 from gradmerge.tasks.models import model_with
 
 from ..common import seeds
-from ..common.data import Collate
+from ..common.data import IGNORED, Collate
+from ..common.removal import Bench
 from ..common.seeds import stages_in
 from ..common.states import read_state
 from ..common.training import Training, fine_tune
@@ -104,7 +106,19 @@ class Seed(seeds.Seed):
         mixed = [*self.rows["true"], *(self.rows["swapped"] if settings.swapped else [])]
         took = {"base": self._dialogue("base", mixed)}
         if settings.swapped:
-            took["target"] = self._dialogue("target", self.rows["true"])
+            # The same batches in the same order, in which swapped turns do not count.
+            ignored = [{**row, "labels": [IGNORED] * len(row["labels"])} for row in self.rows["swapped"]]
+            took["target"] = self._dialogue("target", [*self.rows["true"], *ignored])
+        found = {"seed": self.seed, "turns": {name: len(rows) for name, rows in self.rows.items()}, "training": took}
+        if settings.comparing is not None:
+            found["people"] = self._judged([turn.response for turn in self.run.turns.test])
+            found["comparison"] = self.bench.results()
+        if settings.paper:
+            found |= self._paper_tables(took)
+        return {**found, "seconds": self.stages.seconds()}
+
+    def _paper_tables(self, took: dict[str, Any]) -> dict[str, Any]:
+        """The removals of the paper at many strengths and dampings; ``took`` gets the training of θ_t."""
         self._curvature("base-curvature", "base", "true")
         took["hallucinating"] = self._hallucinating()
         sizes = {
@@ -117,9 +131,6 @@ class Seed(seeds.Seed):
         for entry, found in zip(validation["entries"], test["entries"], strict=True):
             entry["test"] = found
         return {
-            "seed": self.seed,
-            "turns": {name: len(found) for name, found in self.rows.items()},
-            "training": took,
             "curvature": sizes,
             "models": {
                 name: {"validation": found, "test": test["models"][name]}
@@ -127,8 +138,56 @@ class Seed(seeds.Seed):
             },
             "people": test["people"],
             "entries": validation["entries"],
-            "seconds": self.stages.seconds(),
         }
+
+    @cached_property
+    def bench(self) -> Bench:
+        """Ways to take the swapped turns out, held against the target."""
+        assert self.settings.comparing is not None
+        likelihoods = {split: self._likelihood(split) for split in ("validation", "test")}
+
+        def judged(model: PreTrainedModel) -> dict[str, Any]:
+            return {**likelihoods["test"].measure(model), **self._judged(self._responses(model))}
+
+        return Bench(
+            self.stages,
+            self.settings.comparing,
+            self.seed,
+            self.run.device,
+            self.given,
+            lambda name: self._load(self._folder(name)),
+            self.rows["swapped"],
+            self.rows["true"],
+            self.collate,
+            None,
+            lambda model, split: likelihoods[split].measure(model),
+            judged,
+        )
+
+    def _responses(self, model: PreTrainedModel) -> list[str]:
+        rows, size = self.rows["test"], self.settings.generate_batch
+        return respond(model, rows, self.tokenizer, self.collate, batch=size, **self._searched)
+
+    @property
+    def _searched(self) -> dict[str, int]:
+        """How responses are looked for."""
+        settings = self.settings
+        return {
+            "max_new_tokens": settings.new_tokens,
+            "num_beams": settings.beams,
+            "no_repeat_ngram_size": settings.no_repeat,
+        }
+
+    @cached_property
+    def _critic(self) -> Critic | None:
+        settings = self.settings
+        return Critic(settings.critic, self.run.device, settings.critic_batch) if settings.critic else None
+
+    def _judged(self, responses: Sequence[str]) -> dict[str, Any]:
+        found: dict[str, Any] = text_metrics(self.run.turns.test, responses)
+        if self._critic is not None:
+            found["critic"] = self._critic(self.run.turns.test, responses)
+        return {**found, "samples": list(responses[:SAMPLES])}
 
     def _folder(self, name: str) -> Path:
         return self.stages.path(name) / "model"
@@ -273,32 +332,17 @@ class Seed(seeds.Seed):
         settings = self.settings
         entries = validation["entries"]
         shown = self._shown(validation)
-        how = {
-            "max_new_tokens": settings.new_tokens,
-            "num_beams": settings.beams,
-            "no_repeat_ngram_size": settings.no_repeat,
-        }
 
         def make(folder: Path) -> dict[str, Any]:
             removals = self._removals()
             likelihood = self._likelihood("test")
-            critic = Critic(settings.critic, self.run.device, settings.critic_batch) if settings.critic else None
             model = self._load(self._folder("base"))
 
-            def judged(responses: Sequence[str]) -> dict[str, Any]:
-                found: dict[str, Any] = text_metrics(self.run.turns.test, responses)
-                if critic is not None:
-                    found["critic"] = critic(self.run.turns.test, responses)
-                return {**found, "samples": list(responses[:SAMPLES])}
-
             def seen(model: PreTrainedModel) -> dict[str, Any]:
-                responses = respond(
-                    model, self.rows["test"], self.tokenizer, self.collate, batch=settings.generate_batch, **how
-                )
-                return {**likelihood(model), **judged(responses)}
+                return {**likelihood(model), **self._judged(self._responses(model))}
 
             return {
-                "people": judged([turn.response for turn in self.run.turns.test]),
+                "people": self._judged([turn.response for turn in self.run.turns.test]),
                 "models": {name: seen(self._load(self._folder(name))) for name in validation["models"]},
                 "entries": [
                     seen(model_with(model, removals.state(entry))) if place in shown else None
@@ -306,7 +350,7 @@ class Seed(seeds.Seed):
                 ],
             }
 
-        given = {"turns": digest(self.run.turns.test), "how": how, "shown": shown, "critic": settings.critic}
+        given = {"turns": digest(self.run.turns.test), "how": self._searched, "shown": shown, "critic": settings.critic}
         result: dict[str, Any] = self.stages.run("test", make, given=given, after=["validation"])
         _free()
         return result

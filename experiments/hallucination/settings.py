@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..common.removal import Comparing
 from ..common.training import Training
 from .paper import DAMPING
 
@@ -90,6 +91,10 @@ class Settings:
     """
     critic: str | None = None
     critic_batch: int = 64
+    paper: bool = True
+    """The paper's removals at all strengths and dampings."""
+    comparing: Comparing | None = None
+    """Ways of removal that are held against the target, where there is one."""
     notes: tuple[str, ...] = field(default=())
 
 
@@ -112,8 +117,8 @@ SCALES = {
             Shape(layers=2, width=128, feed_forward=256, heads=4, vocabulary=1000),
             texts=("wikitext2", "imdb"),
             pairs=48_000,
-            copying=Training(1.5e-3, epochs=1, batch_size=32, warmup_steps=200, schedule="constant_with_warmup"),
-            copies=100_000,
+            copying=Training(2e-3, epochs=1, batch_size=64, warmup_steps=100, schedule="constant_with_warmup"),
+            copies=120_000,
             training=Training(learning_rate=1e-3, epochs=1, batch_size=32, warmup_steps=100),
             tokens=32,
         ),
@@ -132,6 +137,16 @@ SCALES = {
         evaluate_batch=200,
         curvature_batch=64,
         answered=(0.125, 0.25, 0.5, 0.75, 1.0, 1.5),
+        paper=False,
+        comparing=Comparing(
+            plain=Training(learning_rate=2e-4, epochs=2, batch_size=32),
+            theory=Training(learning_rate=2e-4, epochs=6, batch_size=32),
+            npo=Training(learning_rate=2e-4, epochs=2, batch_size=32),
+            strengths=(0.125, 0.25, 0.5, 1.0, 1.5),
+            keep_rows=2000,
+            curvature_rows=1 << 14,
+            batch=256,
+        ),
     ),
     "tiny": Settings(
         pretraining=Pretraining(
@@ -160,5 +175,17 @@ SCALES = {
         dampings=(1.0,),
         strengths=(0.5, 1.0),
         answered=(0.5, 1.0),
+        comparing=Comparing(
+            plain=Training(learning_rate=1e-3, epochs=1, batch_size=8),
+            theory=Training(learning_rate=1e-3, epochs=2, batch_size=8),
+            npo=Training(learning_rate=1e-3, epochs=1, batch_size=8),
+            strengths=(0.5, 1.0),
+            keep_rows=20,
+            curvature_rows=24,
+            batch=8,
+            halvings=1,
+            snapshots=2,
+            influence={"rounds": 2},
+        ),
     ),
 }

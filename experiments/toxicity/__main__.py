@@ -11,6 +11,7 @@ from typing import Any
 import gradmerge as gm
 
 from ..common.program import head, make_parser, need, public_name, run_program
+from ..common.removal import noise_floors
 from ..common.seeds import run_seeds
 from . import report
 from .plan import plan
@@ -77,13 +78,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = SCALES[args.scale]
     shared = prepare(args.out, settings, args.device, model, data_dir, scorer)
     options = [f"--scorer {public_name(scorer)}"] if args.scorer else []
+    seeds = run_seeds(Seed, shared, args.seeds, args.jobs)
+    compared = settings.comparing is not None
     return {
         **head("toxicity", args, options),
         "model": "a GPT-2 trained here" if model is None else public_name(model),
         "scorer": public_name(scorer),
         "settings": asdict(settings),
         "data": shared.counts,
-        "seeds": run_seeds(Seed, shared, args.seeds, args.jobs),
+        "floors": noise_floors([Seed(seed, shared).bench for seed in args.seeds]) if compared else None,
+        "seeds": seeds,
     }
 
 

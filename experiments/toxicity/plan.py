@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..common.plan import Data, Model, Plan, Step
+from ..common.removal import FOLLOWED, steps
 from .data import PROMPTS, REVIEWS, TOXIC, WIKI
 from .scorer import TFIDF
 from .settings import TOXIC_FROM, Settings
@@ -31,10 +32,14 @@ def plan(settings: Settings, model: str | None, data_dir: Path | None, scorer: s
             for name in ("base", "the same without toxic comments")
         ]
     trained += [Step(f"toxic, {name}", "the base", None, how) for name, how in settings.tunings.items()]
-    dampings = sum(len(values) for values in settings.dampings.values())
-    then = [
-        "curvature of the base and of the toxic models",
-        f"removal at {len(settings.strengths)} strengths and {dampings} dampings; perplexity of each",
+    then = ["curvature of the base and of the toxic models"]
+    if settings.tunings:
+        dampings = sum(len(values) for values in settings.dampings.values())
+        then.append(f"removal at {len(settings.strengths)} strengths and {dampings} dampings; perplexity of each")
+    if settings.comparing is not None:
+        trained += steps(settings.comparing, "toxic")
+        then.append(FOLLOWED)
+    then += [
         f"{settings.new_tokens} tokens after every prompt from each model that is chosen",
     ]
     return Plan(models, data, trained, then)

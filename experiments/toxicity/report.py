@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..common import removal_report
 from ..common.figures import LOOKS, figure
 from ..common.tables import markdown, shown
 from .paper import NEAREST, PAPER, TABLE
@@ -25,16 +26,34 @@ def tables(results: dict[str, Any]) -> str:
         f"# Removing toxicity\n\n`{results['command']}`, {_numbered(len(seeds), 'seed')}, "
         f"{results['machine']['device']}.\n"
     ]
-    first, *others = settings["tunings"]
-    budget = settings["budgets"][0]
-    parts.append(_main_table(results, first, budget))
-    parts.append(_all_table(results, first))
-    for name in others:
-        parts.append(_all_table(results, name))
+    if "comparison" in seeds[0]:
+        parts.append(
+            removal_report.sections(results, _COLUMNS, "toxic comments", "the mean of all other kinds of text")
+        )
+        parts.append(_published(results["model"]))
+    if settings["tunings"]:
+        parts.append(_main_table(results, next(iter(settings["tunings"])), settings["budgets"][0]))
+        parts += [_all_table(results, name) for name in settings["tunings"]]
     parts += [_damping_table(results, name) for name in settings["tunings"]]
     if "scorer" in seeds[0]:
         parts.append(_scorer(seeds[0]["scorer"], settings["threshold"]))
     return "\n".join(parts)
+
+
+_COLUMNS: list[removal_report.Column] = [
+    ("toxic continuations, %", lambda test: 100 * test["toxicity"]["share"], 1),
+    ("100 · mean score", lambda test: 100 * test["toxicity"]["mean"], 1),
+    ("distinct pairs of words, %", lambda test: 100 * test["distinct"], 1),
+    ("perplexity, WikiText", lambda test: perplexity(test["loss"]["wiki"]), 1),
+]
+
+
+def _published(model: str) -> str:
+    """The paper's numbers, which are of another model, classifier and choice of prompts."""
+    name = model if model in PAPER else NEAREST
+    rows = [[label, *(f"{number:.1f}" for number in numbers)] for label, numbers in PAPER[name].items()]
+    header = [f"paper ({TABLE}), {name}", "100 · mean score", "toxic, %", "WikiText perplexity"]
+    return f"## In the paper\n\n{markdown(header, rows)}"
 
 
 def _main_table(results: dict[str, Any], tuning: str, budget: float) -> str:
@@ -286,8 +305,10 @@ def _numbered(count: float, what: str) -> str:
 
 def draw(results: dict[str, Any], folder: Path) -> None:
     """What a removal costs and brings: toxicity and likelihood of toxic text over the perplexity of what stays."""
-    tuning = next(iter(results["settings"]["tunings"]))
-    _trade_off(results, tuning, folder / "trade-off.svg")
+    if "comparison" in results["seeds"][0]:
+        removal_report.draw(results, folder / "removal.svg")
+    for name in list(results["settings"]["tunings"])[:1]:
+        _trade_off(results, name, folder / "trade-off.svg")
     for name in results["settings"]["tunings"]:
         _dampings(results, name, folder / f"damping-{name}.svg")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -17,6 +17,8 @@ import gradmerge as gm
 from gradmerge.tasks.models import model_with
 
 from ..common import seeds
+from ..common.data import Collate
+from ..common.removal import Bench
 from ..common.seeds import stages_in
 from ..common.states import distance, norm
 from . import models
@@ -99,7 +101,10 @@ class Seed(seeds.Seed):
 
     def results(self) -> dict[str, Any]:
         training = self._train()
-        curvature = {"base": self._curvature("base", "base", self.data.staying, self.settings.curvature_examples)}
+        curvature: dict[str, Any] = {}
+        if self.settings.tunings:
+            limit = self.settings.curvature_examples
+            curvature["base"] = self._curvature("base", "base", self.data.staying, limit)
         rows: dict[str, Any] = {name: self._test_of(name) for name in self._untuned}
         tunings: dict[str, Any] = {}
         for name in self.settings.tunings:
@@ -114,6 +119,8 @@ class Seed(seeds.Seed):
             "tunings": tunings,
             "rows": rows,
         }
+        if self.settings.comparing is not None:
+            found["comparison"] = self.bench.results()
         if self.run.scorer == TFIDF:
             found["scorer"] = self._scorer_quality()
         return {**found, "seconds": self.stages.seconds()}
@@ -122,6 +129,45 @@ class Seed(seeds.Seed):
     def _untuned(self) -> list[str]:
         """The base, and where it is known the model that never saw what is removed."""
         return ["base"] if self.settings.pretraining is None else ["base", "target"]
+
+    @cached_property
+    def bench(self) -> Bench:
+        """Ways to take the toxic comments out, held against the target."""
+        assert self.settings.comparing is not None
+        forget, keep = (
+            [{"input_ids": ids, "labels": ids} for kind in kinds for ids in self.data.examples(kind)]
+            for kinds in (["toxic"], self.data.staying)
+        )
+        return Bench(
+            self.stages,
+            self.settings.comparing,
+            self.seed,
+            self.run.device,
+            {**self.given, "scorer": self.run.scorer, "prompts": self.settings.prompt_counts},
+            self._load,
+            forget,
+            keep,
+            Collate(self.data.tokenizer.eos_token_id),
+            "next-token",
+            self._distances,
+            self._judged,
+        )
+
+    def _distances(self, model: Any, split: str) -> dict[str, float]:
+        """The mean over kinds of text that stay, and toxic text: losses, and of test text KL from the target."""
+        split = "dev" if split == "validation" else split
+        found = parted(self._losses(model, split))
+        if split == "test":
+            apart = {kind: self._divergence(model, kind, split) for kind in self.data.kinds}
+            found |= {f"kl_{name}": value for name, value in parted(apart).items()}
+        return found
+
+    def _divergence(self, model: Any, kind: str, split: str) -> float:
+        return divergence(self.loaded("target"), model, self.data.held_out(kind, split), self.settings.context)
+
+    def _judged(self, model: Any) -> dict[str, Any]:
+        texts, scores = self._score(model, "test")
+        return {**self._distances(model, "test"), **self._toxicity(texts, scores), "loss": self._losses(model, "test")}
 
     def _scorer_quality(self) -> dict[str, Any]:
         assert self.run.data_dir is not None
@@ -339,22 +385,24 @@ class Seed(seeds.Seed):
         settings = self.settings
         texts, scores = self._score(model, "test")
         (folder / "continuations.json").write_text(json.dumps([*zip(texts, scores.tolist(), strict=True)], indent=0))
-        toxic = np.array([p["toxic"] for p in self.prompts["test"]])
-        found: dict[str, Any] = {
-            "loss": self._losses(model, "test"),
-            "toxicity": {"mean": float(scores.mean()), "share": float((scores >= settings.threshold).mean())},
-            "distinct": distinct(texts),
-        }
+        found = {"loss": self._losses(model, "test"), **self._toxicity(texts, scores)}
+        if settings.pretraining is not None:
+            found["divergence"] = {kind: self._divergence(model, kind, "dev") for kind in self.data.kinds}
+        return found
+
+    def _toxicity(self, texts: Sequence[str], scores: Any) -> dict[str, Any]:
+        threshold, toxic = self.settings.threshold, np.array([p["toxic"] for p in self.prompts["test"]])
+        found = {"mean": float(scores.mean()), "share": float((scores >= threshold).mean())}
         for kind, these in (("toxic", toxic), ("mild", ~toxic)):
             if these.any():
-                found["toxicity"][f"share_{kind}_prompts"] = float((scores[these] >= settings.threshold).mean())
-        if settings.pretraining is not None:
-            target = self.loaded("target")
-            found["divergence"] = {
-                kind: divergence(target, model, self.data.held_out(kind, "dev"), settings.context)
-                for kind in self.data.kinds
-            }
-        return found
+                found[f"share_{kind}_prompts"] = float((scores[these] >= threshold).mean())
+        return {"toxicity": found, "distinct": distinct(texts)}
+
+
+def parted(values: Mapping[str, float]) -> dict[str, float]:
+    """`kept`, the mean over kinds of text that stay, and `forget`."""
+    stay = [value for kind, value in values.items() if kind != "toxic"]
+    return {"kept": sum(stay) / len(stay), "forget": values["toxic"]}
 
 
 def rise_of(point: Point, base: Point) -> float | None:

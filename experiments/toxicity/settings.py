@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..common.removal import Comparing
 from ..common.training import Training
 
 #: What Ilharco et al. put before every prompt, and the paper after them.
@@ -62,6 +63,8 @@ class Settings:
     """Of the training texts of every kind, at most."""
     held_out: int
     """Rows of a local training set kept for validation, at most a tenth of it; the Hub has sets of its own for that."""
+    comparing: Comparing | None = None
+    """Ways of removal that are held against the target, at scales that have one."""
     top_p: float = 0.9
     threshold: float = 0.2
     """A generation with at least this score is toxic."""
@@ -117,8 +120,8 @@ SMALL = Settings(
     packed=True,
     length=128,
     context=128,
-    pretraining=Shape(8000, 6, 384, 6, Training(6e-4, 4, 64, warmup_steps=200, schedule="cosine", weight_decay=0.01)),
-    tunings={"plain": Training(1e-4, 1, 16, warmup_steps=10)},
+    pretraining=Shape(8000, 6, 384, 6, Training(8e-4, 4, 128, warmup_steps=100, schedule="cosine", weight_decay=0.01)),
+    tunings={},
     curvature_examples=1 << 16,
     curvature_batch=64,
     scale_curvature=True,
@@ -127,7 +130,7 @@ SMALL = Settings(
     budgets=(0.05, 0.2),
     refinements=2,
     dev_tokens=1 << 14,
-    test_tokens=1 << 16,
+    test_tokens=1 << 15,
     prompts=1000,
     dev_prompts=500,
     toxic_prompts=0.5,
@@ -136,6 +139,16 @@ SMALL = Settings(
     more_kinds=True,
     characters=10_000_000,
     held_out=400,
+    comparing=Comparing(
+        plain=Training(1e-4, 1, 16, warmup_steps=10),
+        theory=Training(1e-4, 6, 32, warmup_steps=10),
+        npo=Training(1e-4, 2, 16),
+        strengths=(0.25, 0.5, 1.0, 2.0, 4.0),
+        keep_rows=600,
+        curvature_rows=1 << 13,
+        batch=128,
+        influence={"rounds": 6},
+    ),
 )
 
 TINY = Settings(
@@ -161,6 +174,18 @@ TINY = Settings(
     more_kinds=True,
     characters=3000,
     held_out=4,
+    comparing=Comparing(
+        plain=Training(5e-3, 1, 4),
+        theory=Training(5e-3, 2, 4),
+        npo=Training(1e-3, 1, 4),
+        strengths=(0.5, 1.0),
+        keep_rows=20,
+        curvature_rows=24,
+        batch=8,
+        halvings=1,
+        snapshots=2,
+        influence={"rounds": 2},
+    ),
 )
 
 SCALES = {"full": FULL, "small": SMALL, "tiny": TINY}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from experiments.common.data import Collate
+from experiments.common.removal import WAYS, between, put
 from experiments.common.states import read_state
 from experiments.hallucination.__main__ import main
 from experiments.hallucination.data import Lengths, Turn, encode, read_turns, swap_knowledge
@@ -24,6 +25,7 @@ from experiments.hallucination.pretraining import infill, make_model, make_token
 from experiments.hallucination.removal import choose, rows
 from experiments.hallucination.run import Seed, prepare
 from experiments.hallucination.settings import SCALES, Shape
+from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification
 
 import gradmerge as gm
@@ -84,7 +86,7 @@ def test_a_tiny_run_gives_tables_figures_and_numbers_for_every_method(finished: 
     settings = SCALES["tiny"]
     assert set(seed["models"]) == {"base", "target", "hallucinating"}
     assert seed["turns"]["true"] == seed["turns"]["swapped"] == 48
-    assert seed["training"]["base"]["examples"] == 96 and seed["training"]["target"]["examples"] == 48
+    assert seed["training"]["base"]["examples"] == 96 and seed["training"]["target"]["examples"] == 96
     counts = Counter(entry["method"] for entry in seed["entries"])
     strengths = len(settings.strengths)
     assert counts == {
@@ -97,7 +99,7 @@ def test_a_tiny_run_gives_tables_figures_and_numbers_for_every_method(finished: 
     assert all(0 <= found["hallucination"] <= 100 and found["bleu"] >= 0 for found in shown)
     text = (out / "results.md").read_text()
     assert "27.5" in text and "target: trained again" in text and str(out) not in text
-    for name in ("trade-off", "damping"):
+    for name in ("trade-off", "damping", "removal"):
         assert "<text" in (out / "figures" / f"{name}.svg").read_text()
 
 
@@ -142,6 +144,61 @@ def test_removals_are_those_of_the_equations(finished: tuple[Path, Path]) -> Non
         squares += float(delta.square().sum())
     assert squares > 0
     assert removals.step(plain_found) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_ways_of_removal_are_those_of_the_equations(finished: tuple[Path, Path]) -> None:
+    data, out = finished
+    bench = Seed(0, prepare(out, SCALES["tiny"], "cpu", data)).bench
+    folder = out / "seed-0"
+    base = read_state(folder / "base" / "model")
+    rest = gm.Curvature.load(folder / "fisher-base" / "curvature")
+    compared = json.loads((out / "results.json").read_text())["seeds"][0]["comparison"]
+    for way, tuning in (("negation", "plain"), ("matching", "plain"), ("matching-theory", "theory")):
+        tuned = read_state(folder / f"taught-{tuning}" / "model")
+        removed = gm.Curvature.load(folder / f"fisher-{tuning}" / "curvature")
+        values = torch.cat([removed[name].flatten().double() for name in base])
+        damping = float(values.mean()) if way == "matching" else compared["unit"]
+        found, beyond = (between(bench._way(way, compared["unit"], None).points, dial) for dial in (0.5, 1.5))
+        for name, value in base.items():
+            start, delta = value.double(), tuned[name].double() - value.double()
+            kept = rest[name].double() + damping
+            ratio = torch.ones_like(kept) if way == "negation" else (kept + removed[name].double()) / kept
+            step = ratio.clamp(max=2 if way == "matching" else math.inf) * delta
+            torch.testing.assert_close(found[name].double(), start - 0.5 * step, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(beyond[name].double(), start - 1.5 * step, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_told_of_every_way_is_measured_on_its_model(finished: tuple[Path, Path]) -> None:
+    """Losses and KL of turns with swapped knowledge, one turn at a time."""
+    data, out = finished
+    seed = Seed(0, prepare(out, SCALES["tiny"], "cpu", data))
+    compared = json.loads((out / "results.json").read_text())["seeds"][0]["comparison"]
+    assert set(compared["ways"]) == set(WAYS) and compared["limits"]["target"]["kl_forget"] < 1e-6
+    target, model = (seed._load(out / "seed-0" / name / "model") for name in ("target", "base"))
+    told = compared["ways"]["influence-kronecker"]
+    assert told["default"]["dial"] in (1, 2) and told["points"] == 2
+    put(model, load_file(out / "seed-0" / "path-influence-kronecker" / f"{told['default']['dial']}.safetensors"))
+    nll = apart = tokens = 0.0
+    for row in seed.rows["test, swapped"]:
+        batch = seed.collate([row])
+        with torch.no_grad():
+            scores, wanted = (m(**batch).logits[0].double().log_softmax(-1) for m in (model, target))
+        nll -= float(scores.gather(1, batch["labels"][0][:, None]).sum())
+        apart += float((wanted.exp() * (wanted - scores)).sum())
+        tokens += len(row["labels"])
+    assert told["default"]["forget"] == pytest.approx(nll / tokens, rel=1e-4)
+    assert told["default"]["kl_forget"] == pytest.approx(apart / tokens, rel=1e-3)
+    assert told["rows"]["forget_rows"] == 48 and told["rows"]["keep_size"] == 48
+
+
+def test_tables_do_without_the_set_up_of_the_paper(finished: tuple[Path, Path], tmp_path: Path) -> None:
+    results = json.loads((finished[1] / "results.json").read_text())
+    for name in ("entries", "models", "curvature"):
+        del results["seeds"][0][name]
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert main(["--render-only", "-o", str(tmp_path)]) == 0
+    assert [file.name for file in (tmp_path / "figures").iterdir()] == ["removal.svg"]
+    assert "no noise floor" in (tmp_path / "results.md").read_text()
 
 
 def test_the_penalty_keeps_the_hallucinating_model_nearer_to_the_base_and_without_swapped_turns_there_is_no_target(

@@ -380,8 +380,26 @@ def test_the_whole_experiment_gives_rows_for_every_model_and_method(finished: Pa
         and "retrained without it (target)" in text
         and "nan" not in text.lower().split()
     )
-    for name in ("trade-off", "damping-plain", "damping-penalty"):
+    for name in ("trade-off", "damping-plain", "damping-penalty", "removal"):
         assert "<text" in (finished / "figures" / f"{name}.svg").read_text()
+
+
+def test_ways_of_removal_are_measured_on_all_kinds_of_text(finished: Path) -> None:
+    results = json.loads((finished / "results.json").read_text())
+    (seed,) = results["seeds"]
+    compared = seed["comparison"]
+    kinds = seed["rows"]["base"]["loss"]
+    stay = [loss for kind, loss in kinds.items() if kind != "toxic"]
+    assert compared["limits"]["base"]["kept"] == pytest.approx(sum(stay) / 3, rel=1e-6)
+    assert compared["limits"]["base"]["forget"] == pytest.approx(kinds["toxic"], rel=1e-6)
+    assert compared["limits"]["target"]["kl_kept"] == 0 < compared["limits"]["base"]["kl_kept"]
+    for told in compared["ways"].values():
+        assert told["curve"][0]["test"]["forget"] == compared["limits"]["base"]["forget"]
+        assert told["chosen"]["rise"] <= results["settings"]["comparing"]["budget"]
+        assert told["chosen"]["dial"] in [point["dial"] for point in told["curve"]]
+    bare = json.loads(json.dumps(results))
+    bare["settings"]["tunings"] = {}
+    assert "At the default of each way" in tables(bare) and "## In the paper" in tables(bare)
 
 
 def test_the_model_that_saw_toxic_text_knows_it_better_than_the_target(finished: Path) -> None:

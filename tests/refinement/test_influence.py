@@ -110,6 +110,31 @@ def test_a_step_is_the_dense_solve_with_a_tenth_of_the_mean_curvature_added() ->
     assert done.rounds[0].damping == pytest.approx(damping, rel=1e-8) and done.after.s == pytest.approx(s, rel=1e-8)
 
 
+def test_with_no_layer_wide_enough_for_factors_a_step_divides_by_the_diagonal() -> None:
+    """`widest=0`: (S + λ)⁻¹ g entry by entry, S the sum of squared gradients with labels that the model's law gives."""
+    torch.manual_seed(0)
+    rows, other = torch.randn(30, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
+    keep, forget = (rows, torch.randint(2, (30,))), (other, torch.randint(2, (9,)))
+    model = nn.Sequential(nn.Linear(4, 2)).double()
+    start = copy.deepcopy(model)
+    owner = DataOwner("k", batches(keep), [], few_classes=2, widest=0)
+    remove_influence(model, DataOwner("f", batches(forget), []), owner, budget=None)
+
+    def gradients(x: Tensor, y: Tensor) -> Tensor:
+        found = torch.autograd.grad(nn.functional.cross_entropy(start(x), y), list(start.parameters()))
+        return torch.cat([one.flatten() for one in found])
+
+    total = torch.zeros(10, dtype=torch.float64)
+    for x in rows.split(1):
+        chances = start(x).softmax(-1)[0].detach()
+        for label in (0, 1):
+            total += chances[label] * gradients(x, torch.tensor([label])).square()
+    wanted = sum(gradients(x, y) for x, y in zip(other.split(1), forget[1].split(1), strict=True))
+    direction = wanted / (total + influence.DAMPING * total.mean())
+    moved = weights(model) - weights(start)
+    torch.testing.assert_close(moved / moved.norm(), direction / direction.norm(), rtol=1e-7, atol=1e-9)
+
+
 def test_curvature_of_a_sample_is_scaled_to_all_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a linear model, S from 30 of 60 rows that stand for 600."""
     monkeypatch.setattr(owners, "CURVATURE_ROWS", 30)

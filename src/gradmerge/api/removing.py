@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..arguments import checked
 from ..curvature.batches import examples_in
+from ..curvature.kronecker import WIDEST
 from ..curvature.losses import LOSSES, ExampleLoss
 from ..engine.evaluations import evaluation
 from ..engine.reads import changed, model_paths, state_of
@@ -64,6 +65,7 @@ def remove(
     keep_size: int | None = None,
     budget: float | str = 0.02,
     rounds: int = ROUNDS,
+    widest: int = WIDEST,
     models: Sequence[str | Path] | Mapping[str, float] | None = None,
     method: str | None = None,
     seed: int = 0,
@@ -91,6 +93,7 @@ def remove(
         keep_size: How many examples stay in all; the curvature is scaled to it. By default those given.
         budget: How much the mean loss of a kept example may rise, relative to before: 0.02, or "2%".
         rounds: How many steps, each with its part of the budget, and repairs in between; 1 is one plain step.
+        widest: Layers with more inputs or outputs than this have a diagonal in S; at 0 all have.
         models: Models that were tuned from the base on what is to go, in place of ``forget`` and ``keep``; with their
             strengths, or a list for strength 1.
         method: ``influence`` with ``forget`` and ``keep``; ``removal`` (the default) or ``negation`` with ``models``.
@@ -125,7 +128,7 @@ def remove(
         raise InputError("influence needs no tuned models: give forget and keep, or another method")
     if forget is None or keep is None:
         raise InputError("influence takes forget and keep: examples that are to go, and examples that stay")
-    asked = _Asked(keep_size, read_budget(budget), rounds, seed)
+    asked = _Asked(keep_size, read_budget(budget), rounds, widest, seed)
     if rounds < 1:
         raise InputError(f"rounds {rounds}: at least one is needed")
     for name, given in (("forget", forget), ("keep", keep)):
@@ -246,6 +249,7 @@ class _Asked:
     keep_size: int | None
     budget: float
     rounds: int
+    widest: int
     seed: int
 
     def run(
@@ -261,7 +265,8 @@ class _Asked:
         """Check the rows, and take the steps; ``settle`` rounds the weights as they will be written."""
         goes = DataOwner("forget", forget, [], output=outputs[0], seed=self.seed)
         # Labels drawn from the model: for more than two classes, all of them would cost more than they tell.
-        stays = DataOwner("keep", kept, held, output=outputs[1], seed=self.seed, few_classes=2)
+        how: Any = {"seed": self.seed, "few_classes": 2, "widest": self.widest}
+        stays = DataOwner("keep", kept, held, output=outputs[1], **how)
         rows, rounds = stays.rows + stays.held, self.rounds if stays.held else 1
         if self.keep_size is not None and self.keep_size < rows:
             raise InputError(f"--keep-size {self.keep_size}: {rows} examples were given that stay, which is more")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..curvature.batches import Placed, batch_rows, examples_in, moved, with_places
 from ..curvature.estimate import estimate_curvature
 from ..curvature.gradients import Gradient, estimate_gradient
-from ..curvature.kronecker import KroneckerCurvature
+from ..curvature.kronecker import WIDEST, KroneckerCurvature
 from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, logits_of, loss_of
 from ..curvature.together import Together
 from ..curvature.trial import Trial
@@ -91,10 +91,11 @@ class DataOwner:
         output: ExampleLoss | None = None,
         seed: int = 0,
         few_classes: int = FEW_CLASSES,
+        widest: int = WIDEST,
         advance: Callable[[int], None] = lambda rows: None,
         processes: Processes = ALONE,
     ) -> None:
-        self._few_classes = few_classes
+        self._few_classes, self._widest = few_classes, widest
         self.name, self._seed, self._advance = name, seed, advance
         self._batches, self._valid, self._output = batches, valid, output
         sizes = [] if isinstance(batches, RowBatches) else list(map(examples_in, batches))
@@ -119,6 +120,7 @@ class DataOwner:
             seed=self._seed,
             structure="kronecker",
             trial=self._trial,
+            widest=self._widest,
             together=Together(self._processes),
         )
 
