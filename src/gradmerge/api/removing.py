@@ -13,9 +13,9 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor, nn
 
-from ..arguments import checked
+from ..arguments import check_known, checked
 from ..curvature.batches import examples_in
-from ..curvature.losses import LOSSES, ExampleLoss
+from ..curvature.losses import ExampleLoss, loss_named
 from ..engine.evaluations import evaluation
 from ..engine.reads import changed, model_paths, state_of
 from ..engine.to_folder import MergeResult
@@ -33,7 +33,6 @@ from ..storage.staging import Staging
 from ..tasks import Loading, complete
 from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
-from ..text import nearest
 from .merging import merge
 
 #: Ways to remove, and the rules of those that need tuned models.
@@ -112,8 +111,7 @@ def remove(
     """
     options = complete(cast(Loading, loading), remove)
     method = method or ("influence" if models is None else "removal")
-    if method not in METHODS:
-        raise InputError(f"method {method!r}: known are {', '.join(METHODS)}{nearest(method, METHODS)}")
+    check_known(f"method {method!r}", method, METHODS)
     if method != "influence":
         if isinstance(base, nn.Module) or out is None or not models or forget is not None or keep is not None:
             raise InputError(f"{method} takes the folders of a base, of out and of models, and neither forget nor keep")
@@ -139,11 +137,8 @@ def remove(
             if out is not None or loading:
                 option = "out" if out is not None else min(loading)
                 raise InputError(f"{option} is an option for a model on disk, not for a module")
-            if isinstance(output, str) and output not in LOSSES:
-                raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
-            meant = LOSSES[output] if isinstance(output, str) else output
             both = cast(Iterable[Any], forget), cast(Iterable[Any], keep)
-            return _in_memory(base, *both, meant, asked, told)
+            return _in_memory(base, *both, loss_named(output), asked, told)
         if output is not None:
             raise InputError("output is an option for a module, not for a model on disk")
         if out is None:

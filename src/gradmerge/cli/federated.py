@@ -12,7 +12,7 @@ import typer
 
 from .help import Commands
 from .options import Data, Force, LoadingOptions, Printing, command
-from .output import heavy_imports, note, print_json
+from .output import heavy_imports, print_json, print_notes
 from .streams import say
 
 SERVE_EXAMPLE = (
@@ -99,8 +99,7 @@ def serve(
     if printing.json:
         print_json(done)
         return
-    for text in done["notes"]:
-        note(text, printing.quiet)
+    print_notes(done["notes"], printing.quiet)
     if not printing.quiet:
         say(f"{out}: written" if done["improved"] else f"{out}: written, as it was: {done['stopped']}")
 

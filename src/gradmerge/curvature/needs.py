@@ -21,6 +21,7 @@ from .formulas import is_conv1d
 from .kernels import HELD_CPU, HELD_CUDA
 from .kronecker import WIDEST, factors_for, stored_alone
 from .losses import ExampleLoss, logits_of
+from .reaching import blocks_of
 
 #: Time of a pass that squares single gradients over that of a plain one: measured at 1.1 B parameters on an NVIDIA
 #: H200 (`benchmarks/results/curvature-cuda-llama-1b.json`).
@@ -80,7 +81,7 @@ def shapes_of(model: nn.Module, kind: str = "diagonal", widest: int = WIDEST) ->
             inputs = columns + (one.bias is not None)
             sums += number * (inputs**2 + rows**2 - weight.numel() - bias)
             products += (inputs**2 + rows**2) // 2  # on one side of the diagonal alone
-    blocks = [sum(p.nbytes for p in block.parameters()) for block in _blocks(model)]
+    blocks = [sum(p.nbytes for p in block.parameters()) for block in blocks_of(model).values()]
     units = [*blocks, *(p.nbytes for p in tables | heads)]
     return ModelShapes(
         parameters=total,
@@ -107,7 +108,7 @@ def activations_of(shapes: ModelShapes, needs: BatchNeeds, kind: str, between: i
 
 def quantised(model: nn.Module, shapes: ModelShapes, bits: int, adapter: int) -> ModelShapes:
     """The same with linear layers of the blocks as codes of so many bits, and sums of an adapter's parameters alone."""
-    inside = [layer.weight for block in _blocks(model) for layer in _linear(block)]
+    inside = [layer.weight for block in blocks_of(model).values() for layer in _linear(block)]
     codes = sum(weight.numel() * (bits / 8 + 4 / 64) for weight in inside)  # a scale of 4 bytes for 64 codes
     weights = shapes.weights - sum(weight.nbytes for weight in inside) + round(codes)
     return replace(shapes, weights=weights, parameters=adapter, sums=4 * adapter, products=0)
@@ -115,13 +116,6 @@ def quantised(model: nn.Module, shapes: ModelShapes, bits: int, adapter: int) ->
 
 def _linear(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, nn.Linear) or is_conv1d(module)]
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of a transformer: what stands in lists that are in no other list."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    return [block for name in outer for block in model.get_submodule(name).children()]
 
 
 @dataclass(frozen=True)

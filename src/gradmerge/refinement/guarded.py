@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from ..arguments import check_known
 from ..errors import InputError
 from ..processes import ALONE, Processes
 from ..progress import NoProgress, Progress
-from ..text import nearest
 from .adamw import adamw
 from .newton import Penalty, Progressed, begin, newton
 from .owners import DataOwner, Owner
@@ -25,8 +25,7 @@ LEAST_SCORE = 3.0
 
 
 def check_request(method: str, rounds: int) -> None:
-    if method not in METHODS:
-        raise InputError(f"--with {method}: known are {', '.join(METHODS)}{nearest(method, METHODS)}")
+    check_known(f"--with {method}", method, METHODS)
     if rounds < 1:
         raise InputError(f"--rounds {rounds}: at least one is needed")
 
