@@ -45,7 +45,7 @@ Data = Annotated[
         metavar="SRC",
         help="A .jsonl, .csv or .parquet file; .txt, each line an example of causal-lm, empty lines skipped; "
         "each also .gz; a folder of images by class; an .npz with x and y (or x_test and y_test: FILE.npz:test); "
-        "or org/name:split of the Hub.",
+        "or org/name:split of the Hub. A file may be a URL.",
     ),
 ]
 CurvatureOut = Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")]
