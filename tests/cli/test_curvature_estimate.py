@@ -21,7 +21,8 @@ from gradmerge.api import estimating
 from gradmerge.cli.app import app
 from gradmerge.cli.output import PlainProgress
 
-from ..making import cli, read_model, weight_bytes, write_recipe
+from ..forked import forked
+from ..making import read_model, weight_bytes, write_recipe
 from ..rules import slow as slow_rules
 from ..tasks.making import (
     labelled,
@@ -339,7 +340,7 @@ def test_progress_and_notes_go_to_stderr(place: Path, tmp_path: Path, monkeypatc
 
 
 def test_a_process_of_its_own_says_one_line_and_nothing_of_transformers(place: Path, tmp_path: Path) -> None:
-    done = cli("curvature", "estimate", place / "image/a", "-d", place / "images", "-o", tmp_path / "c")
+    done = forked("curvature", "estimate", place / "image/a", "-d", place / "images", "-o", tmp_path / "c")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{tmp_path / 'c'}: empirical curvature of ")
     assert done.stderr.count("\n") == done.stderr.count("note: "), done.stderr

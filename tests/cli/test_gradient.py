@@ -21,7 +21,7 @@ from gradmerge.cli.app import app
 from gradmerge.tasks import load_task
 
 from ..curvature import slow
-from ..making import cli, read_model, write_recipe
+from ..making import read_model, write_recipe
 from ..tasks.making import (
     labelled,
     sentences,
@@ -219,5 +219,5 @@ def test_a_folder_that_is_not_a_gradient_is_not_replaced(place: Path, tmp_path: 
 
 
 def test_help_has_an_example() -> None:
-    text = cli("gradient", "--help").stdout
+    text = run("gradient", "--help").stdout
     assert "gradmerge gradient ./yelp --data reviews.jsonl" in text and "--limit" in text
