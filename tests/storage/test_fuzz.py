@@ -104,7 +104,7 @@ def peak_memory() -> int:
 
 @contextlib.contextmanager
 def little_memory() -> Iterator[None]:
-    """The process grows by no more than a little, not even for a moment; Python alone, where a peak is not forgotten."""
+    """The process grows by no more than a little, not even for a moment; elsewhere than on Linux, Python's memory."""
     if FORGET.exists():  # at no cost, where following all that Python allocates doubles the time
         with contextlib.suppress(AttributeError):  # not of glibc
             ctypes.CDLL(None).malloc_trim(0)  # what is free here would be filled before the process grows
