@@ -29,9 +29,7 @@ def run(order):
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         place = os.open(order[name], os.O_RDONLY if number == 0 else os.O_WRONLY)
         os.dup2(place, number)
-        how = {"encoding": order["env"].get("PYTHONIOENCODING", "utf-8")}
-        how["errors"] = "backslashreplace" if name == "stderr" else "strict"
-        streams.append(open(number, "r" if number == 0 else "w", closefd=False, **how))
+        streams.append(open(number, "r" if number == 0 else "w", closefd=False, encoding="utf-8"))
     sys.stdin, sys.stdout, sys.stderr = streams
     sys.argv = order["argv"]
     sys.path[0] = ""

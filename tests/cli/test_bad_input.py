@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
 from gradmerge.storage.staging import Staging
-from tests.forked import forked
 from tests.making import (
     cli,
     near,
@@ -639,4 +638,4 @@ def test_the_script_ends_an_error_like_the_tests_do(place: Place) -> None:
 def test_a_terminal_without_greek_letters_is_no_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     assert cli("methods").returncode == 0
-    assert forked(*place.command(), "-o", place.out).returncode == 0
+    assert cli(*place.command(), "-o", place.out).returncode == 0

@@ -149,16 +149,11 @@ def batch_needs(model: nn.Module, batch: Mapping[str, Tensor], loss: ExampleLoss
 
 
 @dataclass(frozen=True)
-class EstimateRates:
-    """What one process and its node are assumed to do in a second, and where each number comes from."""
+class Rate:
+    """So much a second, and where the number comes from."""
 
-    compute: float
-    """Operations on numbers, two for a multiplication and an addition, that a pass of the model reaches."""
-    disk: float
-    """Bytes from or to the storage, for all nodes together."""
-    network: float
-    """Bytes through the connection of one node."""
-    sources: Mapping[str, str]
+    amount: float
+    source: str
 
 
 @dataclass(frozen=True)
@@ -184,21 +179,21 @@ class EstimateCost:
     """Bytes through the connections of all nodes."""
     seconds: dict[str, float]
     limit: str
-    rates: EstimateRates
+    rates: Mapping[str, Rate]
+    """compute: operations that a pass of the model reaches, two for a multiplication and an addition; disk: bytes from
+    or to the storage, for all nodes together; network, of several nodes: bytes through the connection of one."""
 
     def to_json(self) -> dict[str, Any]:
         given = asdict(self)
         shapes, rates = given.pop("shapes"), given.pop("rates")
-        sources = rates.pop("sources")
-        named = {name: {"amount": amount, "source": sources[name]} for name, amount in rates.items() if name in sources}
         renamed = {"bytes_disk": given.pop("disk"), "bytes_network": given.pop("network")}
         seconds = {name: round(value, 3) for name, value in given.pop("seconds").items()}
-        return {**shapes, **given, **renamed, "rates": named, "seconds": seconds}
+        return {**shapes, **given, **renamed, "rates": rates, "seconds": seconds}
 
 
 def estimate_cost(
     shapes: ModelShapes,
-    rates: EstimateRates,
+    rates: Mapping[str, Rate],
     *,
     examples: int,
     tokens: int,
@@ -245,7 +240,7 @@ def estimate_cost(
     memory_cpu = (PROCESS + max(shapes.weights, shapes.sums) + beside) if on_gpu else 0
     forward = 2.0 * shapes.multiplied if forward is None else forward
     work = forward * (1 if kind == "gram" else 1 + (2 + recomputed) * passes) + 2 * shapes.products
-    compute = work * (OVER_PLAIN if kind == "diagonal" else 1.0) * tokens / processes / rates.compute
+    compute = work * (OVER_PLAIN if kind == "diagonal" else 1.0) * tokens / processes / rates["compute"].amount
     added = 2 * shapes.sums * batches  # every batch reads and writes a sum that is kept elsewhere
     disk = (1 if shard else nodes) * shapes.weights + shapes.sums
     disk += added * processes // share if sums == "disk" else 0
@@ -256,8 +251,8 @@ def estimate_cost(
         network = through * (nodes - 1)
     seconds = {
         "compute": compute + (added / share / BUS if sums == "cpu" and on_gpu else 0.0),
-        "disk": disk / rates.disk,
-        "network": network / nodes / rates.network,
+        "disk": disk / rates["disk"].amount,
+        "network": network / nodes / rates["network"].amount if nodes > 1 else 0.0,
     }
     return EstimateCost(
         shapes=shapes,

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..curvature.needs import Rate
 from ..errors import InputError
 from ..rules.kronecker_matching import KroneckerFactors
 from ..storage.bytesof import bytes_of
 from ..storage.remote import stored_at
 from ..storage.tensorfile import PositionalFile, close_files
 from ..text import count, size
-from .costs import Rate, Speeds, products_of
+from .costs import Speeds, products_of
 from .factoring import factored
 from .layers import solve_layer
 from .local import MergedBlock, run
