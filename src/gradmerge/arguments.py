@@ -52,7 +52,7 @@ def _shown(value: Any) -> Any:
     """An argument without the passwords and signatures of URLs, which nothing may print or write."""
     if isinstance(value, Path):
         return UrlPath(url) if (url := as_url(value)) is not None else value
-    if isinstance(value, dict):  # such as of tasks and their data
+    if type(value) is dict:  # such as of tasks and their data
         return {key: _shown(item) for key, item in value.items()}
     return without_secrets(value) if isinstance(value, str) else value
 
