@@ -325,7 +325,9 @@ def command(function: Callable[..., None], *, processes: bool = False) -> Callab
 
 def _shown(value: Any) -> Any:
     """What was given, with URLs as they are shown, and paths as places that may be URLs."""
-    return place_of(value) if isinstance(value, Path) else as_url(value) or value if isinstance(value, str) else value
+    if isinstance(value, Path):
+        return place_of(value)
+    return (as_url(value) or value) if isinstance(value, str) else value
 
 
 on_processes = functools.partial(command, processes=True)
