@@ -14,15 +14,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.api import estimating
-from gradmerge.cli.app import app
 from gradmerge.cli.output import PlainProgress
 
 from ..forked import forked
-from ..making import read_model, weight_bytes, write_recipe
+from ..making import read_model, run, weight_bytes, write_recipe
 from ..rules import slow as slow_rules
 from ..tasks.making import (
     labelled,
@@ -49,13 +47,6 @@ LAYER = {
     "seq2seq": "decoder.block.1.layer.1.EncDecAttention.k.weight",
     "image": "vit.encoder.layer.1.attention.attention.query.weight",
 }
-
-
-def run(*arguments: str | Path | int, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == status, result.output
-    assert "Traceback" not in result.output and "internal" not in result.output
-    return result
 
 
 def estimate(*arguments: str | Path | int, status: int = 0) -> Any:
