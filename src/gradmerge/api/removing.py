@@ -24,7 +24,7 @@ from ..progress import Progress, shown
 from ..refinement.influence import InfluenceRemoval, remove_influence
 from ..refinement.overlap import in_both
 from ..refinement.owners import DataOwner
-from ..refinement.points import Point, trained
+from ..refinement.points import Point, copied, trained
 from ..refinement.saving import Start, notes_of_folder, opened_start, write_folder
 from ..refinement.splitting import HELD, RowBatches, as_batches, sample_batches, split_batches, split_rows
 from ..report.page import write_report
@@ -270,7 +270,7 @@ class _Asked:
                 "keep, with the same label; leave them out of one of the two"
             )
         stays.examples = self.keep_size or rows
-        start = _weights(model) if settle is not None else {}
+        start = copied(trained(model)) if settle is not None else {}
 
         def row_losses() -> dict[str, Tensor]:
             kept = stays.row_losses(model, held=stays.held > 0)
@@ -313,7 +313,7 @@ class _Asked:
         settle: Callable[[], None],
     ) -> None:
         """Round the weights; where that would break the budget, as much of the way as keeps it."""
-        end = _weights(done.model)
+        end = copied(trained(done.model))
         whole = done.after.s
         for part in PARTS:
             with torch.no_grad():
@@ -329,7 +329,3 @@ class _Asked:
                 f"Rounded to the types that the model is stored in, the steps would have broken the budget: {part:g} "
                 "of their sum was taken."
             )
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in trained(model).items()}
