@@ -22,6 +22,7 @@ def ran(name: str, wanted: str, folder: Path) -> Any:
 
     def run(_: int) -> Any:
         os.chdir(folder)
+        os.environ["IPYTHONDIR"] = str(folder)  # else its history goes to the user's
         constants.HF_HUB_OFFLINE = True
         session = shell.instance()
         for cell in book.cells:
