@@ -30,9 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gradmerge.api.merging import default_threads, planned
 from gradmerge.curvature.files import metadata
 from gradmerge.curvature.losses import LOSSES
-from gradmerge.curvature.needs import EstimateRates, activations_of, batch_needs, estimate_cost, shapes_of
+from gradmerge.curvature.needs import Rate, activations_of, batch_needs, estimate_cost, shapes_of
 from gradmerge.engine.calibration import USUAL_NETWORK, measure_speeds
-from gradmerge.engine.costs import START, Rate, Speeds, cost_of
+from gradmerge.engine.costs import START, Speeds, cost_of
 from gradmerge.storage.tensorfile import header_bytes
 
 RESULTS = Path(__file__).parent / "results"
@@ -164,7 +164,7 @@ def needs_of(config: Any, batch: int, tokens: int) -> tuple[Any, Any]:
 
 def estimate_rows() -> Iterator[dict[str, Any]]:
     reached, _ = gpu()
-    rates = EstimateRates(reached, 10e9, 50e9, {})
+    rates = {"compute": Rate(reached, "measured"), "disk": Rate(10e9, "assumed"), "network": Rate(50e9, "assumed")}
     for name, shape in LLAMA.items():
         config = config_of(shape)
         model, needs = needs_of(config, BATCH, TOKENS)
@@ -213,7 +213,7 @@ def measuring_checks() -> list[dict[str, Any]]:
     shapes = shapes_of(model)
     cost = estimate_cost(
         shapes,
-        EstimateRates(reached, 1e12, 1e12, {}),
+        {"compute": Rate(reached, "measured"), "disk": Rate(1e12, "assumed")},
         examples=batch,
         tokens=batch * tokens,
         batch_size=batch,

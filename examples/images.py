@@ -28,7 +28,7 @@ if out.exists() and any(out.iterdir()):
     parser.error(f"{out} is not empty: remove it, or choose another folder with -o")
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-epochs = 2 if chosen.quick else 12
+epochs = 1 if chosen.quick else 12
 
 # Images of 8 × 8 pixels with values from 0 to 16. A quarter is set aside for the test; of the rest, the base gets 200
 # images of all digits, and what remains is shared out by digit.

@@ -46,7 +46,7 @@ logging.disable_progress_bar()
 
 # The files are parsed, not imported. Of every project come as many classes as functions, no sentence twice.
 
-each = 100 if chosen.quick else 500
+each = 50 if chosen.quick else 500
 folders = {"stdlib": Path(sysconfig.get_paths()["stdlib"])} | {
     name: Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "transformers")
 }

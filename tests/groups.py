@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -65,6 +66,7 @@ def _fork(rank: int, count: int, port: int, run: Callable[[int], Any], folder: P
         os.dup2(out, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        tempfile.tempdir = str(folder)  # what a process that is killed leaves behind
         os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_PORT": str(port)}
         (folder / f"{rank}.json").write_text(json.dumps(run(rank)))
         status = 0

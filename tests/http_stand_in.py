@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import re
+import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -69,18 +71,29 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = _handle
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *_: Any) -> None:
+        if not isinstance(sys.exception(), OSError):  # a client that goes away is no failure here
+            traceback.print_exc()
+
+
 @contextlib.contextmanager
-def web_server() -> Iterator[Web]:
-    """A server on a port of its own, until the block ends."""
-    web = Web()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"web": web}))
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that goes away is no failure here
-    web.address = f"127.0.0.1:{server.server_port}"
+def serving(handler: type[BaseHTTPRequestHandler], **shared: Any) -> Iterator[str]:
+    """The address of a server on a port of its own, until the block ends; its handlers have ``shared`` in common."""
+    server = _Server(("127.0.0.1", 0), type("Handler", (handler,), shared))
     thread = threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield web
+        yield f"127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextlib.contextmanager
+def web_server() -> Iterator[Web]:
+    """A web server for files, until the block ends."""
+    web = Web()
+    with serving(_Handler, web=web) as web.address:
+        yield web

@@ -13,8 +13,10 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
 import gradmerge as gm
+from gradmerge.cli.app import app
 
 SHAPES = {
     "embed.weight": (50, 8),
@@ -87,6 +89,14 @@ def weight_bytes(folder: Path) -> dict[str, bytes]:
 def write_recipe(path: Path, recipe: Mapping[str, Any]) -> Path:
     path.write_text(yaml.safe_dump(dict(recipe)))
     return path
+
+
+def run(*arguments: str | Path | int, status: int = 0) -> Any:
+    """The result of the command line in this process, which ends with this status, and without a traceback."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == status, result.output
+    assert "Traceback" not in result.output and "internal error" not in result.output
+    return result
 
 
 def cli(*arguments: str | Path, cwd: Path | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:

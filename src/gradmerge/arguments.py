@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from .errors import InputError
+from .text import nearest
 from .urls import UrlPath, as_url, without_secrets
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -51,6 +52,8 @@ def _shown(value: Any) -> Any:
     """An argument without the passwords and signatures of URLs, which nothing may print or write."""
     if isinstance(value, Path):
         return UrlPath(url) if (url := as_url(value)) is not None else value
+    if type(value) is dict:  # such as of tasks and their data
+        return {key: _shown(item) for key, item in value.items()}
     return without_secrets(value) if isinstance(value, str) else value
 
 
@@ -77,3 +80,9 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind in (Sequence, Iterable) and isinstance(value, str | bytes | Mapping):
         return False
     return isinstance(value, kind) or (kind is Sequence and hasattr(value, "__array__"))
+
+
+def check_known(what: str, value: str, known: Iterable[str]) -> None:
+    """Raise an InputError unless a word is one of those that are known; ``what`` names it with its option."""
+    if value not in known:
+        raise InputError(f"{what}: known are {', '.join(known)}{nearest(value, known)}")

@@ -51,6 +51,12 @@ def as_url(place: str | Path) -> str | None:
     return shown
 
 
+def remote_url(place: str | Path) -> str | None:
+    """The URL of what lies elsewhere; None for a path on this machine, which `file://` is too."""
+    url = as_url(place)
+    return None if url is None or url.startswith("file://") else url
+
+
 def on_this_machine(place: str | Path) -> str:
     """A reference as a path, if it is a `file://` URL; any other as it is."""
     url = as_url(place)
@@ -110,5 +116,5 @@ class UrlPath(type(Path())):  # type: ignore[misc]
 
 def place_of(out: str | Path) -> Path:
     """Where a result goes: a path of this machine, or a :class:`UrlPath`."""
-    url = as_url(out)
-    return Path(on_this_machine(out)) if url is None or url.startswith("file://") else UrlPath(url)
+    url = remote_url(out)
+    return Path(on_this_machine(out)) if url is None else UrlPath(url)

@@ -8,12 +8,13 @@ import contextlib
 import hashlib
 import json
 import re
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from ..http_stand_in import serving
 
 TOKEN = "hf_" + "secret" * 6
 
@@ -210,13 +211,6 @@ def _level(files: dict[str, bytes], prefix: str) -> list[dict[str, Any]]:
 def stand_in() -> Iterator[Hub]:
     """A hub on a port of its own, until the block ends."""
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
+    with serving(_Handler, hub=hub) as address:
+        hub.endpoint = f"http://{address}"
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

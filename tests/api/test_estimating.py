@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from gradmerge.tasks import load_task
 from ..curvature import slow
 from ..curvature.slow import assert_same
 from ..curvature.test_kronecker import assert_factors, loop
+from ..groups import launch
 from ..making import read_model
 from ..tasks.making import (
     labelled,
@@ -255,22 +255,20 @@ def test_structure_and_kind_are_one_option(place: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_goes_on_with_the_same_numbers(place: Path, tmp_path: Path) -> None:
     measure(place, "bert", tmp_path / "whole", batch_size=2)
-    code = f"""
-import os, signal, torch
-torch.set_num_threads(1)
-from gradmerge.api.estimating import estimate_curvature
-class Clock:
-    left = 3
-    def begin(self, *_): pass
-    def advance(self, _):
-        self.left -= 1
-        if not self.left:
-            os.kill(os.getpid(), signal.SIGKILL)
-estimate_curvature({str(place / "bert")!r}, {str(place / "labels.jsonl")!r}, out={str(tmp_path / "c")!r}, device="cpu",
-                  batch_size=2, save_every=0, progress=Clock())
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+
+    class Kill(gm.Progress):
+        left = 3
+
+        def advance(self, amount: int) -> None:
+            self.left -= 1
+            if not self.left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def run(_: int) -> None:
+        measure(place, "bert", tmp_path / "c", batch_size=2, save_every=0, progress=Kill())
+
+    (killed,) = launch(1, run, tmp_path / "said")
+    assert killed.status == -signal.SIGKILL, killed.said
     assert not (tmp_path / "c").exists()
     again = measure(place, "bert", tmp_path / "c", batch_size=2, resume=True)
     assert again.resumed_from == 4

@@ -630,8 +630,8 @@ def test_the_script_ends_an_error_like_the_tests_do(place: Place) -> None:
     result = cli("merge", bad, "-o", place.out)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and "did you mean" in result.stderr
-    debug = cli("merge", bad, "-o", place.out, "--debug")
-    assert debug.returncode == 2 and "Traceback" in debug.stderr
+    debug = invoke("merge", bad, "-o", place.out, "--debug")
+    assert debug.exit_code == 2 and "Traceback" in debug.stderr
     assert not place.out.exists()
 
 

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.cli.app import app
+from gradmerge.cli.options import named
+from gradmerge.cli.output import typed
 
 from ..forked import forked
 from ..making import random_curvature, read_model, three_models, write_recipe
@@ -272,3 +274,11 @@ def test_a_dry_run_says_which_damping_and_penalties_are_used(models: tuple[Path,
     assert [one["what"] for one in found["passes"]] == ["damping", "merge"]
     found = json.loads(run("merge", "-m", "gradient-matching", *given, "--set", "base.penalty=none"))
     assert found["damping"] == 1e-10 and [one["penalty"] for one in found["penalty"]] == ["none", "none"]
+
+
+def test_what_was_typed_and_what_is_named_are_without_the_secrets_of_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "https://me:word@host/r.yml?sig=abc&versionId=1"
+    monkeypatch.setattr(sys, "argv", ["gradmerge", "preview", url, "-d", "a=s3://key:secret@bucket/x.jsonl"])
+    shown = "'https://***@host/r.yml?sig=***&versionId=1'"
+    assert typed() == f"gradmerge preview {shown} -d a=s3://***@bucket/x.jsonl"
+    assert named(["a=s3://key:secret@bucket/x.jsonl"]) == {"a": "s3://***@bucket/x.jsonl"}

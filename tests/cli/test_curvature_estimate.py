@@ -14,14 +14,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.api import estimating
-from gradmerge.cli.app import app
 from gradmerge.cli.output import PlainProgress
 
-from ..making import cli, read_model, weight_bytes, write_recipe
+from ..forked import forked
+from ..making import read_model, run, weight_bytes, write_recipe
 from ..rules import slow as slow_rules
 from ..tasks.making import (
     labelled,
@@ -48,13 +47,6 @@ LAYER = {
     "seq2seq": "decoder.block.1.layer.1.EncDecAttention.k.weight",
     "image": "vit.encoder.layer.1.attention.attention.query.weight",
 }
-
-
-def run(*arguments: str | Path | int, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == status, result.output
-    assert "Traceback" not in result.output and "internal" not in result.output
-    return result
 
 
 def estimate(*arguments: str | Path | int, status: int = 0) -> Any:
@@ -339,7 +331,7 @@ def test_progress_and_notes_go_to_stderr(place: Path, tmp_path: Path, monkeypatc
 
 
 def test_a_process_of_its_own_says_one_line_and_nothing_of_transformers(place: Path, tmp_path: Path) -> None:
-    done = cli("curvature", "estimate", place / "image/a", "-d", place / "images", "-o", tmp_path / "c")
+    done = forked("curvature", "estimate", place / "image/a", "-d", place / "images", "-o", tmp_path / "c")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{tmp_path / 'c'}: empirical curvature of ")
     assert done.stderr.count("\n") == done.stderr.count("note: "), done.stderr

@@ -10,22 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
 
 from ..checkpoints.families import save
 from ..curvature.training import Run, fresh, train
-from ..making import read_model, write_recipe
-
-runner = CliRunner()
-
-
-def run(*arguments: str | Path, status: int = 0) -> Any:
-    result = runner.invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == status, result.output
-    return result
+from ..making import read_model, run, write_recipe
 
 
 @pytest.fixture(scope="module")

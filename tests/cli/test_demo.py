@@ -1,8 +1,7 @@
-"""`gradmerge demo` as a user runs it, at a tiny size."""
+"""`gradmerge demo`: what it refuses. A whole run of it is in tests/demo."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,38 +11,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
-from tests.demo.making import tiny
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradmerge.demo.Settings", tiny)
 
 
 def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["demo", *map(str, arguments)])
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("demo") / "my demo"
-
-
-def test_tables_reports_and_commands_are_shown(place: Path) -> None:
-    result = invoke("-o", place)
-    assert result.exit_code == 0, result.output
-    rows = ["gradient-matching, weight 1", "task-arithmetic, tuned", "trained on all (target)", "Taking tilted out"]
-    for words in (*rows, "per cent", "gradmerge diagnose recipes/", f"cd '{place}'", "0 kept"):
-        assert words in result.stdout, result.stdout
-    assert "models/base: " in result.stderr and "curvature/tilted: " in result.stderr
-    again = invoke("-o", place, "--quiet")
-    assert again.exit_code == 0 and again.stderr == ""
-    assert "gradient-matching, weight 1" in again.stdout and "gradmerge diagnose" not in again.stdout
-    printed = invoke("-o", place, "--json")
-    facts = json.loads(printed.stdout)
-    assert facts["kept"] == facts["stages"] and printed.stderr == ""
-    assert {row["folder"] for row in facts["merging"]} >= {"models/base", "models/joint", "merged/gradient-matching"}
-    assert all(line.startswith("gradmerge ") for several in facts["commands"].values() for line in several)
 
 
 def test_without_scikit_learn_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.cli.app import app
 from gradmerge.cli.output import PlainProgress
-from tests.making import cli
+from tests.forked import forked
 from tests.tasks.making import (
     labelled,
     sentences,
@@ -75,7 +75,7 @@ def test_perplexity_of_a_language_model(place: Path) -> None:
 
 
 def test_a_process_of_its_own_prints_the_numbers_and_nothing_of_transformers(place: Path) -> None:
-    done = cli("evaluate", place / "bert", "--data", place / "odd.jsonl", "--columns", "text=review,label=stars")
+    done = forked("evaluate", place / "bert", "--data", place / "odd.jsonl", "--columns", "text=review,label=stars")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "accuracy" in done.stdout

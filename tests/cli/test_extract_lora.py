@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
 
-from ..making import assert_close, read_model
+from ..making import assert_close, read_model, run
 from ..tasks.making import sentences, tiny_bert_checkpoint, tiny_gpt2_checkpoint, write_jsonl
-
-
-def run(*arguments: str | Path | int, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == status, result.output
-    return result
 
 
 def moved(base: Path, out: Path, scale: float = 0.02) -> Path:

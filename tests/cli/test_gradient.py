@@ -14,14 +14,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
 from gradmerge.tasks import load_task
 
 from ..curvature import slow
-from ..making import cli, read_model, write_recipe
+from ..making import read_model, run, write_recipe
 from ..tasks.making import (
     labelled,
     sentences,
@@ -34,13 +32,6 @@ from ..tasks.making import (
 
 DATA = {"bert": "labels.jsonl", "gpt2": "labels.jsonl", "t5": "pairs.jsonl", "vit": "images"}
 OUTPUT = {"bert": "classes", "gpt2": "next-token", "t5": "tokens", "vit": "classes"}
-
-
-def run(*arguments: str | Path | int, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == status, result.output
-    assert "Traceback" not in result.output and "internal" not in result.output
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -219,5 +210,5 @@ def test_a_folder_that_is_not_a_gradient_is_not_replaced(place: Path, tmp_path: 
 
 
 def test_help_has_an_example() -> None:
-    text = cli("gradient", "--help").stdout
+    text = run("gradient", "--help").stdout
     assert "gradmerge gradient ./yelp --data reviews.jsonl" in text and "--limit" in text

@@ -13,23 +13,14 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertForSequenceClassification
-from typer.testing import CliRunner
 
 import gradmerge as gm
-from gradmerge.cli.app import app
 from gradmerge.curvature.losses import logits_of
 from gradmerge.refinement import resuming
 from gradmerge.tasks import load_task
 
-from ..making import read_model
+from ..making import read_model, run
 from ..tasks.making import sentences, tiny_bert_checkpoint, tiny_gpt2_checkpoint, write_jsonl
-
-
-def run(*arguments: str | Path | int, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == status, result.output
-    assert "Traceback" not in result.output and "internal" not in result.output
-    return result
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from gradmerge.curvature.needs import (
     GPU_CONTEXT,
     OVER_PLAIN,
     START,
-    EstimateRates,
     ModelShapes,
+    Rate,
     activations_of,
     batch_needs,
     estimate_cost,
@@ -35,7 +35,7 @@ MAKERS: dict[str, Any] = {"gpt2": tiny_gpt2_checkpoint, "llama": tiny_llama_chec
 SHAPES = ModelShapes(
     parameters=1000, multiplied=900, largest=400, weights=2000, gathered=600, sums=4000, products=50, blocks=4
 )
-RATES = EstimateRates(1e3, 100.0, 10.0, {"compute": "given", "disk": "given", "network": "given"})
+RATES = {name: Rate(amount, "given") for name, amount in (("compute", 1e3), ("disk", 100.0), ("network", 10.0))}
 
 
 @pytest.fixture(params=MAKERS)

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 import gradmerge as gm
 from gradmerge.api.merging import planned
 from gradmerge.cli.app import app
+from gradmerge.curvature.needs import Rate
 from gradmerge.engine import to_folder
 from gradmerge.engine.calibration import ENTRIES, measure_speeds, read_rate
-from gradmerge.engine.costs import CLUSTER_START, START, Pass, Rate, Speeds, cost_of, passes_of, seconds_of
+from gradmerge.engine.costs import CLUSTER_START, START, Pass, Speeds, cost_of, passes_of, seconds_of
 from gradmerge.storage.tensorfile import PositionalFile
 
 from ..making import near, random_curvature, random_state, three_models, write_model, write_recipe

@@ -264,6 +264,8 @@ def test_the_command_line_takes_urls_everywhere(s3: Any, tmp_path: Path) -> None
         return CliRunner().invoke(app, list(words))
 
     s3.pipe_file("bucket/recipes/r.yml", b"{method: average, models: [../a, ../b]}")
+    s3.pipe_file("bucket/rows.csv", b"text,label\na film,1\n")
+    assert list(gm.read_rows("s3://bucket/rows.csv").rows) == [{"text": "a film", "label": "1"}]
     found = run("inspect", "s3://bucket/a", "s3://bucket/b", "--json")
     assert found.exit_code == 0 and "s3://bucket/a" in found.output and "gradmerge-" not in found.output
     shown = run("curvature", "show", "s3://bucket/a/curvature")
@@ -281,7 +283,8 @@ def test_the_command_line_takes_urls_everywhere(s3: Any, tmp_path: Path) -> None
         (["merge", "-m", "average", "--model", "s3://bucket/a", "-o", "https://host/x"], 2, "cannot be written to"),
         (["merge", "-m", "average", "--model", "s3://bucket/a", "-o", "s3://nowhere/x"], 2, "s3://nowhere/x"),
         (["recipe", "convert", "s3://bucket/recipes/r.yml", "-o", "s3://bucket/r.yml"], 2, "copy it there"),
-        (["evaluate", "s3://bucket/a", "-d", "s3://bucket/x.jsonl"], 2, "data are read from this machine"),
+        (["evaluate", "s3://bucket/a", "-d", "s3://bucket/x.jsonl"], 2, "s3://bucket/x.jsonl: there is nothing"),
+        (["evaluate", "s3://bucket/a", "-d", "s3://bucket/recipes"], 2, "data at a URL are one file"),
     ):
         ended = run(*words)
         assert (ended.exit_code, "Traceback" in ended.output) == (status, False), ended.output

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import gradmerge as gm
 from gradmerge.recipe import load_recipe
+
+from ..forked import forked
 
 OURS = """
 name: mean
@@ -107,7 +106,7 @@ def test_a_killed_merge_of_several_recipes_goes_on_and_ends_with_the_same_bytes(
     script += "t.merge_record = lambda *a: os._exit(9) if str(a[0].method).startswith('task') else kept(*a)\n"
     script = script.replace("t.merge_record =", "kept = t.merge_record\nt.merge_record =")
     script += "gm.merge('recipe.yml', 'out', progress=False)\n"
-    killed = subprocess.run([sys.executable, "-c", script], cwd=folder, env=os.environ, check=False)
+    killed = forked(code=script, cwd=folder)
     assert killed.returncode == 9
     assert left(folder) == {"whole", "out.gradmerge-partial", "out.named.gradmerge-partial"}
     gm.merge(folder / "recipe.yml", folder / "out", resume=True, progress=False)

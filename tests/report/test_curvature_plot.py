@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from gradmerge.curvature.kronecker import LayerFactors
 from gradmerge.curvature.summary import group_of
 from gradmerge.report.curvature_plot import LayerRow, draw, legible, spread
 
+from ..forked import forked
 from ..making import random_curvature, random_state
 
 runner = CliRunner()
@@ -168,7 +167,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path) -> None:
         f"sys.argv = ['gradmerge', *{['curvature', 'show', str(tmp_path / 'c'), '--plot', str(tmp_path / 'p.png')]}]\n"
         "from gradmerge.cli import main\nmain()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forked(code=code)
     assert done.returncode == 2
     assert "pip install 'gradmerge[plot]'" in done.stderr
 

@@ -8,7 +8,7 @@ import io
 import json
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,10 @@ import pytest
 from PIL import Image
 
 from gradmerge.errors import InputError
-from gradmerge.tasks.data_sources import read_rows
+from gradmerge.tasks.data_names import named_data
+from gradmerge.tasks.data_sources import data_paths, read_rows
+
+from ..http_stand_in import Web, web_server
 
 ROWS = [
     {"text": "a good film, they said", "label": "1"},
@@ -223,3 +226,41 @@ def test_a_member_of_an_archive_that_is_no_array_is_refused(tmp_path: Path) -> N
         archive.writestr("y", b"nor this")
     with pytest.raises(InputError, match="is no array"):
         read_rows(str(tmp_path / "a.npz"))
+
+
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    monkeypatch.setenv("GRADMERGE_CACHE", str(tmp_path / "cache"))
+    with web_server() as found:
+        yield found
+
+
+def test_data_at_a_url_are_fetched_once_and_anew_when_they_change(web: Web, tmp_path: Path) -> None:
+    path = in_form(tmp_path, "jsonl")
+    web.files["data.jsonl"] = path.read_bytes()
+    url = f"http://{web.address}/data.jsonl"
+    for _ in range(2):
+        assert list(read_rows(url).rows) == ROWS
+        assert [one.read_bytes() for one in data_paths(url)] == [path.read_bytes()]
+    assert web.given["data.jsonl"] == len(path.read_bytes())
+    web.files["data.jsonl"] = in_form(tmp_path, "jsonl", ROWS[1:]).read_bytes()
+    assert list(read_rows(url, limit=5).rows) == ROWS[1:]
+    assert named_data(url) == ("data.jsonl", {"type": "data.jsonl", "name": "data.jsonl"})
+
+
+def test_splits_and_signatures_of_data_at_a_url(web: Web, tmp_path: Path) -> None:
+    images = np.arange(2 * 3 * 4 * 4).reshape(2, 3, 4, 4).astype(np.uint8)
+    np.savez(tmp_path / "a.npz", x_train=images[0], y_train=[0, 1, 2], x_test=images[1], y_test=[2, 1, 0])
+    web.files["a.npz"], web.user = (tmp_path / "a.npz").read_bytes(), "me:word"
+    url = f"http://me:word@{web.address}/a.npz?signature=secret"
+    rows = read_rows(f"{url}:test")
+    assert [row["label"] for row in rows.rows] == [2, 1, 0] and np.array_equal(rows.rows[0]["image"], images[1, 0])
+    assert rows.label == f"http://***@{web.address}/a.npz?signature=***"
+    assert named_data(f"{url}:test")[0] == "a.npz"
+    with pytest.raises(InputError, match=r"^http://\*\*\*@[^ ]*=\*\*\*: the file has splits"):
+        read_rows(url)
+    with pytest.raises(InputError, match="there is nothing of that name"):
+        read_rows(f"http://me:word@{web.address}/none.csv")
+    web.files["page.html"] = b"<html>"
+    with pytest.raises(InputError, match="data of this kind is not known"):
+        read_rows(f"http://me:word@{web.address}/page.html")

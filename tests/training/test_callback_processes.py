@@ -2,50 +2,60 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import BertForSequenceClassification
 
 import gradmerge as gm
+from gradmerge.errors import InputError
 
 from ..curvature import slow
-from .callback_runs import read, sentences
-from .callback_worker import callbacks, train
+from ..groups import launch
+from .callback_runs import bert, read, sentences, trainer_for
+
+
+def callbacks() -> dict[str, gm.CurvatureCallback]:
+    return {
+        "adam": gm.CurvatureCallback("adam"),
+        "online": gm.CurvatureCallback("online", every=2, decay=0.8, likelihood="sampled"),
+        "uneven": gm.CurvatureCallback("pass", likelihood="sampled", limit=7),
+        "few": gm.CurvatureCallback("pass", limit=1),
+    }
+
+
+def train(out: Path, kind: str, batch: int, callback: bool = True) -> dict[str, torch.Tensor]:
+    """Train on 16 examples for four steps; with `pass` for three on 11, which processes cannot share equally."""
+    model = bert()
+    data = sentences(16 if kind in ("adam", "online") else 11)
+    settings = {"per_device_train_batch_size": batch, "num_train_epochs": 1, "save_strategy": "epoch"}
+    trainer_for(out / kind, model, data, callbacks()[kind] if callback else None, **settings).train()
+    return model.state_dict()
+
+
+def work(out: Path) -> None:
+    """What one of several processes that train together does, with each source."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # of trainings by the process that this one is forked from
+    for kind in callbacks():
+        trained = train(out, kind, 2)
+        if kind == "online":
+            without = train(out / "without", kind, 2, callback=False)
+            assert all(torch.equal(trained[name], without[name]) for name in without)
+    try:
+        trainer_for(out / "sharded", bert(), sentences(16), gm.CurvatureCallback("pass"), fsdp=True).train()
+    except InputError as error:
+        (out / "refused.json").write_text(json.dumps(str(error)))
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes on this machine have written, set up as torchrun does."""
     out = tmp_path_factory.mktemp("two")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.training.callback_worker", str(out)],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | shared,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said = process.communicate(timeout=240)[0]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said[-6000:]
+    for ended in launch(2, lambda rank: work(out), out / "said"):
+        assert ended.status == 0, ended.said[-6000:]
     return out
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from transformers.utils import logging
 import gradmerge as gm
 
 from ..curvature.training import examples, fresh
+from ..forked import forked
 
 
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
@@ -292,5 +291,5 @@ def test_without_accelerate_it_says_what_to_install() -> None:
         except gm.InputError as error:
             print(error)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    done = forked(code=textwrap.dedent(code))
     assert "pip install 'gradmerge[train]'" in done.stdout, done.stderr

@@ -16,7 +16,7 @@ from ..checkpoints.opening import open_checkpoint
 from ..curvature.batches import watched
 from ..curvature.curvature import SHARD_SIZE
 from ..curvature.gradients import Gradient, estimate_gradient as estimate_in_memory
-from ..curvature.losses import LOSSES, ExampleLoss
+from ..curvature.losses import ExampleLoss, loss_named
 from ..engine.reads import State, changed, model_paths, state_of
 from ..engine.record import digest_of
 from ..errors import InputError, MachineError
@@ -25,7 +25,6 @@ from ..progress import Progress, shown
 from ..storage.staging import Staging
 from ..tasks import LargeLoading, complete_large, load_task
 from ..tasks.data_sources import data_paths
-from ..text import nearest
 from .dividing import share_of, what_all_see
 from .large_models import keeping_for
 
@@ -82,8 +81,7 @@ def estimate_gradient(
     if on_disk is not isinstance(batches, str | os.PathLike):
         expected = "the path or name of its data, for a model on disk" if on_disk else "batches in memory, for a module"
         raise InputError(f"batches is {type(batches).__name__}, but must be {expected}")
-    if isinstance(output, str) and output not in LOSSES:
-        raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
+    output = loss_named(output)
     options = complete_large(loading, estimate_gradient)
     models = model_paths(str(model)) if on_disk else []
     reads = [*models, *model_paths(options["tokenizer"])], data_paths(str(batches)) if on_disk else []

@@ -14,7 +14,7 @@ from typing import Any, Literal, Unpack, cast, overload
 import torch
 from torch import nn
 
-from ..arguments import checked
+from ..arguments import check_known, checked
 from ..checkpoints.published import name_of
 from ..curvature.batches import watched
 from ..curvature.curvature import Curvature
@@ -35,7 +35,7 @@ from ..storage.staging import Staging
 from ..tasks import LargeLoading, LoadedTask, Loading, complete, complete_large, load_model, load_task
 from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
-from ..text import listed, nearest
+from ..text import listed
 from ..urls import place_of
 from .dividing import estimate_saving, share_of, what_all_see
 from .large_models import check_large, keeping_for, peak_memory
@@ -345,8 +345,7 @@ def _check_options(likelihood: str, kind: str, precision: str, at_delta: str | P
         ("kind", kind, tuple(KINDS)),
         ("precision", precision, tuple(PRECISIONS)),
     ):
-        if value not in known:
-            raise InputError(f"--{option} {value}: known are {', '.join(known)}{nearest(value, known)}")
+        check_known(f"--{option} {value}", value, known)
     matrices = {"gram": "Gram matrices", "kronecker": "Kronecker factors"}.get(kind)
     if matrices and precision != "float32":
         raise InputError(f"--precision {precision}: {matrices} are stored as float32 only")

@@ -11,9 +11,8 @@ from typing import Any, Unpack
 import torch
 
 from ..curvature.kronecker import WIDEST
-from ..curvature.needs import EstimateCost, EstimateRates, activations_of, estimate_cost, quantised, shapes_of
+from ..curvature.needs import EstimateCost, Rate, activations_of, estimate_cost, quantised, shapes_of
 from ..engine.calibration import USUAL_NETWORK, read_rate
-from ..engine.costs import Rate
 from ..errors import InputError
 from ..tasks import LargeLoading
 from ..tasks.loading import complete_large
@@ -90,11 +89,8 @@ def forecast_estimate(
     if kind == "kronecker" and shapes.wide:
         notes.append(f"{shapes.wide} layers are wider than {widest:,} and have a diagonal")
     dtype = next(made.parameters()).dtype
-    compute = compute or measured_compute(place, dtype)
-    disk = disk or read_rate(outline.files, 4)
-    network = network or USUAL_NETWORK
-    sources = {"compute": compute.source, "disk": disk.source} | ({"network": network.source} if nodes > 1 else {})
-    rates = EstimateRates(compute.amount, disk.amount, network.amount, sources)
+    rates = {"compute": compute or measured_compute(place, dtype), "disk": disk or read_rate(outline.files, 4)}
+    rates |= {"network": network or USUAL_NETWORK} if nodes > 1 else {}
     activations, forward = 0, None
     recomputed = options["gradient_checkpointing"] or shard or device_map is not None
     if outline.needs is not None:

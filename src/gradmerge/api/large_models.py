@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..arguments import check_known
 from ..curvature.reaching import elsewhere
 from ..curvature.totals import PLACES, Keeping
 from ..errors import InputError
 from ..processes import Processes, announced
 from ..storage.staging import Staging
-from ..text import nearest
 
 
 def check_large(
@@ -30,8 +30,8 @@ def check_large(
     quantize: str | None,
 ) -> None:
     """Raise where options do not go together."""
-    if sums is not None and sums not in PLACES:
-        raise InputError(f"--sums {sums}: known are {', '.join(PLACES)}{nearest(sums, PLACES)}")
+    if sums is not None:
+        check_known(f"--sums {sums}", sums, PLACES)
     if shard and not processes and announced() is not None:
         raise InputError("shard=True shares a model out over processes: give processes=True with it, in every process")
     if shard and resume:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._version import __version__
 from ..arguments import checked
-from ..curvature.losses import LOSSES, ExampleLoss
+from ..curvature.losses import ExampleLoss, loss_named
 from ..engine.evaluations import evaluation
 from ..engine.reads import changed, digest_of_state, model_paths, state_of
 from ..errors import InputError, MachineError
@@ -110,10 +110,8 @@ def refine(
         for name, value in given.items():
             if value:
                 raise InputError(f"{name} is an option for a model on disk, not for a module")
-        if isinstance(output, str) and output not in LOSSES:
-            raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
+        loss = loss_named(output)
         held = _penalty_in_memory(model, penalty, base)
-        loss = LOSSES[output] if isinstance(output, str) else output
         with shown(progress, "rows") as told:
             owners = _owners_in_memory(data, valid or {}, examples or {}, loss, seed, told)
             begun = time.perf_counter()

@@ -13,10 +13,10 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor, nn
 
-from ..arguments import checked
+from ..arguments import check_known, checked
 from ..curvature.batches import examples_in
 from ..curvature.kronecker import WIDEST
-from ..curvature.losses import LOSSES, ExampleLoss
+from ..curvature.losses import ExampleLoss, loss_named
 from ..engine.evaluations import evaluation
 from ..engine.reads import changed, model_paths, state_of
 from ..engine.to_folder import MergeResult
@@ -25,7 +25,7 @@ from ..progress import Progress, shown
 from ..refinement.influence import InfluenceRemoval, remove_influence
 from ..refinement.overlap import in_both
 from ..refinement.owners import DataOwner
-from ..refinement.points import Point, trained
+from ..refinement.points import Point, copied, trained
 from ..refinement.saving import Start, notes_of_folder, opened_start, write_folder
 from ..refinement.splitting import HELD, RowBatches, as_batches, split_batches, split_rows
 from ..report.page import write_report
@@ -34,7 +34,6 @@ from ..storage.staging import Staging
 from ..tasks import Loading, complete
 from ..tasks.data_names import named_data
 from ..tasks.data_sources import data_paths
-from ..text import nearest
 from .merging import merge
 
 #: Ways to remove, and the rules of those that need tuned models.
@@ -113,8 +112,7 @@ def remove(
     """
     options = complete(cast(Loading, loading), remove)
     method = method or ("influence" if models is None else "removal")
-    if method not in METHODS:
-        raise InputError(f"method {method!r}: known are {', '.join(METHODS)}{nearest(method, METHODS)}")
+    check_known(f"method {method!r}", method, METHODS)
     if method != "influence":
         if isinstance(base, nn.Module) or out is None or not models or forget is not None or keep is not None:
             raise InputError(f"{method} takes the folders of a base, of out and of models, and neither forget nor keep")
@@ -140,11 +138,8 @@ def remove(
             if out is not None or loading:
                 option = "out" if out is not None else min(loading)
                 raise InputError(f"{option} is an option for a model on disk, not for a module")
-            if isinstance(output, str) and output not in LOSSES:
-                raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
-            meant = LOSSES[output] if isinstance(output, str) else output
             both = cast(Iterable[Any], forget), cast(Iterable[Any], keep)
-            return _in_memory(base, *both, meant, asked, told)
+            return _in_memory(base, *both, loss_named(output), asked, told)
         if output is not None:
             raise InputError("output is an option for a module, not for a model on disk")
         if out is None:
@@ -276,7 +271,7 @@ class _Asked:
                 "keep, with the same label; leave them out of one of the two"
             )
         stays.examples = self.keep_size or rows
-        start = _weights(model) if settle is not None else {}
+        start = copied(trained(model)) if settle is not None else {}
 
         def row_losses() -> dict[str, Tensor]:
             kept = stays.row_losses(model, held=stays.held > 0)
@@ -318,7 +313,7 @@ class _Asked:
         settle: Callable[[], None],
     ) -> None:
         """Round the weights; where that would break the budget, as much of the way as keeps it."""
-        end = _weights(done.model)
+        end = copied(trained(done.model))
         whole = done.after.s
         for part in PARTS:
             with torch.no_grad():
@@ -334,7 +329,3 @@ class _Asked:
                 f"Rounded to the types that the model is stored in, the steps would have broken the budget: {part:g} "
                 "of their sum was taken."
             )
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in trained(model).items()}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from ..errors import InputError
-from ..storage.smallfile import read_json
+from ..storage.smallfile import readable_json
 from .chat_templates import alike, chat_templates
 from .configs import shown
 from .model import Checkpoint
@@ -36,17 +34,9 @@ def notes_on_files(first: Checkpoint, other: Checkpoint, settled: Sequence[str] 
 
 def _other_defaults(ours: Path, theirs: Path) -> list[str]:
     """The keys in which two generation configs differ, with both values."""
-    here, there = _json(ours), _json(theirs)
+    here, there = readable_json(ours), readable_json(theirs)
     if here is None or there is None:
         return []
     keys = sorted((here.keys() | there.keys()) - PROVENANCE)
     keys = [key for key in keys if here.get(key) != there.get(key)]
     return [f"{key} {shown(here.get(key))} and {shown(there.get(key))}" for key in keys]
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    """A small JSON object; None where there is none, or it cannot be read."""
-    try:
-        return read_json(path) if path.is_file() else None
-    except InputError:
-        return None

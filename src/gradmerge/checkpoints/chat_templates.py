@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..storage.links import lies_within
-from ..storage.smallfile import MAX_CONFIG, read_bounded, read_json
+from ..storage.smallfile import MAX_CONFIG, read_bounded, readable_json
 from ..storage.tensorfile import is_plain_name
 
 PLAIN_FILE = "chat_template.jinja"
@@ -33,7 +33,7 @@ def chat_templates(folder: Path) -> Templates | None:
     found = {path.stem: _text(path) for path in further if path.is_file() and lies_within(path, folder)}
     if plain.is_file() and lies_within(plain, folder):
         return {DEFAULT: _text(plain)} | found
-    config = _config(folder / "tokenizer_config.json")
+    config = readable_json(folder / "tokenizer_config.json")
     if config is None and not found:
         return None
     return found or _stated((config or {}).get("chat_template"))
@@ -54,13 +54,6 @@ def _stated(value: Any) -> Templates:
         for entry in entries
         if isinstance(entry, Mapping) and is_plain_name(str(entry.get("name"))) and "template" in entry
     }
-
-
-def _config(path: Path) -> dict[str, Any] | None:
-    try:
-        return read_json(path) if path.is_file() else None
-    except InputError:
-        return None
 
 
 def alike(one: Templates, other: Templates) -> bool:

@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..markdown import front_of
 from ..safe_yaml import parse_yaml
 from ..storage.links import lies_within
-from ..storage.smallfile import read_bounded, read_json
+from ..storage.smallfile import read_bounded, readable_json
 from ..storage.tensorfile import local_path
 from .lora import AdapterCheckpoint
 from .model import Checkpoint
@@ -165,10 +165,7 @@ def _origins(checkpoint: Checkpoint, front: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path) if path.is_file() and lies_within(path, path.parent) else {}
-    except InputError:
-        return {}
+    return (readable_json(path) or {}) if lies_within(path, path.parent) else {}
 
 
 def _license(front: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

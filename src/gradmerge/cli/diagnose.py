@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +9,7 @@ import typer
 
 from ..text import one_line
 from .options import LoadingOptions, Printing, RecipeOptions, Settings, SweepOption, command, named
-from .output import heavy_imports, note, print_json, print_table, progress
+from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
 from .streams import say
 
 EXAMPLE = (
@@ -73,15 +71,14 @@ def diagnose(
             data=named(data or []),
             force=force,
             progress=shown,
-            command=shlex.join(["gradmerge", *sys.argv[1:]]),
+            command=typed(),
             **reading.as_keywords(),
             **loading.as_keywords(),
         )
     if printing.json:
         print_json({**diagnosing.as_json(found), "report": str(out / "report.html")})
         return
-    for text in found.notes:
-        note(text, printing.quiet)
+    print_notes(found.notes, printing.quiet)
     table = prediction_table(found)
     print_table(table.columns, table.rows, right=range(1, len(table.columns)), digits=3)
     if found.measured is not None:

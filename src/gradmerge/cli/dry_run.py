@@ -10,9 +10,10 @@ from typing import Any
 from ..api import merging
 from ..checkpoints.published import all_published
 from ..checkpoints.sidecars import sidecars
+from ..curvature.needs import Rate
 from ..engine.calibration import measure_speeds, share_away
 from ..engine.coefficients import coefficient_notes
-from ..engine.costs import MergeCost, Rate, checked_rate, cost_of
+from ..engine.costs import MergeCost, checked_rate, cost_of
 from ..engine.front_matter import licence_notes
 from ..engine.penalties import used
 from ..engine.plan import Plan
@@ -202,11 +203,10 @@ def print_forecast(
         say(f"network: {size(cost.network)}, {size(cost.network / cost.nodes)} through each node's connection")
     where = f"{nodes} node{'s' if nodes > 1 else ''} with {per_node} process{'es' if per_node > 1 else ''}"
     say_time(cost.seconds, cost.limit, where + (" each" if nodes > 1 else ""))
-    rates = cost.rates
-    shown = {"compute": f"{rates.compute / 1e12:.3g} TFLOP/s", "disk": f"{size(rates.disk)}/s"}
-    shown |= {"network": f"{size(rates.network)}/s for each node"}
-    for number, (name, source) in enumerate(rates.sources.items()):
-        say(f"{'         ' if number else 'assumed: '}{name} {shown[name]}, {source}")
+    for number, (name, rate) in enumerate(cost.rates.items()):
+        shown = f"{rate.amount / 1e12:.3g} TFLOP/s" if name == "compute" else f"{size(rate.amount)}/s"
+        each = " for each node" if name == "network" else ""
+        say(f"{'         ' if number else 'assumed: '}{name} {shown}{each}, {rate.source}")
     if not found.fits:
         say(f"note: {WHAT_ELSE}")
     for text in found.notes:

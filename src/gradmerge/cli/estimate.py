@@ -23,7 +23,7 @@ from .options import (
     Printing,
     on_processes,
 )
-from .output import Durable, Notes, heavy_imports, memory_of, note, print_json, progress
+from .output import Durable, Notes, heavy_imports, memory_of, print_json, print_notes, progress
 from .streams import say
 
 EXAMPLE = (
@@ -57,8 +57,7 @@ class EstimateOptions:
     widest: Annotated[
         int,
         typer.Option(
-            metavar="N",
-            help="With --kind kronecker: layers with more inputs or outputs than this have a diagonal.",
+            metavar="N", help="With --kind kronecker: layers with more inputs or outputs than this have a diagonal."
         ),
     ] = 16384
     at_delta: Annotated[
@@ -73,8 +72,7 @@ class EstimateOptions:
         ),
     ] = None
     shard: Annotated[
-        bool,
-        typer.Option("--shard", help="Under torchrun: share parameters and sums out over the processes (FSDP2)."),
+        bool, typer.Option("--shard", help="Under torchrun: share parameters and sums out over the processes (FSDP2).")
     ] = False
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the labels that `sampled` draws.")] = 0
     precision: Precision = "float32"
@@ -147,8 +145,7 @@ def estimate(
         asked = {"model": model, "data": data, "likelihood": options.likelihood, "precision": options.precision}
         print_json({**asdict(result), "out": str(out), **asked})
         return
-    for text in result.notes:
-        note(text, printing.quiet)
+    print_notes(result.notes, printing.quiet)
     if not printing.quiet:
         kinds = {"gram": "Gram matrices", "kronecker": f"{options.likelihood} Kronecker factors"}
         say(

@@ -20,7 +20,7 @@ from .options import (
     Printing,
     on_processes,
 )
-from .output import heavy_imports, note, print_json, print_table, progress
+from .output import heavy_imports, print_json, print_notes, print_table, progress
 from .streams import say
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def evaluate(
     if printing.json:
         print_json(facts)
         return
-    for text in notes:
-        note(text, printing.quiet)
+    print_notes(notes, printing.quiet)
     if loaded is not None:
         _print_numbers(f"{model} on {data}", loaded, found, printing.quiet)
     if "lm_eval" in found:

@@ -24,7 +24,7 @@ SHOWN = 10
 def extract_lora(
     *,
     model: Model,
-    base: Annotated[str, typer.Option("--base", metavar="MODEL", help="The model that MODEL was tuned from.")],
+    base: Annotated[str, typer.Option(metavar="MODEL", help="The model that MODEL was tuned from.")],
     rank: Annotated[int, typer.Option(metavar="N", min=1, max=10**6, help="The largest rank of a matrix.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Adapter folder to write.")],
     include: Annotated[

@@ -11,7 +11,7 @@ import typer
 
 from ..text import count, one_line
 from .options import Data, Force, LargeOptions, LoadingOptions, Model, Printing, on_processes
-from .output import Durable, heavy_imports, note, print_json, progress
+from .output import Durable, heavy_imports, print_json, print_notes, progress
 from .streams import say
 
 EXAMPLE = (
@@ -63,8 +63,7 @@ def gradient(
             }
         )
         return
-    for text in found.notes:
-        note(text, printing.quiet)
+    print_notes(found.notes, printing.quiet)
     if not printing.quiet:
         sums = f"loss {found.loss:.6g}, norm {found.norm:.4g}, both sums over {found.examples} examples"
         say(one_line(f"{out}: gradient of {len(found)} tensors, {count(entries)} entries, at {model}"))

@@ -9,7 +9,7 @@ import typer
 from ..errors import InputError
 from ..text import count
 from .options import CurvatureOut, Force, Precision, Printing, command
-from .output import heavy_imports, note, print_json
+from .output import heavy_imports, print_json, print_notes
 from .streams import say
 
 EXAMPLE = "Example: gradmerge curvature import ./yelp/checkpoint-500 -o ./yelp-curvature"
@@ -84,8 +84,7 @@ def import_(
         }
         print_json(facts)
         return
-    for text in result.notes:
-        note(text, printing.quiet)
+    print_notes(result.notes, printing.quiet)
     if not printing.quiet:
         steps = f" in steps of {result.batch_size}" if result.batch_size else ""
         say(

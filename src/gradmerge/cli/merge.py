@@ -54,7 +54,6 @@ class MergeOptions(RecipeOptions):
     engine: Annotated[
         str,
         typer.Option(
-            "--engine",
             metavar="E",
             help="Who does the work: local, or ray: workers of a Ray cluster.",
             autocompletion=words_of("engine"),
@@ -62,14 +61,11 @@ class MergeOptions(RecipeOptions):
     ] = "local"
     workers: Annotated[
         int | None,
-        typer.Option(
-            "--workers", metavar="N", min=1, help="With --engine ray: how many; default: all there is room for."
-        ),
+        typer.Option(metavar="N", min=1, help="With --engine ray: how many; default: all there is room for."),
     ] = None
     ray_address: Annotated[
         str | None,
         typer.Option(
-            "--ray-address",
             metavar="HOST:PORT",
             help="With --engine ray: the cluster's head, or auto for one that runs here. Default: RAY_ADDRESS, else "
             "a cluster of its own on this machine.",
@@ -100,10 +96,9 @@ def merge(
         str | None,
         typer.Option("--method", "-m", help="The method; see `gradmerge methods`.", autocompletion=method_names),
     ] = None,
-    base: Annotated[str | None, typer.Option("--base", metavar="MODEL", help="The base model.")] = None,
+    base: Annotated[str | None, typer.Option(metavar="MODEL", help="The base model.")] = None,
     model: Annotated[
-        list[str] | None,
-        typer.Option("--model", metavar="MODEL[=WEIGHT]", help="A tuned model and its weight; once for each."),
+        list[str] | None, typer.Option(metavar="MODEL[=WEIGHT]", help="A tuned model and its weight; once for each.")
     ] = None,
     curvature: CurvatureOption = None,
     set_: Settings = None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import typer
 
 from ..errors import InputError
 from ..processes import announced, current, joined, stop_with_the_others
-from ..urls import place_of
+from ..urls import as_url, place_of
 from .completion import words_of
 from .output import (
     AllowConfig,
@@ -25,9 +24,9 @@ from .output import (
     Debug,
     Dequantize,
     Json,
-    Notes,
     Quiet,
     explain,
+    fetching_noted,
     guarded,
     heavy_imports,
 )
@@ -46,7 +45,7 @@ Data = Annotated[
         metavar="SRC",
         help="A .jsonl, .csv or .parquet file; .txt, each line an example of causal-lm, empty lines skipped; "
         "each also .gz; a folder of images by class; an .npz with x and y (or x_test and y_test: FILE.npz:test); "
-        "or org/name:split of the Hub.",
+        "or org/name:split of the Hub. A file may be a URL.",
     ),
 ]
 CurvatureOut = Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")]
@@ -310,18 +309,25 @@ def command(function: Callable[..., None], *, processes: bool = False) -> Callab
     @functools.wraps(function)
     def run(**given: Any) -> None:
         device, quiet = str(given.get("device")), given["quiet"] or given["json"]
-        with guarded(given["debug"], given["json"]), _variable_named(device), _fetching_noted(quiet):
+        with guarded(given["debug"], given["json"]), _variable_named(device), fetching_noted(quiet):
             _join(function.__name__, processes)
+            given = {name: _shown(value) for name, value in given.items()}
             made = {
                 name: group(**{option: given.pop(option) for option in group.__dataclass_fields__})
                 for name, group in groups.items()
             }
-            places = {name: place_of(value) for name, value in given.items() if isinstance(value, Path)}
-            function(**given | places, **made)
+            function(**given, **made)
 
     run.__signature__ = inspect.Signature(list(shown.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: parameter.annotation for name, parameter in shown.items()}
     return run
+
+
+def _shown(value: Any) -> Any:
+    """What was given, with URLs as they are shown, and paths as places that may be URLs."""
+    if isinstance(value, Path):
+        return place_of(value)
+    return (as_url(value) or value) if isinstance(value, str) else value
 
 
 on_processes = functools.partial(command, processes=True)
@@ -361,20 +367,6 @@ def _variable_named(device: str) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def _fetching_noted(quiet: bool) -> Iterator[None]:
-    """Say it as a note when a model is fetched: that may take a while."""
-    log = logging.getLogger("gradmerge.storage.fetching")
-    handler = Notes(logging.CRITICAL if quiet else logging.WARNING)
-    log.addHandler(handler)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.propagate = True
-
-
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The parameters of a function or dataclass, by keyword, with their types."""
     types = get_type_hints(function, include_extras=True)
@@ -396,5 +388,5 @@ def named(pairs: list[str], option: str = "data") -> dict[str, str]:
             raise InputError(f"--{option} {pair}: give the task's name and {value}")
         if name in found:
             raise InputError(f"--{option} {pair}: {name} has one already")
-        found[name] = text
+        found[name] = as_url(text) or text
     return found

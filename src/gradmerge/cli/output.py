@@ -7,11 +7,12 @@ import errno
 import gc
 import logging
 import re
+import shlex
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ from ..errors import GradmergeError, MachineError
 from ..processes import joined
 from ..progress import BarProgress, NoProgress, Progress, on_terminal
 from ..text import one_line, size, to_json
+from ..urls import hidden
 from .streams import say, speak_up, write
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
@@ -190,11 +192,35 @@ def note(text: str, quiet: bool) -> None:
         say(f"note: {continued(text)}", err=True)
 
 
+def print_notes(texts: Iterable[str], quiet: bool) -> None:
+    for text in texts:
+        note(text, quiet)
+
+
+def typed() -> str:
+    """The command as it was typed, for reports that say how to repeat it."""
+    return hidden(shlex.join(["gradmerge", *sys.argv[1:]]))
+
+
 class Notes(logging.Handler):
     """What a room has to say while it works, as a note."""
 
     def emit(self, record: logging.LogRecord) -> None:
         note(record.getMessage(), quiet=False)
+
+
+@contextlib.contextmanager
+def fetching_noted(quiet: bool) -> Iterator[None]:
+    """Say it as a note when a model or data are fetched: that may take a while."""
+    log = logging.getLogger("gradmerge.storage.fetching")
+    handler = Notes(logging.CRITICAL if quiet else logging.WARNING)
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
 
 
 class PlainProgress:

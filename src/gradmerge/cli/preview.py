@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +22,7 @@ from .options import (
     command,
     named,
 )
-from .output import heavy_imports, note, print_json, print_table, progress
+from .output import heavy_imports, print_json, print_notes, print_table, progress, typed
 from .streams import say
 
 EXAMPLE = (
@@ -164,7 +162,7 @@ def preview(
         "seed": seed,
         "objective": objective or "worst",
         "force": force,
-        "command": shlex.join(["gradmerge", *sys.argv[1:]]),
+        "command": typed(),
         **reading.as_keywords(),
         **loading.as_keywords(),
     }
@@ -185,8 +183,7 @@ def preview(
         more = {"report": str(out / "report.html")} | ({"saved": str(save_best)} if save_best is not None else {})
         print_json({**as_json(found, suggestion), **more})
         return
-    for text in found.notes:
-        note(text, printing.quiet)
+    print_notes(found.notes, printing.quiet)
     table = best_table(found)
     print_table(table.columns, table.rows, right=range(2, len(table.columns) - 1))
     if printing.quiet:

@@ -9,7 +9,7 @@ import typer
 
 from ..text import one_line, size, some
 from .options import Printing, command
-from .output import heavy_imports, note, print_json, print_table, progress
+from .output import heavy_imports, note, print_json, print_notes, print_table, progress
 from .streams import say
 
 EXAMPLE = (
@@ -68,8 +68,7 @@ def push(
         say(f"not sent: {one_line(some(done.left_out, 12)) or 'nothing'}")
     for key, why in done.lacks.items():
         note(f"the card has no {key}: {why}", printing.quiet)
-    for text in done.notes:
-        note(text, printing.quiet)
+    print_notes(done.notes, printing.quiet)
     if dry_run or printing.quiet:
         return
     if done.url is None:

@@ -10,7 +10,7 @@ import typer
 from ..text import one_line
 from .help import Commands
 from .options import Printing, command
-from .output import heavy_imports, note, print_json
+from .output import heavy_imports, print_json, print_notes
 from .streams import say
 
 app = Commands(help="Recipes: those of mergekit written as ours.")
@@ -46,7 +46,6 @@ def convert(
         facts = {"out": str(out), "method": recipe.method, "named": list(recipe.merges), "notes": recipe.notes}
         print_json(facts)
         return
-    for text in recipe.notes:
-        note(text, printing.quiet)
+    print_notes(recipe.notes, printing.quiet)
     if not printing.quiet:
         say(one_line(f"{recipe.file or 'standard input'} → {out}: {recipe.method}"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +10,7 @@ import typer
 
 from ..errors import InputError
 from .options import Force, LoadingOptions, Printing, named, on_processes
-from .output import Durable, heavy_imports, note, print_json, print_table, progress
+from .output import Durable, heavy_imports, print_json, print_notes, print_table, progress, typed
 from .streams import say
 
 EXAMPLE = (
@@ -38,8 +36,7 @@ def refine(
         typer.Option(metavar="NAME=SRC", help="Rows to judge a task by; by default a tenth of its data is held back."),
     ] = None,
     method: Annotated[
-        str,
-        typer.Option("--with", metavar="HOW", help="newton: steps by curvature; adamw: passes at a searched rate."),
+        str, typer.Option("--with", metavar="HOW", help="newton: steps by curvature; adamw: passes at a searched rate.")
     ] = "newton",
     rounds: Annotated[int, typer.Option(metavar="N", help="Rounds at most; for adamw, passes.")] = 2,
     examples: Annotated[
@@ -89,7 +86,7 @@ def refine(
             durable=durable,
             progress=shown,
             processes=True,
-            command=shlex.join(["gradmerge", *sys.argv[1:]]),
+            command=typed(),
             **loading.as_keywords(),
         )
     if printing.json:
@@ -98,8 +95,7 @@ def refine(
         rest = {"stopped": done.stopped, "passes": dict(done.passes), "seconds": done.seconds, "notes": done.notes}
         print_json({**facts, "rounds": [asdict(one) for one in done.rounds], **rest})
         return
-    for text in done.notes:
-        note(text, printing.quiet)
+    print_notes(done.notes, printing.quiet)
     if printing.quiet:
         return
     table = metrics_table(done)

@@ -12,7 +12,7 @@ import typer
 from ..errors import InputError
 from .merge import CurvatureOption, MergeOptions, Out, run_recipe
 from .options import LoadingOptions, PlanningOptions, Printing, Settings, command, from_environment
-from .output import heavy_imports, note, print_json, print_table, progress
+from .output import heavy_imports, print_json, print_notes, print_table, progress
 from .streams import say
 
 EXAMPLE = (
@@ -27,34 +27,24 @@ SOURCE = "data, as --data of `gradmerge evaluate` takes it"
 @command
 def remove(
     *,
-    base: Annotated[str, typer.Option("--base", metavar="MODEL", help="The model that something is taken out of.")],
-    forget: Annotated[
-        str | None, typer.Option("--forget", metavar="SRC", help=f"What is to go, all of it: {SOURCE}.")
-    ] = None,
+    base: Annotated[str, typer.Option(metavar="MODEL", help="The model that something is taken out of.")],
+    forget: Annotated[str | None, typer.Option(metavar="SRC", help=f"What is to go, all of it: {SOURCE}.")] = None,
     keep: Annotated[
-        str | None, typer.Option("--keep", metavar="SRC", help="Some of what stays, in the same form; see --keep-size.")
+        str | None, typer.Option(metavar="SRC", help="Some of what stays, in the same form; see --keep-size.")
     ] = None,
     keep_size: Annotated[
-        int | None,
-        typer.Option("--keep-size", metavar="N", min=1, help="How many examples stay in all; default: those given."),
+        int | None, typer.Option(metavar="N", min=1, help="How many examples stay in all; default: those given.")
     ] = None,
     budget: Annotated[
-        str,
-        typer.Option(
-            "--budget", metavar="SHARE", help="How much the mean loss of a kept example may rise: 2%, or 0.02."
-        ),
+        str, typer.Option(metavar="SHARE", help="How much the mean loss of a kept example may rise: 2%, or 0.02.")
     ] = "2%",
     rounds: Annotated[
-        int,
-        typer.Option("--rounds", metavar="N", min=1, help="Influence steps, with repairs between; 1 is one alone."),
+        int, typer.Option(metavar="N", min=1, help="Influence steps, with repairs between; 1 is one alone.")
     ] = 8,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Of the rows of --keep held back, and sampled.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the rows of --keep held back, and sampled.")] = 0,
     model: Annotated[
         list[str] | None,
         typer.Option(
-            "--model",
             metavar="MODEL[=STRENGTH]",
             help="In place of --forget and --keep: the base tuned on what is to go, and how much of it to take out; "
             "once for each.",
@@ -62,7 +52,7 @@ def remove(
     ] = None,
     out: Out = None,
     strength: Annotated[
-        float, typer.Option("--strength", help="Multiplies the strength of every --model (1 where it names none).")
+        float, typer.Option(help="Multiplies the strength of every --model (1 where it names none).")
     ] = 1.0,
     curvature: CurvatureOption = None,
     method: Annotated[
@@ -164,8 +154,7 @@ def _by_influence(
     if printing.json:
         print_json({"output": str(out), **result.facts(), "seconds": round(result.seconds, 3), "notes": result.notes})
         return
-    for text in result.notes:
-        note(text, printing.quiet)
+    print_notes(result.notes, printing.quiet)
     if printing.quiet:
         return
     print_table(["mean loss of an example", "before", "after", "rose by"], result.losses(), right=(1, 2, 3))

@@ -23,8 +23,7 @@ EXAMPLE = (
 def studio(
     *,
     source: Annotated[
-        Path,
-        typer.Argument(metavar="RECIPE|DEMO_DIR", help="Recipe file (YAML), or the folder of gradmerge demo."),
+        Path, typer.Argument(metavar="RECIPE|DEMO_DIR", help="Recipe file (YAML), or the folder of gradmerge demo.")
     ] = Path("demo"),
     data: Annotated[
         list[str] | None,

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..arguments import check_known
 from ..errors import InputError
-from ..text import listed, nearest
+from ..text import listed
 from .accumulate import Accumulator
 from .batches import examples_in, moved, with_places
 from .curvature import Curvature
 from .factors import KroneckerSums
 from .kronecker import WIDEST, KroneckerCurvature, factors_for, for_kronecker_files, go_on, kronecker_of, stored_alone
-from .losses import LOSSES, ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_of
+from .losses import ExampleLoss, TokenLoss, check_classes, labels_of, logits_of, loss_named, loss_of
 from .reaching import followed, reaching
 from .stored_names import for_files
 from .sums import Distrusted
@@ -95,18 +96,14 @@ def estimate_curvature(
     that ``each_batch`` is given are then the sums themselves, and change with the next batch. ``together`` are the
     processes that estimate it, each on batches of its own; all of them get the sums of all.
     """
-    if likelihood not in LIKELIHOODS:
-        known = f"{', '.join(LIKELIHOODS)}{nearest(likelihood, LIKELIHOODS)}"
-        raise InputError(f"likelihood {likelihood!r}: known are {known}")
-    if isinstance(output, str) and output not in LOSSES:
-        raise InputError(f"output {output!r}: known are {', '.join(LOSSES)}{nearest(output, LOSSES)}")
-    if structure not in STRUCTURES:
-        raise InputError(f"structure {structure!r}: known are {', '.join(STRUCTURES)}{nearest(structure, STRUCTURES)}")
+    check_known(f"likelihood {likelihood!r}", likelihood, LIKELIHOODS)
+    check_known(f"structure {structure!r}", structure, STRUCTURES)
+    loss = loss_named(output)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
     if not parameters:
         raise InputError("the model has no parameter with requires_grad=True: there is nothing to estimate")
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
-    objective = Objective(model, likelihood, LOSSES[output] if isinstance(output, str) else output, seed)
+    objective = Objective(model, likelihood, loss, seed)
     begun = start.examples if start is not None else 0
     kronecker, keeping, together = structure == "kronecker", keeping or Keeping(), together or Together()
     alone = stored_alone(model) if kronecker else {}

@@ -22,7 +22,7 @@ from .batches import examples_in, moved, with_places
 from .curvature import SHARD_SIZE, NamedSums, write_sums
 from .estimate import Objective, prepared
 from .files import examples_of
-from .losses import LOSSES, ExampleLoss, labels_of, logits_of
+from .losses import ExampleLoss, labels_of, logits_of, loss_named
 from .reaching import reaching
 from .stored_names import for_files
 from .summary import group_of
@@ -174,7 +174,7 @@ def estimate_gradient(
     if not parameters:
         raise InputError("the model has no parameter with requires_grad=True: there is no gradient to estimate")
     place = torch.device(device) if device is not None else next(iter(parameters.values())).device
-    objective = Objective(model, "empirical", LOSSES[output] if isinstance(output, str) else output, 0)
+    objective = Objective(model, "empirical", loss_named(output), 0)
     totals = {
         name: keeping.total(p.shape, torch.promote_types(p.dtype, torch.float32), p.device)
         for name, p in parameters.items()

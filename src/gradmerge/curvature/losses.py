@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..arguments import check_known
 from ..errors import InputError
 
 #: The label of what does not count, in PyTorch and transformers.
@@ -179,6 +180,13 @@ class TokenLoss(ExampleLoss):
 LOSSES: Mapping[str, ExampleLoss] = {
     loss.name: loss for loss in (ClassLoss(), LabelsLoss(), SquaredLoss(), TokenLoss(True), TokenLoss(False))
 }
+
+
+def loss_named(output: str | ExampleLoss | None) -> ExampleLoss | None:
+    """A loss by its name; one that has none to look up is as it is."""
+    if isinstance(output, str):
+        check_known(f"output {output!r}", output, LOSSES)
+    return LOSSES[output] if isinstance(output, str) else output
 
 
 def loss_of(model: nn.Module, labels: Tensor) -> ExampleLoss:

@@ -21,6 +21,7 @@ from .formulas import is_conv1d
 from .kernels import HELD_CPU, HELD_CUDA
 from .kronecker import WIDEST, factors_for, stored_alone
 from .losses import ExampleLoss, logits_of
+from .reaching import blocks_of
 
 #: Time of a pass that squares single gradients over that of a plain one: measured at 1.1 B parameters on an NVIDIA
 #: H200 (`benchmarks/results/curvature-cuda-llama-1b.json`).
@@ -80,7 +81,7 @@ def shapes_of(model: nn.Module, kind: str = "diagonal", widest: int = WIDEST) ->
             inputs = columns + (one.bias is not None)
             sums += number * (inputs**2 + rows**2 - weight.numel() - bias)
             products += (inputs**2 + rows**2) // 2  # on one side of the diagonal alone
-    blocks = [sum(p.nbytes for p in block.parameters()) for block in _blocks(model)]
+    blocks = [sum(p.nbytes for p in block.parameters()) for block in blocks_of(model).values()]
     units = [*blocks, *(p.nbytes for p in tables | heads)]
     return ModelShapes(
         parameters=total,
@@ -107,7 +108,7 @@ def activations_of(shapes: ModelShapes, needs: BatchNeeds, kind: str, between: i
 
 def quantised(model: nn.Module, shapes: ModelShapes, bits: int, adapter: int) -> ModelShapes:
     """The same with linear layers of the blocks as codes of so many bits, and sums of an adapter's parameters alone."""
-    inside = [layer.weight for block in _blocks(model) for layer in _linear(block)]
+    inside = [layer.weight for block in blocks_of(model).values() for layer in _linear(block)]
     codes = sum(weight.numel() * (bits / 8 + 4 / 64) for weight in inside)  # a scale of 4 bytes for 64 codes
     weights = shapes.weights - sum(weight.nbytes for weight in inside) + round(codes)
     return replace(shapes, weights=weights, parameters=adapter, sums=4 * adapter, products=0)
@@ -115,13 +116,6 @@ def quantised(model: nn.Module, shapes: ModelShapes, bits: int, adapter: int) ->
 
 def _linear(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, nn.Linear) or is_conv1d(module)]
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of a transformer: what stands in lists that are in no other list."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    return [block for name in outer for block in model.get_submodule(name).children()]
 
 
 @dataclass(frozen=True)
@@ -155,16 +149,11 @@ def batch_needs(model: nn.Module, batch: Mapping[str, Tensor], loss: ExampleLoss
 
 
 @dataclass(frozen=True)
-class EstimateRates:
-    """What one process and its node are assumed to do in a second, and where each number comes from."""
+class Rate:
+    """So much a second, and where the number comes from."""
 
-    compute: float
-    """Operations on numbers, two for a multiplication and an addition, that a pass of the model reaches."""
-    disk: float
-    """Bytes from or to the storage, for all nodes together."""
-    network: float
-    """Bytes through the connection of one node."""
-    sources: Mapping[str, str]
+    amount: float
+    source: str
 
 
 @dataclass(frozen=True)
@@ -190,21 +179,21 @@ class EstimateCost:
     """Bytes through the connections of all nodes."""
     seconds: dict[str, float]
     limit: str
-    rates: EstimateRates
+    rates: Mapping[str, Rate]
+    """compute: operations that a pass of the model reaches, two for a multiplication and an addition; disk: bytes from
+    or to the storage, for all nodes together; network, of several nodes: bytes through the connection of one."""
 
     def to_json(self) -> dict[str, Any]:
         given = asdict(self)
         shapes, rates = given.pop("shapes"), given.pop("rates")
-        sources = rates.pop("sources")
-        named = {name: {"amount": amount, "source": sources[name]} for name, amount in rates.items() if name in sources}
         renamed = {"bytes_disk": given.pop("disk"), "bytes_network": given.pop("network")}
         seconds = {name: round(value, 3) for name, value in given.pop("seconds").items()}
-        return {**shapes, **given, **renamed, "rates": named, "seconds": seconds}
+        return {**shapes, **given, **renamed, "rates": rates, "seconds": seconds}
 
 
 def estimate_cost(
     shapes: ModelShapes,
-    rates: EstimateRates,
+    rates: Mapping[str, Rate],
     *,
     examples: int,
     tokens: int,
@@ -251,7 +240,7 @@ def estimate_cost(
     memory_cpu = (PROCESS + max(shapes.weights, shapes.sums) + beside) if on_gpu else 0
     forward = 2.0 * shapes.multiplied if forward is None else forward
     work = forward * (1 if kind == "gram" else 1 + (2 + recomputed) * passes) + 2 * shapes.products
-    compute = work * (OVER_PLAIN if kind == "diagonal" else 1.0) * tokens / processes / rates.compute
+    compute = work * (OVER_PLAIN if kind == "diagonal" else 1.0) * tokens / processes / rates["compute"].amount
     added = 2 * shapes.sums * batches  # every batch reads and writes a sum that is kept elsewhere
     disk = (1 if shard else nodes) * shapes.weights + shapes.sums
     disk += added * processes // share if sums == "disk" else 0
@@ -262,8 +251,8 @@ def estimate_cost(
         network = through * (nodes - 1)
     seconds = {
         "compute": compute + (added / share / BUS if sums == "cpu" and on_gpu else 0.0),
-        "disk": disk / rates.disk,
-        "network": network / nodes / rates.network,
+        "disk": disk / rates["disk"].amount,
+        "network": network / nodes / rates["network"].amount if nodes > 1 else 0.0,
     }
     return EstimateCost(
         shapes=shapes,

@@ -51,6 +51,14 @@ def input_device(model: nn.Module) -> torch.device:
     return spread_device(model) or next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of a transformer by their paths: what stands in lists that are in no other list."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    children = ((name, model.get_submodule(name).named_children()) for name in outer)
+    return {f"{name}.{place}": block for name, blocks in children for place, block in blocks}
+
+
 def elsewhere(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
     """Modules whose weights accelerate fetches when they run: name, module, and the hook that does."""
     found = []

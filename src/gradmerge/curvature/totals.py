@@ -21,8 +21,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check_known
 from ..errors import InputError, MachineError
-from ..text import nearest, size
+from ..text import size
 
 if TYPE_CHECKING:
     from ..processes import Processes
@@ -41,8 +42,7 @@ class Keeping:
     """
 
     def __init__(self, where: str = "device", folder: Path | None = None, processes: Processes | None = None) -> None:
-        if where not in PLACES:
-            raise InputError(f"--sums {where}: known are {', '.join(PLACES)}{nearest(where, PLACES)}")
+        check_known(f"--sums {where}", where, PLACES)
         self.where, self.folder, self.processes = where, folder, processes
         if not self.plain:
             give_memory_back()

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..curvature.needs import Rate
 from ..errors import InputError
 from ..rules.kronecker_matching import KroneckerFactors
 from ..storage.bytesof import bytes_of
 from ..storage.remote import stored_at
 from ..storage.tensorfile import PositionalFile, close_files
 from ..text import count, size
-from .costs import Rate, Speeds, products_of
+from .costs import Speeds, products_of
 from .factoring import factored
 from .layers import solve_layer
 from .local import MergedBlock, run
@@ -97,22 +98,17 @@ def _entry_rates(plan: Plan, threads: int, device: str, guess: ThresholdSearch |
 
 
 @contextlib.contextmanager
-def _scratch() -> Iterator[Callable[[MergedBlock], None]]:
+def _scratch() -> Iterator[Callable[[MergedBlock], Any]]:
     """Where blocks go: a file in memory, since writing takes the processor's time too; elsewhere nowhere."""
     if not hasattr(os, "memfd_create"):
         yield lambda _: None
         return
     handle = os.memfd_create("gradmerge-calibration")
     try:
-        end = itertools.count()
-        yield lambda block: _write(handle, block, next(end))
+        end = itertools.count(step=BLOCK * 4)
+        yield lambda block: os.pwrite(handle, bytes_of(block.values.contiguous()), next(end))
     finally:
         os.close(handle)
-
-
-def _write(handle: int, block: MergedBlock, place: int) -> None:
-    data = bytes_of(block.values.contiguous())
-    os.pwrite(handle, data, place * BLOCK * 4)
 
 
 def _sample(jobs: Sequence[Job]) -> Iterator[Job]:
@@ -137,18 +133,14 @@ def _solving_rate(plan: Plan, threads: int, rank: int | None) -> Rate | None:
     shrink = min(1.0, SIDE / max(rows, columns, 1))
     small = max(2, round(rows * shrink)), max(2, round(columns * shrink))
     solve = _solver(plan, job, small)
-
-    def once() -> None:
-        matrix = solve()
-        if rank is not None:
-            factored(matrix, rank, torch.float32)
-
     seconds = []
     try:
         with one_thread_each():
             for _ in range(2):
                 begun = time.perf_counter()
-                once()
+                matrix = solve()
+                if rank is not None:
+                    factored(matrix, rank, torch.float32)
                 seconds.append(time.perf_counter() - begun)
     except (InputError, ValueError):  # such weights have no merge of random matrices, but may have one of the models
         return USUAL_SOLVING
@@ -177,19 +169,17 @@ def _solver(plan: Plan, job: Job, shape: tuple[int, int]) -> Callable[[], Tensor
 
     if not job.whole:  # only factored
         return matrix
+    assert job.rule is not None
+    rule = job.rule
     models = len(inputs.tuned_of(job.name))
     tensors: dict[str, Any] = {"base": matrix(), "tuned": [matrix() for _ in range(models)]}
     tensors["grams"] = [square(columns) for _ in inputs.grams]
     if job.layer is None:
-        assert job.rule is not None
-        rule = job.rule
         return lambda: rule(**rule_arguments(rule, plan, tensors, numbers))
     tensors["curvature"] = [hessian(source) for source in inputs.curvature]
     tensors |= {"prior": hessian(inputs.prior)} if inputs.prior is not None else {}
     if inputs.penalty:
         tensors["penalty"] = [None if source is None else hessian(source) for source in inputs.penalty]
-    assert job.rule is not None
-    rule = job.rule
     return lambda: solve_layer(plan, rule, tensors, job.name)
 
 

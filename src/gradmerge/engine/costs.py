@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..curvature.needs import Rate
 from ..errors import InputError
 from ..rules.measures import Ranked
 from .plan import Job, Plan
@@ -22,14 +23,6 @@ from .statistics import SAMPLE_FROM
 RANKING_PASSES = {torch.float32: 2, torch.float64: 4}
 #: Seconds until the first tensor is read: Python and PyTorch, and on several nodes Ray's processes besides.
 START, CLUSTER_START = 1.0, 10.0
-
-
-@dataclass(frozen=True)
-class Rate:
-    """So much a second, and where the number comes from."""
-
-    amount: float
-    source: str
 
 
 @dataclass(frozen=True)

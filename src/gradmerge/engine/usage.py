@@ -9,9 +9,8 @@ from typing import Any
 
 from ..checkpoints.opening import PIPELINE
 from ..checkpoints.sidecars import library_of
-from ..errors import InputError
 from ..markdown import as_block
-from ..storage.smallfile import read_json
+from ..storage.smallfile import readable_json
 
 #: Ends of the names of architectures → `pipeline_tag` of the Hub, and the class of transformers that opens them.
 TASKS = {
@@ -55,11 +54,11 @@ def pipeline_tag(folder: Path | None) -> str | None:
         return None
     library = library_of(folder)
     if library == "diffusers":
-        name = str(_read(folder / PIPELINE).get("_class_name", ""))
+        name = str((readable_json(folder / PIPELINE) or {}).get("_class_name", ""))
         return next(tag for part, tag in DIFFUSION.items() if part in name) if name else None
     if library in ("sentence-transformers", "timm"):
         return "sentence-similarity" if library == "sentence-transformers" else "image-classification"
-    return _transformers(_read(folder / "config.json"))[0]
+    return _transformers(readable_json(folder / "config.json") or {})[0]
 
 
 def usage(folder: Path, name: str, base: tuple[str, Mapping[str, Any]] | None = None) -> str:
@@ -96,7 +95,7 @@ def _model(folder: Path) -> list[str]:
         return ["import timm", "model = timm.create_model(name, pretrained=True)"]
     if library is None:
         return ["from gradmerge import open_checkpoint", "model = open_checkpoint(name)", "print(list(model.tensors))"]
-    config = _read(folder / "config.json")
+    config = readable_json(folder / "config.json") or {}
     tag, kind = _transformers(config)
     text = any((folder / file).is_file() for file in ("tokenizer_config.json", "tokenizer.json"))
     if tag in INPUTS and text and kind != "AutoModelForSeq2SeqLM":
@@ -137,10 +136,3 @@ def _transformers(config: Mapping[str, Any]) -> tuple[str | None, str]:
     if name.endswith("ForConditionalGeneration") and config.get("model_type") in ("whisper", "speech_to_text"):
         return TASKS["ForSpeechSeq2Seq"]
     return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path) if path.is_file() else {}
-    except InputError:
-        return {}

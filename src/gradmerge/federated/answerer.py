@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._version import __version__
@@ -19,7 +18,7 @@ from ..api.dividing import owners_on_disk
 from ..curvature.files import INPUTS, OUTPUTS
 from ..processes import ALONE
 from ..progress import NoProgress
-from ..refinement.points import Point, trained
+from ..refinement.points import Point, set_weights, trained
 from ..refinement.saving import opened_start
 from .privacy import Bounds, BudgetSpent, Ledger, PrivateOwner
 from .settings import ClientSettings
@@ -132,16 +131,14 @@ class Answerer:
         if not isinstance(count, int) or not 0 <= count <= MOST_DIRECTIONS:
             raise Malformed("has too many directions")
         directions: list[Point] = [
-            _fitting("a direction", groups.get(f"direction{place}", {}), own) for place in range(count)
+            _fitting("a direction", groups.get(f"direction{number}", {}), own) for number in range(count)
         ]
         points = groups.get("points", {}).get("points")
         if points is not None and (points.dim() != 2 or points.shape[1] != count or len(points) > MOST_POINTS):
             raise Malformed("has points that are not in the span of its directions, or too many")
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(state[name])
-        place = next(iter(own.values())).device
-        return [{name: value.to(place) for name, value in one.items()} for one in directions], points
+        set_weights(own, state)
+        device = next(iter(own.values())).device
+        return [{name: value.to(device) for name, value in one.items()} for one in directions], points
 
     def _losses(self, *_: Any) -> tuple[Facts, dict[str, Point]]:
         if self._private is not None:

@@ -122,32 +122,26 @@ class Federation:
 
     def gather(self, clients: int, wait: float) -> tuple[list[RemoteOwner], dict[str, str]]:
         """Wait for so many clients; those that fit, by name, and why others do not."""
-        nodes: list[int] = []
         end = time.monotonic() + wait
-        while len(nodes) < clients:
-            nodes = sorted(self._grid.get_node_ids())
-            if len(nodes) >= clients:
-                break
+        while len(nodes := sorted(self._grid.get_node_ids())) < clients:
             if time.monotonic() > end:
                 raise MachineError(
                     f"{len(nodes)} of {clients} clients came within {wait:g} s. Look at what they say, or wait longer."
                 )
             time.sleep(PAUSE)
-        refused: dict[str, str] = {}
         asked = {str(node): node for node in nodes}
         answers, failures = self._ask("hello", {}, {}, asked)
-        refused |= {f"(node {node})": why for node, why in failures.items()}
+        refused = {f"(node {node})": why for node, why in failures.items()}
         found: dict[str, RemoteOwner] = {}
         for node, (facts, _) in answers.items():
             label = one_line(str(facts.get("name", f"(node {node})"))[:64])
             try:
                 owner = RemoteOwner(self, asked[node], facts)
                 if facts.get("structure") != self._structure:
-                    mine = f"gradmerge {__version__}"
                     theirs = one_line(str(facts.get("version"))[:40])
                     raise Malformed(
                         "its model is another one: other layers, labels, types, or tensors that are not refined "
-                        f"(the server runs {mine}, it runs {theirs})"
+                        f"(the server runs gradmerge {__version__}, it runs {theirs})"
                     )
                 if owner.name in found:
                     raise Malformed("another client has the same name")
@@ -205,21 +199,17 @@ class Federation:
         with contextlib.suppress(MachineError):
             self._ask("end", {}, {}, {owner.name: owner.node for owner in self.owners})
 
-    def _send(self, kind: str, facts: Facts, groups: Mapping[str, Point], nodes: Mapping[str, int]) -> dict[str, str]:
-        from flwr.app import Message
-
-        content = packed(facts, groups)
-        life = self._timeout + 60
-        messages = [Message(content, node, f"query.{kind}", ttl=life) for node in nodes.values()]
-        sent = _reached(lambda: list(self._grid.push_messages(messages)))
-        return {name: message for name, message in zip(nodes, sent, strict=False) if message}
-
     def _ask(
         self, kind: str, facts: Facts, groups: Mapping[str, Point], nodes: Mapping[str, int]
     ) -> tuple[dict[str, tuple[Facts, Groups]], dict[str, str]]:
         """The answers of those who gave one in time, and why others are without."""
-        mark = secrets.token_hex(8)
-        waiting = self._send(kind, {**facts, "mark": mark}, groups, nodes)
+        from flwr.app import Message
+
+        mark, life = secrets.token_hex(8), self._timeout + 60
+        content = packed({**facts, "mark": mark}, groups)
+        messages = [Message(content, node, f"query.{kind}", ttl=life) for node in nodes.values()]
+        sent = _reached(lambda: list(self._grid.push_messages(messages)))
+        waiting = {name: message for name, message in zip(nodes, sent, strict=False) if message}
         answers: dict[str, tuple[Facts, Groups]] = {}
         failures = {name: "the question could not be sent to it" for name in nodes if name not in waiting}
         begun = looked = time.monotonic()

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from ..api.refining import card_of, facts_of, rounded_as_stored, write_result
@@ -17,7 +16,7 @@ from ..errors import InputError, MachineError
 from ..refinement.guarded import LEAST_SCORE, refine_model
 from ..refinement.held_to_base import matrix_of, penalty_of
 from ..refinement.newton import Penalty, Progressed, losses_at
-from ..refinement.points import trained
+from ..refinement.points import copied, set_weights, trained
 from ..refinement.rounds import Refinement
 from ..refinement.saving import Start, notes_of_folder, opened_start
 from ..storage.staging import Staging
@@ -125,7 +124,7 @@ def _refine(
 ) -> Refinement:
     """Refine in place. If a client is lost, the others go on from where the model is, with losses of their own."""
     parameters = trained(model)
-    start = {name: value.detach().clone() for name, value in parameters.items()}
+    start = copied(parameters)
     state: Progressed | None = None
 
     def told(progressed: Progressed) -> None:
@@ -137,16 +136,16 @@ def _refine(
 
     def measured() -> Progressed:
         """The start and where the model is now, in the eyes of those who are left."""
-        here = {name: value.detach().clone() for name, value in parameters.items()}
+        here = copied(parameters)
         done = Refinement(model, "newton")
         try:
-            _place(parameters, start)
+            set_weights(parameters, start)
             done.rounds.append(losses_at(model, federation.owners, penalty, done))
             done.doubted = [o.name for o in federation.owners if o.label_score(model, held=False) < LEAST_SCORE]
-            _place(parameters, here)
+            set_weights(parameters, here)
             now = losses_at(model, federation.owners, penalty, done)
         finally:
-            _place(parameters, here)
+            set_weights(parameters, here)
         if now.judged < done.rounds[0].judged and now.rows < done.rounds[0].rows:
             done.rounds.append(now)
             return Progressed(done, weights=here)
@@ -158,13 +157,7 @@ def _refine(
         except ClientLost as failed:
             lost.take(failed.failures)
             state = lost.retried(measured)
-            _place(parameters, start)  # which is what a result that learned from noise goes back to
-
-
-def _place(parameters: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(values[name])
+            set_weights(parameters, start)  # which is what a result that learned from noise goes back to
 
 
 def _private(owner: RemoteOwner) -> str:

@@ -132,8 +132,6 @@ def _check_symmetric(what: str, value: Tensor) -> None:
 def _check_not_negative(what: str, value: Tensor) -> None:
     """Whether a matrix is a sum of squares, up to rounding: then it has a Cholesky factor with a little added."""
     wide = value.double()
-    slack = (
-        ROUNDING * float(wide.abs().max()) * torch.eye(len(wide), dtype=torch.float64) + torch.eye(len(wide)) * 1e-30
-    )
+    slack = (ROUNDING * float(wide.abs().max()) + 1e-30) * torch.eye(len(wide), dtype=torch.float64)
     if bool((wide.diagonal() < 0).any()) or int(torch.linalg.cholesky_ex((wide + wide.T) / 2 + slack)[1]) > 0:
         raise Malformed(f"{what} is negative along some direction, which no curvature is")

@@ -15,7 +15,7 @@ from ..rules import RULES
 from ..safe_yaml import Lines, parse_documents
 from ..storage.tensorfile import local_path
 from ..text import nearest
-from ..urls import UrlPath, as_url, is_url, on_this_machine, without_secrets
+from ..urls import UrlPath, is_url, on_this_machine, remote_url, without_secrets
 from .explaining import explain
 from .mergekit import is_mergekit, translate
 from .schema import Base, Recipe
@@ -42,7 +42,7 @@ def load_recipe(path: str | Path) -> Recipe:
     >>> load_recipe("recipe.yml").weights  # doctest: +SKIP
     [0.3, 0.5]
     """
-    if (url := as_url(path)) is not None and not url.startswith("file://"):
+    if (url := remote_url(path)) is not None:
         from ..storage.remote import read_at
 
         place = UrlPath(url)

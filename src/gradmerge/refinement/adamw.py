@@ -17,7 +17,7 @@ from ..processes import ALONE, Processes
 from ..progress import NoProgress, Progress
 from .newton import Penalty, Progressed, begin, losses_at
 from .owners import DataOwner
-from .points import Point, evaluated, norm, trained
+from .points import Point, evaluated, norm, set_weights, trained
 from .rounds import Refinement, RefinementStep, Round
 
 #: Where the search for a learning rate begins, its factor, how many it tries at most, and by how many passes each.
@@ -67,7 +67,7 @@ def adamw(
 
         def tried(rate: float) -> float:
             nonlocal best, kept
-            _place(parameters, start)
+            set_weights(parameters, start)
             made = list(passes.plan(rate, planned))
             after = made[-1][0]
             if after.judged < best.judged:
@@ -75,7 +75,7 @@ def adamw(
             return after.judged if math.isfinite(after.judged) else math.inf
 
         _search(tried, best.judged)
-        _place(parameters, kept)
+        set_weights(parameters, kept)
         if not best.steps:
             done.stopped = "no pass lowers the loss on the rows held back"
             return done
@@ -111,7 +111,7 @@ def _long(state: Progressed, passes: _Passes, rounds: int, told: Callable[[Progr
     best, made = _copied(parameters), sum(len(one.steps) for one in done.rounds[2:])
     lowest, idle = done.rounds[-1].judged if made else math.inf, 0
     if not made:
-        _place(parameters, passes.start)
+        set_weights(parameters, passes.start)
     begun, steps = time.perf_counter(), []
     for after, step in passes.plan(done.rounds[1].steps[0].damping, rounds, made, state.last):
         steps.append(step)
@@ -126,7 +126,7 @@ def _long(state: Progressed, passes: _Passes, rounds: int, told: Callable[[Progr
             done.stopped = f"{idle} passes in a row did not lower the loss on the rows held back"
             break
     state.last = {}
-    _place(parameters, best)
+    set_weights(parameters, best)
 
 
 class _Passes:
@@ -239,9 +239,3 @@ class _Passes:
 def _copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU: copies would fill the memory of an accelerator."""
     return {name: value.detach().cpu().clone() for name, value in values.items()}
-
-
-def _place(parameters: Mapping[str, nn.Parameter], values: Point) -> None:
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(values[name])

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import nn
 
+from ..arguments import check_known
 from ..errors import InputError
 from ..processes import ALONE, Processes
 from ..progress import NoProgress, Progress
-from ..text import nearest
 from .adamw import adamw
 from .newton import Penalty, Progressed, begin, newton
 from .owners import DataOwner, Owner
-from .points import trained
+from .points import set_weights, trained
 from .rounds import Refinement
 
 METHODS = ("newton", "adamw")
@@ -25,8 +24,7 @@ LEAST_SCORE = 3.0
 
 
 def check_request(method: str, rounds: int) -> None:
-    if method not in METHODS:
-        raise InputError(f"--with {method}: known are {', '.join(METHODS)}{nearest(method, METHODS)}")
+    check_known(f"--with {method}", method, METHODS)
     if rounds < 1:
         raise InputError(f"--rounds {rounds}: at least one is needed")
 
@@ -57,9 +55,7 @@ def refine_model(
     # Loss and score on all rows.
     progress.begin("evaluating", 2 * sum(owner.rows + owner.held for owner in owners))
     if so_far is not None:
-        with torch.no_grad():
-            for name, value in so_far.weights.items():
-                parameters[name].copy_(value)
+        set_weights(parameters, so_far.weights)
     state = so_far or begin(model, owners, method, penalty)
     first = state.done.rounds[0]
     if so_far is None:
@@ -85,9 +81,7 @@ def refine_model(
         )
     doubted = [owner for owner in owners if owner.name in done.doubted]
     if doubted and done.improved and _together([o.label_score(model, held=True) for o in doubted]) < LEAST_SCORE:
-        with torch.no_grad():
-            for name, value in start.items():
-                parameters[name].copy_(value)
+        set_weights(parameters, start)
         done.rounds = [first]
         done.stopped = "labels are no better than chance"
         done.notes.append(

@@ -16,7 +16,7 @@ from ..checkpoints.published import RECORD
 from ..curvature.files import open_curvature
 from ..engine.record import digest_of
 from ..errors import GradmergeError, InputError
-from ..storage.smallfile import MAX_TOKENIZER, read_json
+from ..storage.smallfile import MAX_TOKENIZER, readable_json
 from .newton import Penalty
 from .saving import Start
 
@@ -62,14 +62,8 @@ def penalty_of(start: Start, penalty: str | None, base: str | None) -> tuple[Pen
 
 def _recorded(start: Start) -> dict[str, Any]:
     """The base of the recipe that the start was merged by, with its penalty; of a refined model, what that used."""
-    path = start.info.folder / RECORD
-    if not path.is_file():
-        return {}
-    try:
-        record = read_json(path, MAX_TOKENIZER)
-    except InputError:
-        return {}
-    if "layers" in record:  # of slices, whose layers are not those of the base with the same numbers
+    record = readable_json(start.info.folder / RECORD, MAX_TOKENIZER)
+    if record is None or "layers" in record:  # of slices, whose layers are not those of the base with the same numbers
         return {}
     for keys in (("recipe", "base"), ("refinement", "penalty_of")):
         found: Any = record

@@ -31,7 +31,7 @@ from ..tasks.uncertainty import standard_errors
 from ..text import Measured
 from .basis import Basis
 from .owners import Owner
-from .points import Point, dot, trained, unit, weighted
+from .points import Point, copied, dot, set_weights, trained, unit, weighted
 
 #: λ, as a multiple of the mean of S.
 DAMPING = 0.1
@@ -171,7 +171,7 @@ def remove_influence(
     if not math.isfinite(before.kept + before.forget):
         raise InputError("the model's loss is not finite on these rows")
     done = InfluenceRemoval(model, before, before, budget)
-    best, weights = before, {name: p.detach().clone() for name, p in trained(model).items()}
+    best, weights = before, copied(trained(model))
     for place in range(rounds):
         curvature = keep.curvature(model)
         basis = Basis([curvature], [keep.examples / curvature.examples], shapes)
@@ -193,14 +193,11 @@ def remove_influence(
         done.rounds.append(InfluenceRound(newton, damping, chosen, curve))
         if done.after.forget > best.forget:
             best = done.after
-            for name, parameter in trained(model).items():
-                weights[name].copy_(parameter.detach())
+            set_weights(weights, trained(model))
         told(done.rounds[-1])
     if rounds > 1 and done.after is not best:  # repairs on the kept rows may teach those that are to go again
         done.after = best
-        with torch.no_grad():
-            for name, parameter in trained(model).items():
-                parameter.copy_(weights[name])
+        set_weights(trained(model), weights)
     return done
 
 

@@ -23,6 +23,17 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def copied(values: Point) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in values.items()}
+
+
+def set_weights(weights: Point, values: Point) -> None:
+    """Have weights, such as parameters, take on other values."""
+    with torch.no_grad():
+        for name, value in values.items():
+            weights[name].copy_(value)
+
+
 @contextmanager
 def moving(model: nn.Module, directions: Sequence[Point]) -> Iterator[Callable[[Tensor], None]]:
     """A function that puts the model at θ + Σ_k c_k v_k; at the end it is at θ again, bit for bit.
@@ -31,7 +42,7 @@ def moving(model: nn.Module, directions: Sequence[Point]) -> Iterator[Callable[[
     """
     parameters = dict(model.named_parameters())
     names = list(directions[0]) if directions else []
-    kept = {name: parameters[name].detach().clone() for name in names}
+    kept = copied({name: parameters[name] for name in names})
 
     def move(point: Tensor) -> None:
         with torch.no_grad():
@@ -43,9 +54,7 @@ def moving(model: nn.Module, directions: Sequence[Point]) -> Iterator[Callable[[
     try:
         yield move
     finally:
-        with torch.no_grad():
-            for name in names:
-                parameters[name].copy_(kept[name])
+        set_weights(parameters, kept)
 
 
 @contextmanager

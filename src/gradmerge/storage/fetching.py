@@ -1,4 +1,4 @@
-"""Whole files and models from a URL, for what cannot be read by ranges: models that are run, and pickles."""
+"""Whole files and models from a URL, for what cannot be read by ranges: models that are run, data, and pickles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from ..errors import InputError, MachineError
 from ..text import size
 from ..urls import stands_for
-from .remote import StoredFile, files_at, is_small, stored_at
+from .remote import StoredFile, files_at, is_small, last_part, listing, stored_at
+from .tensorfile import is_plain_name
 
 #: Bytes of a range.
 STEP = 32 << 20
@@ -35,26 +36,43 @@ def fetched(url: str) -> Path:
     if "" in files:
         raise InputError(f"{url}: a file is not enough to run a model; give the folder with its config.json")
     wanted = {n: f for n, f in files.items() if n.endswith(".safetensors") or is_small(f)}
+    folder = _kept(url, "models", place.name, wanted, "is run, and fetched for that")
+    stands_for(folder, url)
+    return folder
+
+
+def fetched_file(url: str) -> Path:
+    """A file of data at a URL, on this machine. It stays in the cache."""
+    files, _ = listing(url)
+    if "" not in files:
+        raise InputError(f"{url}: is a folder; data at a URL are one file")
+    name = last_part(url) if is_plain_name(last_part(url)) else "data"
+    path = _kept(url, "data", name, {name: files[""]}, "is read, and fetched for that") / name
+    stands_for(path, url)
+    return path
+
+
+def _kept(url: str, kind: str, name: str, wanted: Mapping[str, StoredFile], why: str) -> Path:
+    """The folder in the cache with these files as they are now, fetched if it is not there yet."""
     key = json.dumps([url, sorted((name, file.size, file.version) for name, file in wanted.items())])
-    home = cache_folder() / "models" / hashlib.sha256(key.encode()).hexdigest()[:16]
-    folder = home / place.name
+    home = cache_folder() / kind / hashlib.sha256(key.encode()).hexdigest()[:16]
+    folder = home / name
     if not folder.is_dir():
         total = sum(file.size for file in wanted.values())
-        logging.getLogger(__name__).warning("%s: is run, and fetched for that: %s to %s", url, size(total), folder)
+        logging.getLogger(__name__).warning("%s: %s: %s to %s", url, why, size(total), folder)
         try:
             home.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(home).free) < total:
                 raise MachineError(f"{home}: {url} takes {size(total)}, but only {size(free)} are free")
             with tempfile.TemporaryDirectory(dir=home, prefix=".partial-") as partial:
-                places = {file: Path(partial) / place.name / name for name, file in wanted.items()}
+                places = {file: Path(partial) / name / own for own, file in wanted.items()}
                 for one in places.values():
                     one.parent.mkdir(parents=True, exist_ok=True)
                 download(places)
-                (Path(partial) / place.name).rename(folder)
+                (Path(partial) / name).rename(folder)
         except OSError as error:
             if not folder.is_dir():  # else another process has fetched it meanwhile
                 raise MachineError(f"{home}: cannot be written: {error.strerror}") from error
-    stands_for(folder, url)
     return folder
 
 

@@ -146,7 +146,7 @@ def states_of(paths: Iterable[Path]) -> dict[Path, list[Any]]:
     known = {path: _stored[str(path)] for path in paths if str(path) in _stored}
     copies = {copy.url: copy for copy, _ in known.values()}
     with ThreadPoolExecutor(8, "gradmerge-list") as pool:
-        listed = pool.map(lambda copy: copy.files if copy.commit else _listing(copy.url)[0], copies.values())
+        listed = pool.map(lambda copy: copy.files if copy.commit else listing(copy.url)[0], copies.values())
         now = {url: {file.url: file for file in files.values()} for url, files in zip(copies, listed, strict=True)}
     found: dict[Path, list[Any]] = {}
     for path, (copy, file) in known.items():
@@ -161,7 +161,7 @@ def local_copy(url: str) -> Path:
         known = _copies.get(url)
         if known is not None and time.monotonic() - known.listed < FRESH:
             return known.place
-        files, commit = _listing(url)
+        files, commit = listing(url)
         versions = {name: (file.size, file.version) for name, file in files.items()}
         if known is not None and versions == {name: (f.size, f.version) for name, f in known.files.items()}:
             known.listed = time.monotonic()
@@ -176,7 +176,7 @@ def local_copy(url: str) -> Path:
 
 def read_at(url: str, limit: int) -> bytes:
     """All bytes of a file at a URL that has no more than ``limit`` of them."""
-    files, _ = _listing(url)
+    files, _ = listing(url)
     if "" not in files:
         raise InputError(f"{url}: is a folder, not a file")
     if files[""].size > limit:
@@ -264,7 +264,7 @@ def protocol_of(fs: Any) -> str:
     return fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
 
 
-def _listing(url: str) -> tuple[dict[str, StoredFile], str | None]:
+def listing(url: str) -> tuple[dict[str, StoredFile], str | None]:
     """The files at a URL by their names below it, "" for a file itself; and of the Hub, the commit."""
     fs, path = file_system(url)
     commit = None
@@ -278,7 +278,7 @@ def _listing(url: str) -> tuple[dict[str, StoredFile], str | None]:
             return {"": _stored_file(fs, url, "", entry)}
         entries = fs.ls(path, detail=True)
         folders = sorted(one["name"] for one in entries if one["type"] == "directory")
-        wanted = [name for name in folders if not _last(name).startswith((".", "checkpoint-"))]
+        wanted = [name for name in folders if not last_part(name).startswith((".", "checkpoint-"))]
         for folder in wanted[:MOST_FOLDERS]:
             if folder.rstrip("/") != path.rstrip("/") and len(entries) <= MOST_FILES:
                 entries += [one for one in fs.ls(folder, detail=True) if one["type"] != "directory"]
@@ -356,7 +356,7 @@ def _fill(copy: Copy) -> None:
 
 def is_small(file: StoredFile) -> bool:
     """Whether a file is one of those that are fetched at once."""
-    return file.size <= MAX_TOKENIZER and any(fnmatchcase(_last(file.path), form) for form in SMALL.split())
+    return file.size <= MAX_TOKENIZER and any(fnmatchcase(last_part(file.path), form) for form in SMALL.split())
 
 
 def _root() -> Path:
@@ -370,10 +370,10 @@ def _root() -> Path:
 _roots: list[Path] = []
 
 
-def _last(path: str) -> str:
+def last_part(path: str) -> str:
     return path.partition("?")[0].rstrip("/").rpartition("/")[2]
 
 
 def _name_of(url: str) -> str:
     """The last part of a URL, as the name of a folder."""
-    return _last(url.partition("://")[2]).partition("@")[0] or "model"
+    return last_part(url.partition("://")[2]).partition("@")[0] or "model"

@@ -64,6 +64,14 @@ def read_json(path: Path, limit: int = MAX_CONFIG) -> dict[str, Any]:
     return parse_json_object(read_bounded(path, limit), lambda why: InputError(f"{path}: {why}"))
 
 
+def readable_json(path: Path, limit: int = MAX_CONFIG) -> dict[str, Any] | None:
+    """The same where it may be missing: None if there is no such file, or it cannot be read."""
+    try:
+        return read_json(path, limit) if path.is_file() else None
+    except InputError:
+        return None
+
+
 def parse_json_object(raw: bytes | bytearray, broken: Any) -> dict[str, Any]:
     """A JSON object from untrusted bytes; ``broken`` makes the error from a sentence."""
 

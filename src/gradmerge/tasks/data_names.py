@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ..urls import remote_url
 from .data_sources import HUB, data_paths
 
 
@@ -13,11 +14,13 @@ def named_data(source: str, parts: int = 1) -> tuple[str, dict[str, str]]:
 
     Of a path the last so many ``parts`` are told.
     """
-    if not data_paths(source):
+    url = remote_url(source)
+    if url is None and not data_paths(source):
         place, _, split = source.partition(":")
         if found := HUB.fullmatch(place):
             facts = {"type": found["name"], "name": found["name"], "config": found["config"], "split": split}
             return source, {key: text for key, text in facts.items() if text}
+    source = source if url is None else url.partition("?")[0]
     name = "/".join(Path(source).absolute().parts[1:][-parts:]) or source
     return name, {"type": dataset_type(name), "name": name}
 

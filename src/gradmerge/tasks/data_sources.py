@@ -20,7 +20,7 @@ from ..errors import InputError, MachineError
 from ..storage.smallfile import require_unpackable
 from ..storage.tensorfile import in_utf8, local_path
 from ..text import first_line, listed, size
-from ..urls import as_url
+from ..urls import as_url, remote_url, revealed
 from .rows import Row, Rows, shown
 
 FORMS = (
@@ -56,7 +56,7 @@ def read_rows(source: str | Path, *, limit: int | None = None, split: str | None
     if limit is not None and limit < 1:
         raise InputError(f"--limit {limit}: at least one example is needed")
     place, split = place_and_split(source, split)
-    path = local_path(place, None)
+    path = at_hand(place)
     if path.is_dir():
         rows = _image_folder(source, path, split, limit)
     elif path.is_file():
@@ -74,14 +74,24 @@ def read_rows(source: str | Path, *, limit: int | None = None, split: str | None
 
 def place_and_split(source: str, split: str | None) -> tuple[str, str | None]:
     """`data.npz:test` into file and split; what exists as a whole is a path, even with a colon in it."""
-    if (url := as_url(source)) is not None and not url.startswith("file://"):
-        raise InputError(f"{url}: data are read from this machine or the Hub. Fetch the file, and give that.")
-    match = SPLIT.fullmatch(source)
-    if match is None or local_path(source, None).exists():
+    url = remote_url(source)
+    match = SPLIT.fullmatch(source if url is None else revealed(url))
+    if match is None:
+        return source, split
+    if local_path(source, None).exists() if url is None else _kind(Path(match["place"].partition("?")[0])) is None:
         return source, split
     if split is not None and split != match["split"]:
         raise InputError(f"{source}: two splits are given, {match['split']} and {split}")
-    return match["place"], match["split"]
+    return as_url(match["place"]) or match["place"], match["split"]
+
+
+def at_hand(place: str) -> Path:
+    """Where a file or folder of data lies on this machine; a file at a URL is fetched for that."""
+    if (url := remote_url(place)) is None:
+        return local_path(place, None)
+    from ..storage.fetching import fetched_file
+
+    return fetched_file(url)
 
 
 def data_paths(source: str | None) -> list[Path]:
@@ -91,7 +101,9 @@ def data_paths(source: str | None) -> list[Path]:
     """
     if source is None:
         return []
-    return [path for text in (source, place_and_split(source, None)[0]) if (path := local_path(text, None)).exists()]
+    place, _ = place_and_split(source, None)
+    texts = (source, place) if remote_url(place) is None else (place,)
+    return [path for text in texts if (path := at_hand(text)).exists()]
 
 
 def _kind(path: Path) -> str | None:

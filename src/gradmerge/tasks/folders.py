@@ -14,7 +14,7 @@ from ..storage.links import require_within
 from ..storage.smallfile import MAX_CONFIG, MAX_TOKENIZER, read_bounded
 from ..storage.tensorfile import TensorFile, close_files, in_utf8, local_path, open_files
 from ..text import size
-from ..urls import as_url
+from ..urls import remote_url
 
 #: What is read of a folder beside weights, by the ends of names.
 _ENDS = (
@@ -25,7 +25,7 @@ _ENDS = (
 
 def folder_of(reference: str) -> Path:
     """The folder of a model, as it is or fetched from the Hub or a URL."""
-    if (url := as_url(reference)) is not None and not url.startswith("file://"):
+    if (url := remote_url(reference)) is not None:
         from ..storage.fetching import fetched
 
         return fetched(url)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import processes
-from ..curvature.reaching import elsewhere
+from ..arguments import check_known
+from ..curvature.reaching import blocks_of, elsewhere
 from ..curvature.totals import give_memory_back
 from ..errors import InputError
 from ..storage.smallfile import read_json
-from ..text import count, nearest
+from ..text import count
 
 QUANTISATIONS = ("4bit", "8bit", "none")
 
@@ -38,9 +39,8 @@ class Placement:
 
     def check(self, device: str) -> None:
         """Raise where options do not go together."""
-        if self.quantize is not None and self.quantize not in QUANTISATIONS:
-            known = f"known are {', '.join(QUANTISATIONS)}{nearest(self.quantize, QUANTISATIONS)}"
-            raise InputError(f"--quantize {self.quantize}: {known}")
+        if self.quantize is not None:
+            check_known(f"--quantize {self.quantize}", self.quantize, QUANTISATIONS)
         if self.device_map is not None:
             if device != "auto":
                 raise InputError(f"--device-map and --device {device}: a map says for every layer where it is")
@@ -184,13 +184,11 @@ def share_out(model: nn.Module, place: torch.device) -> nn.Module:
 
 def _units(model: nn.Module, tied: set[str]) -> Iterator[nn.Module]:
     """What is gathered at once: the blocks of the model, and large layers beside them whose weight is theirs alone."""
-    inside: list[str] = []
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not path.startswith(tuple(inside)):
-            inside.append(f"{path}.")
-            yield from (block for block in module if any(True for _ in block.parameters()))
+    blocks = blocks_of(model)
+    yield from (block for block in blocks.values() if any(True for _ in block.parameters()))
+    inside = tuple(f"{name}." for name in blocks)
     for path, module in model.named_modules():
         own = {f"{path}.{name}" for name, p in module._parameters.items() if p is not None}
-        large = isinstance(module, nn.Linear | nn.Embedding) and not path.startswith(tuple(inside))
+        large = isinstance(module, nn.Linear | nn.Embedding) and not f"{path}.".startswith(inside)
         if path and large and not own & tied:
             yield module

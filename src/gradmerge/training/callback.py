@@ -11,13 +11,13 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+from ..arguments import check_known
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import LIKELIHOODS
 from ..curvature.files import PRECISIONS, STEM
 from ..errors import GradmergeError, InputError
 from ..storage.staging import Staging
 from ..storage.tensorfile import close_files, open_files
-from ..text import nearest
 from .measured_tensors import measured_tensors
 from .online import STATE
 from .origins import CallbackOptions, FromAdam, FromPass, FromRunningAverage, Origin, Training
@@ -100,8 +100,7 @@ class CurvatureCallback(TrainerCallback):
             ("likelihood", likelihood, LIKELIHOODS),
             ("precision", precision, tuple(PRECISIONS)),
         ):
-            if value not in known:
-                raise InputError(f"{option} {value!r}: known are {', '.join(known)}{nearest(str(value), known)}")
+            check_known(f"{option} {value!r}", str(value), known)
         for option, number in (("every", every), ("limit", limit), ("batch_size", batch_size), ("seed", seed)):
             if number is None and option in ("limit", "batch_size"):
                 continue
