@@ -1,4 +1,4 @@
-"""Small encoder-decoders that are pre-trained on the spot: plain text, a tokenizer of it, a model in the shape of T5."""
+"""Small models in the shape of T5 that are pre-trained on the spot: plain text, a tokenizer of it, and new weights."""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ def plan(settings: Settings, model: str | None, source: Path | str) -> Plan:
             for name in settings.pretraining.texts
             if name not in SETS
         ]
-        trained.insert(0, Step("pre-training, once for all seeds", "random weights", None, settings.pretraining.training))
+        trained.insert(
+            0, Step("pre-training, once for all seeds", "random weights", None, settings.pretraining.training)
+        )
     if settings.grid:
         trained += [Step(f"{task} under H_0 / N", BASE, counts[task], settings.training(task)) for task in TASKS]
     most = settings.curvature_examples

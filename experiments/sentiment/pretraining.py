@@ -12,11 +12,15 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import normalizers, processors
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+import gradmerge as gm
 
 from ..common.pretraining import make_model, make_tokenizer, paragraphs
 from ..common.training import fine_tune
-from .models import Answerer
-from .settings import Pretraining
+from .data import BASE
+from .models import Answerer, kind_of, score
+from .settings import Pretraining, Settings
 
 Ids = NDArray[np.int64]
 
@@ -44,6 +48,20 @@ def pretrain(folder: Path, texts: Sequence[Path], settings: Pretraining, *, seed
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return {**took, "texts": len(found), "parameters": model.num_parameters(), "vocabulary": len(tokenizer)}
+
+
+def base_without(
+    folder: Path, model: Path, data: Path, settings: Settings, *, seed: int, device: str
+) -> dict[str, Any]:
+    """What pre-training is worth: the base trained from random weights instead, scored on its test rows."""
+    kind = kind_of(model, settings.tokens)
+    train, test = (
+        kind.examples(gm.read_rows(str(data / BASE / f"{split}.jsonl.gz")).rows) for split in ("train", "test")
+    )
+    torch.manual_seed(seed)
+    fresh = AutoModelForSeq2SeqLM.from_config(AutoConfig.from_pretrained(model))
+    fine_tune(fresh, train, kind.collate, folder, settings.training(BASE), seed=seed, device=device)
+    return score(kind, fresh.eval(), test, settings.batch_tokens)
 
 
 def chunks(texts: Sequence[Sequence[int]], length: int) -> list[dict[str, Ids]]:

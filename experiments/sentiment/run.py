@@ -24,7 +24,7 @@ from .data import BASE, SETS, TASKS, Row, from_files, from_hub, local_files, wri
 from .made_up import made_up, make_encoder
 from .merging import RULES, SWEPT, Parts
 from .models import Example, Kind, batches, kind_of, mean_gradient, score
-from .pretraining import pretrain
+from .pretraining import base_without, pretrain
 from .settings import ALL_DATA, JOINT, Settings
 
 #: The models that the merged ones are compared with: trained on everything, and on the tasks from the base.
@@ -45,7 +45,7 @@ class Run(seeds.Run):
 
 
 def prepare(out: Path, settings: Settings, device: str, model: str | None, source: Path | str) -> Run:
-    """Write the data, and where ``model`` is None a model: pre-trained if the settings say how, else with random weights.
+    """Write the data, and where ``model`` is None a model: pre-trained if the settings say how, else random.
 
     ``source`` of the data is a folder, "hub" or "made up".
     """
@@ -74,6 +74,9 @@ def prepare(out: Path, settings: Settings, device: str, model: str | None, sourc
         folders = [(data if name in SETS else folder_in(Path(source), "text")) / name for name in how.texts]
         make = partial(pretrain, texts=folders, settings=how, seed=0, device=device)
         pretrained = stages.run("model", make, given=given, after=["data"])
+        place, training = stages.path("model"), asdict(settings.training(BASE))
+        without = partial(base_without, model=place, data=data, settings=settings, seed=0, device=device)
+        pretrained["base without"] = stages.run("base-without", without, given=training, after=["model"])
     elif model is None:
         stages.run("model", lambda folder: make_encoder(folder, texts()), after=["data"])
     return Run(out, settings, device, model or str(stages.path("model")), data, rows, given, pretrained)

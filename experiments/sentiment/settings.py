@@ -131,10 +131,11 @@ def pretrained_here(scale: str) -> Settings:
         )
     return replace(
         settings_for(scale, seq2seq=True, pretrained=False),
+        base_rate=1e-2,
         pretraining=Pretraining(
             Shape(layers=1, width=32, feed_forward=64, heads=2, vocabulary=400),
             texts=("imdb", "yelp"),
-            training=Training(3e-3, epochs=2, batch_size=16),
+            training=Training(3e-3, epochs=8, batch_size=16),
             tokens=32,
         ),
     )
