@@ -103,3 +103,16 @@ def test_holes_are_t5s() -> None:
     small = pretrained_here("small").pretraining
     assert isinstance(small, Pretraining) and small.holes == (19, 6)
     assert settings_for("small", seq2seq=True, pretrained=True).pretraining is None
+
+
+def test_a_dry_run_names_the_pre_training_and_the_full_scale_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--model", "t5", "--data-dir", str(tmp_path), "--dry-run", "-o", str(tmp_path / "out")]
+    assert program.main(["--scale", "small", *asked]) == 0
+    said = capsys.readouterr().out
+    assert "pre-training, once for all seeds, from random weights" in said and "wikitext2; columns text" in said
+    assert "imdb, from the model pre-trained here" in said
+    with pytest.raises(SystemExit) as stopped:
+        program.main(["--scale", "full", *asked])
+    assert stopped.value.code == 2 and "google/t5-v1_1-base" in capsys.readouterr().err
