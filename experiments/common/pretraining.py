@@ -43,7 +43,7 @@ def make_tokenizer(texts: Sequence[str], shape: Shape, special: Sequence[str]) -
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", mask_token=MASK)
 
 
-def make_model(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> T5ForConditionalGeneration:
+def make_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, dropout: float = 0.1) -> T5ForConditionalGeneration:
     """A model with new weights."""
     return T5ForConditionalGeneration(
         T5Config(
@@ -56,6 +56,7 @@ def make_model(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> T5ForConditi
             num_heads=shape.heads,
             feed_forward_proj="gated-gelu",
             tie_word_embeddings=True,
+            dropout_rate=dropout,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
             decoder_start_token_id=tokenizer.pad_token_id,

@@ -40,11 +40,12 @@ def pretrain(folder: Path, texts: Sequence[Path], settings: Pretraining, *, seed
         single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
     )
     torch.manual_seed(seed)
-    model = make_model(settings.shape, tokenizer)
+    model = make_model(settings.shape, tokenizer, dropout=0.0)  # none while pre-training, as for T5 v1.1
     rows = chunks(tokenizer(found)["input_ids"], settings.tokens)
     first = tokenizer.convert_tokens_to_ids(sentinels[0])
     collate = Holes(noise, spans, first, tokenizer.eos_token_id, seed)
     took = fine_tune(model, rows, collate, folder, settings.training, seed=seed, device=device)
+    model.config.dropout_rate = settings.dropout
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return {**took, "texts": len(found), "parameters": model.num_parameters(), "vocabulary": len(tokenizer)}

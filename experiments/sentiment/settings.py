@@ -25,10 +25,12 @@ class Pretraining:
     training: Training
     tokens: int = 128
     """Of a piece of text."""
-    masked: float = 0.15
-    """Share of the tokens that are taken out; this and the next as T5 does."""
+    masked: float = 0.25
+    """Share of the tokens that are taken out. T5 has 0.15; with more, a step has more to learn from."""
     span: float = 3.0
-    """Mean length of what is taken out in one place, in tokens."""
+    """Mean length of what is taken out in one place, in tokens, as for T5."""
+    dropout: float = 0.1
+    """Of fine-tuning; there is none while pre-training."""
 
     @property
     def holes(self) -> tuple[int, int]:
@@ -120,13 +122,16 @@ def pretrained_here(scale: str) -> Settings:
     if scale == "small":
         return replace(
             settings_for(scale, seq2seq=True, pretrained=True),
-            batch_size=64,
+            batch_size=128,
             base_rate=1e-3,
             task_rate=5e-4,
+            epochs=dict.fromkeys((BASE, *TASKS, ALL_DATA, JOINT), 3),
+            warmup_steps=20,
+            batch_tokens=131_072,
             pretraining=Pretraining(
-                Shape(layers=3, width=256, feed_forward=768, heads=4, vocabulary=4096),
+                Shape(layers=2, width=320, feed_forward=1024, heads=5, vocabulary=4096),
                 texts=("wikitext2", "imdb", "yelp", "amazon"),
-                training=Training(2e-3, epochs=12, batch_size=128, warmup_steps=300),
+                training=Training(1e-3, epochs=24, batch_size=256, warmup_steps=300),
             ),
         )
     return replace(
