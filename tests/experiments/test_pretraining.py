@@ -65,7 +65,7 @@ def test_pieces_are_the_texts_in_a_row() -> None:
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run at the tiny scale, with few weights and epochs."""
     folder = tmp_path_factory.mktemp("runs") / "t5"
-    tiny = program.pretrained_here("tiny")
+    tiny = pretrained_here("tiny")
     few = replace(tiny, weights=(0.0, 1.0), epochs={**dict.fromkeys((*SETS, ALL_DATA, JOINT), 1), BASE: 10})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "pretrained_here", lambda scale: few)
