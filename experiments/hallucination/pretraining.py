@@ -1,8 +1,7 @@
-"""A small model that can copy: a tokenizer, a model in the shape of T5, and text infilling over plain text."""
+"""A small model that can copy: text infilling over plain text, in the form of turns."""
 
 from __future__ import annotations
 
-import gzip
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -11,17 +10,14 @@ from random import Random
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
-
-import gradmerge as gm
+from transformers import PreTrainedTokenizerFast
 
 from ..common.data import Collate
+from ..common.pretraining import make_model, make_tokenizer, paragraphs
 from ..common.training import fine_tune
 from .data import KNOWLEDGE, TAGS, USER, Turn
-from .settings import Pretraining, Shape
+from .settings import Pretraining
 
-MASK = "<mask>"
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[\"'A-Z0-9])")
 _WORDS = range(5, 41)
 
@@ -36,11 +32,12 @@ def pretrain(
     chance = Random(seed)
     pairs: list[tuple[str, str]] = []
     for name in settings.texts:
-        found = list(_pairs(_paragraphs(data / name)))
+        found = list(_pairs(paragraphs(data / name)))
         chance.shuffle(found)
         pairs += found[: settings.pairs // len(settings.texts)]
     spoken = [text for turn in turns for text in (turn.knowledge, turn.response)]
-    tokenizer = make_tokenizer([after for _, after in pairs[:: max(1, len(pairs) // 60_000)]] + spoken, settings.shape)
+    some = [after for _, after in pairs[:: max(1, len(pairs) // 60_000)]]
+    tokenizer = make_tokenizer(some + spoken, settings.shape, TAGS)
     torch.manual_seed(seed)
     model = make_model(settings.shape, tokenizer)
     copying: dict[str, Any] = {}
@@ -54,63 +51,6 @@ def pretrain(
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return {**took, "copying": copying, "parameters": model.num_parameters(), "tokens": len(tokenizer)}
-
-
-def make_tokenizer(texts: Sequence[str], shape: Shape) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of these texts."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=shape.vocabulary,
-        special_tokens=["<pad>", "</s>", MASK, *TAGS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", mask_token=MASK)
-
-
-def make_model(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> T5ForConditionalGeneration:
-    """A model with new weights."""
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=len(tokenizer),
-            d_model=shape.width,
-            d_kv=shape.width // shape.heads,
-            d_ff=shape.feed_forward,
-            num_layers=shape.layers,
-            num_decoder_layers=shape.layers,
-            num_heads=shape.heads,
-            feed_forward_proj="gated-gelu",
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            decoder_start_token_id=tokenizer.pad_token_id,
-        )
-    )
-
-
-def _paragraphs(folder: Path) -> Iterator[str]:
-    path = next((p for p in (folder / "train.txt.gz", folder / "train.jsonl.gz") if p.is_file()), None)
-    if path is None:
-        raise gm.InputError(f"{folder}: there is neither train.txt.gz nor train.jsonl.gz to pre-train on")
-    if path.name.endswith(".txt.gz"):
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            for line in file:
-                if not line.strip().startswith("="):
-                    yield plain(line)
-    else:
-        for row in gm.read_rows(str(path)).rows:
-            yield row["text"].replace("<br />", " ")
-
-
-def plain(line: str) -> str:
-    """A line of WikiText as people write: without spaces before punctuation, escaped hyphens and unknown words."""
-    line = re.sub(r" @(.)@ ", r"\1", line.replace("<unk>", " "))
-    line = re.sub(r"\s+", " ", line)
-    line = re.sub(r" ([.,;:!?)'’])", r"\1", line)
-    return re.sub(r"([(]) ", r"\1", line).strip()
 
 
 def _pairs(paragraphs: Iterator[str]) -> Iterator[tuple[str, str]]:

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..common.pretraining import Shape
 from ..common.removal import Comparing
 from ..common.training import Training
 from .paper import DAMPING
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A small model in the shape of Flan-T5, with tied embeddings so that it learns to copy soon."""
-
-    layers: int
-    """Of the encoder, and as many of the decoder."""
-    width: int
-    feed_forward: int
-    heads: int
-    vocabulary: int
 
 
 @dataclass(frozen=True)

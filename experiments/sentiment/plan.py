@@ -35,13 +35,22 @@ def plan(settings: Settings, model: str | None, source: Path | str) -> Plan:
         # Development rows, where the set has none of its own, come out of the training rows.
         return known - settings.dev_rows if known and not (HUB[name].first or HUB[name].dev) else known
 
-    start = model or "random weights"
+    start = model or ("random weights" if settings.pretraining is None else "the model pre-trained here")
     counts = {name: rows(name) for name in SETS}
     counts |= {ALL_DATA: total([counts[name] for name in SETS]), JOINT: total([counts[name] for name in TASKS])}
     trained = [
         Step(name, start if name in (BASE, ALL_DATA) else BASE, counts[name], settings.training(name))
         for name in (*SETS, ALL_DATA, JOINT)
     ]
+    if settings.pretraining is not None:
+        data += [
+            Data(f"{source}: {name}", ("text",), ("train",), local=True)
+            for name in settings.pretraining.texts
+            if name not in SETS
+        ]
+        trained.insert(
+            0, Step("pre-training, once for all seeds", "random weights", None, settings.pretraining.training)
+        )
     if settings.grid:
         trained += [Step(f"{task} under H_0 / N", BASE, counts[task], settings.training(task)) for task in TASKS]
     most = settings.curvature_examples

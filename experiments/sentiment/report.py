@@ -90,9 +90,22 @@ def _head(results: Mapping[str, Any]) -> str:
         f"{settings['base_rate']:g} from the pre-trained model and {settings['task_rate']:g} from the base, batches of "
         f"{settings['batch_size']}, {settings['tokens']} tokens. Numbers are percentages of right labels on test sets, "
         "mean ± standard deviation over seeds; that the test sets are samples gives one model's average a standard "
-        f"error of about {error:.2f} points. Curvature is the sum of squared gradients of single examples with the "
-        f"data's labels over each model's training set{_at_most(settings)}, δ = {settings['damping']:g}.\n\n"
-        + markdown(["rows", *rows[BASE]], counts)
+        f"error of about {error:.2f} points. {_pretrained(results)}Curvature is the sum of squared gradients of "
+        f"single examples with the data's labels over each model's training set{_at_most(settings)}, "
+        f"δ = {settings['damping']:g}.\n\n" + markdown(["rows", *rows[BASE]], counts)
+    )
+
+
+def _pretrained(results: Mapping[str, Any]) -> str:
+    if (found := results.get("pretrained")) is None:
+        return ""
+    how, without = results["settings"]["pretraining"], found["base without"]
+    return (
+        f"The T5 has {found['parameters'] / 1e6:.1f} million parameters and {found['vocabulary']:,} tokens. It was "
+        f"pre-trained once for all seeds, in {found['seconds']:.0f} s: {how['training']['epochs']} epochs over "
+        f"{found['examples']:,} pieces of {how['tokens']} tokens of {', '.join(how['texts'])}, without labels. "
+        f"From random weights the base has {100 * without['right'] / without['rows']:.1f} on IMDB (loss "
+        f"{without['loss']:.3f}). "
     )
 
 

@@ -15,7 +15,7 @@ import gradmerge as gm
 from gradmerge.tasks.models import model_with
 
 from ..common import seeds
-from ..common.data import evenly
+from ..common.data import evenly, folder_in
 from ..common.seeds import stages_in
 from ..common.states import distance, norm, read_state
 from ..common.training import fine_tune
@@ -24,6 +24,7 @@ from .data import BASE, SETS, TASKS, Row, from_files, from_hub, local_files, wri
 from .made_up import made_up, make_encoder
 from .merging import RULES, SWEPT, Parts
 from .models import Example, Kind, batches, kind_of, mean_gradient, prepared, score
+from .pretraining import base_without, pretrain
 from .settings import ALL_DATA, JOINT, Settings
 
 #: The models that the merged ones are compared with: trained on everything, and on the tasks from the base.
@@ -38,11 +39,13 @@ class Run(seeds.Run):
     rows: dict[str, dict[str, int]]
     """How many rows each split has."""
     made_of: dict[str, Any]
-    """What the data are made of: other data, other stages."""
+    """What the data, and a model pre-trained here, are made of: other data, other stages."""
+    pretrained: dict[str, Any] | None = None
+    """What pre-training took, where it was done here."""
 
 
 def prepare(out: Path, settings: Settings, device: str, model: str | None, source: Path | str) -> Run:
-    """Write the data, and where ``model`` is None a model with random weights.
+    """Write the data, and where ``model`` is None a model: pre-trained if the settings say how, else random.
 
     ``source`` of the data is a folder, "hub" or "made up".
     """
@@ -64,10 +67,19 @@ def prepare(out: Path, settings: Settings, device: str, model: str | None, sourc
     rows = stages.run(
         "data", lambda folder: write_splits(folder, {name: read(name) for name in SETS}, **cuts), given=given
     )
-    if model is None:
+    pretrained = None
+    if settings.pretraining is not None:
+        how = settings.pretraining
+        given = {**given, "pretraining": asdict(how)}
+        folders = [(data if name in SETS else folder_in(Path(source), "text")) / name for name in how.texts]
+        make = partial(pretrain, texts=folders, settings=how, seed=0, device=device)
+        pretrained = stages.run("model", make, given=given, after=["data"])
+        place, training = stages.path("model"), asdict(settings.training(BASE))
+        without = partial(base_without, model=place, data=data, settings=settings, seed=0, device=device)
+        pretrained["base without"] = stages.run("base-without", without, given=training, after=["model"])
+    elif model is None:
         stages.run("model", lambda folder: make_encoder(folder, texts()), after=["data"])
-        model = str(stages.path("model"))
-    return Run(out, settings, device, model, data, rows, given)
+    return Run(out, settings, device, model or str(stages.path("model")), data, rows, given, pretrained)
 
 
 class Seed(seeds.Seed):

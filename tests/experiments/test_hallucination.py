@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 import torch
 from experiments.common.data import Collate
+from experiments.common.pretraining import Shape, make_model, make_tokenizer, plain
 from experiments.common.removal import WAYS, between, put
 from experiments.common.states import read_state
 from experiments.hallucination.__main__ import main
-from experiments.hallucination.data import Lengths, Turn, encode, read_turns, swap_knowledge
+from experiments.hallucination.data import TAGS, Lengths, Turn, encode, read_turns, swap_knowledge
 from experiments.hallucination.evaluation import Likelihood, perplexity, respond
 from experiments.hallucination.metrics import Critic, content_words, text_metrics, unfaithful_label
-from experiments.hallucination.pretraining import infill, make_model, make_tokenizer, plain
+from experiments.hallucination.pretraining import infill
 from experiments.hallucination.removal import choose, rows
 from experiments.hallucination.run import Seed, prepare
-from experiments.hallucination.settings import SCALES, Shape
+from experiments.hallucination.settings import SCALES
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -258,7 +259,7 @@ def tiny_critic(folder: Path, tokenizer: Path) -> Path:
 
 
 def test_the_critic_counts_the_unfaithful_class(tmp_path: Path) -> None:
-    words = make_tokenizer([turn.response for turn in turns(20, 0)], Shape(1, 16, 16, 2, 300))
+    words = make_tokenizer([turn.response for turn in turns(20, 0)], Shape(1, 16, 16, 2, 300), TAGS)
     words.save_pretrained(tmp_path / "words")
     folder = tiny_critic(tmp_path / "critic", tmp_path / "words")
     model = BertForSequenceClassification.from_pretrained(folder).eval()
@@ -342,7 +343,7 @@ def test_without_a_split_for_it_validation_is_the_end_of_the_training_turns(tmp_
 
 
 def test_a_turn_becomes_knowledge_then_tagged_utterances_and_the_oldest_are_left_out() -> None:
-    words = make_tokenizer(["one two three four five six seven"] * 5, Shape(1, 16, 16, 2, 400))
+    words = make_tokenizer(["one two three four five six seven"] * 5, Shape(1, 16, 16, 2, 400), TAGS)
     turn = Turn("one two three", ("four five", "six", "seven"), "two three")
     (row,) = encode([turn], words, Lengths(knowledge=2, history=5, response=2))
     assert words.convert_ids_to_tokens(row["input_ids"]) == [
@@ -407,7 +408,7 @@ def test_text_metrics_are_those_of_a_count_by_hand() -> None:
 
 
 def test_likelihoods_are_those_of_single_turns_without_padding() -> None:
-    words = make_tokenizer([turn.knowledge for turn in turns(30, 0)], Shape(1, 16, 32, 2, 300))
+    words = make_tokenizer([turn.knowledge for turn in turns(30, 0)], Shape(1, 16, 32, 2, 300), TAGS)
     model, target = (seeded_model(words, seed) for seed in (0, 1))
     made = turns(7, 5)
     made[2] = Turn(made[2].knowledge, (), "ok")
@@ -447,7 +448,7 @@ def seeded_model(words: Any, seed: int) -> Any:
 
 
 def test_responses_come_in_the_order_of_the_turns() -> None:
-    words = make_tokenizer([turn.knowledge for turn in turns(30, 0)], Shape(1, 16, 32, 2, 300))
+    words = make_tokenizer([turn.knowledge for turn in turns(30, 0)], Shape(1, 16, 32, 2, 300), TAGS)
     model = seeded_model(words, 3)
     for layer in model.decoder.block:
         layer.layer[1].EncDecAttention.o.weight.data.mul_(30)
