@@ -31,9 +31,10 @@ from .training import Training, fine_tune
 #: What a way is called in tables and figures.
 WAYS = {
     "negation": "negation (task arithmetic)",
+    "negation-theory": "negation, tuned under H_0",
     "matching": "gradient matching, bounded (the default)",
     "matching-paper": "gradient matching, the paper's formula",
-    "matching-theory": "gradient matching, tuned under H_0 to convergence",
+    "matching-theory": "gradient matching, tuned under H_0",
     "influence-kronecker": "influence steps, Kronecker curvature",
     "influence-diagonal": "influence steps, diagonal curvature",
     "npo": "NPO, with loss on what stays",
@@ -253,16 +254,16 @@ class Bench:
             folder = self.stages.path(f"path-{name}")
             files = [folder / f"{number}.safetensors" for number in range(1, path["points"] + 1)]
             return Way([self._base, *map(load_file, files)], range(1, len(files) + 1), path["default"], dict(path))
-        tuning = "theory" if name == "matching-theory" else "plain"
+        tuning, negated = "theory" if name.endswith("theory") else "plain", name.startswith("negation")
         tuned = read_state(self.stages.path(f"taught-{tuning}") / "model")
         how: dict[str, Any] = {"threads": 2}
-        if name != "negation":
+        if not negated:
             how |= {"prior": self._read_curvature("base"), "curvature": [self._read_curvature(tuning)]}
         if name == "matching-paper":
             how |= {"damping": PAPER_DAMPING, "options": {"cap": "none"}}
         elif name == "matching-theory":
             how |= {"damping": unit, "options": {"cap": "none"}}
-        rule, sign = ("task-arithmetic", -1.0) if name == "negation" else ("removal", 1.0)
+        rule, sign = ("task-arithmetic", -1.0) if negated else ("removal", 1.0)
         # What is subtracted is proportional to the strength, so that all strengths lie on the line through this one.
         whole = gm.merge_state_dicts(self._base, [tuned], rule, weights=[sign], **how)
         moved = {"tuned": distance(tuned, self._base), "removed": distance(whole, self._base)}

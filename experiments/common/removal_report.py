@@ -18,6 +18,7 @@ Column = tuple[str, Callable[[Entry], float | None], int]
 
 _LOOKS: dict[str, dict[str, Any]] = {
     "negation": LOOKS["task-arithmetic"],
+    "negation-theory": {"color": "#333333", "marker": "*"},
     "matching": LOOKS["gradient-matching"],
     "matching-theory": {"color": "#56B4E9", "marker": "X"},
     "influence-kronecker": {"color": "#D55E00", "marker": "^"},
@@ -40,6 +41,11 @@ def shares(results: Mapping[str, Any], way: str, which: str = "chosen", floors: 
     known = results["floors"] if floors else [None] * len(results["seeds"])
     pairs = zip(results["seeds"], known, strict=True)
     return [share_closed(seed, seed["comparison"]["ways"][way][which], floor) for seed, floor in pairs]
+
+
+def ways_of(results: Mapping[str, Any]) -> dict[str, str]:
+    """The ways that a run has, and what they are called."""
+    return {way: label for way, label in WAYS.items() if way in results["seeds"][0]["comparison"]["ways"]}
 
 
 def sections(results: Mapping[str, Any], columns: Sequence[Column], goes: str, stays: str) -> str:
@@ -93,7 +99,7 @@ def _table(results: Mapping[str, Any], which: str, columns: Sequence[Column]) ->
         return [label, rise, *cells, closed, *own]
 
     rows = [row("before", limits["base"], ""), row("tuned on what goes", limits["taught-plain"], "")]
-    for way, label in WAYS.items():
+    for way, label in ways_of(results).items():
         entries = [seed["comparison"]["ways"][way][which] for seed in seeds]
         closed = cell(shares(results, way, which), 0)
         beyond = shares(results, way, which, floors=True) if floors else [None]
@@ -125,7 +131,7 @@ def _claim(results: Mapping[str, Any]) -> str:
 def _took(results: Mapping[str, Any]) -> str:
     seeds = results["seeds"]
     rows = []
-    for way, label in WAYS.items():
+    for way, label in ways_of(results).items():
         found = [seed["comparison"]["ways"][way] for seed in seeds]
         dials = [cell([one[which]["dial"] for one in found], 2) for which in ("chosen", "default")]
         took = cell([one.get("seconds") for one in found], 0) if "seconds" in found[0] else ""
@@ -158,10 +164,12 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     with figure(path, 10.5, 4.2, panels=2) as axes:
         for axis, (key, title) in zip(axes, (("kl_forget", "what goes"), ("kl_kept", "what stays")), strict=True):
             before = fmean(seed["comparison"]["limits"]["base"][key] for seed in seeds)
-            for way, look in _LOOKS.items():
+            for way, label in ways_of(results).items():
+                if way not in _LOOKS:  # the paper's formula ruins the model at once
+                    continue
                 for number, seed in enumerate(seeds):
                     points = list(_curve(seed, way, key))
-                    style = look | {"label": WAYS[way] if number == 0 else None, "linewidth": 1.5, "alpha": 0.85}
+                    style = _LOOKS[way] | {"label": label if number == 0 else None, "linewidth": 1.5, "alpha": 0.85}
                     axis.plot(*zip(*points, strict=True), markersize=4, markerfacecolor="white", **style)
             axis.axhline(before, color="black", linewidth=1, linestyle="--", label="before")
             if floors:

@@ -19,7 +19,7 @@ import gradmerge as gm
 from ..common.pretraining import make_model, make_tokenizer, paragraphs
 from ..common.training import fine_tune
 from .data import BASE
-from .models import Answerer, kind_of, score
+from .models import Answerer, kind_of, prepared, score
 from .settings import Pretraining, Settings
 
 Ids = NDArray[np.int64]
@@ -62,7 +62,7 @@ def base_without(
     torch.manual_seed(seed)
     fresh = AutoModelForSeq2SeqLM.from_config(AutoConfig.from_pretrained(model))
     fine_tune(fresh, train, kind.collate, folder, settings.training(BASE), seed=seed, device=device)
-    return score(kind, fresh.eval(), test, settings.batch_tokens)
+    return score(kind, fresh.eval(), prepared(kind, test, settings.batch_tokens, device))
 
 
 def chunks(texts: Sequence[Sequence[int]], length: int) -> list[dict[str, Ids]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..common.figures import LOOKS, band, figure
 from ..common.tables import markdown, shown
-from . import paper
+from . import grid, paper
 from .data import BASE, SETS, TASKS, TITLES
 from .merging import RULES, SWEPT
 from .settings import ALL_DATA, JOINT
@@ -69,11 +70,23 @@ def tables(results: Mapping[str, Any]) -> str:
         _models(results),
         _of_four(results),
         _scaling(results),
-        _mismatch(results),
     ]
+    if _has_mismatch(results):
+        parts.append(_mismatch(results))
     if all("grid" in seed for seed in results["seeds"]):
         parts.append(_grid(results))
     return "\n".join(parts)
+
+
+def _has_mismatch(results: Mapping[str, Any]) -> bool:
+    """Of all data sets: a run that was stopped may lack some."""
+    return all(seed["mismatch"].keys() == set(SETS) for seed in results["seeds"])
+
+
+def cell_scores(results: Mapping[str, Any], **cell: str) -> list[Score]:
+    """Of a cell of the grid, on every seed that has it."""
+    every = [one for seed in results["seeds"] for one in seed["grid"]["cells"]]
+    return [one["score"] for one in every if all(one[name] == value for name, value in cell.items())]
 
 
 def _head(results: Mapping[str, Any]) -> str:
@@ -272,18 +285,20 @@ def _grid(results: Mapping[str, Any]) -> str:
     header = ["curvature", "labels", "reduction", "penalty", *_HEADER, "loss", "paper: avg.", "paper: true avg."]
     for tuning, title in titles.items():
         rows = []
-        for place, cell in enumerate(seeds[0]["grid"]["cells"]):
+        for cell in map(asdict, grid.cells()):
             if cell["tuning"] != tuning:
                 continue
+            scores = cell_scores(results, **cell)
+            few = f" ({len(scores)} of {len(seeds)} seeds)" if len(scores) < len(seeds) else ""
             kind = (cell["curvature"], cell["labels"], cell["reduction"])
             row = known.get(_OF_PAPER.get(kind, "")) if tuning == "plain" and cell["penalty"] in ("", "H_0") else None
             rows.append(
                 [
-                    _CURVATURES.get(cell["curvature"], cell["curvature"]),
+                    _CURVATURES.get(cell["curvature"], cell["curvature"]) + few,
                     _GRID_LABELS[cell["labels"]],
                     cell["reduction"],
                     cell["penalty"],
-                    *_cells([seed["grid"]["cells"][place]["score"] for seed in seeds]),
+                    *_cells(scores),
                     *(("", "") if row is None else (f"{row[5]:.1f}", f"{row[6]:.1f}")),
                 ]
             )
@@ -299,7 +314,8 @@ def _grid(results: Mapping[str, Any]) -> str:
 def draw(results: Mapping[str, Any], folder: Path) -> None:
     """scaling.svg and mismatch.svg."""
     _draw_scaling(results, folder / "scaling.svg")
-    _draw_mismatch(results, folder / "mismatch.svg")
+    if _has_mismatch(results):
+        _draw_mismatch(results, folder / "mismatch.svg")
 
 
 def _draw_scaling(results: Mapping[str, Any], path: Path) -> None:
