@@ -27,7 +27,7 @@ from gradmerge.recipe.mergekit_methods import METHODS
 from gradmerge.rules import RULES, Rule
 from gradmerge.tasks import MEANINGS, columns
 
-from . import results_tables
+from . import results_overview, results_tables
 
 DOCS = Path(__file__).parent
 BEGIN = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.MULTILINE)
@@ -326,6 +326,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     **{name: partial(notebook, path) for name, path in NOTEBOOKS.items()},
     **TABLES,
     **results_tables.TABLES,
+    "results-merging": results_overview.merging_table,
+    "results-removal": results_overview.removal_table,
 }
 
 

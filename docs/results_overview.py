@@ -1,4 +1,7 @@
-"""What merges keep of joint training, in one table and one figure, from the JSON of the runs."""
+"""Merges and removals between their limits, in two tables and one figure, from the JSON of the runs.
+
+`python -m docs.results_overview` draws the figure.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from experiments.common import removal_report
 from experiments.common.figures import figure
 from experiments.common.tables import shown
 from experiments.refinement import report as refinement
@@ -30,9 +34,22 @@ METHODS = (
     REFINED,
     SAME_ROWS,
 )
+INFLUENCE, FLOOR = "influence steps", "retrained with another seed"
+#: Ways of removal, and what they are called in JSON.
+WAYS = {
+    "negation": "negation",
+    "gradient matching": "matching",
+    "negation, tuned under H_0": "negation-theory",
+    "gradient matching, tuned under H_0": "matching-theory",
+    INFLUENCE: "influence-kronecker",
+    "NPO": "npo",
+}
+#: Where the figure begins, in per cent.
+LEFT = -25.0
 Point = tuple[float, float]
-"""Accuracy, in per cent, and loss, both means over the tasks' test sets."""
-Shares = Mapping[str, Sequence[Point]]
+"""Accuracy, in per cent, and loss, both means over the tasks' test sets; or two shares."""
+Found = Mapping[str, Mapping[str, Sequence[Point]]]
+"""Experiment → method → shares, seed by seed."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +107,7 @@ def _sentiment() -> Iterator[tuple[str, list[Point]]]:
     for title, chosen in (("weight 1", [1.0] * len(seeds)), ("weight tuned", best)):
         at = [sentiment.at_weight(seed, weights, arithmetic, w) for seed, w in zip(seeds, chosen, strict=True)]
         yield f"task arithmetic, {title}", points(at)
-    yield from _refined("text", "newton, 2048 rows", "base tuned on the same 2048 rows")
+    yield from _refined("text", "newton, 1024 rows", "base tuned on the same 1024 rows")
 
 
 def _deit() -> Iterator[tuple[str, list[Point]]]:
@@ -131,58 +148,96 @@ def _refined(name: str, refined: str, same: str) -> Iterator[tuple[str, list[Poi
 
 
 CASES: dict[str, Callable[[], Iterator[tuple[str, list[Point]]]]] = {
-    "demo: 4 kinds of digits, small ViT, 200 rows": _demo,
-    "5 sentiment sets, MiniLM, 2,048 rows": _sentiment,
-    "8 image sets, DeiT-tiny, 1,024 rows": _deit,
+    "demo: 4 kinds of digits, small ViT": _demo,
+    "5 sentiment sets, MiniLM": _sentiment,
+    "8 image sets, DeiT-tiny": _deit,
 }
+DIGITS, REMOVALS = "demo: tilted digits, small ViT", {"toxic comments, GPT-2 from scratch": "toxicity"}
 
 
-def overview() -> str:
-    """The table: shares of accuracy and loss."""
-    found = [case.shares() for case in cases()]
-    header = ["share of joint training's gain over the base, %"]
-    for title in CASES:
-        header += [f"{title}: accuracy", "loss"]
-    rows = []
-    for method in METHODS:
-        row = [method]
-        for shares in found:
-            points = shares.get(method)
-            row += ["", ""] if points is None else [shown([point[part] for point in points], 0) for part in (0, 1)]
-        rows.append(tuple(row))
-    return numbers(tuple(header), rows)
+def removals() -> Found:
+    """What is gone of KL to the retrained model, and of the gap in loss to it, both on what is removed, in per cent."""
+    demo: dict[str, list[Point]] = {}
+    for run in demo_runs():
+        found = {one["name"]: {"kl_forget": one["kl"], "forget": one["losses"]["tilted"]} for one in run["removal"]}
+        before, target = found["before"], found["trained without it (target)"]
+        for way in ("negation", "gradient matching", INFLUENCE):
+            demo.setdefault(way, []).append(removal_report.closed(found[way], before, target))
+    every = {DIGITS: demo}
+    for title, folder in REMOVALS.items():
+        results = read(folder)
+        known, own = removal_report.ways_of(results), every.setdefault(title, {})
+        own |= {way: removal_report.both(results, name) for way, name in WAYS.items() if name in known}
+        own[FLOOR] = removal_report.both(results, None)
+    return every
+
+
+def merging_table() -> str:
+    found = {case.title: case.shares() for case in cases()}
+    return _table("of what joint training gains over the base, %", found, METHODS, "accuracy")
+
+
+def removal_table() -> str:
+    found = removals()
+    return _table("of the distance to the retrained model, gone, %", found, (*_known(found), FLOOR), "KL")
+
+
+def _table(what: str, found: Found, rows: Sequence[str], first: str) -> str:
+    header = [what, *(cell for title in found for cell in (f"{title}: {first}", "loss"))]
+    cells = []
+    for row in rows:
+        every = [own.get(row, ()) for own in found.values()]
+        shares = [shown([point[part] for point in points], 0) if points else "" for points in every for part in (0, 1)]
+        cells.append((row, *shares))
+    return numbers(tuple(header), cells)
+
+
+def _known(found: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """The ways that some experiment has."""
+    return tuple(way for way in WAYS if any(way in own for own in found.values()))
 
 
 def draw(path: Path = FIGURE) -> None:
-    with figure(path, 11.0, 3.6, panels=len(CASES)) as panels:
-        for axes, case in zip(panels, cases(), strict=True):
-            shares = case.shares()
-            for place, method in enumerate(METHODS):
-                if method not in shares:
-                    continue
-                for part, look in ((0, {"color": "#0072B2", "marker": "o"}), (1, {"color": "#D55E00", "marker": "D"})):
-                    values = [point[part] for point in shares[method]]
-                    axes.errorbar(
-                        max(fmean(values), -20.0),
-                        place + (part - 0.5) * 0.3,
-                        xerr=stdev(values) if fmean(values) > -20 else 0,
-                        markersize=5,
-                        capsize=2,
-                        linestyle="none",
-                        **look,
-                        label=("accuracy", "loss")[part] if place == 0 else None,
-                    )
-                    if fmean(values) < -20:
-                        axes.annotate(f"← {fmean(values):.0f}", (-20, place), fontsize=8, va="center", xytext=(6, 0),
-                                      textcoords="offset points") if part == 0 else None
-            axes.axvline(0, color="#767676", linewidth=1)
-            axes.axvline(100, color="#767676", linewidth=1)
-            axes.set_xlim(-25, 115)
-            axes.set_yticks(range(len(METHODS)), METHODS if axes is panels[0] else [])
-            axes.set_ylim(len(METHODS) - 0.5, -0.5)
-            axes.set_title(case.title, fontsize=10)
-            axes.set_xlabel("0: base        100: joint training")
-        panels[0].legend(loc="lower left", fontsize=8)
+    """Merges above, removals below; 0 is the model that it starts from, 100 the one that is wanted."""
+    gone = removals()
+    with figure(path, 11.0, 6.0, panels=3, rows=2) as panels:
+        merged = {case.title: case.shares() for case in cases()}
+        _fill(panels[:3], merged, METHODS, "accuracy", ("base", "joint training"))
+        _fill(panels[3:], gone, _known(gone), "KL to the retrained model", ("before", "retrained"))
+
+
+def _fill(panels: Sequence[Any], found: Found, rows: Sequence[str], first: str, limits: tuple[str, str]) -> None:
+    looks: list[dict[str, Any]] = [{"color": "#0072B2", "marker": "o"}, {"color": "#D55E00", "marker": "D"}]
+    for axes in panels[len(found) :]:
+        axes.set_axis_off()
+    for axes, (title, own) in zip(panels, found.items(), strict=False):
+        for row, points in own.items():
+            for part, look in enumerate(looks):
+                values = [point[part] for point in points]
+                if row != FLOOR:
+                    _mark(axes, rows.index(row) + (part - 0.5) * 0.3, values, **look)
+                elif part == 0:
+                    axes.axvline(fmean(values), color=look["color"], linestyle=":", linewidth=1.5)
+                    axes.text(fmean(values) + 3, 0.5, FLOOR, fontsize=8, va="center", color=look["color"])
+        for limit in (0, 100):
+            axes.axvline(limit, color="#767676", linewidth=1)
+        axes.set_xlim(LEFT - 3, 115)
+        axes.set_yticks(range(len(rows)), rows if axes is panels[0] else [])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(f"0: {limits[0]}, 100: {limits[1]}")
+    for name, look in zip((first, "loss"), looks, strict=True):
+        panels[0].plot([], [], linestyle="none", label=name, **look)
+    panels[0].legend(fontsize=8, loc="lower left")
+
+
+def _mark(axes: Any, place: float, values: Sequence[float], **look: Any) -> None:
+    """Mean ± standard deviation; a mean that lies far to the left is named at the edge."""
+    mean = fmean(values)
+    if mean < LEFT:
+        axes.annotate(f"← {mean:.0f}", (LEFT, place), fontsize=7, va="center", color=look["color"])
+    else:
+        axes.errorbar(mean, place, xerr=stdev(values), markersize=5, capsize=2, linestyle="none", **look)
 
 
 if __name__ == "__main__":

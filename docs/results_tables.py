@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,10 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.tables import table
+from experiments.common import removal_report
 from experiments.common.tables import shown
 from experiments.refinement import report as refinement
-from experiments.sentiment import paper, report as sentiment
+from experiments.sentiment import grid, paper, report as sentiment
 from experiments.sentiment.settings import ALL_DATA, JOINT
 from experiments.vision import report as vision
 
@@ -161,6 +163,60 @@ def vision_table(*parts: str, fixed: Mapping[str, str], swept: Mapping[str, str]
     return numbers((*header, *loss), rows)
 
 
+def grid_table() -> str:
+    """The table of Hessians: gradient matching by every curvature, with either penalty, of models tuned plainly."""
+    results = read("sentiment", "grid")
+    rows = []
+    kinds = dict.fromkeys((one.curvature, one.labels, one.reduction) for one in grid.cells() if one.penalty)
+    for curvature, labels, reduction in kinds:
+        cells = []
+        for penalty in grid.PENALTIES:
+            cell = {"curvature": curvature, "labels": labels, "reduction": reduction, "penalty": penalty}
+            scores = sentiment.cell_scores(results, tuning="plain", **cell)
+            cells += [shown([of(one) for one in scores], digits) for of, digits in _ACCURACY_AND_LOSS]
+        name = {"identity": "N · I"}.get(curvature, curvature)
+        rows.append((", ".join(word for word in (name, _LABELS.get(labels, ""), reduction) if word), *cells))
+    return numbers(("curvature, labels, reduction", "P = H_0: accuracy", "loss", "P = 0: accuracy", "loss"), rows)
+
+
+_ACCURACY_AND_LOSS: tuple[tuple[Callable[[Any], float], int], ...] = (
+    (sentiment.average, 1),
+    (sentiment.average_loss, 3),
+)
+_LABELS = {"empirical": "the data's labels", "sampled": "drawn labels", "exact": "all labels"}
+
+
+def removal_table(folder: str, own: Mapping[str, Callable[[Any], float]]) -> str:
+    """Ways of removal at equal cost, between their limits; ``own`` are the experiment's own columns."""
+    results = read(folder)
+    seeds, floors = results["seeds"], results["floors"]
+
+    def row(title: str, entries: Sequence[Any], gone: Sequence[tuple[float, float]] = (), judged: bool = True) -> Row:
+        plain = [[math.exp(one[key]) for one in entries] for key in ("kept", "forget")]
+        far = [[one[key] for one in entries] for key in ("kl_kept", "kl_forget")]
+        shares = [shown([one[part] for one in gone], 0) if gone else "" for part in (0, 1)]
+        cells = [*(shown(values) for values in plain), *(shown(values, 3) for values in far), *shares]
+        return (title, *cells, *(shown([of(one) for one in entries]) if judged else "" for of in own.values()))
+
+    limits = {name: [seed["comparison"]["limits"][name] for seed in seeds] for name in ("base", "target")}
+    rows = [row("before", limits["base"])]
+    for way, title in removal_report.ways_of(results).items():
+        entries = [seed["comparison"]["ways"][way]["chosen"] for seed in seeds]
+        rows.append(row(title, entries, removal_report.both(results, way)))
+    rows.append(row("retrained without it (target)", limits["target"]))
+    rows.append(row("target of another seed", floors, removal_report.both(results, None), judged=False))
+    header = (
+        "perplexity: stays",
+        "goes",
+        "KL to the target: stays",
+        "goes",
+        "gone of KL, %",
+        "of the gap in loss, %",
+        *own,
+    )
+    return numbers(("where what stays costs 5 %", *header), rows)
+
+
 def numbers(header: Row, rows: Sequence[Row]) -> str:
     """A table whose columns, but the first, are aligned to the right."""
     first, _, *rest = table(header, rows).split("\n")
@@ -176,6 +232,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "results-demo": demo_table,
     "results-demo-removal": demo_removal,
     "results-sentiment": sentiment_table,
+    "results-grid": grid_table,
+    "results-toxicity": partial(
+        removal_table, "toxicity", {"toxic, %": lambda entry: 100 * entry["toxicity"]["share"]}
+    ),
     "results-refined-text": partial(refinement_table, "text", "five sentiment sets"),
     "results-refined-images": partial(refinement_table, "images", "eight image sets"),
     "results-refined-deit-tiny": partial(refinement_table, "deit-tiny", "eight image sets, DeiT-tiny"),

@@ -41,12 +41,12 @@ _STYLE = {
 
 
 @contextmanager
-def figure(path: Path, width: float = 6.0, height: float = 3.6, panels: int = 1) -> Iterator[Any]:
-    """Axes (a list of them for several panels side by side) to draw on; written as SVG to ``path`` at the end."""
+def figure(path: Path, width: float = 6.0, height: float = 3.6, panels: int = 1, rows: int = 1) -> Iterator[Any]:
+    """Axes (a list of them for several panels, row by row) to draw on; written as SVG to ``path`` at the end."""
     with plt.rc_context(_STYLE):
-        drawn, axes = plt.subplots(1, panels, figsize=(width, height))
+        drawn, axes = plt.subplots(rows, panels, figsize=(width, height))
         try:
-            yield list(axes) if panels > 1 else axes
+            yield list(axes.flat) if panels * rows > 1 else axes
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(".partial.svg")
             drawn.savefig(unfinished, metadata={"Date": None})

@@ -43,6 +43,22 @@ def shares(results: Mapping[str, Any], way: str, which: str = "chosen", floors: 
     return [share_closed(seed, seed["comparison"]["ways"][way][which], floor) for seed, floor in pairs]
 
 
+def closed(entry: Entry, before: Entry, target: Entry) -> tuple[float, float]:
+    """What is gone, in per cent, of KL to the target and of the gap in loss, on what is removed."""
+    loss = (entry["forget"] - before["forget"]) / (target["forget"] - before["forget"])
+    return 100 * (1 - entry["kl_forget"] / before["kl_forget"]), 100 * loss
+
+
+def both(results: Mapping[str, Any], way: str | None) -> list[tuple[float, float]]:
+    """Of every seed, what a way has ``closed`` where it is chosen; None is the target of another seed."""
+    found = []
+    for seed, floor in zip(results["seeds"], results["floors"], strict=True):
+        compared = seed["comparison"]
+        entry = floor if way is None else compared["ways"][way]["chosen"]
+        found.append(closed(entry, compared["limits"]["base"], compared["limits"]["target"]))
+    return found
+
+
 def ways_of(results: Mapping[str, Any]) -> dict[str, str]:
     """The ways that a run has, and what they are called."""
     return {way: label for way, label in WAYS.items() if way in results["seeds"][0]["comparison"]["ways"]}
