@@ -14,6 +14,8 @@ from experiments.common.tables import shown
 from experiments.refinement import report as refinement
 from experiments.sentiment import paper, report as sentiment
 from experiments.sentiment.settings import ALL_DATA, JOINT
+from experiments.studies import report as studies
+from experiments.studies.settings import DIALS
 from experiments.vision import report as vision
 
 RESULTS = Path(__file__).parent / "results"
@@ -161,6 +163,14 @@ def vision_table(*parts: str, fixed: Mapping[str, str], swept: Mapping[str, str]
     return _numbers((*header, *loss), rows)
 
 
+def studies_table(dial: str) -> str:
+    results = _read("studies")
+    header, rows = studies.linear(results) if dial == "linear" else studies.shares(results, dial)
+    # A cell may be broken between loss and accuracy only.
+    whole = [tuple(cell.replace(" ± ", "\u00a0±\u00a0").replace(" %", "\u00a0%") for cell in row) for row in rows]
+    return _numbers(tuple(header), whole)
+
+
 def _numbers(header: Row, rows: Sequence[Row]) -> str:
     """A table whose columns, but the first, are aligned to the right."""
     first, _, *rest = table(header, rows).split("\n")
@@ -173,6 +183,7 @@ _SCALARS = {
     "gradient-matching, Fisher of the base": f"{_MATCHING}, H_0 = the base's Fisher",
 }
 TABLES: dict[str, Callable[[], str]] = {
+    **{f"results-studies-{dial}": partial(studies_table, dial) for dial in (*DIALS, "linear")},
     "results-demo": demo_table,
     "results-demo-removal": demo_removal,
     "results-sentiment": sentiment_table,
