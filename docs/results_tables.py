@@ -16,6 +16,8 @@ from experiments.common.tables import shown
 from experiments.refinement import report as refinement
 from experiments.sentiment import grid, paper, report as sentiment
 from experiments.sentiment.settings import ALL_DATA, JOINT
+from experiments.studies import report as studies
+from experiments.studies.settings import DIALS
 from experiments.vision import report as vision
 
 RESULTS = Path(__file__).parent / "results"
@@ -205,16 +207,16 @@ def removal_table(folder: str, own: Mapping[str, Callable[[Any], float]]) -> str
         rows.append(row(title, entries, removal_report.both(results, way)))
     rows.append(row("retrained without it (target)", limits["target"]))
     rows.append(row("target of another seed", floors, removal_report.both(results, None), judged=False))
-    header = (
-        "perplexity: stays",
-        "goes",
-        "KL to the target: stays",
-        "goes",
-        "gone of KL, %",
-        "of the gap in loss, %",
-        *own,
-    )
-    return numbers(("where what stays costs 5 %", *header), rows)
+    header = ("where what stays costs 5 %", "perplexity: stays", "goes", "KL to the target: stays", "goes")
+    return numbers((*header, "gone of KL, %", "of the gap in loss, %", *own), rows)
+
+
+def studies_table(dial: str) -> str:
+    results = read("studies")
+    header, rows = studies.linear(results) if dial == "linear" else studies.shares(results, dial)
+    # A cell may be broken between loss and accuracy only.
+    whole = [tuple(cell.replace(" ± ", "\u00a0±\u00a0").replace(" %", "\u00a0%") for cell in row) for row in rows]
+    return numbers(tuple(header), whole)
 
 
 def numbers(header: Row, rows: Sequence[Row]) -> str:
@@ -229,6 +231,7 @@ _SCALARS = {
     "gradient-matching, Fisher of the base": f"{_MATCHING}, H_0 = the base's Fisher",
 }
 TABLES: dict[str, Callable[[], str]] = {
+    **{f"results-studies-{dial}": partial(studies_table, dial) for dial in (*DIALS, "linear")},
     "results-demo": demo_table,
     "results-demo-removal": demo_removal,
     "results-sentiment": sentiment_table,

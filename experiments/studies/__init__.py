@@ -1,0 +1,1 @@
+"""When does curvature help? Small studies on digits that change one thing each."""

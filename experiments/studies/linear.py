@@ -1,0 +1,136 @@
+"""Where the theory is exact, or nearly: one linear layer, with whole Hessians, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradmerge as gm
+
+from ..common.states import State
+from .data import Rows, joined
+
+CLASSES = 10
+STEPS = 50
+
+
+def _squared(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits - F.one_hot(labels, CLASSES)).square().sum()
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+#: Name → the loss as a sum over rows, and what `gm.estimate_curvature` calls it.
+LOSSES: Mapping[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "linear regression": (_squared, "squared"),
+    "logistic regression": (_cross_entropy, "classes"),
+}
+
+
+def flat(state: State) -> Tensor:
+    """[W b], row by row."""
+    return torch.cat([state["weight"], state["bias"][:, None]], 1).flatten()
+
+
+def state_of(values: Tensor) -> dict[str, Tensor]:
+    rows = values.view(CLASSES, -1)
+    return {"weight": rows[:, :-1], "bias": rows[:, -1]}
+
+
+class Linear:
+    """One layer under one loss; weights are flat vectors."""
+
+    def __init__(self, name: str) -> None:
+        self.loss, self.output = LOSSES[name]
+
+    def total(self, values: Tensor, rows: Rows) -> Tensor:
+        """The sum of the losses."""
+        return self.loss(F.linear(rows.pixels, **state_of(values)), rows.labels)
+
+    def hessian(self, values: Tensor, rows: Rows) -> Tensor:
+        """Σ_i S_i ⊗ x̃x̃ᵀ with S the Hessian of the loss in the logits: 2 I, or diag p − ppᵀ."""
+        inputs = F.pad(rows.pixels, (0, 1), value=1.0)
+        p = F.linear(rows.pixels, **state_of(values)).softmax(-1)
+        own = p.diag_embed() - p[:, :, None] * p[:, None]
+        if self.output == "squared":
+            own = 2 * torch.eye(CLASSES, dtype=p.dtype).expand_as(own)
+        found = own.flatten(1).T @ (inputs[:, :, None] * inputs[:, None]).flatten(1)
+        size = (CLASSES, CLASSES, inputs.shape[1], inputs.shape[1])
+        return found.view(size).transpose(1, 2).reshape(len(values), len(values))
+
+    def fitted(self, start: Tensor, rows: Rows, prior: Tensor, begin: Tensor | None = None) -> Tensor:
+        """argmin of the sum of the losses and ½ ‖θ − start‖² in the norm of ``prior``, by Newton's method."""
+
+        def objective(values: Tensor) -> Tensor:
+            return self.total(values, rows) + 0.5 * (values - start) @ prior @ (values - start)
+
+        values = start if begin is None else begin
+        for _ in range(STEPS):
+            gradient = torch.func.grad(objective)(values)
+            step = torch.linalg.solve(self.hessian(values, rows) + prior, gradient)
+            if float(step.norm()) <= 1e-12 * float(values.norm()):
+                break
+            while float(objective(values - step)) > float(objective(values)) * (1 + 1e-12):
+                step = step / 2
+            values = values - step
+        return values
+
+    def estimated(self, values: Tensor, rows: Rows, structure: str) -> Any:
+        layer = nn.Linear(rows.pixels.shape[1], CLASSES).double()
+        layer.load_state_dict(state_of(values))
+        labels = F.one_hot(rows.labels, CLASSES).double() if self.output == "squared" else rows.labels
+        batch = (rows.pixels, labels)
+        return gm.estimate_curvature(layer, [batch], "exact", output=self.output, structure=structure, progress=False)
+
+
+def compare(name: str, ridge: float, base_rows: Rows, tasks: Sequence[Rows], tests: Sequence[Rows]) -> dict[str, Any]:
+    """Method → accuracy and loss, means over the test sets, and ‖θ − θ_joint‖ / ‖θ_0 − θ_joint‖.
+
+    The base minimises its losses and ½ · ridge · ‖θ‖², whose Hessian there is H_0; tasks and the joint model are fitted
+    under it. ``all data`` is fitted to everything at once, with the same ridge: for linear regression the joint model.
+    """
+    model = Linear(name)
+    zero = torch.zeros((base_rows.pixels.shape[1] + 1) * CLASSES, dtype=torch.float64)
+    eye = ridge * torch.eye(len(zero), dtype=torch.float64)
+    base = model.fitted(zero, base_rows, eye)
+    prior = model.hessian(base, base_rows) + eye
+    tuned = [model.fitted(base, rows, prior) for rows in tasks]
+    every = joined(*tasks)
+    joint = model.fitted(base, every, prior)
+    states: dict[str, Tensor] = {
+        "base": base,
+        "joint": joint,
+        "joint, from elsewhere": model.fitted(base, every, prior, begin=zero),
+        "all data": model.fitted(zero, joined(base_rows, every), eye),
+        "full": gm.gradient_matching_full(
+            base, tuned, prior, [model.hessian(one, rows) for one, rows in zip(tuned, tasks, strict=True)]
+        ),
+    }
+    start, ends = state_of(base), [state_of(one) for one in tuned]
+    for method in ("average", "task-arithmetic"):
+        states[method] = flat(gm.merge_state_dicts(start, ends, method))
+    for structure in ("diagonal", "kronecker"):
+        own = [model.estimated(one, rows, structure) for one, rows in zip(tuned, tasks, strict=True)]
+        if structure == "diagonal":
+            states["fisher-averaging"] = flat(gm.merge_state_dicts(start, ends, "fisher-averaging", curvature=own))
+        known = model.estimated(base, base_rows, structure)
+        states[structure] = flat(gm.merge_state_dicts(start, ends, prior=known, curvature=own, damping=ridge))
+    return {name: _scored(model, one, joint, base, tests) for name, one in states.items()}
+
+
+def _scored(model: Linear, values: Tensor, joint: Tensor, base: Tensor, tests: Sequence[Rows]) -> dict[str, float]:
+    logits = [F.linear(rows.pixels, **state_of(values)) for rows in tests]
+    right = [float((z.argmax(-1) == rows.labels).double().mean()) for z, rows in zip(logits, tests, strict=True)]
+    losses = [float(model.total(values, rows)) / len(rows.labels) for rows in tests]
+    return {
+        "accuracy": fmean(right),
+        "loss": fmean(losses),
+        "distance": float((values - joint).norm() / (base - joint).norm()),
+    }
