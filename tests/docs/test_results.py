@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 from docs.results_tables import RESULTS, read
+from experiments.common import removal_report
 from experiments.common.tables import shown
 from experiments.refinement import report as refinement
-from experiments.sentiment import report as sentiment
+from experiments.sentiment import grid, report as sentiment
+from experiments.sentiment.merging import RULES
 from experiments.vision import report as vision
+
+from docs import results_overview
 
 PAGE = (Path(__file__).parents[2] / "docs" / "results.md").read_text("utf-8")
 WORDS = " ".join(PAGE.split())
@@ -24,7 +31,7 @@ def typed(section: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-@pytest.mark.parametrize("section", ["Toxicity", "Hallucination"])
+@pytest.mark.parametrize("section", ["Hallucination"])
 def test_rows_of_removal_stand_in_the_tables_of_the_run(section: str) -> None:
     """Each with all its numbers in one line there."""
     lines = (RESULTS / section.lower() / "results.md").read_text("utf-8").splitlines()
@@ -70,6 +77,85 @@ def test_losses_of_sentiment_seed_by_seed() -> None:
     assert f"Joint training has {min(joint)} to {max(joint)}" in WORDS
     fell = (RESULTS / "sentiment" / "results.md").read_text("utf-8")
     assert "in 12 of 15 cases" in WORDS and "smaller mismatch in 12 of 15 cases" in fell
+
+
+def test_what_is_said_in_short() -> None:
+    merged = {case.title: case.shares() for case in results_overview.cases()}
+    demo, texts, images = merged.values()
+
+    def percent(points: Sequence[tuple[float, float]], part: int = 0) -> str:
+        return f"{fmean(point[part] for point in points):.0f}"
+
+    refined, same = results_overview.REFINED, results_overview.SAME_ROWS
+    assert f"loss and {percent(texts[refined])} % of its gain in accuracy" in WORDS
+    assert float(percent(texts[refined], 1)) >= 99
+    assert percent(demo[refined]) == percent(demo[refined], 1)
+    assert f"the demo has {percent(demo[refined])} % of both" in WORDS
+    assert f"it is {percent(images[refined])} %" in WORDS
+    assert f"the base tuned on the same ones has {percent(images[same])} %" in WORDS
+    matching = "gradient matching, weight 1"
+    assert f"keeps {percent(demo[matching])}, {percent(texts[matching])} and {percent(images[matching])} %" in WORDS
+    assert f"Iso-C {percent(images['Iso-C'])} %" in WORDS and f"RegMean {percent(images['RegMean'])}" in WORDS
+    digits, toxic = results_overview.removals().values()
+    influence = results_overview.INFLUENCE
+    assert f"toxic comments {percent(toxic[influence], 1)} % of the way" in WORDS
+    assert f"negation {percent(toxic['negation'], 1)} %" in WORDS
+    assert f"digits {percent(digits[influence], 1)} and {percent(digits['negation'], 1)}" in WORDS
+    for own, place in ((toxic, "toxic comments"), (digits, "digits")):
+        times = fmean(p[0] for p in own[influence]) / fmean(p[0] for p in own["negation"])
+        assert f"{times:.1f} times as much" in WORDS and place in WORDS
+    theory = toxic["gradient matching, tuned under H_0"]
+    assert f"{percent(theory)} % of the KL to the retrained model is gone" in WORDS
+    assert f"as near as another retraining comes ({percent(toxic[results_overview.FLOOR])})" in WORDS
+
+
+def test_what_is_said_of_toxicity() -> None:
+    results = read("toxicity")
+    compared = [seed["comparison"] for seed in results["seeds"]]
+
+    def perplexity(*path: str) -> str:
+        found = compared
+        for key in path:
+            found = [one[key] for one in found]
+        return f"{fmean(math.exp(one['forget']) for one in found):.0f}"
+
+    assert f"from {perplexity('limits', 'base')} to {perplexity('limits', 'target')}" in WORDS
+    ways = ("negation", "influence-kronecker", "influence-diagonal", "npo")
+    plain, kronecker, diagonal, npo = (perplexity("ways", way, "chosen") for way in ways)
+    assert f"Negation comes to {plain}, influence steps with Kronecker curvature to {kronecker}" in WORDS
+    assert f"with a diagonal to {diagonal}, NPO to {npo}" in WORDS
+    beyond = {
+        way: removal_report.cell(removal_report.shares(results, way, floors=True), 0) for way in compared[0]["ways"]
+    }
+    assert f"negation closes {beyond['negation']} % of what is left" in WORDS
+    assert f"influence steps {beyond['influence-kronecker']}, gradient matching" in WORDS
+    assert f"tuned under H_0 {beyond['matching-theory']}" in WORDS
+    steps = [one["ways"]["matching-theory"]["moved"] for one in compared]
+    assert f"a step {fmean(one['removed'] / one['tuned'] for one in steps):.2f} times the change" in WORDS
+    assert f"is {fmean(one['training']['theory']['residual'] for one in compared):.2f} of that of the loss" in WORDS
+    rises = [100 * one["ways"]["influence-kronecker"]["default"]["rise"] for one in compared]
+    assert f"+{shown(rises, 0)} %" in WORDS
+
+
+def test_what_is_said_of_the_grid() -> None:
+    results = read("sentiment", "grid")
+    first = read("sentiment")
+
+    def mean(tuning: str = "plain", **cell: str) -> float:
+        return fmean(map(sentiment.average, sentiment.cell_scores(results, tuning=tuning, **cell)))
+
+    every = [asdict(cell) for cell in grid.cells() if cell.tuning == "plain"]
+    for cell in every:
+        both = [mean(**{**cell, "tuning": tuning}) for tuning in grid.TUNINGS]
+        complete = len(sentiment.cell_scores(results, **{**cell, "tuning": "prior"})) == 3
+        assert not complete or abs(both[0] - both[1]) <= 0.04
+    diagonal = [cell for cell in every if cell["curvature"] == "diagonal"]
+    for cell in diagonal:
+        assert mean(**{**cell, "penalty": "H_0"}) - mean(**{**cell, "penalty": "none"}) >= 0.45
+        assert abs(mean(**cell) - mean(**{**cell, "labels": "empirical"})) < 0.1
+    for name in ("imdb", "all-data", "joint", *RULES):
+        old, new = (fmean(sentiment.average(s["scores"][name]) for s in run["seeds"]) for run in (first, results))
+        assert abs(old - new) <= 0.04
 
 
 def test_what_is_said_of_deit_tiny() -> None:
