@@ -41,6 +41,9 @@ def remove(
     rounds: Annotated[
         int, typer.Option(metavar="N", min=1, help="Influence steps, with repairs between; 1 is one alone.")
     ] = 8,
+    widest: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Layers wider than this have a diagonal in the curvature; 0: all.")
+    ] = 16384,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the rows of --keep held back, and sampled.")] = 0,
     model: Annotated[
         list[str] | None,
@@ -79,7 +82,8 @@ def remove(
     if method not in METHODS:
         raise InputError(f"--method {method}: remove knows influence, removal and negation")
     by_influence: dict[str, Any] = {"--forget": forget, "--keep": keep, "--keep-size": keep_size}
-    by_influence |= {"--budget": budget != "2%", "--rounds": rounds != 8, "--seed": seed}
+    by_influence |= {"--budget": budget != "2%", "--rounds": rounds != 8, "--widest": widest != 16384}
+    by_influence |= {"--seed": seed}
     by_models: dict[str, Any] = {"--model": model, "--curvature": curvature, "--set": set_}
     by_models |= {"--strength": strength != 1.0, **_given(options, MergeOptions, ("force", "durable"))}
     by_models |= _given(planning, PlanningOptions, ())
@@ -89,8 +93,9 @@ def remove(
         if forget is None or keep is None:
             which = "--forget" if forget is None else "--keep"
             raise InputError(f"{which} is missing: give --forget SRC and --keep SRC, or --model for a tuned model")
+        asked = {"base": base, "forget": forget, "keep": keep, "keep_size": keep_size, "budget": budget}
         _by_influence(
-            {"base": base, "forget": forget, "keep": keep, "keep_size": keep_size, "budget": budget, "rounds": rounds},
+            {**asked, "rounds": rounds, "widest": widest},
             out,
             seed,
             loading,
