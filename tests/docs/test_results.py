@@ -100,7 +100,7 @@ def test_what_is_said_in_short() -> None:
     influence = results_overview.INFLUENCE
     assert f"toxic comments {percent(toxic[influence], 1)} % of the way" in WORDS
     assert f"negation {percent(toxic['negation'], 1)} %" in WORDS
-    assert f"digits {percent(digits[influence], 1)} and {percent(digits['negation'], 1)}" in WORDS
+    assert f"demo's digits {percent(digits[influence], 1)} and {percent(digits['negation'], 1)}" in WORDS
     for own, place in ((toxic, "toxic comments"), (digits, "digits")):
         times = fmean(p[0] for p in own[influence]) / fmean(p[0] for p in own["negation"])
         assert f"{times:.1f} times as much" in WORDS and place in WORDS
