@@ -248,6 +248,8 @@ def test_data_at_a_url_are_fetched_once_and_anew_when_they_change(web: Web, tmp_
     web.files["data.jsonl"] = in_form(tmp_path, "jsonl", ROWS[1:]).read_bytes()
     assert list(read_rows(url, limit=5).rows) == ROWS[1:]
     assert named_data(url) == ("data.jsonl", {"type": "data.jsonl", "name": "data.jsonl"})
+    assert named_data(url, 5)[0] == f"{web.address}/data.jsonl"
+    assert named_data(f"file://{path}", 2)[0] == f"{tmp_path.name}/{path.name}"
 
 
 def test_splits_and_signatures_of_data_at_a_url(web: Web, tmp_path: Path) -> None:
