@@ -44,10 +44,21 @@ def as_url(place: str | Path) -> str | None:
     url = f"{protocol}://{rest if '?' in rest else rest.rstrip('/')}"
     shown = hidden(url)
     if shown != url:
+        shown = _of_its_own(shown, url)
         _given[shown] = url
         if (user := _USER.match(shown)) and (real := _USER.match(url)):
             _given[user[0]] = real[0]
             _secrets[f"{real[2]}@"] = f"{HIDDEN}@"  # errors of file systems quote it without the protocol
+    return shown
+
+
+def _of_its_own(shown: str, url: str) -> str:
+    """A form that stands for no other URL: two that differ in what is hidden of a query may be two files."""
+    before, _, after = shown.rpartition(HIDDEN)
+    number = 1
+    while "?" in before and _given.get(shown, url) != url:
+        number += 1
+        shown = f"{before}{HIDDEN}{number}{after}"
     return shown
 
 
@@ -85,7 +96,9 @@ def hidden(text: str) -> str:
 
 def _parameter(text: str) -> str:
     key, equals, value = text.partition("=")
-    return text if key.lower() in _PLAIN or value.startswith(HIDDEN) else f"{key}={HIDDEN}" if equals else HIDDEN
+    if key.lower() in _PLAIN or text.startswith(HIDDEN) or value.startswith(HIDDEN):
+        return text
+    return f"{key}={HIDDEN}" if equals else HIDDEN
 
 
 def without_secrets(value: Any) -> Any:

@@ -81,15 +81,16 @@ def test_a_folder_is_written_as_the_base_was_with_a_record_a_card_and_a_report(p
 def test_python_and_the_command_line_write_the_same_bytes_and_json_holds_the_record(
     place: Path, tmp_path: Path
 ) -> None:
-    told = json.loads(run(*given(place, "base", "--rounds", 1, "--json"), "-o", tmp_path / "one").stdout)
+    words = given(place, "base", "--rounds", 1, "--widest", 0, "--json")
+    told = json.loads(run(*words, "-o", tmp_path / "one").stdout)
     sources: Any = {"forget": place / "forget.jsonl", "keep": str(place / "keep.jsonl")}
-    done = gm.remove(place / "base", tmp_path / "two", **sources, rounds=1, batch_size=16, progress=False)
+    done = gm.remove(place / "base", tmp_path / "two", **sources, rounds=1, widest=0, batch_size=16, progress=False)
     assert done.output == tmp_path / "two" and done.used <= 0.02
     name = "model.safetensors"
     assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     record = json.loads((tmp_path / "two" / "gradmerge.json").read_text())["removal"]
     assert {key: told[key] for key in done.facts()} == json.loads(json.dumps(done.facts()))
-    assert record["rounds"] == told["rounds"]
+    assert record["rounds"] == told["rounds"] and record["widest"] == 0
 
 
 def test_bfloat16_keeps_its_types_and_the_budget(place: Path, tmp_path: Path) -> None:
@@ -140,6 +141,7 @@ def test_a_language_model_forgets_text(tmp_path: Path) -> None:
         (["--method", "negation"], "--forget is for --method influence"),
         (["--method", "ties"], "remove knows influence, removal and negation"),
         (["--keep-size", "10"], "--keep-size 10: 40 examples"),
+        (["--widest", "-1"], "--widest"),
         (["--dtype", "bfloat16"], "float32"),
         (["--task", "causal-lm"], ""),
     ],
@@ -193,4 +195,6 @@ def test_negation_has_its_name_here_too(tmp_path: Path) -> None:
         torch.testing.assert_close(read_model(tmp_path / "python")[name], value)
     said = run("--method", "negation", "--base", base, "--model", tuned, "--limit", 3, "-o", tmp_path / "no", status=2)
     assert "--limit is for --method influence" in said.output
+    said = run("--base", base, "--model", tuned, "--widest", 9, "-o", tmp_path / "no", status=2)
+    assert "--widest is for --method influence" in said.output
     assert "--model MODEL" in run("--method", "removal", "--base", base, "-o", tmp_path / "no", status=2).output

@@ -313,7 +313,7 @@ def test_metrics_that_were_measured_are_in_the_card_with_errors_and_rows(tmp_pat
     assert [one["rows"] for one in record["evaluations"]] == [12]
     # Again on the same data takes the place of that; other data, and what the user wrote, stay.
     (out / "README.md").write_text((out / "README.md").read_text().replace("# out", "# My model"))
-    for source in (data, write_jsonl(tmp_path / "more.jsonl", rows[:6]), data):
+    for source in (data, write_jsonl(tmp_path / "more.jsonl", rows[:6]), f"file://{data}"):
         gm.evaluate(out, source, card=True, device="cpu")
     card = ModelCard((out / "README.md").read_text())
     assert len(card.data.eval_results) == 2 * len(found) and "# My model" in card.text

@@ -136,15 +136,21 @@ def test_with_no_layer_wide_enough_for_factors_a_step_divides_by_the_diagonal() 
 
 
 def test_curvature_of_a_sample_is_scaled_to_all_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a linear model, S from 30 of 60 rows that stand for 600."""
+    """Of a linear model, S and the Newton length from 30 of 60 rows that stand for 600."""
     monkeypatch.setattr(owners, "CURVATURE_ROWS", 30)
     keep, forget = numbers(0, 60), numbers(1, 20)
     goes, stays = (DataOwner("k", batches(some), [], output=LOSSES["squared"]) for some in (forget, keep))
     stays.examples = 600
-    done = remove_influence(placed(least_squares(joined(keep, forget))), goes, stays, budget=None)
+    solution = least_squares(joined(keep, forget))
+    done = remove_influence(placed(solution), goes, stays, budget=None)
     drawn = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:30]
-    wide = torch.cat([keep[0][drawn], torch.ones(30, 1, dtype=torch.float64)], 1)
-    assert done.rounds[0].damping == pytest.approx(0.1 * 600 / 30 * 2 * float(wide.square().sum()) / 5, rel=1e-9)
+    wide, other = (torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1) for x in (keep[0][drawn], forget[0]))
+    hessian = 600 / 30 * torch.kron(torch.eye(3, dtype=torch.float64), 2 * wide.T @ wide)
+    damping = 0.1 * float(hessian.diagonal().mean())
+    gradient = (2 * (other @ solution.T - forget[1]).T @ other).flatten()
+    direction = torch.linalg.solve(hessian + damping * torch.eye(15, dtype=torch.float64), gradient)
+    s = float(gradient @ direction / (direction @ hessian @ direction))
+    assert done.rounds[0].damping == pytest.approx(damping, rel=1e-8) and done.after.s == pytest.approx(s, rel=1e-8)
 
 
 def test_of_many_rows_a_sample_that_the_seed_draws_is_asked_for_curvature(

@@ -63,3 +63,15 @@ def test_errors_hide_what_they_quote() -> None:
     assert hidden(f"{shown}: not there (KEY:se/cret@bucket/m)") == "s3://***@bucket/m?sig=***: not there (***@bucket/m)"
     error = InputError("https://a:b@h/x: cannot be read (GET https://h/x?sig=secret, 403)")
     assert str(error) == "https://***@h/x: cannot be read (GET https://h/x?sig=*** 403)"
+
+
+def test_urls_that_differ_in_what_is_hidden_of_their_queries_are_two() -> None:
+    for end in ("?token=%s&versionId=3", "?%s"):
+        urls = [f"https://host/two.csv{end % secret}" for secret in ("abc", "def", "ghi")]
+        for _ in range(2):
+            shown = [as_url(url) for url in urls]
+            assert shown == [f"https://host/two.csv{end % text}" for text in ("***", "***2", "***3")]
+            assert [revealed(text) for text in shown if text] == urls
+            assert [as_url(text) for text in shown if text] == shown == [hidden(text) for text in shown if text]
+    later = [as_url(f"https://me:{word}@host/two.csv") for word in ("old", "new")]
+    assert later[0] == later[1] and revealed(str(later[0])) == "https://me:new@host/two.csv"

@@ -9,6 +9,7 @@ import json
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from PIL import Image
 from gradmerge.errors import InputError
 from gradmerge.tasks.data_names import named_data
 from gradmerge.tasks.data_sources import data_paths, read_rows
+from gradmerge.urls import without_secrets
 
-from ..http_stand_in import Web, web_server
+from ..http_stand_in import Web, serving, web_server
 
 ROWS = [
     {"text": "a good film, they said", "label": "1"},
@@ -246,6 +248,8 @@ def test_data_at_a_url_are_fetched_once_and_anew_when_they_change(web: Web, tmp_
     web.files["data.jsonl"] = in_form(tmp_path, "jsonl", ROWS[1:]).read_bytes()
     assert list(read_rows(url, limit=5).rows) == ROWS[1:]
     assert named_data(url) == ("data.jsonl", {"type": "data.jsonl", "name": "data.jsonl"})
+    assert named_data(url, 5)[0] == f"{web.address}/data.jsonl"
+    assert named_data(f"file://{path}", 2)[0] == f"{tmp_path.name}/{path.name}"
 
 
 def test_splits_and_signatures_of_data_at_a_url(web: Web, tmp_path: Path) -> None:
@@ -257,10 +261,43 @@ def test_splits_and_signatures_of_data_at_a_url(web: Web, tmp_path: Path) -> Non
     assert [row["label"] for row in rows.rows] == [2, 1, 0] and np.array_equal(rows.rows[0]["image"], images[1, 0])
     assert rows.label == f"http://***@{web.address}/a.npz?signature=***"
     assert named_data(f"{url}:test")[0] == "a.npz"
-    with pytest.raises(InputError, match=r"^http://\*\*\*@[^ ]*=\*\*\*: the file has splits"):
+    with pytest.raises(InputError, match=r"^http://\*\*\*@[^ ]*=\*\*\*2: the file has splits"):
         read_rows(url)
     with pytest.raises(InputError, match="there is nothing of that name"):
         read_rows(f"http://me:word@{web.address}/none.csv")
     web.files["page.html"] = b"<html>"
     with pytest.raises(InputError, match="data of this kind is not known"):
         read_rows(f"http://me:word@{web.address}/page.html")
+
+
+def test_urls_that_differ_in_what_is_hidden_alone_are_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of one size, of a server that tells of no version; and splits of one file, whose URLs are shown alike."""
+    monkeypatch.setenv("GRADMERGE_CACHE", str(tmp_path / "cache"))
+    files = {"/d.csv?part=a": b"text,label\nred,0\n", "/d.csv?part=b": b"text,label\nsky,1\n"}
+    arrays = {name: np.full((2, 4, 4), place, np.uint8) for place, name in enumerate(("x", "x_train", "x_test"))}
+    np.savez(tmp_path / "a.npz", **arrays, y=[0, 0], y_train=[1, 1], y_test=[2, 2])
+    files["/a.npz?part=a"] = (tmp_path / "a.npz").read_bytes()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(files[self.path])))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(files[self.path])
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    Handler.do_HEAD = Handler.do_GET  # type: ignore[attr-defined]
+    with serving(Handler) as address:
+        one, two = (without_secrets(f"http://{address}/d.csv?part={part}") for part in "ab")
+        assert "part=a" not in one and "part=b" not in two
+        for _ in range(2):
+            assert [read_rows(url).rows[0]["text"] for url in (one, two)] == ["red", "sky"]
+        splits = [without_secrets(f"http://{address}/a.npz?part=a{split}") for split in (":train", ":test", "")]
+        for _ in range(2):
+            assert all(data_paths(url) for url in splits)
+            assert [read_rows(url).rows[0]["label"] for url in splits] == [1, 2, 0]

@@ -20,6 +20,7 @@ from ..report.whole_file import whole_file
 from ..storage.smallfile import MAX_TOKENIZER, read_bounded, read_json
 from ..tasks.data_names import dataset_type, named_data
 from ..text import size, to_json
+from ..urls import on_this_machine, remote_url
 from .package import pack
 from .sending import send
 
@@ -143,7 +144,7 @@ class MeasuredCard:
         _write_record(self._folder, record)
 
     def _of_data(self, source: str, numbers: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        place = str(Path(source).absolute())
+        place = remote_url(source) or str(Path(on_this_machine(source)).absolute())
         for parts in range(1, 6):  # as many as tell it apart from other files that are called the same
             name, dataset = named_data(source, parts)
             if all(one.get("source") == place for one in earlier if one.get("dataset") == dataset):

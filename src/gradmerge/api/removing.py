@@ -129,6 +129,8 @@ def remove(
     asked = _Asked(keep_size, read_budget(budget), rounds, widest, seed)
     if rounds < 1:
         raise InputError(f"rounds {rounds}: at least one is needed")
+    if widest < 0:
+        raise InputError(f"widest {widest}: a number of inputs or outputs, or 0 for diagonals alone")
     for name, given in (("forget", forget), ("keep", keep)):
         if isinstance(base, nn.Module) is isinstance(given, str | os.PathLike):
             expected = "batches, for a module" if isinstance(base, nn.Module) else "a path or name, for a model on disk"
@@ -214,7 +216,7 @@ def _on_disk(
             start,
             [name for name, parameter in start.model.named_parameters() if parameter.requires_grad],
             what="removal",
-            facts={"forget": forget, "keep": keep, "seed": asked.seed, **done.facts()},
+            facts={"forget": forget, "keep": keep, "seed": asked.seed, "widest": asked.widest, **done.facts()},
             card=removal_card(done, forget, keep),
             measured=_measured(start, done, keep),
             seconds=done.seconds,

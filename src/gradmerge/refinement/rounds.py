@@ -58,8 +58,9 @@ class Refinement(Displayed):
     stopped: str = ""
     """Why it ended before all rounds were done, if it did."""
     passes: Counter[str] = field(default_factory=Counter)
-    """How often all rows were gone through, for what: ``curvature``, ``gradient``, ``along`` (a direction each),
-    ``rows`` (the loss); and ``held``, how often those held back were."""
+    """How often the rows were gone through, for what: ``gradient`` and ``rows`` (the loss), all of them;
+    ``curvature`` and ``along`` (a direction each), at most ``CURVATURE_ROWS`` of each task; ``held``, those held
+    back."""
     doubted: list[str] = field(default_factory=list)
     """Tasks whose labels fit the start no better than chance."""
     before: dict[str, dict[str, Any]] = field(default_factory=dict)

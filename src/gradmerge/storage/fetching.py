@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..errors import InputError, MachineError
 from ..text import size
-from ..urls import stands_for
+from ..urls import hidden, revealed, stands_for
 from .remote import StoredFile, files_at, is_small, last_part, listing, stored_at
 from .tensorfile import is_plain_name
 
@@ -54,7 +54,10 @@ def fetched_file(url: str) -> Path:
 
 def _kept(url: str, kind: str, name: str, wanted: Mapping[str, StoredFile], why: str) -> Path:
     """The folder in the cache with these files as they are now, fetched if it is not there yet."""
-    key = json.dumps([url, sorted((name, file.size, file.version) for name, file in wanted.items())])
+    # Signatures change, and a file stays the same; but where no version tells, other URLs are other files.
+    known = all(file.version for file in wanted.values())
+    place = hidden(revealed(url)) if known else revealed(url)
+    key = json.dumps([place, sorted((name, file.size, file.version) for name, file in wanted.items())])
     home = cache_folder() / kind / hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = home / name
     if not folder.is_dir():
