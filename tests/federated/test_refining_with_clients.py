@@ -165,6 +165,7 @@ WRONG = {
     ),
     "factors of another layer": (changed(put("curvature", f"{WEIGHT}.A", lambda t: torch.eye(3))), "another size"),
     "missing curvature": (changed(lambda f, g: g["curvature"].pop(f"{WEIGHT}.A") is not None), "lacks a factor"),
+    "curvature of more rows than there are": (changed(facts_with(curvature_rows=10**6)), "1000000 rows"),
     "tokens that are none": (changed(lambda f, g: facts_with(tokens=[-1] * len(f["factors"]))(f, g)), "tokens"),
     "the gradient of another model": (changed(facts_with(model="0" * 64)), "another model"),
     "an answer to another question": (changed(facts_with(mark="0" * 16)), "another question"),

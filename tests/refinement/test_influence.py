@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -396,3 +397,9 @@ def test_no_step_goes_on_where_less_would_be_forgotten() -> None:
     walk = Line(model, DataOwner("f", rows, []), DataOwner("k", rows, []), held=False)
     curve, chosen = walk.bisect({}, 0.1, 1.5, walk.trials(None, [0.0])[0])
     assert chosen.s == 1.6 and curve[-1].s == pytest.approx(0.1 * influence.LONGEST)
+
+
+def test_options_of_influence_are_refused_with_tuned_models(tmp_path: Path) -> None:
+    for options in ({"widest": 0}, {"rounds": 2}, {"budget": "5%"}, {"keep_size": 100}):
+        with pytest.raises(gm.InputError, match=f"{next(iter(options))} is an option of influence"):
+            gm.remove(tmp_path / "base", tmp_path / "out", models=[tmp_path / "tuned"], **options)

@@ -116,6 +116,11 @@ def remove(
     if method != "influence":
         if isinstance(base, nn.Module) or out is None or not models or forget is not None or keep is not None:
             raise InputError(f"{method} takes the folders of a base, of out and of models, and neither forget nor keep")
+        alone = {"keep_size": keep_size, "budget": budget != 0.02, "rounds": rounds != ROUNDS}
+        alone["widest"] = widest != WIDEST
+        for name, value in alone.items():
+            if value:
+                raise InputError(f"{name} is an option of influence, not of {method}")
         sign = -1.0 if method == "negation" else 1.0
         strengths = dict(models) if isinstance(models, Mapping) else {str(one): 1.0 for one in models}
         tuned = [{"model": name, "weight": sign * strength} for name, strength in strengths.items()]

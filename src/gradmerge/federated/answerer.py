@@ -166,7 +166,8 @@ class Answerer:
         layers = curvature.layers
         factors = {name + INPUTS: one.inputs for name, one in layers.items()}
         factors |= {name + OUTPUTS: one.outputs for name, one in layers.items()}
-        facts = {"factors": list(layers), "tokens": [one.tokens for one in layers.values()]}
+        tokens = [one.tokens for one in layers.values()]
+        facts: Facts = {"factors": list(layers), "tokens": tokens, "curvature_rows": curvature.examples}
         return facts, {"gradient": gradient, "curvature": {**factors, **curvature.diagonal}}
 
     def _along(self, _: Facts, directions: Sequence[Point], points: Tensor | None) -> tuple[Facts, dict[str, Point]]:

@@ -16,7 +16,6 @@ from ..curvature.files import INPUTS, OUTPUTS
 from ..curvature.formulas import is_conv1d
 from ..curvature.gradients import Gradient
 from ..curvature.kronecker import KroneckerCurvature, LayerFactors
-from ..refinement.owners import CURVATURE_ROWS
 from ..refinement.points import trained
 from .wire import Facts, Groups, Malformed, number
 
@@ -43,6 +42,9 @@ def curvature_of(model: nn.Module, rows: int, facts: Facts, groups: Groups) -> K
     """Factors and diagonals that cover every parameter once, each of a shape that the model gives it."""
     parameters, sums = trained(model), groups.get("curvature", {})
     names, tokens = facts.get("factors", []), facts.get("tokens", [])
+    told = int(number(facts, "curvature_rows", least=1, whole=True))
+    if told > rows:
+        raise Malformed(f"the curvature is of {told} rows, and the client has {rows}")
     if not isinstance(names, list) or not isinstance(tokens, list) or len(names) != len(tokens):
         raise Malformed("the curvature does not say which layers have factors")
     turned = {f"{path}.weight".lstrip(".") for path, module in model.named_modules() if is_conv1d(module)}
@@ -71,7 +73,7 @@ def curvature_of(model: nn.Module, rows: int, facts: Facts, groups: Groups) -> K
     if sorted(covered) != sorted(parameters):
         raise Malformed("the curvature does not cover every parameter of the model once")
     diagonal = {name: left[name].to(place) for name in parameters if name in left}  # in the order of the model
-    return KroneckerCurvature(layers, diagonal, min(rows, CURVATURE_ROWS), transposed=turned & layers.keys())
+    return KroneckerCurvature(layers, diagonal, told, transposed=turned & layers.keys())
 
 
 def matrix_of(groups: Groups, size: int, *, noisy: bool) -> Tensor:
