@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 from docs.results_tables import RESULTS, read
@@ -95,7 +95,9 @@ def test_what_is_said_in_short() -> None:
     assert f"the base tuned on the same ones has {percent(images[same])} %" in WORDS
     matching = "gradient matching, weight 1"
     assert f"keeps {percent(demo[matching])}, {percent(texts[matching])} and {percent(images[matching])} %" in WORDS
-    assert percent(texts["RegMean"]) == percent(texts["TIES"]) and f"as good ({percent(texts['TIES'])})" in WORDS
+    for own in (demo, texts):  # "as good": within the spread between seeds
+        spread = stdev(point[0] for point in own["Fisher averaging"])
+        assert abs(fmean(a[0] - b[0] for a, b in zip(own["Fisher averaging"], own[matching], strict=True))) < spread
     assert (
         f"{percent(texts[matching])}, and {percent(other_penalty())} in place of {percent(images[matching])}" in WORDS
     )
