@@ -348,7 +348,7 @@ class Snapshots:
 
 
 def noise_floors(benches: Sequence[Bench]) -> list[Measured] | None:
-    """How far each seed's target is from those of the other seeds, which saw the same data in another order.
+    """How far each seed's target is from those of the other seeds: the same data, other random numbers.
 
     Means over the others, of their losses and of KL(target ‖ other); None where there is one seed alone.
     """

@@ -73,7 +73,8 @@ def sections(results: Mapping[str, Any], columns: Sequence[Column], goes: str, s
         "noise floor taken off both, where the model before is farther than it. "
     )
     told += (
-        "The noise floor is the target of another seed, which saw the same data in another order, beside this one's."
+        "The noise floor is the target of another seed, trained on the same data with other random numbers, beside "
+        "this one's; models of one seed share theirs, and may be nearer to its target than that."
         if results["floors"]
         else "With one seed there is no noise floor."
     )

@@ -31,7 +31,8 @@ is measured on text that should stay.
                --data-dir, local text instead.
 --scale small  a small GPT-2 is trained from nothing on WikiText-2, reviews and comments of the Jigsaw challenge, toxic
                ones among them, and a second one on the same batches without the toxic comments: the model that a
-               perfect removal would give.
+               perfect removal would give. Influence steps and NPO stand beside the two methods, all at the same rise of
+               perplexity, and several seeds give a noise floor.
 """
 
 EXAMPLES = """\

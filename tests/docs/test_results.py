@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 from docs.results_tables import RESULTS, read
@@ -95,18 +95,35 @@ def test_what_is_said_in_short() -> None:
     assert f"the base tuned on the same ones has {percent(images[same])} %" in WORDS
     matching = "gradient matching, weight 1"
     assert f"keeps {percent(demo[matching])}, {percent(texts[matching])} and {percent(images[matching])} %" in WORDS
+    for own in (demo, texts):  # "as good": within the spread between seeds
+        spread = stdev(point[0] for point in own["Fisher averaging"])
+        assert abs(fmean(a[0] - b[0] for a, b in zip(own["Fisher averaging"], own[matching], strict=True))) < spread
+    assert (
+        f"{percent(texts[matching])}, and {percent(other_penalty())} in place of {percent(images[matching])}" in WORDS
+    )
     assert f"Iso-C {percent(images['Iso-C'])} %" in WORDS and f"RegMean {percent(images['RegMean'])}" in WORDS
     digits, toxic = results_overview.removals().values()
     influence = results_overview.INFLUENCE
     assert f"toxic comments {percent(toxic[influence], 1)} % of the way" in WORDS
-    assert f"negation {percent(toxic['negation'], 1)} %" in WORDS
-    assert f"demo's digits {percent(digits[influence], 1)} and {percent(digits['negation'], 1)}" in WORDS
+    assert f"negation {percent(toxic['negation'], 1)} %, NPO, untuned, {percent(toxic['NPO'], 1)};" in WORDS
+    assert f"digits {percent(digits[influence], 1)} and {percent(digits['negation'], 1)}" in WORDS
     for own, place in ((toxic, "toxic comments"), (digits, "digits")):
         times = fmean(p[0] for p in own[influence]) / fmean(p[0] for p in own["negation"])
         assert f"{times:.1f} times as much" in WORDS and place in WORDS
     theory = toxic["gradient matching, tuned under H_0"]
     assert f"{percent(theory)} % of the KL to the retrained model is gone" in WORDS
     assert f"as near as another retraining comes ({percent(toxic[results_overview.FLOOR])})" in WORDS
+
+
+def other_penalty() -> list[tuple[float, float]]:
+    """Shares of DeiT-tiny's gap with P = H_0, where the overview has P = 0."""
+    results = read("vision", "deit-tiny")
+    place, found = results["settings"]["weights"].index(1.0), []
+    for seed in results["seeds"].values():
+        curve = seed["curves"]["gradient-matching, Fisher of the base, sampled labels"]["test"]
+        low, top = (vision.over_tasks(seed["references"][name]["test"]) for name in ("base", "joint"))
+        found.append((100 * (vision.over_tasks(vision.at(curve, place)) - low) / (top - low), 0.0))
+    return found
 
 
 def test_what_is_said_of_toxicity() -> None:
@@ -136,6 +153,24 @@ def test_what_is_said_of_toxicity() -> None:
     rises = [100 * one["ways"]["influence-kronecker"]["default"]["rise"] for one in compared]
     assert f"+{shown(rises, 0)} %" in WORDS
 
+    def rise(way: str, which: str, kind: str) -> list[float]:
+        """Of the perplexity of one kind of text, in per cent."""
+        pairs = [(one["ways"][way][which]["loss"][kind], one["limits"]["base"]["loss"][kind]) for one in compared]
+        return [100 * math.expm1(now - before) for now, before in pairs]
+
+    kinds = ("wiki", "reviews", "comments")
+    plain, steps = ([round(fmean(rise(way, "chosen", kind))) for kind in kinds] for way in ways[:2])
+    assert f"rise by {plain[0]}, {plain[1]} and {plain[2]} % with negation, by {steps[0]}, {steps[1]} and" in WORDS
+    assert f"and {steps[2]} with influence steps" in WORDS
+    assert f"other comments rises by {steps[2]} %, and by {plain[2]} with negation" in WORDS
+    far, near = (shown(rise("influence-kronecker", "default", kind), 0) for kind in ("wiki", "comments"))
+    assert f"other comments (+{near} %; WikiText +{far})" in WORDS
+    tokens = {kind: results["data"][f"{kind}.train"]["tokens"] for kind in kinds}
+    assert f"{100 * tokens['comments'] / sum(tokens.values()):.0f} % of the training rows" in WORDS
+    share = {way: [one[0] for one in removal_report.both(results, way)] for way in ways}
+    times = [a / b for a, b in zip(share["influence-kronecker"], share["negation"], strict=True)]
+    assert f"({min(times):.1f} to {max(times):.1f} times, depending on the seed)" in WORDS
+
 
 def test_what_is_said_of_the_grid() -> None:
     results = read("sentiment", "grid")
@@ -153,6 +188,15 @@ def test_what_is_said_of_the_grid() -> None:
     for cell in diagonal:
         assert mean(**{**cell, "penalty": "H_0"}) - mean(**{**cell, "penalty": "none"}) >= 0.45
         assert abs(mean(**cell) - mean(**{**cell, "labels": "empirical"})) < 0.1
+    without = sentiment.cell_scores(
+        results, tuning="plain", curvature="diagonal", labels="empirical", reduction="mean", penalty="none"
+    )
+    shares = [
+        (sentiment.average(one) - sentiment.average(low)) / (sentiment.average(top) - sentiment.average(low))
+        for one, seed in zip(without, results["seeds"], strict=True)
+        for low, top in [(seed["scores"]["imdb"], seed["scores"]["all-data"])]
+    ]
+    assert f"The other P gives {100 * fmean(shares):.0f} % in place of" in WORDS
     for name in ("imdb", "all-data", "joint", *RULES):
         old, new = (fmean(sentiment.average(s["scores"][name]) for s in run["seeds"]) for run in (first, results))
         assert abs(old - new) <= 0.04

@@ -81,8 +81,8 @@ def said() -> dict[str, str]:
         "OWN": f"has {own(plain)} % accuracy with the first, {own(plain + ', held out')} % with the second",
         "HELD OUT": f"merges ({against('kronecker, P = H_0')}) and better in diagonal ones "
         f"({against('diagonal, P = H_0').replace(' of the gap in loss', '')})",
-        "WRONG": f"P = H_0 by assumption was up to {max(assumption()):.0f} points of the gap worse than `none`, "
-        f"and up to {-min(assumption()):.0f} better",
+        "WRONG": f"With Kronecker curvature P = H_0 by assumption was up to {max(assumption()):.0f} points of the gap "
+        f"worse than `none`, and up to {-min(assumption()):.0f} better",
         "WEIGHT": f"does better ({percent(part('network', 0, 'task-arithmetic, tuned'))} against "
         f"{percent(part('network', 0, plain))})",
     }
