@@ -107,8 +107,8 @@ def test_what_is_said_in_short() -> None:
     assert f"toxic comments {percent(toxic[influence], 1)} % of the way" in WORDS
     assert f"negation {percent(toxic['negation'], 1)} %, NPO, untuned, {percent(toxic['NPO'], 1)};" in WORDS
     assert f"digits {percent(digits[influence], 1)} and {percent(digits['negation'], 1)}" in WORDS
-    for own, place in ((toxic, "toxic comments"), (digits, "digits")):
-        times = fmean(p[0] for p in own[influence]) / fmean(p[0] for p in own["negation"])
+    for removed, place in ((toxic, "toxic comments"), (digits, "digits")):
+        times = fmean(p[0] for p in removed[influence]) / fmean(p[0] for p in removed["negation"])
         assert f"{times:.1f} times as much" in WORDS and place in WORDS
     theory = toxic["gradient matching, tuned under H_0"]
     assert f"{percent(theory)} % of the KL to the retrained model is gone" in WORDS
@@ -159,10 +159,10 @@ def test_what_is_said_of_toxicity() -> None:
         return [100 * math.expm1(now - before) for now, before in pairs]
 
     kinds = ("wiki", "reviews", "comments")
-    plain, steps = ([round(fmean(rise(way, "chosen", kind))) for kind in kinds] for way in ways[:2])
-    assert f"rise by {plain[0]}, {plain[1]} and {plain[2]} % with negation, by {steps[0]}, {steps[1]} and" in WORDS
-    assert f"and {steps[2]} with influence steps" in WORDS
-    assert f"other comments rises by {steps[2]} %, and by {plain[2]} with negation" in WORDS
+    lost, ours = ([round(fmean(rise(way, "chosen", kind))) for kind in kinds] for way in ways[:2])
+    assert f"rise by {lost[0]}, {lost[1]} and {lost[2]} % with negation, by {ours[0]}, {ours[1]} and" in WORDS
+    assert f"and {ours[2]} with influence steps" in WORDS
+    assert f"other comments rises by {ours[2]} %, and by {lost[2]} with negation" in WORDS
     far, near = (shown(rise("influence-kronecker", "default", kind), 0) for kind in ("wiki", "comments"))
     assert f"other comments (+{near} %; WikiText +{far})" in WORDS
     tokens = {kind: results["data"][f"{kind}.train"]["tokens"] for kind in kinds}
