@@ -67,8 +67,9 @@ def compare(method: str, models: Path, data: Path, workers: list[int], repeats: 
             for name, number in engines.items():
                 command = command_of(method, models, "local" if number is None else "ray", number)
                 runs[name].append(measure(f"{method}, {name}", command, out))
-                wanted = wanted or digests(out)
-                if digests(out) != wanted:
+                found = digests(out)
+                wanted = wanted or found
+                if found != wanted:
                     raise RunFailed(f"{method}, {name}: the weights are not those of the local engine")
     finally:
         shutil.rmtree(out, ignore_errors=True)

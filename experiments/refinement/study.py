@@ -20,8 +20,6 @@ from ..common.states import State
 
 MERGE = "gradient matching"
 METHODS = ("newton", "adamw")
-#: Of Newton steps with all rows, which end by themselves where the rows held back say so; with fewer the default.
-ROUNDS_OF_ALL = 2
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,7 @@ class Study(ABC):
         rows = {task: self.rows(task, first) for task in self.tasks}
         module = self.module(self._models()[start]())
         begun = time.perf_counter()
-        more = {"rounds": ROUNDS_OF_ALL} if first is None and method == "newton" else {}
-        found = gm.refine(module, rows, method=method, progress=False, **more)
+        found = gm.refine(module, rows, method=method, progress=False)
         return self._scored(module) | {
             "seconds": time.perf_counter() - begun,
             "held_back": [one.judged for one in found.rounds],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
@@ -107,9 +107,11 @@ def test_what_is_said_in_short() -> None:
     assert f"toxic comments {percent(toxic[influence], 1)} % of the way" in WORDS
     assert f"negation {percent(toxic['negation'], 1)} %, NPO, untuned, {percent(toxic['NPO'], 1)};" in WORDS
     assert f"digits {percent(digits[influence], 1)} and {percent(digits['negation'], 1)}" in WORDS
-    for removed, place in ((toxic, "toxic comments"), (digits, "digits")):
-        times = fmean(p[0] for p in removed[influence]) / fmean(p[0] for p in removed["negation"])
-        assert f"{times:.1f} times as much" in WORDS and place in WORDS
+
+    def times(own: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+        return f"{fmean(p[0] for p in own[influence]) / fmean(p[0] for p in own['negation']):.1f} times as much"
+
+    assert f"close {times(toxic)} as negation on toxic comments, and {times(digits)} on digits" in WORDS
     theory = toxic["gradient matching, tuned under H_0"]
     assert f"{percent(theory)} % of the KL to the retrained model is gone" in WORDS
     assert f"as near as another retraining comes ({percent(toxic[results_overview.FLOOR])})" in WORDS

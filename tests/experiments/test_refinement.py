@@ -75,6 +75,8 @@ def test_images_that_the_base_knows_by_heart_are_not_refined_with(tmp_path: Path
         drawn.append(torch.cat([batch["pixels"] for batch in seed.rows(LOCAL[0], 24)]))
         known = seed._images([LOCAL[0]], "train", settings.base_rows).batch(range(settings.base_rows))["pixels"]
         assert len(drawn[-1]) == 24 and not (drawn[-1][:, None] == known).flatten(2).all(-1).any()
+        rows = sum(len(batch["pixels"]) for batch in seed.rows(LOCAL[0], None))
+        assert rows == len(seed._images([LOCAL[0]], "train")) - settings.base_rows, "without a number all the others"
     assert not torch.equal(*drawn), "every seed has rows of its own"
 
 
