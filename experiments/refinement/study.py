@@ -17,9 +17,12 @@ from gradmerge.demo.stages import Stages
 
 from ..common.seeds import Run
 from ..common.states import State
+from ..common.training import quick_products
 
 MERGE = "gradient matching"
 METHODS = ("newton", "adamw")
+#: Passes of AdamW over few rows; over all of them the two of its search are enough.
+PASSES = 8
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,9 @@ class Study(ABC):
 
     def stage(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = re.sub(r"[^a-z0-9]+", "-", name.lower())
-        found: dict[str, Any] = self.stages.run(f"compare-{path}", lambda folder: make(), after=self.trained)
+        found: dict[str, Any] = self.stages.run(
+            f"compare-{path}", lambda folder: make(), given={"passes": PASSES}, after=self.trained
+        )
         return found
 
     def _made(self, make: Callable[[], State]) -> dict[str, Any]:
@@ -100,8 +105,10 @@ class Study(ABC):
     def _refined(self, method: str, start: str, first: int | None) -> dict[str, Any]:
         rows = {task: self.rows(task, first) for task in self.tasks}
         module = self.module(self._models()[start]())
+        rounds = {"rounds": PASSES} if method == "adamw" and first is not None else {}
         begun = time.perf_counter()
-        found = gm.refine(module, rows, method=method, progress=False)
+        with quick_products():
+            found = gm.refine(module, rows, method=method, progress=False, **rounds)
         return self._scored(module) | {
             "seconds": time.perf_counter() - begun,
             "held_back": [one.judged for one in found.rounds],

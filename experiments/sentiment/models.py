@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..common.data import IGNORED, padded
+from ..common.training import quick_products
 
 Example = Mapping[str, Any]
 
@@ -144,24 +144,13 @@ def prepared(
 def score(kind: Kind, model: PreTrainedModel, rows: Sequence[tuple[dict[str, Tensor], Tensor]]) -> dict[str, Any]:
     """How many labels are right, of how many, and the mean of −ln p of the right label; ``rows`` as ``prepared``."""
     right, loss, count = 0, 0.0, 0
-    with torch.inference_mode(), _quick():
+    with torch.inference_mode(), quick_products():
         for batch, truth in rows:
             found = kind.log_probabilities(model, batch)
             right += int((found.argmax(-1) == truth).sum())
             loss -= float(found.gather(1, truth[:, None]).double().sum())
             count += len(truth)
     return {"right": right, "rows": count, "loss": loss / count}
-
-
-@contextmanager
-def _quick() -> Iterator[None]:
-    """19-bit products on GPUs that have them, which is plenty for an accuracy."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def mean_gradient(kind: Kind, model: PreTrainedModel, examples: Sequence[Example], tokens: int) -> dict[str, Tensor]:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from gradmerge.refinement.adamw import MOMENTS, TRIALS, _Passes, _search, adamw
 from gradmerge.refinement.newton import Penalty, Progressed
@@ -64,6 +73,67 @@ def test_the_gradients_of_a_pass_are_those_of_the_mean_loss_of_an_example(kind: 
     for name, p in model.named_parameters():
         total = total + 2.5 * (p - penalty.base[name]).square().sum()
     (total / sum(counts)).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad)
+
+
+def texts(kind: str, ids: Sequence[Sequence[int]], side: str) -> dict[str, Tensor]:
+    """A batch, filled up to its longest text on one side."""
+    longest = max(map(len, ids))
+
+    def even(values: Sequence[int], filling: int) -> list[int]:
+        added = [filling] * (longest - len(values))
+        return [*added, *values] if side == "left" else [*values, *added]
+
+    batch = {
+        "input_ids": torch.tensor([even(text, 1) for text in ids]),
+        "attention_mask": torch.tensor([even([1] * len(text), 0) for text in ids]),
+    }
+    if kind == "classes":
+        return {**batch, "labels": torch.tensor([text[0] % 3 for text in ids])}
+    if kind == "tokens":
+        return {**batch, "labels": torch.tensor([even(text, -100) for text in ids])}
+    answers = [text[: 1 + text[0] % 3] for text in ids]
+    widest = max(map(len, answers))
+    return {**batch, "labels": torch.tensor([[*one, *[-100] * (widest - len(one))] for one in answers])}
+
+
+def language_model(kind: str) -> nn.Module:
+    size: dict[str, Any] = {"vocab_size": 11, "pad_token_id": 1}
+    torch.manual_seed(0)
+    if kind == "answers":
+        small = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 1}
+        model: nn.Module = T5ForConditionalGeneration(T5Config(**size, **small, dropout_rate=0.0))
+    else:
+        small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = LlamaConfig(**size, **small, num_labels=3)
+        model = (LlamaForSequenceClassification if kind == "classes" else LlamaForCausalLM)(config)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("kind", ["classes", "tokens", "answers"])
+def test_texts_of_other_lengths_are_one_batch_with_the_gradient_of_each_in_its_own(kind: str, side: str) -> None:
+    order = torch.Generator().manual_seed(3)
+    lengths = torch.randint(3, 9, (40,), generator=order).tolist()
+    ids = [torch.randint(2, 11, (length,), generator=order).tolist() for length in lengths]
+    model = language_model(kind)
+    own = [texts(kind, ids[first : first + 8], side) for first in range(0, 40, 8)]
+    owner = DataOwner("a", own, [])
+    passes = _Passes(model, [owner], None, 0, Refinement(model, "adamw"), {})
+    rows = list(range(1, 40, 3))
+    (batch,) = owner.batches_of(rows, model)
+    assert len(batch["input_ids"]) == len(rows)
+    passes._differentiate([(owner, row) for row in rows], 1.0)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    for row in rows:
+        alone = {name: value[row % 8 : row % 8 + 1] for name, value in own[row // 8].items()}
+        labels = alone.pop("labels")
+        logits = model(**alone, **({"labels": labels} if kind == "answers" else {})).logits
+        if kind == "tokens":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum").backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.grad)
 

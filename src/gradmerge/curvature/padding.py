@@ -1,13 +1,17 @@
-"""Which of a batch's tokens are padding, as the layers of a model see them."""
+"""Which of a batch's tokens are padding, as the layers of a model see them; and more of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .losses import MASKED
+
+#: What the rows of a batch are filled up with on the right, beside tokens.
+FILLINGS = {"attention_mask": 0, "token_type_ids": 0, "labels": MASKED, "decoder_attention_mask": 0}
 
 
 def masks_of(model: nn.Module, batch: Any) -> dict[bool, Tensor | None]:
@@ -31,3 +35,27 @@ def _decoder_mask(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | Non
         return batch["decoder_attention_mask"]
     labels = batch.get("labels")
     return labels != MASKED if isinstance(labels, Tensor) and labels.dim() == 2 else None
+
+
+def filled_up(model: nn.Module, batches: Sequence[Any]) -> Sequence[Any]:
+    """Batches of tokens with a mask, all as long as the longest: what is added on the right changes no example.
+
+    Batches of anything else, and of a model that names no token for padding, stay as they are.
+    """
+    config = getattr(model, "config", None)
+    token = config.get_text_config().pad_token_id if hasattr(config, "get_text_config") else None
+    fillings = {**FILLINGS, "input_ids": token, "decoder_input_ids": token}
+    if len(batches) < 2 or not all(isinstance(batch, Mapping) and "attention_mask" in batch for batch in batches):
+        return batches
+    filled = [dict(batch) for batch in batches]
+    for name in filled[0]:
+        values = [batch.get(name) for batch in batches]
+        shapes = {value.shape[1:] if isinstance(value, Tensor) and value.dim() else None for value in values}
+        if len(shapes) == 1:
+            continue
+        if None in shapes or fillings.get(name) is None or any(len(shape) != 1 for shape in shapes):
+            return batches
+        longest = max(shapes)[0]
+        for batch, value in zip(filled, values, strict=True):
+            batch[name] = F.pad(value, (0, longest - value.shape[1]), value=fillings[name])
+    return filled

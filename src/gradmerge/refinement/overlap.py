@@ -10,10 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ..curvature.batches import examples_in, values_of
+from ..curvature.losses import MASKED
 from ..storage.bytesof import bytes_of
-
-#: Labels of tokens that do not count.
-IGNORED = -100
 
 
 def in_both(one: Iterable[Any], other: Iterable[Any]) -> int:
@@ -37,7 +35,7 @@ def _digests(batches: Iterable[Any]) -> Iterator[bytes]:
                 if mask is not None and not is_label and entry.shape == mask[row].shape:
                     entry = entry[mask[row].cpu().bool()]
                 elif entry.dim() == 1 and not entry.is_floating_point():
-                    entry = entry[entry != IGNORED]
+                    entry = entry[entry != MASKED]
                 digest.update(f"{entry.dtype} {tuple(entry.shape)} ".encode())
                 digest.update(bytes_of(entry.contiguous()))
             yield digest.digest()

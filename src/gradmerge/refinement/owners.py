@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..curvature.batches import Placed, batch_rows, examples_in, moved, with_places
+from ..curvature.batches import Placed, batch_rows, examples_in, joined, moved, shape_of, with_places
 from ..curvature.estimate import estimate_curvature
 from ..curvature.gradients import Gradient, estimate_gradient
 from ..curvature.kronecker import WIDEST, KroneckerCurvature
 from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, logits_of, loss_of
+from ..curvature.padding import filled_up
 from ..curvature.together import Together
 from ..curvature.trial import Trial
 from ..processes import ALONE, Processes
@@ -172,7 +173,12 @@ class DataOwner:
                 number = bisect_right(self._starts, row) - 1
                 by_batch.setdefault(number, []).append(row - self._starts[number])
             parts = [batch_rows(self._batches[number], torch.tensor(own)) for number, own in by_batch.items()]
-        return parts if model is None else list(self._on_device(model, parts))
+        if model is None:
+            return parts
+        alike: dict[Any, list[Any]] = {}
+        for part in filled_up(model, parts):
+            alike.setdefault(shape_of(part), []).append(part)
+        return list(self._on_device(model, map(joined, alike.values())))
 
     def rows_alone(self, model: nn.Module, *, held: bool) -> Iterator[Any]:
         """Every row, or every one held back, as a batch of its own: not even its padding depends on the others."""
