@@ -42,11 +42,12 @@ def filled_up(model: nn.Module, batches: Sequence[Any]) -> Sequence[Any]:
 
     Batches of anything else, and of a model that names no token for padding, stay as they are.
     """
-    config = getattr(model, "config", None)
-    token = config.get_text_config().pad_token_id if hasattr(config, "get_text_config") else None
-    fillings = {**FILLINGS, "input_ids": token, "decoder_input_ids": token}
     if len(batches) < 2 or not all(isinstance(batch, Mapping) and "attention_mask" in batch for batch in batches):
         return batches
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    token = getattr(text, "pad_token_id", None)
+    fillings = {**FILLINGS, "input_ids": token, "decoder_input_ids": token}
     filled = [dict(batch) for batch in batches]
     for name in filled[0]:
         values = [batch.get(name) for batch in batches]
