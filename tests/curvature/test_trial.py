@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -54,6 +55,27 @@ def test_layers_are_tried_out_in_the_first_measurement_only(name: str) -> None:
     assert [passes(model, batch, trial) for _ in range(3)] == [alone, 1, 1]
     next(model.parameters()).requires_grad_(False)
     assert passes(model, batch, trial) > 1, "other parameters are measured"
+
+
+@pytest.fixture(params=["of all", "of one kind"])
+def few_bits(request: pytest.FixtureRequest) -> Iterator[str]:
+    """float32 is multiplied in fewer bits, as either of PyTorch's settings has it."""
+    if request.param == "of all":
+        torch.set_float32_matmul_precision("high")
+    else:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield torch.backends.cuda.matmul.fp32_precision
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def test_layers_are_tried_out_in_all_bits_and_measured_in_as_many_as_the_user_has_set(few_bits: str) -> None:
+    model, batch = FAMILIES["bert"].model(), batch_of(FAMILIES["bert"].examples())
+    seen: list[str] = []
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.matmul.fp32_precision))
+    estimate_curvature(model, [batch])
+    assert few_bits == "tf32" and set(seen[:-1]) == {"ieee"} and seen[-1] == "tf32"
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def test_a_gradient_of_zero_proves_nothing() -> None:

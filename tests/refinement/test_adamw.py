@@ -99,14 +99,14 @@ def texts(kind: str, ids: Sequence[Sequence[int]], side: str) -> dict[str, Tenso
 
 
 def language_model(kind: str) -> nn.Module:
-    size: dict[str, Any] = {"vocab_size": 11, "pad_token_id": 1}
+    size: dict[str, Any] = {"vocab_size": 11, "pad_token_id": 1, "num_labels": 3}
     torch.manual_seed(0)
     if kind == "answers":
         small = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 1}
         model: nn.Module = T5ForConditionalGeneration(T5Config(**size, **small, dropout_rate=0.0))
     else:
         small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-        config = LlamaConfig(**size, **small, num_labels=3)
+        config = LlamaConfig(**size, **small)
         model = (LlamaForSequenceClassification if kind == "classes" else LlamaForCausalLM)(config)
     return model.double().eval()
 

@@ -44,19 +44,18 @@ def filled_up(model: nn.Module, batches: Sequence[Any]) -> Sequence[Any]:
     """
     if len(batches) < 2 or not all(isinstance(batch, Mapping) and "attention_mask" in batch for batch in batches):
         return batches
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    token = getattr(text, "pad_token_id", None)
+    config: Any = getattr(model, "config", None)
+    token = getattr(config.get_text_config() if hasattr(config, "get_text_config") else config, "pad_token_id", None)
     fillings = {**FILLINGS, "input_ids": token, "decoder_input_ids": token}
     filled = [dict(batch) for batch in batches]
     for name in filled[0]:
         values = [batch.get(name) for batch in batches]
-        shapes = {value.shape[1:] if isinstance(value, Tensor) and value.dim() else None for value in values}
-        if len(shapes) == 1:
+        shapes: list[Any] = [value.shape[1:] if isinstance(value, Tensor) else () for value in values]
+        if len(set(shapes)) == 1:
             continue
-        if None in shapes or fillings.get(name) is None or any(len(shape) != 1 for shape in shapes):
+        if fillings.get(name) is None or any(len(shape) != 1 for shape in shapes):
             return batches
-        longest = max(shapes)[0]
+        longest = max(shape[0] for shape in shapes)
         for batch, value in zip(filled, values, strict=True):
             batch[name] = F.pad(value, (0, longest - value.shape[1]), value=fillings[name])
     return filled

@@ -13,7 +13,7 @@ then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,12 +132,13 @@ class FormulaChooser(Recorder):
         known = shape in trial.shapes or trial.skipped
         first, due, known = self._keeping.some([trial.examples < min(examples, 2), trial.due(shape), known])
         if first:
-            with enough_memory("two examples, which the layers are tried out on"):
+            with enough_memory("two examples, which the layers are tried out on"), _exact_products():
                 self._choose(batch_rows(batch, slice(0, 2)))
             trial.passed(shape)
         elif due := due and self.some_fast:
             try:
-                wrong = self._check(batch_rows(batch, slice(None, None, max(1, examples - 1))))
+                with _exact_products():
+                    wrong = self._check(batch_rows(batch, slice(None, None, max(1, examples - 1))))
                 if wrong and known:
                     raise Distrusted(one.parameter for module in wrong for one in self.own(module))
                 trial.passed(shape)
@@ -269,6 +270,26 @@ class FormulaChooser(Recorder):
         self._trial.slow = {parameter for parameter, one in self.sums.items() if one.slow}
         if failed or not self._settled:
             self._trial.forget()
+
+
+@contextlib.contextmanager
+def _exact_products() -> Iterator[None]:
+    """Products of float32 in full: in fewer bits, as many set it, formula and autograd differ by their rounding."""
+    have: Any = torch.backends
+    exact: str | bool
+    if hasattr(have.cuda.matmul, "fp32_precision"):
+        name, exact = "fp32_precision", "ieee"
+        places = [have.cuda.matmul, have.cudnn.conv, have.cudnn.rnn, have.mkldnn.matmul, have.mkldnn.conv]
+    else:  # before PyTorch 2.9
+        name, exact, places = "allow_tf32", False, [have.cuda.matmul, have.cudnn]
+    before = [getattr(place, name) for place in places]
+    try:
+        for place in places:
+            setattr(place, name, exact)
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            setattr(place, name, value)
 
 
 def _of_row(term: Term, row: int) -> Term:
