@@ -118,7 +118,7 @@ def _sentiment() -> Iterator[tuple[str, list[Point]]]:
     for title, chosen in (("weight 1", [1.0] * len(seeds)), ("weight tuned", best)):
         at = [sentiment.at_weight(seed, weights, arithmetic, w) for seed, w in zip(seeds, chosen, strict=True)]
         yield f"task arithmetic, {title}", points(at)
-    yield from _refined("text", "newton, 1024 rows", "base tuned on the same 1024 rows")
+    yield from _refined("text", "newton, 2048 rows", "base tuned on the same 2048 rows")
 
 
 def _deit() -> Iterator[tuple[str, list[Point]]]:

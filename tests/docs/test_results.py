@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -88,6 +89,7 @@ def test_what_is_said_in_short() -> None:
 
     refined, same = results_overview.REFINED, results_overview.SAME_ROWS
     assert f"loss and {percent(texts[refined])} % of its gain in accuracy" in WORDS
+    assert f"the base tuned on the same rows {percent(texts[same])} %" in WORDS
     assert float(percent(texts[refined], 1)) >= 99
     assert percent(demo[refined]) == percent(demo[refined], 1)
     assert f"the demo has {percent(demo[refined])} % of both" in WORDS
@@ -114,6 +116,7 @@ def test_what_is_said_in_short() -> None:
     assert f"close {times(toxic)} as negation on toxic comments, and {times(digits)} on digits" in WORDS
     theory = toxic["gradient matching, tuned under H_0"]
     assert f"{percent(theory)} % of the KL to the retrained model is gone" in WORDS
+    assert f"negating the same model, {percent(toxic['negation, tuned under H_0'])} %" in WORDS
     assert f"as near as another retraining comes ({percent(toxic[results_overview.FLOOR])})" in WORDS
 
 
@@ -230,6 +233,33 @@ def test_what_is_said_of_deit_tiny() -> None:
     def share(name: str, what: str = "accuracy") -> str:
         return shown([refinement.share(seed, name, what) for seed in refinement.having(refined, name)], 0)
 
-    adamw = "adamw, 1024 rows"
+    adamw, same = "adamw, 1024 rows", "base tuned on the same 1024 rows"
     assert f"close {share(adamw)} % of the gap to joint training (loss: {share(adamw, 'loss')} %)" in WORDS
-    assert f"closes {share('base tuned on the same 1024 rows')} %" in WORDS
+    assert f"closes {share(same)} %" in WORDS
+    refined = json.loads((RESULTS / "refinement" / "deit-tiny" / "eight-passes.json").read_text("utf-8"))
+    assert f"close {share(adamw)} % (loss: {share(adamw, 'loss')} %), and from the base {share(same)} %" in WORDS
+
+
+def test_what_is_said_of_refinement() -> None:
+    results = read("refinement", "text")
+    seeds, newton = results["seeds"], "newton, 2048 rows"
+
+    def shares(what: str) -> str:
+        first, second, third = (f"{refinement.share(seed, newton, what):.0f}" for seed in seeds)
+        return f"{first}, {second} and {third}"
+
+    assert f"({shares('loss')} % of the gap)" in WORDS and f"({shares('accuracy')};" in WORDS
+
+    def accuracy(name: str) -> float:
+        return fmean(100 * refinement.mean(seed["scores"][name], "accuracy") for seed in seeds)
+
+    start = accuracy("gradient matching")
+    assert f"{accuracy(newton) - start:.1f} of the {accuracy('joint') - start:.1f} points are gained" in WORDS
+    alone = seeds[0]
+    before, after = (
+        short(refinement.mean(alone["scores"][n], "loss")) for n in ("gradient matching", "adamw, all rows")
+    )
+    held = alone["refinements"]["adamw, all rows"]["held_back"]
+    assert f"test loss rose from {before} to {after}" in WORDS
+    assert f"fell from {held[0]:.2f} to {held[-1]:.2f}, summed over the sets" in WORDS
+    assert [name for name in alone["scores"] if "all rows" in name] == ["adamw, all rows"]
