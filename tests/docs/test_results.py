@@ -255,11 +255,9 @@ def test_what_is_said_of_refinement() -> None:
 
     start = accuracy("gradient matching")
     assert f"{accuracy(newton) - start:.1f} of the {accuracy('joint') - start:.1f} points are gained" in WORDS
-    alone = seeds[0]
-    before, after = (
-        short(refinement.mean(alone["scores"][n], "loss")) for n in ("gradient matching", "adamw, all rows")
-    )
-    held = alone["refinements"]["adamw, all rows"]["held_back"]
+    alone, every = seeds[0], "adamw, all rows"
+    before, after = (short(refinement.mean(alone["scores"][name], "loss")) for name in ("gradient matching", every))
+    held = alone["refinements"][every]["held_back"]
     assert f"test loss rose from {before} to {after}" in WORDS
     assert f"fell from {held[0]:.2f} to {held[-1]:.2f}, summed over the sets" in WORDS
     assert [name for name in alone["scores"] if "all rows" in name] == [every]
