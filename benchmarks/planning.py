@@ -126,7 +126,7 @@ def merge_rows() -> Iterator[dict[str, Any]]:
                             speeds = Speeds(speeds.disk, None, rates[method])
                         away = (1.0, 1.0) if network else (0.0, 0.0)
                         # bfloat16 models: a sample tells the thresholds of TIES
-                        cost = cost_of(plan, speeds, nodes=nodes, workers=nodes, threads=2, away=away, guessed=True)
+                        cost = cost_of(plan, speeds, nodes=nodes, workers=nodes, threads=2, away=away, guessed=[""])
                         yield {
                             "model": name,
                             "method": method,

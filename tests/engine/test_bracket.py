@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from gradmerge.engine.bracket import Bracket
+from gradmerge.engine.bracket import Bracket, ends_of
 
 GENERATOR = np.random.default_rng(0)
 KINDS = {
@@ -19,11 +19,15 @@ KINDS = {
 }
 
 
+def bracket_of(k: int, total: int, sample: np.ndarray) -> Bracket:
+    return Bracket(k, total, ends_of(k / total, np.sort(sample)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 2, 17, 3_000, 10_000, 19_999, 20_000])
 def test_it_is_the_kth_largest(kind: str, k: int) -> None:
     values = KINDS[kind]
-    bracket = Bracket(k, len(values), values[::20])
+    bracket = bracket_of(k, len(values), values[::20])
     for part in np.array_split(values, 7):
         assert bracket.value is None
         bracket.add(part)
@@ -33,19 +37,19 @@ def test_it_is_the_kth_largest(kind: str, k: int) -> None:
 def test_nan_counts_as_the_largest() -> None:
     values = KINDS["normal"].copy()
     values[:100] = math.nan
-    bracket = Bracket(5_000, len(values), values[50::20])
+    bracket = bracket_of(5_000, len(values), values[50::20])
     bracket.add(values)
     assert bracket.value == float(np.sort(values)[len(values) - 5_000])
 
 
 def test_a_sample_that_misled_gives_nothing() -> None:
     values = KINDS["normal"]
-    bracket = Bracket(10_000, len(values), np.full(1_000, 100.0, np.float32))
+    bracket = bracket_of(10_000, len(values), np.full(1_000, 100.0, np.float32))
     bracket.add(values)
     assert bracket.value is None
 
 
 def test_a_single_number_and_a_sample_of_one() -> None:
-    bracket = Bracket(1, 1, np.array([3.0]))
+    bracket = bracket_of(1, 1, np.array([3.0]))
     bracket.add(np.array([3.0]))
     assert bracket.value == 3.0

@@ -86,7 +86,7 @@ def test_the_bytes_of_all_passes_are_those_that_a_merge_reads(
 ) -> None:
     given = {"method": method, **recipe, "options": options}
     with planned(given) as plan:
-        found = passes_of(plan, guessed=False)
+        found = passes_of(plan)
         sizes = {file.name: file.stat().st_size for file in plan.inputs.files()}
     assert [one.what for one in found] == passes
     read, before = 0, PositionalFile.read_into

@@ -562,11 +562,13 @@ class StopAfter:
                 raise Stopped
 
 
-@pytest.fixture
-def guessed(tmp_path: Path, monkeypatch) -> Any:
-    """A recipe whose thresholds are guessed from a sample, and a function that spoils the guess by a factor."""
+@pytest.fixture(params=["model", "tensor"])
+def guessed(request: Any, tmp_path: Path, monkeypatch) -> Any:
+    """A recipe whose thresholds are guessed from a sample, and a function that spoils the guess by a factor: that of
+    the whole model, or of one tensor of five."""
     monkeypatch.setattr(statistics, "SAMPLE_FROM", 1000)
     monkeypatch.setattr(statistics, "SAMPLE_RUN", 64)
+    monkeypatch.setattr(statistics, "TENSOR_RUN", 18)  # nearly all of a tensor
     shapes = {f"layer.{i}.weight": (20, 30) for i in range(5)}
     base = {name: value.round() for name, value in random_state(0, shapes, scale=9.0).items()}
     states = [base, *({n: v + random_state(s, shapes)[n].round() for n, v in base.items()} for s in (1, 2))]
@@ -574,36 +576,43 @@ def guessed(tmp_path: Path, monkeypatch) -> Any:
         write_model(tmp_path / f"m{i}", {n: v.bfloat16() for n, v in state.items()}) for i, state in enumerate(states)
     ]
     recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
-    recipe |= {"options": {"density": 0.3}, "output": {"dtype": "float32"}}
+    recipe |= {"options": {"density": 0.3, "scope": request.param}, "output": {"dtype": "float32"}}
 
     def spoil(factor: float) -> None:
-        guess = statistics._guess
-        monkeypatch.setattr(
-            statistics, "_guess", lambda runs, density: Guess(guess(runs, density).value * factor, exact=True)
-        )
+        guesses = statistics._guesses
+
+        def spoiled(plan: Any, jobs: Any, *how: int) -> list[Guess]:
+            wrong = factor if request.param == "model" or jobs[0].name == "layer.3.weight" else 1.0
+            return [Guess(one.value * wrong, exact=True) for one in guesses(plan, jobs, *how)]
+
+        monkeypatch.setattr(statistics, "_guesses", spoiled)
 
     return recipe, [read_model(folder) for folder in folders], spoil
 
 
-@pytest.mark.parametrize(("factor", "passes"), [(1.0, 1), (0.5, 3), (2.0, 3)])
+@pytest.mark.parametrize("factor", [1.0, 0.5, 2.0])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_merge_that_began_with_a_guess_is_exact_whether_it_was_right_or_wrong(
-    guessed: Any, tmp_path: Path, factor: float, passes: int, threads: int
+    guessed: Any, tmp_path: Path, factor: float, threads: int
 ) -> None:
     recipe, states, spoil = guessed
     spoil(factor)
     result = gm.merge(recipe, tmp_path / "out", threads=threads, block=77)
-    base, *tuned = ([float(v) for t in state.values() for v in t.flatten()] for state in states)
-    want = slow.ties(base, tuned, [1.0, 1.0], 0.3)
+    base, *tuned = ([[float(v) for v in t.flatten()] for t in state.values()] for state in states)
+    if recipe["options"]["scope"] == "model":
+        base, *tuned = ([[value for tensor in state for value in tensor]] for state in (base, *tuned))
+    groups = [*zip(base, *tuned, strict=True)]
+    want = [value for own, *others in groups for value in slow.ties(own, others, [1.0, 1.0], 0.3)]
     got = [float(v) for name in states[0] for v in read_model(tmp_path / "out")[name].flatten()]
     assert got == pytest.approx(want, rel=1e-6)
-    # A wrong guess takes the merge, a search and the merge again.
-    assert result.bytes_read == passes * 3 * 2 * len(base)
+    # A wrong guess takes the merge, a search and the merge again, of what it was wrong for.
+    total, groups_wrong = 3 * 2 * len(want), 0 if factor == 1 else 1
+    assert result.bytes_read == total + 2 * total * groups_wrong // len(groups)
 
 
 @pytest.mark.parametrize(
     ("factor", "begins", "nbytes"),
-    [(1.0, 1, 3000), (1.0, 1, 15000), (0.5, 1, 3000), (0.5, 1, 15000), (0.5, 2, 3000), (0.5, 3, 3000)],
+    [(1.0, 1, 3000), (1.0, 1, 15000), (0.5, 1, 3000), (0.5, 1, 15000), (0.5, 2, 1500), (0.5, 3, 1500)],
 )
 def test_a_merge_that_began_with_a_guess_resumes_to_the_same_bytes(
     guessed: Any, tmp_path: Path, factor: float, begins: int, nbytes: int
@@ -628,7 +637,7 @@ def test_an_error_that_only_a_wrong_guess_would_cause_is_none(tmp_path: Path, mo
     ]
     recipe = {"method": "ties", "base": str(folders[0]), "models": [str(f) for f in folders[1:]]}
     recipe |= {"options": {"density": 0.5, "scale": 1.2}, "output": {"dtype": "float16"}}
-    monkeypatch.setattr(statistics, "_guess", lambda runs, density: Guess(16.0, exact=True))
+    monkeypatch.setattr(statistics, "_guess", lambda runs, share: Guess(16.0, exact=True))
     gm.merge(recipe, tmp_path / "out")
     want = [10000 + 1.2 * (55000 + 8) / 2, 1.2 * (2 + 4) / 2, 0, 0]
     assert read_model(tmp_path / "out")["w"].tolist() == pytest.approx(want, rel=1e-3)

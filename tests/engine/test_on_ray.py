@@ -135,21 +135,25 @@ def test_every_method_gives_the_bytes_of_a_local_merge(
 @pytest.mark.parametrize("method", ["ties", "sparse-finetuning", "breadcrumbs"])
 @pytest.mark.parametrize("scope", ["model", "tensor"])
 def test_thresholds_are_found_by_counts_that_add_up(
-    method: str, scope: str, cluster: RayCluster, place: Path, tmp_path: Path
+    method: str, scope: str, cluster: RayCluster, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(statistics, "TENSOR_RUN", 1)  # workers look at samples of these small tensors too
     same(cluster, recipe_of(method, place, options={"density": 0.3, "scope": scope}), tmp_path, 2)
 
 
 @pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("scope", ["model", "tensor"])
 def test_a_merge_that_begins_with_a_guess_of_the_thresholds_counts_on_the_workers_whether_it_is_right(
-    right: bool, cluster: RayCluster, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scope: str, right: bool, cluster: RayCluster, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_of("ties", place, options={"density": 0.3})
+    recipe = recipe_of("ties", place, options={"density": 0.3, "scope": scope})
     with planned(recipe) as plan:
-        (found,) = statistics.find_statistics(plan, 1).thresholds.values()
-    values = [value if right else 2 * value for value in found]
-    monkeypatch.setattr(statistics, "SAMPLE_FROM", 0)
-    monkeypatch.setattr(statistics, "_guesses", lambda *_: [Guess(value, exact=True) for value in values])
+        found = statistics.find_statistics(plan, 1).thresholds
+    guesses = {name: [Guess(value, exact=True) for value in own] for name, own in found.items()}
+    if not right:
+        one = next(iter(found))
+        guesses[one] = [Guess(2 * value, exact=True) for value in found[one]]
+    monkeypatch.setattr(statistics, "_sampled", lambda plan, _: statistics.Search(plan, guesses))
     same(cluster, recipe, tmp_path, 2)
 
 

@@ -12,22 +12,24 @@ WIDTH = 4.0
 MOST = 1 << 22
 
 
+def ends_of(share: float, ordered: np.ndarray) -> tuple[float, float]:
+    """The lower and the upper end of a bracket, for a number that so large a share reaches, from a sorted sample."""
+    size = len(ordered)
+    rank = share * size
+    spread = WIDTH * math.sqrt(max(1.0, rank * (1 - rank / size))) + 1
+    upper, lower = size - math.floor(rank - spread) - 1, size - math.ceil(rank + spread) - 1
+    return float(ordered[lower]) if lower >= 0 else 0.0, float(ordered[upper]) if upper < size else math.inf
+
+
 class Bracket:
     """Counts the numbers above an upper end, and keeps those from a lower end to it: the k-th largest is among these.
 
     The ends come from a sample. If it misled, :attr:`value` is None, and the search has to be made in another way.
     """
 
-    def __init__(self, k: int, total: int, sample: np.ndarray) -> None:
-        self._k = k
-        self._left = total
-        size = len(sample)
-        rank = k / max(1, total) * size
-        spread = WIDTH * math.sqrt(max(1.0, rank * (1 - rank / size))) + 1
-        upper, lower = size - math.floor(rank - spread) - 1, size - math.ceil(rank + spread) - 1
-        ordered = np.sort(sample)  # NaN last, as the largest. With equal numbers, np.partition takes longer.
-        self._upper = float(ordered[upper]) if upper < size else math.inf
-        self._lower = float(ordered[lower]) if lower >= 0 else 0.0
+    def __init__(self, k: int, total: int, ends: tuple[float, float]) -> None:
+        self._k, self._left = k, total
+        self._lower, self._upper = ends
         self._above = self._at = 0
         self._kept: list[np.ndarray] = []
 

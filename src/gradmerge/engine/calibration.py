@@ -7,7 +7,7 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from .factoring import factored
 from .layers import solve_layer
 from .local import MergedBlock, run
 from .plan import BLOCK, Job, Plan, rule_arguments
-from .statistics import Counting, ThresholdSearch, begin_search, find_statistics
+from .statistics import Counting, Search, Statistics, begin_search, find_statistics
 from .workers import one_thread_each, run_parallel
 
 #: Entries that are merged, and bytes that are read in pieces of so many.
@@ -52,20 +52,20 @@ def measure_speeds(
     disk: Rate | None = None,
     network: Rate | None = None,
     rank: int | None = None,
-) -> tuple[Speeds, bool]:
-    """What is not given of the speeds of a merge, and whether a sample tells the thresholds of the whole model.
+) -> tuple[Speeds, Collection[str]]:
+    """What is not given of the speeds of a merge, and tensors whose thresholds a sample tells ("" for all together).
 
     Every node is taken to be like this machine. With ``rank``, matrices are factored for an adapter.
     """
-    search = begin_search(plan)
-    guess = search if search is not None and search.guess is not None else None
-    entries, statistics = _entry_rates(plan, threads, device, guess)
+    search = begin_search(plan, threads) if rank is None else None
+    entries, statistics = _entry_rates(plan, threads, device, search)
     files = plan.inputs.files()
     near = [path for path in files if stored_at(path) is None]
     if network is None:
         network = fetch_rate([path for path in files if path not in near], threads) or USUAL_NETWORK
     solving = _solving_rate(plan, threads, rank)
-    return Speeds(disk or read_rate(near, threads), network, entries, statistics, solving), guess is not None
+    told = search.guessed if search is not None else ()
+    return Speeds(disk or read_rate(near, threads), network, entries, statistics, solving), told
 
 
 def share_away(plan: Plan) -> float:
@@ -74,19 +74,21 @@ def share_away(plan: Plan) -> float:
     return sum(nbytes for nbytes, away in sizes if away) / max(1, sum(nbytes for nbytes, _ in sizes))
 
 
-def _entry_rates(plan: Plan, threads: int, device: str, guess: ThresholdSearch | None) -> tuple[Rate, Rate | None]:
+def _entry_rates(plan: Plan, threads: int, device: str, search: Search | None) -> tuple[Rate, Rate | None]:
     """Entries a second in the merge, and in a pass for statistics if there is one."""
     jobs = [*_sample([job for job in plan.merged if not job.whole and not job.inside])]
     entries = sum(job.info.numel for job in jobs)
     if not entries:
         return USUAL_ENTRIES, None
     part = replace(plan, jobs=jobs, notes=[])
+    told = search.guessed if search is not None else {}
+    guess = Statistics(told) if "" in told or all(job.name in told for job in jobs) else None
     merging, asking = [], []
     for _ in range(3):  # the first time, files may come from the disk
         begun = time.perf_counter()
-        statistics = guess.guess if guess is not None and guess.guess is not None else find_statistics(part, threads)
+        statistics = guess or find_statistics(part, threads)
         asked = time.perf_counter()
-        watch = Counting(*guess.looks_for).count if guess is not None else None
+        watch = Counting(search.looks_for).count if search is not None and told else None
         with _scratch() as put:
             run(part, statistics, put, threads=threads, device=device, allow_nonfinite=True, watch=watch)
         merging.append(time.perf_counter() - asked)

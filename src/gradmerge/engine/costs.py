@@ -8,6 +8,7 @@ long as the slowest of them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -96,12 +97,14 @@ class MergeCost:
         }
 
 
-def passes_of(plan: Plan, guessed: bool, adapter: bool = False, damping: int | None = None) -> list[Pass]:
+def passes_of(
+    plan: Plan, guessed: Collection[str] = (), adapter: bool = False, damping: int | None = None
+) -> list[Pass]:
     """Every time that a merge goes over its inputs.
 
-    ``guessed``: a sample tells the thresholds of the whole model, so that the merge itself counts whether they are
-    right, and no other pass is taken for them. ``adapter``: what changes is factored, and its size not known before.
-    ``damping``: bytes that are read to find the damping, if the plan knows it by now.
+    ``guessed`` are tensors whose thresholds a sample tells ("" for the whole model), so that the merge itself counts
+    whether they are right, and no other pass is taken for them. ``adapter``: what changes is factored, and its size
+    not known before. ``damping``: bytes that are read to find the damping, if the plan knows it by now.
     """
     merged = plan.merged
     inputs, entries = sum(plan.bytes_read(job) for job in merged), sum(job.info.numel for job in merged)
@@ -109,10 +112,12 @@ def passes_of(plan: Plan, guessed: bool, adapter: bool = False, damping: int | N
     passes = [Pass("damping", damping, 0, entries)] if damping else []
     wide = any(job.compute == torch.float64 for job in merged)
     ranking = RANKING_PASSES[torch.float64 if wide else torch.float32]
-    if "thresholds" in plan.needs and not guessed:
+    left = [] if "" in guessed else [job for job in merged if job.name not in guessed]
+    if "thresholds" in plan.needs and left:
         # Where a sample brackets them, one pass is mostly enough.
         bracketed = plan.inputs.options["scope"] != "model" or (entries > SAMPLE_FROM and not wide)
-        passes += [Pass("thresholds", inputs, 0, entries)] * (1 if bracketed else ranking)
+        one = Pass("thresholds", sum(map(plan.bytes_read, left)), 0, sum(job.info.numel for job in left))
+        passes += [one] * (1 if bracketed else ranking)
     for name, measure in plan.measures.items():
         passes += [Pass(name, inputs, 0, entries)] * (ranking if isinstance(measure, Ranked) else 1)
     solved = [job for job in merged if job.whole or (adapter and len(job.info.shape) > 1)]
@@ -157,7 +162,7 @@ def cost_of(
     workers: int = 1,
     threads: int = 1,
     away: tuple[float, float] = (0.0, 0.0),
-    guessed: bool = False,
+    guessed: Collection[str] = (),
     beside: int = 0,
     adapter: bool = False,
     damping: int | None = None,

@@ -7,11 +7,13 @@ import json
 import os
 import threading
 import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import MachineError
+from .plan import Unit
 from .statistics import Statistics
 
 NAME = "gradmerge.journal"
@@ -26,17 +28,22 @@ class Finished:
     """What the units were made with before the statistics were known."""
     units: dict[int, list[int]] = field(default_factory=dict)
 
-    def know(self, statistics: Statistics) -> None:
-        """Take the statistics, and do not count what was made with a wrong guess of them."""
-        if self.guess is not None and self.guess != statistics:
-            self.units.clear()
+    def know(self, statistics: Statistics, units: Iterable[Unit]) -> list[int]:
+        """Take the statistics, and do not count what was made with a wrong guess of them; returned are its numbers."""
+        guess, again = self.guess or statistics, []
+        for unit in units:
+            if unit.number in self.units and guess.of(unit.job.name) != statistics.of(unit.job.name):
+                del self.units[unit.number]
+                again.append(unit.number)
         self.statistics, self.guess = statistics, None
+        return again
 
 
 class Journal:
     """An append-only file: a header line, a line of statistics, then a line for each finished unit.
 
-    A guess of the statistics may come first; then the line of statistics follows where they are known.
+    A guess of the statistics may come first; then the line of statistics follows where they are known, with the
+    numbers of the units that were made with a wrong guess.
 
     A line is written after the unit's bytes are, so that a unit in the journal is a unit on disk. After a crash of the
     whole machine that need not hold, so the header names the boot; a journal of another boot is not believed. Nor is
@@ -63,7 +70,11 @@ class Journal:
                     if isinstance(record, dict) and "guess" in record:
                         finished.guess = Statistics.from_json(record["guess"])
                     elif isinstance(record, dict):
-                        finished.know(Statistics.from_json(record["statistics"]))
+                        finished.statistics = Statistics.from_json(record["statistics"])
+                        wrong = finished.guess not in (None, finished.statistics)
+                        for number in record.get("again", [*finished.units] if wrong else ()):
+                            del finished.units[number]
+                        finished.guess = None
                     else:
                         finished.units[record[0]] = record[1:]
                 return finished
@@ -90,8 +101,9 @@ class Journal:
     def guess(self, value: Statistics) -> None:
         self._append({"guess": value.to_json()})
 
-    def statistics(self, value: Statistics) -> None:
-        self._append({"statistics": value.to_json()})
+    def statistics(self, value: Statistics, again: Sequence[int] | None = None) -> None:
+        """``again`` are the units that were made with a wrong guess, if not all or none."""
+        self._append({"statistics": value.to_json(), **({} if again is None else {"again": again})})
 
     def unit(self, number: int, digests: list[int]) -> None:
         self._append([number, *digests])

@@ -22,8 +22,8 @@ from .rounding import rounded
 from .statistics import Statistics
 from .workers import run_parallel, with_buffers
 
-Watch = Callable[[Tensor, list[Tensor]], None]
-"""Is shown every block of the base and of the tuned models, from several threads at once."""
+Watch = Callable[[str, Tensor, list[Tensor]], None]
+"""Is shown every block of a tensor, by its name, of the base and of the tuned models, from several threads at once."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ def _merge(
         tensors = read_block(plan, job, unit.start, unit.stop, buffers, noted) | statistics.of(job.name)
         tensors = shaped(job, unit.start, unit.stop, tensors)
         if watch is not None:
-            watch(tensors["base"], tensors["tuned"])
+            watch(job.name, tensors["base"], tensors["tuned"])
         if device.type != "cpu":
             tensors = converted(tensors, lambda tensor: tensor.to(device))
     arguments = rule_arguments(job.rule, plan, tensors, plan.inputs.settings.of(job.name))

@@ -18,9 +18,8 @@ from .measuring import Advance
 from .plan import Plan, Unit
 from .planning import open_plan
 from .reads import State, state_of
-from .selection import Selection
 from .spreading import Part, Run
-from .statistics import Counting, Statistics
+from .statistics import Counting, LooksFor, Statistics
 from .target import WeightFiles
 from .to_folder import files_read, fingerprint_of
 from .workers import allow_many_files
@@ -59,7 +58,7 @@ class Merging:
     """What is known when blocks are merged."""
 
     statistics: Statistics
-    looks_for: tuple[Sequence[int], Sequence[Selection]] | None = None
+    looks_for: LooksFor | None = None
     """If the statistics are a guess: what is to be counted on the way."""
 
 
@@ -113,7 +112,7 @@ class OpenOrder:
         self._files.open(dict.fromkeys(name for name, _, _ in runs))
         if _mark(self._order.staged) != self._order.run:
             raise MachineError(f"{self._order.staged}: another merge has taken this folder over")
-        counting = None if known.looks_for is None else Counting(*known.looks_for)
+        counting = None if known.looks_for is None else Counting(known.looks_for)
         records: dict[int, list[int]] = {}
 
         def put(block: MergedBlock) -> None:
@@ -134,7 +133,7 @@ class OpenOrder:
         finally:
             # A machine that fails takes what it has not yet sent to the disk with it.
             self._files.close(durable=self._durable)
-        return [records[number] for number in range(len(units))], counting.counts if counting is not None else []
+        return [records[number] for number in range(len(units))], counting.counts if counting is not None else {}
 
     def close(self) -> None:
         self.plan.inputs.close()

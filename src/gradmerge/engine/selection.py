@@ -28,6 +28,8 @@ class Guess:
     value: float
     exact: bool
     """Parts of the sample agree on it, so that it is probably the very one."""
+    ends: tuple[float, float] = (0.0, math.inf)
+    """Between these two it almost surely is."""
 
 
 def magnitude_keys(values: Tensor) -> Tensor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..checkpoints.model import Buffers
-from .bracket import Bracket
+from .bracket import Bracket, ends_of
 from .measuring import Advance, measure
 from .plan import Job, Plan
 from .reading import read_models
@@ -25,8 +26,9 @@ SAMPLE_FROM = 1 << 24
 SAMPLE_RUNS, SAMPLE_RUN = 512, 2048
 #: The same for the thresholds of a single tensor.
 TENSOR_RUNS, TENSOR_RUN = 32, 2048
-#: If this many parts of the sample have the same threshold, it is probably that of the whole.
-SAMPLE_PARTS = 4
+#: A value of the sample is probably the threshold if its rank is so many standard errors from either end of the ranks
+#: of its equals. A guess that is right saves half a pass, and a wrong one costs a merge: 1 is right five times of six.
+SURE = 1.0
 
 
 Thresholds = list[float] | list[list[float]]
@@ -52,21 +54,26 @@ class Statistics:
         return cls(value["thresholds"], {name: {**found} for name, found in value["measured"].items()})
 
 
+LooksFor = Mapping[str, tuple[Sequence[int], Sequence[Selection]]]
+"""By tensor ("" for the whole model): what is counted, each in the differences of a model, by its number."""
+
+
 class Counting:
     """What one pass of a search counts, or a part of a pass: counts of parts are added up."""
 
-    def __init__(self, models: Sequence[int], selections: Sequence[Selection]) -> None:
-        self._models, self._selections = models, selections
-        self.counts: list[Any] = [0] * len(selections)
+    def __init__(self, looks_for: LooksFor) -> None:
+        self._looks_for = looks_for
+        self.counts: dict[str, list[Any]] = {name: [0] * len(sought) for name, (_, sought) in looks_for.items()}
         self._lock = threading.Lock()
 
-    def count(self, base: Tensor, tuned: list[Tensor]) -> None:
-        """Take a block into account; every block once in a pass, in any order and on any thread."""
-        for index, (model, selection) in enumerate(zip(self._models, self._selections, strict=True)):
+    def count(self, name: str, base: Tensor, tuned: list[Tensor]) -> None:
+        """Take a block of a tensor into account; every block once in a pass, in any order and on any thread."""
+        group = name if name in self._looks_for else ""
+        for index, (model, selection) in enumerate(zip(*self._looks_for.get(group, ((), ())), strict=True)):
             if selection.value is None:
                 counts = selection.count((tuned[model] - base).reshape(-1))
                 with self._lock:
-                    self.counts[index] = self.counts[index] + counts
+                    self.counts[group][index] = self.counts[group][index] + counts
 
 
 class ThresholdSearch:
@@ -76,20 +83,18 @@ class ThresholdSearch:
     search, with the thresholds that were guessed, the merge is right.
     """
 
-    def __init__(self, plan: Plan, jobs: list[Job]) -> None:
-        total = sum(job.info.numel for job in jobs)
+    def __init__(self, plan: Plan, jobs: list[Job], guesses: Sequence[Guess] | None = None) -> None:
         self._ranks = _ranks(plan, jobs)
         wanted = [(model, k) for model, ranks in enumerate(self._ranks) for k in ranks]
-        dtype = torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
-        guesses: list[Guess | None] = [None] * len(wanted)
-        if total > SAMPLE_FROM and dtype == torch.float32:
-            guesses = [*_guesses(plan, jobs, [(model, k / total) for model, k in wanted])]
         self._models = [model for model, _ in wanted]
-        self._selections = [Selection(k, dtype, guess) for (_, k), guess in zip(wanted, guesses, strict=True)]
-        exact = [guess.value for guess in guesses if guess is not None and guess.exact]
-        self.guess = Statistics({"": _by_model(self._ranks, exact)}) if len(exact) == len(guesses) else None
+        dtype = _dtype(jobs)
+        told: Sequence[Guess | None] = guesses or [None] * len(wanted)
+        self._selections = [Selection(k, dtype, guess) for (_, k), guess in zip(wanted, told, strict=True)]
+        exact = dtype == torch.float32 and all(guess is not None and guess.exact for guess in told)
+        values = [g.value if s.value is None and g else s.value for s, g in zip(self._selections, told, strict=True)]
+        self.guess = _by_model(self._ranks, [v for v in values if v is not None]) if exact else None
         """The thresholds that will probably be found, if the sample gives all of them."""
-        self._counts: list[Any] = [0] * len(guesses)
+        self._counts: list[Any] = [0] * len(wanted)
 
     @property
     def looks_for(self) -> tuple[Sequence[int], Sequence[Selection]]:
@@ -113,6 +118,58 @@ class ThresholdSearch:
         return _by_model(self._ranks, values) if len(values) == len(self._selections) else None
 
 
+class Search:
+    """The thresholds of the whole model, under the name "", or of every tensor: what is found, and what is guessed.
+
+    A merge may begin with the guesses. It counts on the way (``looks_for``, ``add``), and ``end_pass`` then says which
+    of them were right: those are found.
+    """
+
+    def __init__(self, plan: Plan, guesses: Mapping[str, Sequence[Guess] | None]) -> None:
+        self._plan, self._guesses = plan, guesses
+        jobs = plan.by_name
+        self._begun = {n: ThresholdSearch(plan, [jobs[n]] if n else plan.merged, g) for n, g in guesses.items()}
+        self.found: dict[str, Thresholds] = {}
+        self.guessed = {name: begun.guess for name, begun in self._begun.items() if begun.guess is not None}
+
+    @property
+    def left(self) -> list[Job]:
+        """Tensors whose thresholds are neither found nor guessed."""
+        told = self.found.keys() | self.guessed.keys()
+        return [] if "" in told else [job for job in self._plan.merged if job.name not in told]
+
+    @property
+    def looks_for(self) -> LooksFor:
+        """What a :class:`Counting` of a merge with the guesses is made of."""
+        return {name: self._begun[name].looks_for for name in self.guessed}
+
+    def add(self, counts: Mapping[str, Sequence[Any]]) -> None:
+        """Take what was counted in a part of the merge into account."""
+        for name, own in counts.items():
+            self._begun[name].add(own)
+
+    def end_pass(self) -> None:
+        for name in self.guessed:
+            self._begun[name].end_pass()
+            if (thresholds := self._begun[name].thresholds) is not None:
+                self.found[name] = thresholds
+        self.guessed = {}
+
+    def find(self, spread: Spread, advance: Advance) -> None:
+        """Look for what is left."""
+        plan, left = self._plan, self.left
+        if plan.inputs.options["scope"] != "model":
+            guesses = {job.name: self._guesses.get(job.name) for job in left}
+            for thresholds in spread(plan, tensor_thresholds, whole(left), guesses, advance) if left else ():
+                self.found |= thresholds
+        elif "" not in self.found | self.guessed:
+            self.found[""] = _thresholds(plan, left, spread, advance, self._begun[""])
+
+
+def _dtype(jobs: Sequence[Job]) -> torch.dtype:
+    return torch.float64 if any(job.compute == torch.float64 for job in jobs) else torch.float32
+
+
 def _ranks(plan: Plan, jobs: Sequence[Job]) -> Sequence[Sequence[int]]:
     """For every tuned model, which entries of |Δ| over some tensors are wanted: 1 is the largest."""
     assert plan.rule.ranks is not None
@@ -127,47 +184,75 @@ def _by_model(ranks: Sequence[Sequence[int]], values: Sequence[float]) -> Thresh
     return [one[0] for one in found] if all(len(one) == 1 for one in found) else found
 
 
-def begin_search(plan: Plan) -> ThresholdSearch | None:
-    """The search for thresholds over the whole model, if the plan's rule needs those."""
-    if "thresholds" in plan.needs and plan.inputs.options["scope"] == "model" and not plan.measures:
-        return ThresholdSearch(plan, plan.merged)
+def begin_search(plan: Plan, threads: int = 1, spread: Spread | None = None) -> Search | None:
+    """The search for thresholds, with what a sample says, if a merge may begin with it."""
+    if "thresholds" in plan.needs and not plan.measures:
+        return _sampled(plan, spread or here(threads))
     return None
+
+
+def _sampled(plan: Plan, spread: Spread) -> Search:
+    guesses: dict[str, Sequence[Guess] | None] = {}
+    if plan.inputs.options["scope"] == "model":
+        many = sum(job.info.numel for job in plan.merged) > SAMPLE_FROM and _dtype(plan.merged) == torch.float32
+        with one_thread_each():
+            guesses[""] = _guesses(plan, plan.merged, SAMPLE_RUNS, SAMPLE_RUN) if many else None
+    elif large := [job for job in plan.merged if job.info.numel > TENSOR_RUNS * TENSOR_RUN]:
+        for some in spread(plan, tensor_guesses, whole(large), None, _ignored):
+            guesses |= some
+    return Search(plan, guesses)
 
 
 def find_statistics(
     plan: Plan,
     threads: int,
     advance: Advance = lambda nbytes: None,
-    search: ThresholdSearch | None = None,
+    search: Search | None = None,
     spread: Spread | None = None,
 ) -> Statistics:
     """The statistics that the plan's rule needs; ``advance`` is told how many bytes have been read.
 
-    ``search`` is one for the thresholds of the whole model that has begun already; ``spread`` is who looks.
-    NaN and infinity pass through here, as the largest magnitudes; the merge itself finds and names them.
+    ``search`` is one for thresholds that has begun already: what it has guessed is taken as it is. ``spread`` is who
+    looks. NaN and infinity pass through here, as the largest magnitudes; the merge itself finds and names them.
     """
     result, spread = Statistics(), spread or here(threads)
     if "thresholds" in plan.needs:
-        if plan.inputs.options["scope"] == "model":
-            result.thresholds[""] = _thresholds(plan, plan.merged, spread, advance, search)
-        else:
-            for thresholds in spread(plan, tensor_thresholds, whole(plan.merged), None, advance):
-                result.thresholds |= thresholds
+        if search is None:
+            search = _sampled(plan, spread)
+            search.guessed = {}
+        search.find(spread, advance)
+        result.thresholds = search.found | search.guessed
     if plan.measures:
         for measures in spread(plan, tensor_measures, whole(plan.merged), result, advance):
             result.measured |= measures
     return result
 
 
-def tensor_thresholds(
+def tensor_guesses(
     plan: Plan, runs: Sequence[Run], known: None, threads: int, advance: Advance
-) -> dict[str, Thresholds]:
-    """The thresholds of some tensors, each for itself."""
+) -> dict[str, list[Guess]]:
+    """What a sample of some tensors says about the thresholds of each."""
     jobs, found = plan.by_name, {}
 
     def one(run: Run) -> None:
-        job = jobs[run[0]]
-        found[job.name] = _in_one_pass(plan, job, advance) or _thresholds(plan, [job], here(1), advance)
+        found[run[0]] = _guesses(plan, [jobs[run[0]]], TENSOR_RUNS, TENSOR_RUN)
+
+    run_parallel(runs, lambda: one, threads)
+    return found
+
+
+def tensor_thresholds(
+    plan: Plan, runs: Sequence[Run], known: Mapping[str, Sequence[Guess] | None], threads: int, advance: Advance
+) -> dict[str, Thresholds]:
+    """The thresholds of some tensors, each for itself; ``known`` is what samples have said about them."""
+    jobs, found = plan.by_name, {}
+
+    def one(run: Run) -> None:
+        job, thresholds = jobs[run[0]], None
+        if job.info.numel:
+            guesses = known[job.name] or _guesses(plan, [job], TENSOR_RUNS, TENSOR_RUN)
+            thresholds = _in_one_pass(plan, job, guesses, advance)
+        found[job.name] = thresholds or _thresholds(plan, [job], here(1), advance)
 
     run_parallel(runs, lambda: one, threads)
     return found
@@ -194,17 +279,17 @@ def count_magnitudes(
     advance: Advance,
 ) -> list[Any]:
     """What a pass of a search counts in some runs."""
-    jobs, counting = plan.by_name, Counting(*known)
+    jobs, counting = plan.by_name, Counting({"": known})
 
     def work(buffers: Buffers, run: Run) -> None:
         job, start, stop = jobs[run[0]], run[1], run[2]
         base, tuned = read_models(plan, job, start, stop, buffers)
         assert base is not None
-        counting.count(base, tuned)
+        counting.count("", base, tuned)
         advance(plan.bytes_read(job) * (stop - start) // job.info.numel)
 
     run_parallel(runs, with_buffers(work), threads)
-    return counting.counts
+    return counting.counts[""]
 
 
 def _thresholds(
@@ -224,13 +309,10 @@ def _ignored(nbytes: int) -> None:
     return
 
 
-def _in_one_pass(plan: Plan, job: Job, advance: Advance) -> Thresholds | None:
+def _in_one_pass(plan: Plan, job: Job, guesses: Sequence[Guess], advance: Advance) -> Thresholds | None:
     """The thresholds of one tensor, if they lie between values of a sample that they are likely to lie between."""
-    ranks, total = _ranks(plan, [job]), job.info.numel
-    if not total:
-        return None
-    samples = [torch.cat(runs).numpy() for runs in _sample(plan, [job], TENSOR_RUNS, TENSOR_RUN)]
-    brackets = [[Bracket(k, total, sample) for k in own] for own, sample in zip(ranks, samples, strict=True)]
+    ranks, total, told = _ranks(plan, [job]), job.info.numel, iter(guesses)
+    brackets = [[Bracket(k, total, next(told).ends) for k in own] for own in ranks]
     buffers = Buffers()
     for start in range(0, total, plan.block):
         base, tuned = read_models(plan, job, start, min(start + plan.block, total), buffers)
@@ -247,14 +329,15 @@ def _in_one_pass(plan: Plan, job: Job, advance: Advance) -> Thresholds | None:
     return _by_model(ranks, found)
 
 
-@one_thread_each()
-def _guesses(plan: Plan, jobs: list[Job], wanted: Sequence[tuple[int, float]]) -> list[Guess]:
-    """The thresholds of a sample: short runs at even distances over all tensors. Only the speed depends on it.
+def _guesses(plan: Plan, jobs: list[Job], number: int, length: int) -> list[Guess]:
+    """What a sample says about the thresholds over some tensors: short runs at even distances over all of them.
 
-    ``wanted`` are models, and the shares of their entries that are as large as the threshold.
+    Only the speed depends on it.
     """
-    samples = _sample(plan, jobs, SAMPLE_RUNS, SAMPLE_RUN)
-    return [_guess(samples[model], share) for model, share in wanted]
+    samples, total = _sample(plan, jobs, number, length), sum(job.info.numel for job in jobs)
+    return [
+        _guess(sample, k / max(1, total)) for sample, own in zip(samples, _ranks(plan, jobs), strict=True) for k in own
+    ]
 
 
 def _sample(plan: Plan, jobs: list[Job], number: int, length: int) -> list[list[Tensor]]:
@@ -276,11 +359,18 @@ def _sample(plan: Plan, jobs: list[Job], number: int, length: int) -> list[list[
     return samples
 
 
-def _guess(runs: list[Tensor], density: float) -> Guess:
-    def threshold(runs: list[Tensor]) -> float:
-        values = torch.cat(runs)
-        return float(values.kthvalue(len(values) - max(1, math.floor(density * len(values))) + 1).values)
-
-    parts = {threshold(runs[first::SAMPLE_PARTS]) for first in range(SAMPLE_PARTS)}
-    value = threshold(runs)
-    return Guess(value, exact=parts == {value})
+def _guess(runs: list[Tensor], share: float) -> Guess:
+    """What runs of |Δ| say about the number that such a share of all entries reaches."""
+    arrays = [run.numpy() for run in runs]
+    ordered = np.sort(
+        np.concatenate(arrays)
+    )  # NaN last, as the largest. With equal numbers, np.partition takes longer.
+    value = float(ordered[len(ordered) - max(1, math.floor(share * len(ordered)))])
+    # Entries near one another are of a size, so that errors are those of a mean over runs, not over entries.
+    above, equal = (
+        np.array([np.count_nonzero(compare(run, value)) / len(run) for run in arrays])
+        for compare in (np.greater, np.greater_equal)
+    )
+    most = above.mean() + SURE * above.std() / math.sqrt(len(arrays))
+    least = equal.mean() - SURE * equal.std() / math.sqrt(len(arrays))
+    return Guess(value, bool(most < share <= least), ends_of(share, ordered))

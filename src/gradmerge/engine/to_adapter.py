@@ -99,7 +99,7 @@ def merge_to_adapter(
                     result.bytes_read += plan.statistics_read
                 with timed(timings, "statistics"):
                     statistics = find_statistics(plan, threads, progress.advance)
-                finished.know(statistics)
+                finished.statistics = statistics
                 journal.statistics(statistics)
             finder.statistics = finished.statistics
             lock = threading.Lock()

@@ -38,7 +38,7 @@ from .plan import Plan
 from .reads import State, changed, recipe_paths, state_of
 from .record import merge_record
 from .spreading import Spread
-from .statistics import Counting, Statistics, ThresholdSearch, begin_search, find_statistics
+from .statistics import Counting, Search, Statistics, begin_search, find_statistics
 from .target import Target
 from .trust import judge_removal
 
@@ -92,6 +92,7 @@ def merge_to_folder(
     3. A removal finds its damping where the recipe leaves it open. One whose step is too long to be trusted is refused.
     4. A rule that needs statistics (thresholds, angles) gets them. Where a sample tells the thresholds, the merge
        begins with this guess and counts on the way whether it is right; if so, that was the only pass over the inputs.
+       Tensors for which it was wrong are merged again.
     5. Every unit that is left goes through the rule, to the files, and into the journal.
     6. If no input has changed meanwhile, what goes with the weights is written: indexes, small files such as the
        tokenizer's, the record gradmerge.json, and the model card. Then the folder gets its name.
@@ -123,7 +124,7 @@ def merge_to_folder(
             resumed = len(finished.units)
             units = list(plan.units())
 
-            def merge_units(statistics: Statistics, search: ThresholdSearch | None = None) -> None:
+            def merge_units(statistics: Statistics, search: Search | None = None) -> None:
                 """Merge the units that are left; ``search`` is told what is counted on the way."""
                 left = [unit for unit in units if unit.number not in finished.units]
                 if not left:
@@ -135,7 +136,7 @@ def merge_to_folder(
                     if cluster is not None:
                         cluster.merge(plan, target, left, statistics, search, progress.advance)
                         return
-                    counting = None if search is None else Counting(*search.looks_for)
+                    counting = None if search is None else Counting(search.looks_for)
                     run(
                         plan,
                         statistics,
@@ -151,27 +152,32 @@ def merge_to_folder(
                     if search is not None and counting is not None:
                         search.add(counting.counts)
 
+            def find(search: Search | None) -> Statistics:
+                """The statistics; those that ``search`` has guessed as they are."""
+                nbytes = plan.statistics_read if search is None else sum(map(plan.bytes_read, search.left))
+                if nbytes:
+                    progress.begin("finding statistics", nbytes)
+                    result.bytes_read += nbytes
+                with timed(timings, "statistics"):
+                    return find_statistics(plan, threads, progress.advance, search, spread)
+
             search = None
             if finished.statistics is None and finished.guess is None:
                 with timed(timings, "statistics"):
-                    search = begin_search(plan)
-            if search is not None and search.guess is not None:
-                finished.guess = search.guess
-                journal.guess(search.guess)
+                    search = begin_search(plan, threads, spread)
+            if search is not None and search.guessed:
+                finished.guess = find(search)
+                journal.guess(finished.guess)
                 try:
-                    merge_units(search.guess, search)
+                    merge_units(finished.guess, search)
                     search.end_pass()
                 except InputError:  # a wrong guess may be the cause: try with the right statistics
                     search = None
             if finished.statistics is None:
-                if plan.statistics_read and (search is None or search.thresholds is None):
-                    progress.begin("finding statistics", plan.statistics_read)
-                    result.bytes_read += plan.statistics_read
-                with timed(timings, "statistics"):
-                    statistics = find_statistics(plan, threads, progress.advance, search, spread)
-                finished.know(statistics)
+                statistics = find(search)
+                again = finished.know(statistics, units)
                 resumed = min(resumed, len(finished.units))
-                journal.statistics(statistics)
+                journal.statistics(statistics, again)
             assert finished.statistics is not None
             target.settle()
             merge_units(finished.statistics)
