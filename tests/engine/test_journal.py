@@ -10,8 +10,8 @@ def test_a_line_that_was_cut_short_is_forgotten_and_does_no_harm(tmp_path: Path)
     journal = Journal(tmp_path, "fingerprint")
     journal.open(fresh=True)
     journal.statistics(Statistics({"": [0.1]}))
-    journal.unit(3, [11, 2**64 - 1])
-    journal.unit(4, [12, -1])
+    journal.units({3: [11, 2**64 - 1]})
+    journal.units({4: [12, -1]})
     journal.close()
     journal.path.write_bytes(journal.path.read_bytes()[:-4])
 
@@ -21,7 +21,7 @@ def test_a_line_that_was_cut_short_is_forgotten_and_does_no_harm(tmp_path: Path)
     assert finished.units == {3: [11, 2**64 - 1]}
     assert finished.statistics == Statistics({"": [0.1]})
     again.open(fresh=False)
-    again.unit(5, [13, 1])
+    again.units({5: [13, 1]})
     again.close()
     finished = Journal(tmp_path, "fingerprint").load()
     assert finished is not None
@@ -33,7 +33,7 @@ def test_units_made_with_a_guess_count_until_the_statistics_turn_out_to_be_other
     journal = Journal(tmp_path, "one")
     journal.open(fresh=True)
     journal.guess(guess)
-    journal.unit(0, [1])
+    journal.units({0: [1]})
     finished = Journal(tmp_path, "one").load()
     assert finished is not None and finished.statistics is None
     assert finished.guess == guess and finished.units == {0: [1]}
@@ -45,9 +45,9 @@ def test_units_made_with_a_guess_count_until_the_statistics_turn_out_to_be_other
     journal.close()
     journal.open(fresh=True)
     journal.guess(guess)
-    journal.unit(0, [1])
+    journal.units({0: [1]})
     journal.statistics(right)
-    journal.unit(2, [3])
+    journal.units({2: [3]})
     journal.close()
     finished = Journal(tmp_path, "one").load()
     assert finished is not None and finished.statistics == right and finished.units == {2: [3]}
@@ -57,7 +57,7 @@ def test_a_journal_of_another_merge_is_not_believed(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "one")
     assert not journal.belongs_to_another_merge()
     journal.open(fresh=True)
-    journal.unit(0, [1])
+    journal.units({0: [1]})
     journal.close()
     other = Journal(tmp_path, "two")
     assert other.load() is None
@@ -71,7 +71,7 @@ def test_a_journal_of_another_boot_is_not_believed(tmp_path: Path, monkeypatch) 
     """After a crash of the machine, what the journal names need not be on the disk."""
     journal = Journal(tmp_path, "one")
     journal.open(fresh=True)
-    journal.unit(0, [1])
+    journal.units({0: [1]})
     journal.close()
     monkeypatch.setattr("gradmerge.engine.journal._boot", lambda: "another")
     after = Journal(tmp_path, "one")

@@ -90,7 +90,7 @@ def merge(
     run(
         plan,
         find_statistics(plan, threads),
-        lambda done: result[done.unit.job.name].view(-1)[done.unit.start : done.unit.stop].copy_(done.values),
+        lambda done: result[done.job.name].view(-1)[slice(*done.place)].copy_(done.values),
         threads=threads,
     )
     return result

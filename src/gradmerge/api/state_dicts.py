@@ -125,7 +125,7 @@ def merge_state_dicts(
     result = {job.name: torch.empty(job.info.shape, dtype=torch_type(job.info)) for job in plan.jobs}
 
     def put(block: MergedBlock) -> None:
-        result[block.unit.job.name].view(-1)[block.unit.start : block.unit.stop] = block.values
+        result[block.job.name].view(-1)[slice(*block.place)] = block.values
         for name, values in block.beside.items():
             result[name].view(-1)[:] = values
 

@@ -116,14 +116,14 @@ class Changes:
         moved = []
 
         def put(block: MergedBlock) -> None:
-            moved.append(_differs(block.values.double(), self._read(unit)))
+            moved.append(_differs(block.values.double(), self._read(block)))
 
         self._run([unit], put)
         return any(moved)
 
-    def _read(self, unit: Unit) -> Tensor:
-        """A unit of the base."""
-        return self.base.read(unit.job.name, unit.start, unit.stop, Buffers()).to(torch.float64)
+    def _read(self, block: MergedBlock) -> Tensor:
+        """The same block of the base."""
+        return self.base.read(block.job.name, *block.place, Buffers()).to(torch.float64)
 
     def _run(self, units: list[Unit], put: Callable[[MergedBlock], None]) -> None:
         assert self.statistics is not None
@@ -174,16 +174,15 @@ class Changes:
         norms: list[float] = []
 
         def put(block: MergedBlock) -> None:
-            unit, base = block.unit, self._read(block.unit)
+            (start, stop), base = block.place, self._read(block)
             values = block.values.double()
             moved.append(_differs(values, base))
             if whole:
-                merged[unit.start : unit.stop] = rounded(values, merged.dtype)
+                merged[start:stop] = rounded(values, merged.dtype)
                 norms.append(squares(values - base))
             else:
-                merged[unit.start : unit.stop] = values - base
-            record = [block.digests.get(source, -1) for source in self.plan.inputs.sources]
-            self.digests[unit.number] = record
+                merged[start:stop] = values - base
+            self.digests |= block.records(self.plan.inputs.sources)
             if bias is not None and bias.name in block.beside:
                 self._keep_bias(bias, block.beside[bias.name].double())
 

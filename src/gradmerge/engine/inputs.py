@@ -121,17 +121,17 @@ class CurvatureInput:
         values = self._aligned(name, start, stop, buffers, slot)
         self._check(values, name)
         if digests is not None:
-            digests[self] = block_digest(values)
+            digests.note(self, values)
         values = values.to(dtype)
         return values if self.factor == 1.0 else values * self.factor
 
     def read_factors(self, name: str, digests: Digests) -> KroneckerFactors:
         """The Kronecker factors of a layer's weight, in float64; the scale holds 1/T and the reduction."""
         assert self.tokens is not None
-        seen: list[Digests] = [{}, {}]
+        seen = [Digests(), Digests()]
         sides = (self.read_matrix(name + part, own, 1.0) for part, own in zip((OUTPUTS, INPUTS), seen, strict=True))
         outputs, inputs = (side.add(side.T).mul_(0.5) for side in sides)  # symmetric, whoever wrote them
-        digests[self] = combined_digest(own[self] for own in seen)
+        digests[self] = [combined_digest(one for own in seen for one in own[self])]
         return KroneckerFactors(outputs, inputs, self.factor / self.tokens[name])
 
     def read_matrix(self, name: str, digests: Digests, factor: float | None = None) -> Tensor:
@@ -144,7 +144,7 @@ class CurvatureInput:
             raise InputError(
                 f"{self.label}: {name} is no Gram matrix: it has entries that are not finite, or a negative diagonal"
             )
-        digests[self] = block_digest(values)
+        digests.note(self, values)
         return values.double() * factor
 
     def _aligned(self, name: str, start: int, stop: int, buffers: Buffers, slot: str) -> Tensor:
@@ -198,8 +198,18 @@ class CurvatureInput:
 
 
 Source = Checkpoint | CurvatureInput
-Digests = dict[Source, int]
-"""Source → the digest of the bytes that were read from it, as stored, for one block."""
+
+
+class Digests(dict[Source, list[int]]):
+    """Source → the digests of the bytes that were read from it, as stored: of every ``step`` entries, or of all."""
+
+    def __init__(self, step: int | None = None) -> None:
+        super().__init__()
+        self._step = step
+
+    def note(self, source: Source, values: Tensor) -> None:
+        step = self._step or max(1, len(values))
+        self[source] = [block_digest(values[start : start + step]) for start in range(0, max(1, len(values)), step)]
 
 
 @dataclass

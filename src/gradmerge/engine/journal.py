@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,12 +105,12 @@ class Journal:
         """``again`` are the units that were made with a wrong guess, if not all or none."""
         self._append({"statistics": value.to_json(), **({} if again is None else {"again": again})})
 
-    def unit(self, number: int, digests: list[int]) -> None:
-        self._append([number, *digests])
+    def units(self, digests: Mapping[int, list[int]]) -> None:
+        self._append(*([number, *own] for number, own in digests.items()))
 
-    def _append(self, record: Any) -> None:
-        text = json.dumps(record, separators=(",", ":")).encode()
-        self._write(text + b" %08x\n" % zlib.crc32(text))
+    def _append(self, *records: Any) -> None:
+        texts = [json.dumps(record, separators=(",", ":")).encode() for record in records]
+        self._write(b"".join(text + b" %08x\n" % zlib.crc32(text) for text in texts))
 
     def _write(self, line: bytes) -> None:
         with self._lock:

@@ -124,15 +124,15 @@ def read_hessian(source: CurvatureInput, job: Job, digests: Digests) -> LayerHes
     parts: list[Tensor] = []
     seen: list[int] = []
     for piece in pieces_of(job):
-        own: Digests = {}
+        own = Digests()
         name, numel = source.stored_name(piece.name, piece.info.shape), piece.info.numel
         if name is None:
             parts.append(torch.zeros(numel, dtype=torch.float64))
         else:
             parts.append(source.read(name, 0, numel, Buffers(), "curvature", torch.float64, own))
-        seen += own.values()
+        seen += own.get(source, [])
     if seen:
-        digests[source] = combined_digest(seen)
+        digests[source] = [combined_digest(seen)]
     return joined(job, parts)
 
 
@@ -144,7 +144,7 @@ def diagonal_block(plan: Plan, job: Job) -> dict[str, Any]:
             return [diagonal(item) for item in value]
         return diagonal_of(value) if isinstance(value, KroneckerFactors) else value
 
-    tensors = read_layer(plan, job, {})
+    tensors = read_layer(plan, job, Digests())
     block = {name: diagonal(value) for name, value in tensors.items()}
     if (damping := open_damping(plan, plan.rule, tensors, job.name)) is not None:
         block["damping"] = damping

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..checkpoints.model import Buffers, block_digest
+from ..checkpoints.model import Buffers
 from ..errors import InputError
 from ..storage.tensorfile import FLOATS
-from .inputs import Digests
+from .inputs import Digests, Source
 from .layers import parted, read_layer, solve_layer
 from .measuring import Advance
 from .plan import Job, Plan, Unit, converted, rule_arguments, torch_type
@@ -28,16 +28,31 @@ Watch = Callable[[str, Tensor, list[Tensor]], None]
 
 @dataclass
 class MergedBlock:
-    """A unit of the result."""
+    """Some units of the result that follow one another."""
 
-    unit: Unit
+    units: list[Unit]
     values: Tensor
     """Flat, in the type that they are stored in. They may lie in a buffer that the next block overwrites."""
     precision: Tensor | None = None
     """H̄ of the same entries, in float32, if the plan writes it."""
-    digests: Digests = field(default_factory=dict)
+    digests: Digests = field(default_factory=Digests)
+    """Of each unit."""
     beside: dict[str, Tensor] = field(default_factory=dict)
     """Other tensors that the unit gives whole, by name: the bias of a layer that is solved together with its weight."""
+
+    @property
+    def job(self) -> Job:
+        return self.units[0].job
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its first entry in the flattened tensor, and one past the last."""
+        return self.units[0].start, self.units[-1].stop
+
+    def records(self, sources: Sequence[Source]) -> dict[int, list[int]]:
+        """Unit → the digests of what it was made of, for the journal; -1 for what was not read."""
+        found = [self.digests.get(source, [-1] * len(self.units)) for source in sources]
+        return {unit.number: [own[place] for own in found] for place, unit in enumerate(self.units)}
 
 
 def run(
@@ -62,19 +77,19 @@ def run(
     sizes = {job.name: plan.bytes_read(job) for job in plan.jobs}
     lock = threading.Lock()
 
-    def work(buffers: Buffers, unit: Unit) -> None:
-        job = unit.job
-        if unit.start == 0 and job.name in soon:
+    def work(buffers: Buffers, units: list[Unit]) -> None:
+        job, start, stop = units[0].job, units[0].start, units[-1].stop
+        if start == 0 and job.name in soon:
             _read_ahead(plan, soon[job.name])
         if job.rule is None:
-            block = _copy(plan, unit, buffers, allow_nonfinite)
+            block = _copy(plan, units, buffers, allow_nonfinite)
         else:
-            block = _merge(plan, unit, statistics, buffers, place, allow_nonfinite, precision_factor, watch)
+            block = _merge(plan, units, statistics, buffers, place, allow_nonfinite, precision_factor, watch)
         put(block)
         with lock:
-            advance(sizes[job.name] * (unit.stop - unit.start) // max(1, job.info.numel))
+            advance(sizes[job.name] * (stop - start) // max(1, job.info.numel))
 
-    run_parallel(plan.units() if units is None else units, with_buffers(work), threads)
+    run_parallel(plan.stretches(plan.units() if units is None else units), with_buffers(work), threads)
 
 
 def _read_ahead(plan: Plan, job: Job) -> None:
@@ -85,18 +100,19 @@ def _read_ahead(plan: Plan, job: Job) -> None:
         source.will_need(job.name)
 
 
-def _copy(plan: Plan, unit: Unit, buffers: Buffers, allow_nonfinite: bool) -> MergedBlock:
-    template, job = plan.inputs.template, unit.job
-    block = template.read(job.name, unit.start, unit.stop, buffers)
+def _copy(plan: Plan, units: list[Unit], buffers: Buffers, allow_nonfinite: bool) -> MergedBlock:
+    template, job, digests = plan.inputs.template, units[0].job, Digests(plan.block)
+    block = template.read(job.name, units[0].start, units[-1].stop, buffers)
     if job.info.is_float and not allow_nonfinite and not all_finite(block):
         raise not_finite(template.label, job.name)
+    digests.note(template, block)
     # An adapter's block may be wider than what is stored.
-    return MergedBlock(unit, rounded(block, torch_type(job.info)), digests={template: block_digest(block)})
+    return MergedBlock(units, rounded(block, torch_type(job.info)), digests=digests)
 
 
 def _merge(
     plan: Plan,
-    unit: Unit,
+    units: list[Unit],
     statistics: Statistics,
     buffers: Buffers,
     device: torch.device,
@@ -104,17 +120,17 @@ def _merge(
     precision_factor: float,
     watch: Watch | None,
 ) -> MergedBlock:
-    job = unit.job
+    job, start, stop = units[0].job, units[0].start, units[-1].stop
     assert job.rule is not None
-    digests: Digests = {}
+    digests = Digests(None if plan.cut_otherwise(job) else plan.block)
     if job.layer is not None:
-        return _solve_layer(plan, unit, device, allow_nonfinite)
+        return _solve_layer(plan, units, device, allow_nonfinite)
     if job.solved:
         tensors = read_matrices(plan, job, buffers, digests)
     else:
         noted = None if plan.cut_otherwise(job) else digests
-        tensors = read_block(plan, job, unit.start, unit.stop, buffers, noted) | statistics.of(job.name)
-        tensors = shaped(job, unit.start, unit.stop, tensors)
+        tensors = read_block(plan, job, start, stop, buffers, noted) | statistics.of(job.name)
+        tensors = shaped(job, start, stop, tensors)
         if watch is not None:
             watch(job.name, tensors["base"], tensors["tuned"])
         if device.type != "cpu":
@@ -131,19 +147,19 @@ def _merge(
     precision = None
     if plan.write_precision and job.rule.precision is not None:
         precision = _storable(job.rule.precision(**arguments).cpu() * precision_factor, job.name)
-    return MergedBlock(unit, stored, precision, digests)
+    return MergedBlock(units, stored, precision, digests)
 
 
-def _solve_layer(plan: Plan, unit: Unit, device: torch.device, allow_nonfinite: bool) -> MergedBlock:
+def _solve_layer(plan: Plan, units: list[Unit], device: torch.device, allow_nonfinite: bool) -> MergedBlock:
     """Weight and bias of a layer with Kronecker curvature, solved for together."""
-    job, digests = unit.job, Digests()
+    job, digests = units[0].job, Digests()
     assert job.rule is not None and job.rule.layers is not None
     tensors = converted(read_layer(plan, job, digests), lambda tensor: tensor.to(device))
     merged = solve_layer(plan, job.rule, tensors, job.name).cpu()
     stored = {part.name: rounded(values, torch_type(part.info)) for part, values in parted(job, merged)}
     if not allow_nonfinite:
         _check_finite(plan, job, tensors, merged, torch.cat([values.double() for values in stored.values()]))
-    return MergedBlock(unit, stored.pop(job.name), None, digests, stored)
+    return MergedBlock(units, stored.pop(job.name), None, digests, stored)
 
 
 def _storable(precision: Tensor, name: str) -> Tensor:

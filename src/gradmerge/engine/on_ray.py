@@ -100,17 +100,17 @@ class RayCluster:
         """Have units merged and written into the target's files; ``search`` is told what was counted on the way."""
         target.files.close()  # so that every machine sees them
         numbers = {(unit.job.name, unit.start): unit.number for unit in units}
-        places = {unit.job.name: target.files.place(unit.job.name) for unit in units}
-        placed = sorted(units, key=lambda unit: (*places[unit.job.name], unit.start))
+        files = {unit.job.name: target.files.place(unit.job.name) for unit in units}
+        placed = sorted(units, key=lambda unit: (*files[unit.job.name], unit.start))
         total = sum(unit.stop - unit.start for unit in units)
         shares: list[list[Run]] = []
-        for _, own in groupby(placed, lambda unit: places[unit.job.name][0]):
+        for _, own in groupby(placed, lambda unit: files[unit.job.name][0]):
             shares += self._cut([(unit.job.name, unit.start, unit.stop) for unit in own], total)
         known = Merging(statistics, None if search is None else search.looks_for)
         with closing(self.crew.run(shares, None, known, plan.inputs.mean_curvature)) as answers:
             for share, ((records, counts), read) in answers:
-                for (name, start, _), record in zip(share, records, strict=True):
-                    target.done(numbers[name, start], record)
+                places = (numbers[name, start] for name, start, _ in share)
+                target.done(dict(zip(places, records, strict=True)))
                 if search is not None:
                     search.add(counts)
                 advance(read)

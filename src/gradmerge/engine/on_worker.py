@@ -116,7 +116,7 @@ class OpenOrder:
         records: dict[int, list[int]] = {}
 
         def put(block: MergedBlock) -> None:
-            records[block.unit.number] = self._files.write(block)
+            records.update(self._files.write(block))
 
         try:
             run(

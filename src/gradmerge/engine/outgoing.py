@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterable
 
 from ..storage.staging import Staging
 from ..storage.tensorwriter import TensorWriter
@@ -44,12 +45,12 @@ class Outgoing:
             if not self._left[file]:
                 self._send(file)
 
-    def done(self, number: int) -> None:
-        """A unit is written, and in the journal."""
-        own = self._files.get(number, set())
+    def done(self, numbers: Iterable[int]) -> None:
+        """Units are written, and in the journal."""
+        own = [file for number in numbers for file in self._files.get(number, ())]
         with self._lock:
             self._left.subtract(own)
-            complete = [file for file in own if not self._left[file]]
+            complete = [file for file in dict.fromkeys(own) if not self._left[file]]
         for file in complete:
             self._send(file)
 

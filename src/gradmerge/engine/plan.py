@@ -23,6 +23,9 @@ from .per_layer import Numbers
 #: Elements that go through a rule at once. Smaller blocks stay in a core's own cache, but threads then spend their time
 #: waiting for one another at the interpreter's lock; larger ones take more memory.
 BLOCK = 1 << 18
+#: How many blocks of a tensor a thread takes at once, if their tensors are at most so many: threads then wait for one
+#: another half as often. More take more memory, and no less time.
+TOGETHER, FEW = 2, 20
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,18 @@ class Plan:
                 yield Unit(number, job, start, min(start + step, job.info.numel))
                 number += 1
 
+    def stretches(self, units: Iterable[Unit]) -> Iterator[list[Unit]]:
+        """Units as a thread takes them: those that follow one another, as long as the rule may be given such a cut."""
+        most, taken = self._together, list[Unit]()
+        for unit in units:
+            follows = taken and unit.job is taken[-1].job and unit.start == taken[-1].stop
+            if taken and not (follows and len(taken) < most and step_of(unit.job, self.block) == self.block):
+                yield taken
+                taken = []
+            taken.append(unit)
+        if taken:
+            yield taken
+
     def cut_otherwise(self, job: Job) -> bool:
         """Whether its blocks are not those of a digest, so that it must be read once more for that."""
         return job.solved or (step_of(job, self.block) != self.block and job.info.numel > self.block)
@@ -194,14 +209,29 @@ class Plan:
 
     def memory(self, threads: int) -> int:
         """Bytes of memory that the merge needs at most, about: the interpreter, and each thread's blocks."""
-        every = self.inputs.settings.every(job.name for job in self.merged)
-        wide = any(self.rule.wide(numbers.all_weights, numbers.options) for numbers in every)
-        width = 8 if wide or any(job.compute == torch.float64 for job in self.jobs) else 4
         tensors = 1 + len(self.inputs.tuned) + len(self.inputs.curvatures)
         largest = max((step_of(job, self.block) for job in self.merged if not job.whole), default=0)
-        blocks = threads * max(self.block, largest) * width * (2 * tensors + len(self.inputs.tuned) + 6)
+        blocks = threads * max(self._together * self.block, largest) * (8 if self._wide else 4) * self._tensors
         whole = max((self._bytes_of_whole(job, tensors) for job in self.jobs if job.whole), default=0)
         return 330_000_000 + blocks + threads * whole
+
+    @property
+    def _tensors(self) -> int:
+        """How many blocks a thread has in memory, about: inputs as they are stored and converted, and temporaries."""
+        return 2 * (1 + len(self.inputs.tuned) + len(self.inputs.curvatures)) + len(self.inputs.tuned) + 6
+
+    @property
+    def _wide(self) -> bool:
+        """Whether some blocks are in float64."""
+        every = self.inputs.settings.every(job.name for job in self.merged)
+        wide = any(self.rule.wide(numbers.all_weights, numbers.options) for numbers in every)
+        return wide or any(job.compute == torch.float64 for job in self.jobs)
+
+    @property
+    def _together(self) -> int:
+        """How many blocks a thread takes at once; where there are random masks, their generation is what takes time."""
+        few = self._tensors <= FEW and not self._wide and not self.needs & {"kept", "uniform"}
+        return TOGETHER if few else 1
 
     def _bytes_of_whole(self, job: Job, tensors: int) -> int:
         """Bytes that a matrix takes while it is solved for; factors are stored in float32 and used in float64.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.model import Buffers, Checkpoint, block_digest
+from ..checkpoints.model import Buffers, Checkpoint
 from ..errors import InputError
 from ..rules.spec import each
 from ..text import one_line
@@ -28,7 +28,7 @@ def read_models(
         block = checkpoint.read(inputs.stored_name(checkpoint, job.name), start, stop, buffers, slot)
         # What is digested is the model as it is stored; of others the record does it.
         if digests is not None and checkpoint.as_stored:
-            digests[checkpoint] = block_digest(block)
+            digests.note(checkpoint, block)
         return block.to(job.compute)
 
     base = read(inputs.base, "base") if inputs.base is not None and "base" in plan.needs else None

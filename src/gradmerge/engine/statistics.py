@@ -371,6 +371,9 @@ def _guess(runs: list[Tensor], share: float) -> Guess:
         np.array([np.count_nonzero(compare(run, value)) / len(run) for run in arrays])
         for compare in (np.greater, np.greater_equal)
     )
-    most = above.mean() + SURE * above.std() / math.sqrt(len(arrays))
-    least = equal.mean() - SURE * equal.std() / math.sqrt(len(arrays))
-    return Guess(value, bool(most < share <= least), ends_of(share, ordered))
+
+    def error(shares: np.ndarray) -> float:
+        return float(shares.std()) / math.sqrt(len(shares) - 1) if len(shares) > 1 else math.inf
+
+    exact = above.mean() + SURE * error(above) < share <= equal.mean() - SURE * error(equal)
+    return Guess(value, bool(exact), ends_of(share, ordered))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..checkpoints.sidecars import sidecars, stems
@@ -41,15 +41,15 @@ class WeightFiles:
                 if tensor in writer:
                     writer.write(tensor, 0, memoryview(b""))
 
-    def write(self, block: MergedBlock) -> list[int]:
-        """Write a block, from any thread; the digests of what it was made of, for the journal."""
-        unit = block.unit
-        self._model.write(unit.job.name, unit.start, bytes_of(block.values.contiguous()))
-        for name, values in block.beside.items():
-            self._model.write(name, 0, bytes_of(values.contiguous()))
+    def write(self, block: MergedBlock) -> dict[int, list[int]]:
+        """Write a block, from any thread; of each of its units the digests of what it was made of, for the journal."""
+        name, start = block.job.name, block.place[0]
+        self._model.write(name, start, bytes_of(block.values.contiguous()))
+        for bias, values in block.beside.items():
+            self._model.write(bias, 0, bytes_of(values.contiguous()))
         if block.precision is not None:
-            self.writers[1].write(unit.job.name, unit.start, bytes_of(block.precision.contiguous()))
-        return [block.digests.get(source, -1) for source in self._sources]
+            self.writers[1].write(name, start, bytes_of(block.precision.contiguous()))
+        return block.records(self._sources)
 
     def close(self, *, durable: bool = False) -> None:
         for writer in self.writers:
@@ -105,15 +105,15 @@ class Target:
         return self._finished
 
     def put(self, block: MergedBlock) -> None:
-        """Write a block and then its line of the journal; may be called from several threads at once."""
-        self.done(block.unit.number, self.files.write(block))
+        """Write a block and then its lines of the journal; may be called from several threads at once."""
+        self.done(self.files.write(block))
 
-    def done(self, number: int, record: list[int]) -> None:
-        """Take a unit whose bytes are written into the journal."""
-        self._journal.unit(number, record)
-        self._finished.units[number] = record
+    def done(self, records: Mapping[int, list[int]]) -> None:
+        """Take units whose bytes are written into the journal."""
+        self._journal.units(records)
+        self._finished.units |= records
         if self._outgoing is not None:
-            self._outgoing.done(number)
+            self._outgoing.done(records)
 
     def settle(self) -> None:
         """The statistics are known, so that what is finished stays as it is."""

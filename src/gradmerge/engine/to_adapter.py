@@ -105,8 +105,7 @@ def merge_to_adapter(
             lock = threading.Lock()
 
             def find(job: Job) -> None:
-                for number in finder.find(job):
-                    journal.unit(number, finder.digests[number])
+                journal.units({number: finder.digests[number] for number in finder.find(job)})
                 with lock:
                     progress.advance(plan.bytes_read(job))
 
