@@ -131,7 +131,11 @@ class Checkpoint(OneLine):
 
 def block_digest(block: Tensor) -> int:
     """XXH3 (64 bits) of a block's bytes as stored."""
-    return xxhash.xxh3_64_intdigest(bytes_of(block)) if block.numel() else 0
+    return bytes_digest(bytes_of(block))
+
+
+def bytes_digest(block: memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(block) if len(block) else 0
 
 
 def combined_digest(digests: Iterable[int]) -> int:

@@ -150,6 +150,9 @@ app.add_typer(recipe.app, name="recipe", short_help="Write mergekit's recipes as
 def script() -> NoReturn:
     """The `gradmerge` script, as a process of its own."""
     status: Any = 0
+    if named := [one for one in app.registered_commands if [one.name] == sys.argv[1:2]]:
+        # Before it runs one command, typer would make all of them.
+        app.registered_commands, app.registered_groups = named, []
     try:
         main()
     except SystemExit as ended:

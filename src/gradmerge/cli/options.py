@@ -367,6 +367,7 @@ def _variable_named(device: str) -> Iterator[None]:
         raise
 
 
+@functools.cache
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The parameters of a function or dataclass, by keyword, with their types."""
     types = get_type_hints(function, include_extras=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints.model import Buffers, Checkpoint, block_digest, combined_digest
+from ..checkpoints.model import Buffers, Checkpoint, bytes_digest, combined_digest
 from ..checkpoints.result_files import ResultFiles
 from ..checkpoints.vocabulary import VocabularyRows, gather
 from ..curvature.files import INPUTS, OUTPUTS, CurvatureFile
@@ -20,6 +20,7 @@ from ..errors import InputError
 from ..recipe import MeanTimes, reduction_factor
 from ..rules import Rule
 from ..rules.kronecker_matching import KroneckerFactors
+from ..storage.bytesof import bytes_of
 from .per_layer import LayerSettings
 
 #: Curvature above this is refused: sums over some models, times their weights, must fit float32.
@@ -208,8 +209,9 @@ class Digests(dict[Source, list[int]]):
         self._step = step
 
     def note(self, source: Source, values: Tensor) -> None:
-        step = self._step or max(1, len(values))
-        self[source] = [block_digest(values[start : start + step]) for start in range(0, max(1, len(values)), step)]
+        stored = bytes_of(values)
+        step = self._step * values.element_size() if self._step else max(1, len(stored))
+        self[source] = [bytes_digest(stored[start : start + step]) for start in range(0, max(1, len(stored)), step)]
 
 
 @dataclass

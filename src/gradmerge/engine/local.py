@@ -140,8 +140,9 @@ def _merge(
         merged = job.rule(**arguments)
     except ValueError as error:
         raise InputError(f"{job.name}: {job.rule.name}: {error}") from error
-    merged = (merged.T if job.solved and is_transposed(plan, job) else merged).reshape(-1)
-    stored = rounded(merged.cpu(), torch_type(job.info))
+    merged = merged.T if job.solved and is_transposed(plan, job) else merged
+    merged = merged if merged.dim() == 1 else merged.reshape(-1)
+    stored = rounded(merged if device.type == "cpu" else merged.cpu(), torch_type(job.info))
     if not allow_nonfinite:
         _check_finite(plan, job, tensors, merged, stored)
     precision = None

@@ -42,12 +42,19 @@ RUN = 1 << 12
 
 def inner_products(vectors: Sequence[Tensor], origin: Tensor | None = None) -> Iterator[float]:
     """The inner products of some vectors, from an origin: the upper triangle of their matrix, row by row."""
-    flat = [(vector if origin is None else vector - origin).reshape(-1).detach().cpu().numpy() for vector in vectors]
+    flat = [_array(vector if origin is None else vector - origin) for vector in vectors]
     # One call for many runs: PyTorch's products of so few rows take three times as long.
     whole = len(flat[0]) // RUN * RUN
     parts = [(values[:whole].reshape(-1, RUN), values[whole:].astype(np.float64)) for values in flat]
     for (runs, rest), (other_runs, other_rest) in itertools.combinations_with_replacement(parts, 2):
         yield float(np.vecdot(runs, other_runs).sum(dtype=np.float64) + np.vecdot(rest, other_rest))
+
+
+def _array(values: Tensor) -> np.ndarray:
+    """All values in a row. Blocks of a merge need no operation for it: during each, another thread may step in."""
+    if values.dim() == 1 and not values.requires_grad and values.device.type == "cpu":
+        return values.numpy()
+    return values.reshape(-1).detach().cpu().numpy()
 
 
 #: The inner products of base and models, the base first if it is there; as :func:`square` takes them.
