@@ -23,9 +23,9 @@ from .per_layer import Numbers
 #: Elements that go through a rule at once. Smaller blocks stay in a core's own cache, but threads then spend their time
 #: waiting for one another at the interpreter's lock; larger ones take more memory.
 BLOCK = 1 << 18
-#: How many blocks of a tensor a thread takes at once, if their tensors are at most so many: threads then wait for one
-#: another half as often. More take more memory, and no less time.
-TOGETHER, FEW = 2, 20
+#: How many blocks of a tensor a thread takes at once where it has at most so many in memory: threads then wait for one
+#: another half as often. With more in memory, they no longer stay in the processor's cache.
+TOGETHER, FEW = 2, 12
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,8 @@ class Plan:
     @property
     def _tensors(self) -> int:
         """How many blocks a thread has in memory, about: inputs as they are stored and converted, and temporaries."""
-        return 2 * (1 + len(self.inputs.tuned) + len(self.inputs.curvatures)) + len(self.inputs.tuned) + 6
+        base, tuned = int(self.inputs.base is not None and "base" in self.needs), len(self.inputs.tuned)
+        return 2 * (base + tuned + len(self.inputs.curvatures)) + tuned + 6
 
     @property
     def _wide(self) -> bool:
@@ -229,7 +230,7 @@ class Plan:
 
     @property
     def _together(self) -> int:
-        """How many blocks a thread takes at once; where there are random masks, their generation is what takes time."""
+        """How many blocks a thread takes at once; of random masks, which take memory of their own, only one."""
         few = self._tensors <= FEW and not self._wide and not self.needs & {"kept", "uniform"}
         return TOGETHER if few else 1
 
