@@ -153,7 +153,7 @@ def test_a_merge_that_begins_with_a_guess_of_the_thresholds_counts_on_the_worker
     if not right:
         one = next(iter(found))
         guesses[one] = [Guess(2 * value, exact=True) for value in found[one]]
-    monkeypatch.setattr(statistics, "_sampled", lambda plan, _: statistics.Search(plan, guesses))
+    monkeypatch.setattr(statistics, "_sampled", lambda plan, _: statistics.ThresholdSearches(plan, guesses))
     same(cluster, recipe, tmp_path, 2)
 
 

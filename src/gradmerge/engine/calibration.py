@@ -27,7 +27,7 @@ from .factoring import factored
 from .layers import solve_layer
 from .local import MergedBlock, run
 from .plan import BLOCK, Job, Plan, rule_arguments
-from .statistics import Counting, Search, Statistics, begin_search, find_statistics
+from .statistics import Counting, Statistics, ThresholdSearches, begin_search, find_statistics
 from .workers import one_thread_each, run_parallel
 
 #: Entries that are merged, and bytes that are read in pieces of so many.
@@ -74,7 +74,7 @@ def share_away(plan: Plan) -> float:
     return sum(nbytes for nbytes, away in sizes if away) / max(1, sum(nbytes for nbytes, _ in sizes))
 
 
-def _entry_rates(plan: Plan, threads: int, device: str, search: Search | None) -> tuple[Rate, Rate | None]:
+def _entry_rates(plan: Plan, threads: int, device: str, search: ThresholdSearches | None) -> tuple[Rate, Rate | None]:
     """Entries a second in the merge, and in a pass for statistics if there is one."""
     jobs = [*_sample([job for job in plan.merged if not job.whole and not job.inside])]
     entries = sum(job.info.numel for job in jobs)

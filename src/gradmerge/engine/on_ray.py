@@ -23,7 +23,7 @@ from .plan import Plan, Unit
 from .ray_crew import Crew
 from .reads import State
 from .spreading import Part, Run
-from .statistics import Search, Statistics
+from .statistics import Statistics, ThresholdSearches
 from .target import Target
 
 #: Entries that a worker takes at a time, at most; and into how many shares for each worker the work is cut at least.
@@ -94,7 +94,7 @@ class RayCluster:
         target: Target,
         units: Sequence[Unit],
         statistics: Statistics,
-        search: Search | None,
+        search: ThresholdSearches | None,
         advance: Advance,
     ) -> None:
         """Have units merged and written into the target's files; ``search`` is told what was counted on the way."""

@@ -118,7 +118,7 @@ class ThresholdSearch:
         return _by_model(self._ranks, values) if len(values) == len(self._selections) else None
 
 
-class Search:
+class ThresholdSearches:
     """The thresholds of the whole model, under the name "", or of every tensor: what is found, and what is guessed.
 
     A merge may begin with the guesses. It counts on the way (``looks_for``, ``add``), and ``end_pass`` then says which
@@ -184,14 +184,14 @@ def _by_model(ranks: Sequence[Sequence[int]], values: Sequence[float]) -> Thresh
     return [one[0] for one in found] if all(len(one) == 1 for one in found) else found
 
 
-def begin_search(plan: Plan, threads: int = 1, spread: Spread | None = None) -> Search | None:
+def begin_search(plan: Plan, threads: int = 1, spread: Spread | None = None) -> ThresholdSearches | None:
     """The search for thresholds, with what a sample says, if a merge may begin with it."""
     if "thresholds" in plan.needs and not plan.measures:
         return _sampled(plan, spread or here(threads))
     return None
 
 
-def _sampled(plan: Plan, spread: Spread) -> Search:
+def _sampled(plan: Plan, spread: Spread) -> ThresholdSearches:
     guesses: dict[str, Sequence[Guess] | None] = {}
     if plan.inputs.options["scope"] == "model":
         many = sum(job.info.numel for job in plan.merged) > SAMPLE_FROM and _dtype(plan.merged) == torch.float32
@@ -200,14 +200,14 @@ def _sampled(plan: Plan, spread: Spread) -> Search:
     elif large := [job for job in plan.merged if job.info.numel > TENSOR_RUNS * TENSOR_RUN]:
         for some in spread(plan, tensor_guesses, whole(large), None, _ignored):
             guesses |= some
-    return Search(plan, guesses)
+    return ThresholdSearches(plan, guesses)
 
 
 def find_statistics(
     plan: Plan,
     threads: int,
     advance: Advance = lambda nbytes: None,
-    search: Search | None = None,
+    search: ThresholdSearches | None = None,
     spread: Spread | None = None,
 ) -> Statistics:
     """The statistics that the plan's rule needs; ``advance`` is told how many bytes have been read.

@@ -38,7 +38,7 @@ from .plan import Plan
 from .reads import State, changed, recipe_paths, state_of
 from .record import merge_record
 from .spreading import Spread
-from .statistics import Counting, Search, Statistics, begin_search, find_statistics
+from .statistics import Counting, Statistics, ThresholdSearches, begin_search, find_statistics
 from .target import Target
 from .trust import judge_removal
 
@@ -124,7 +124,7 @@ def merge_to_folder(
             resumed = len(finished.units)
             units = list(plan.units())
 
-            def merge_units(statistics: Statistics, search: Search | None = None) -> None:
+            def merge_units(statistics: Statistics, search: ThresholdSearches | None = None) -> None:
                 """Merge the units that are left; ``search`` is told what is counted on the way."""
                 left = [unit for unit in units if unit.number not in finished.units]
                 if not left:
@@ -152,7 +152,7 @@ def merge_to_folder(
                     if search is not None and counting is not None:
                         search.add(counting.counts)
 
-            def find(search: Search | None) -> Statistics:
+            def find(search: ThresholdSearches | None) -> Statistics:
                 """The statistics; those that ``search`` has guessed as they are."""
                 nbytes = plan.statistics_read if search is None else sum(map(plan.bytes_read, search.left))
                 if nbytes:
