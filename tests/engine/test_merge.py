@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
 import gradmerge as gm
+from gradmerge.api.merging import planned
 from gradmerge.engine import statistics
 from gradmerge.engine.randomness import keep_mask
 from gradmerge.engine.selection import Guess
@@ -499,6 +501,34 @@ def test_curvature_has_a_digest_of_its_own_whatever_the_reduction(tmp_path: Path
         from gradmerge.engine.record import digest_of
 
         assert digests[str(tmp_path / "curvature-1")] == f"xxh3-128:{digest_of(checkpoint).hex()}"
+
+
+def test_blocks_that_a_thread_takes_together_are_digested_and_resumed_one_by_one(tmp_path: Path) -> None:
+    """slerp of two models has few blocks in memory, so that two of 64 entries go through it at once."""
+    base = random_state(0, {"w": (5, 60)})
+    folders = [str(write_model(tmp_path / f"m{i}", state)) for i, state in enumerate((base, near(base, 1)))]
+    recipe = {"method": "slerp", "base": folders[0], "models": folders[1:]}
+    stretches = [(0, 128), (128, 256), (256, 300)]
+    with planned(recipe) as plan:
+        plan.block = 64
+        assert [(own[0].start, own[-1].stop) for own in plan.stretches(plan.units())] == stretches
+        left = [unit for unit in plan.units() if unit.number != 1]
+        assert [[unit.number for unit in own] for own in plan.stretches(left)] == [[0], [2, 3], [4]]
+    with pytest.raises(Stopped):
+        gm.merge(recipe, tmp_path / "out", block=64, threads=1, progress=StopAfter(2, 1500))  # in the second stretch
+    journal = tmp_path / "out.gradmerge-partial" / "gradmerge.journal"
+    *lines, _ = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + 1 + 3  # without its last line: the header, the angle, and three blocks
+    journal.write_bytes(b"".join(lines))
+    gm.merge(recipe, tmp_path / "out", block=64, resume=True)
+    gm.merge(recipe, tmp_path / "again", block=1000)
+    assert weight_bytes(tmp_path / "out")["model.safetensors"] == weight_bytes(tmp_path / "again")["model.safetensors"]
+    record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())
+    assert record["resumed_blocks"] == 3
+    for entry, folder in zip(record["inputs"], folders, strict=True):
+        values = read_model(Path(folder))["w"].numpy().reshape(-1)
+        blocks = "".join(xxhash.xxh3_64_hexdigest(values[i : i + 64].tobytes()) for i in range(0, 300, 64))
+        assert entry["digest"] == "xxh3-128:" + xxhash.xxh3_128_hexdigest(f"w F32 [5, 60] {blocks}\n".encode())
 
 
 def test_the_digest_depends_on_values_but_not_on_shards(tmp_path: Path) -> None:
