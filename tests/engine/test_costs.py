@@ -16,7 +16,7 @@ import gradmerge as gm
 from gradmerge.api.merging import planned
 from gradmerge.cli.app import app
 from gradmerge.curvature.needs import Rate
-from gradmerge.engine import to_folder
+from gradmerge.engine import statistics, to_folder
 from gradmerge.engine.calibration import ENTRIES, measure_speeds, read_rate
 from gradmerge.engine.costs import CLUSTER_START, START, Pass, Speeds, cost_of, passes_of, seconds_of
 from gradmerge.storage.tensorfile import PositionalFile
@@ -48,8 +48,8 @@ def test_seconds_of_a_pass_are_those_of_hand_computation() -> None:
     assert together == {"disk": 8.0, "network": 8000 / 200 / 4, "cpu": 27 / 8}
     from_afar = seconds_of(merge, SPEEDS, 1, 1, (0.5, 0.0))
     assert from_afar["network"] == 3000 / 200
-    statistics = seconds_of(Pass("angles", 6000, 0, 1000), SPEEDS, 1, 1, (0.0, 0.0))
-    assert statistics["cpu"] == 10.0
+    angles = seconds_of(Pass("angles", 6000, 0, 1000), SPEEDS, 1, 1, (0.0, 0.0))
+    assert angles["cpu"] == 10.0
 
 
 def test_a_cost_adds_up_the_slowest_of_every_pass(recipe: dict[str, Any]) -> None:
@@ -104,6 +104,26 @@ def test_the_bytes_of_all_passes_are_those_that_a_merge_reads(
     slack = 3 * sum(sizes.values()) if options else 20_000
     assert sum(one.read for one in found) <= read <= sum(one.read for one in found) + slack
     assert sum(one.written for one in found) == result.bytes_written
+
+
+def test_tensors_whose_thresholds_a_sample_tells_are_planned_and_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four tensors one has differences that are all unlike, and one is too small for a sample."""
+    monkeypatch.setattr(statistics, "TENSOR_RUN", 16)
+    shapes = {"a": (60, 20), "b": (60, 20), "unlike": (60, 20), "small": (10, 20)}
+    base = {name: value.round() for name, value in random_state(0, shapes, scale=9.0).items()}
+    fifth = {name: (torch.arange(v.numel()) % 5 == 0).reshape(v.shape) for name, v in base.items()}
+    tuned = {n: v + (random_state(1, shapes)[n] if n == "unlike" else fifth[n]) for n, v in base.items()}
+    folders = [str(write_model(tmp_path / f"m{i}", state)) for i, state in enumerate((base, tuned))]
+    recipe = {"method": "ties", "base": folders[0], "models": folders[1:]}
+    recipe |= {"options": {"scope": "tensor", "density": 0.1}}
+    with planned(recipe) as plan:
+        _, guessed = measure_speeds(plan, threads=1, disk=Rate(1.0, "given"))
+        assert sorted(guessed) == ["a", "b"]
+        found = passes_of(plan, guessed)
+    assert [(one.what, one.entries) for one in found] == [("thresholds", 1400), ("merge", 3800)]
+    assert gm.merge(recipe, tmp_path / "out", progress=False).bytes_read == sum(one.read for one in found)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells a process's own peak")
