@@ -58,10 +58,10 @@ class PictureSeed(run.Seed, Study):
         classifier.put(state)
         return classifier.eval()
 
-    def rows(self, task: str, first: int | None) -> list[Any]:
+    def rows(self, task: str, first: int | None, *, unseen: bool = False) -> list[Any]:
         # A base that was trained here knows the first rows by heart: they say nothing about what a merge has lost.
-        images = self._images([task], "train")
-        known = self.settings.base_rows if self.settings.pretraining is not None else 0
+        images = self._images([task], "validation" if unseen else "train")
+        known = self.settings.base_rows if self.settings.pretraining is not None and not unseen else 0
         order = torch.randperm(len(images) - known, generator=torch.Generator().manual_seed(self.seed))[:first]
         return [images.batch(rows.tolist()) for rows in (known + order).split(128)]
 

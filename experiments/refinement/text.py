@@ -44,8 +44,8 @@ class TextSeed(run.Seed, Study):
         model: nn.Module = model_with(self._template, {name: value.clone() for name, value in state.items()})
         return model
 
-    def rows(self, task: str, first: int | None) -> list[Any]:
-        examples = self._examples(task, "train")
+    def rows(self, task: str, first: int | None, *, unseen: bool = False) -> list[Any]:
+        examples = self._examples(task, "dev" if unseen else "train")
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(self.seed))[:first].tolist()
         chosen = [examples[place] for place in order]
         return [self._kind.collate(chosen[begin : begin + 64]) for begin in range(0, len(chosen), 64)]
