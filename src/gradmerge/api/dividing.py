@@ -1,9 +1,11 @@
-"""Rows divided over the processes of one run, and an estimate that saves its sums now and then."""
+"""Owners of rows, divided over the processes of one run; and an estimate that saves its sums now and then."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -13,12 +15,15 @@ from ..curvature.batches import Placed
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import estimate_curvature
 from ..curvature.kronecker import KroneckerCurvature
+from ..curvature.losses import ExampleLoss, labels_of, loss_of
 from ..curvature.together import Together, parts, without
+from ..errors import InputError
 from ..processes import Processes
 from ..progress import Progress
 from ..refinement.owners import DataOwner
 from ..refinement.saving import Start
-from ..refinement.splitting import RowBatches, share_of_rows, split_rows
+from ..refinement.splitting import RowBatches, as_batches, rows_in, share_of_rows, split_batches, split_rows
+from ..refinement.teaching import TaughtLoss, Teacher, teacher_on_disk
 from ..tasks import LoadedTask, measure
 from ..tasks.metrics import Metrics
 from .saved_sums import SavedSums, stored_as
@@ -106,6 +111,39 @@ def estimate_saving(
     return found
 
 
+def owners_in_memory(
+    model: nn.Module,
+    data: Mapping[str, Any],
+    *,
+    valid: Mapping[str, Any],
+    examples: Mapping[str, int],
+    output: ExampleLoss | None,
+    seed: int,
+    progress: Progress,
+    teachers: Mapping[str, Any],
+    teaching: float,
+) -> list[DataOwner]:
+    """The owners of batches."""
+    owners = []
+    for name, given in data.items():
+        if isinstance(given, str | Path):
+            raise InputError(f"{name}: is {type(given).__name__}, but must be batches in memory, for a module")
+        batches = as_batches(name, given)
+        if name in valid:
+            kept, held = batches, as_batches(f"valid {name}", valid[name])
+        else:
+            kept, held = split_batches(name, batches, seed)
+        more: Any = {"output": output, "seed": seed, "advance": progress.advance}
+        if name in teachers:
+            loss = TaughtLoss(output or loss_of(model, labels_of(batches[0])), teaching)
+            teacher = Teacher(name, teachers[name], loss)
+            teacher.check(model, batches[0])
+            progress.begin(f"teacher of {name}", rows_in(kept) + rows_in(held))
+            more["teacher"] = teacher
+        owners.append(DataOwner(name, kept, held, examples=examples.get(name), **more))
+    return owners
+
+
 def owners_on_disk(
     start: Start,
     data: Mapping[str, str],
@@ -114,6 +152,8 @@ def owners_on_disk(
     seed: int,
     progress: Progress,
     group: Processes,
+    teachers: Mapping[str, str] = MappingProxyType({}),
+    teaching: float = 1.0,
 ) -> tuple[list[DataOwner], dict[str, RowBatches], list[str]]:
     """The owners, the rows held back of each, and notes on how rows were read; processes share the rows out."""
     owners, back, notes = [], {}, []
@@ -129,6 +169,10 @@ def owners_on_disk(
             kept, held = RowBatches(loaded, rows), RowBatches(loaded, rows_held)
         stands_for = examples.get(name)
         more: Any = {"seed": seed, "advance": progress.advance, "processes": group}
+        if name in teachers:
+            more["teacher"] = teacher_on_disk(start, name, teachers[name], TaughtLoss(loaded.output, teaching))
+            more["teacher"].check(start.model, kept[0])
+            progress.begin(f"teacher of {name}", kept.count_rows + held.count_rows)
         owners.append(DataOwner(name, kept, held, examples=stands_for, output=loaded.output, **more))
         back[name] = held
         told = loaded.notes if apart is loaded else loaded.notes + apart.notes

@@ -28,7 +28,6 @@ from ..refinement.points import trained
 from ..refinement.resuming import SavedRounds, shared_progress
 from ..refinement.rounds import Refinement
 from ..refinement.saving import Start, notes_of_folder, opened_start, write_folder
-from ..refinement.splitting import as_batches, split_batches
 from ..report.page import write_report
 from ..report.refinement_page import refinement_page
 from ..storage.staging import Staging
@@ -37,7 +36,7 @@ from ..tasks.data_names import dataset_type, named_data
 from ..tasks.data_sources import data_paths
 from ..tasks.uncertainty import difference
 from ..text import nearest
-from .dividing import metrics_of, owners_on_disk
+from .dividing import metrics_of, owners_in_memory, owners_on_disk
 
 #: What a reader of metrics should know.
 CHOSEN_BY = "rows held back: no step was taken on them, but by them the steps were chosen"
@@ -53,6 +52,8 @@ def refine(
     method: str = "newton",
     rounds: int = 2,
     examples: Mapping[str, int] | None = None,
+    teachers: Mapping[str, nn.Module | str | Path] | None = None,
+    teaching: float = 0.5,
     penalty: Mapping[str, Tensor] | str | None = None,
     base: Mapping[str, Tensor] | str | Path | None = None,
     output: str | ExampleLoss | None = None,
@@ -81,6 +82,9 @@ def refine(
         method: ``newton``, steps by Kronecker curvature, or ``adamw``, passes at a learning rate that is searched for.
         rounds: How many rounds at most; for ``adamw`` passes. It ends earlier where the loss no longer falls.
         examples: Task → how many examples it stands for; by default as many as it has rows.
+        teachers: Task → a model that knows it, as the one tuned on it that was merged; of every task or of some. Its
+            answers count beside the labels. For a module: a module. On disk: a folder, Hub id or adapter.
+        teaching: How much of a row's loss is that to the teacher's answer, in (0, 1]; 1: labels are not learned from.
         penalty: P of a quadratic penalty ½‖θ − θ_0‖²_P, a diagonal. For a module: parameter → tensor. On disk: a
             curvature folder, ``identity:c`` or ``none``; by default what the merge's record names, if it does.
         base: θ_0 of the penalty. For a module: parameter → tensor. On disk: a model; by default the record's.
@@ -103,7 +107,13 @@ def refine(
     >>> refine("./merged", {"yelp": "yelp.jsonl"}, out="./refined")  # doctest: +SKIP
     """
     check_request(method, rounds)
-    _check_names(data, valid or {}, examples or {})
+    teachers = dict(teachers or {})
+    _check_names(data, {"valid": valid or {}, "examples": examples or {}, "teacher": teachers})
+    if not 0 < teaching <= 1:
+        raise InputError(f"--teaching {teaching}: must be more than 0, and at most 1")
+    for name, teacher in teachers.items():
+        if isinstance(teacher, nn.Module) is not isinstance(model, nn.Module):
+            raise InputError(f"{name}: its teacher must be a module for a module, and a path for a model on disk")
     if isinstance(model, nn.Module):
         given: dict[str, Any] = {"out": out, "resume": resume, "force": force, "durable": durable, "command": command}
         given |= {"processes": processes, **loading}
@@ -113,9 +123,11 @@ def refine(
         loss = loss_named(output)
         held = _penalty_in_memory(model, penalty, base)
         with shown(progress, "rows") as told:
-            owners = _owners_in_memory(data, valid or {}, examples or {}, loss, seed, told)
+            rows: Any = {"valid": valid or {}, "examples": examples or {}, "output": loss, "seed": seed}
+            owners = owners_in_memory(model, data, **rows, progress=told, teachers=teachers, teaching=teaching)
             begun = time.perf_counter()
             done = refine_model(model, owners, method, rounds, penalty=held, seed=seed, progress=told)
+        done.teaching = teaching if teachers else 0.0
         done.seconds = time.perf_counter() - begun
         return done
     if output is not None:
@@ -133,6 +145,8 @@ def refine(
         method=method,
         rounds=rounds,
         examples=dict(examples or {}),
+        teachers={name: str(teacher) for name, teacher in teachers.items()},
+        teaching=teaching,
         penalty=cast("str | None", penalty),
         base=None if base is None else str(base),
         seed=seed,
@@ -146,14 +160,14 @@ def refine(
     )
 
 
-def _check_names(data: Mapping[str, Any], valid: Mapping[str, Any], examples: Mapping[str, int]) -> None:
+def _check_names(data: Mapping[str, Any], options: Mapping[str, Mapping[str, Any]]) -> None:
     if not data:
         raise InputError("there is no data to refine on: give --data NAME=SRC for every task")
-    for option, given in (("valid", valid), ("examples", examples)):
+    for option, given in options.items():
         for name in given:
             if name not in data:
                 raise InputError(f"--{option} {name}=…: there is no --data of that name{nearest(name, data)}")
-    for name, count in examples.items():
+    for name, count in options["examples"].items():
         if count < 1:
             raise InputError(f"--examples {name}={count}: a task stands for at least one example")
 
@@ -176,29 +190,6 @@ def _penalty_in_memory(model: nn.Module, penalty: Any, base: Any) -> Penalty | N
     return Penalty({n: penalty[n].to(here[n]) for n in both}, {n: base[n].to(here[n]) for n in both})
 
 
-def _owners_in_memory(
-    data: Mapping[str, Any],
-    valid: Mapping[str, Any],
-    examples: Mapping[str, int],
-    output: ExampleLoss | None,
-    seed: int,
-    progress: Progress,
-) -> list[DataOwner]:
-    owners = []
-    for name, given in data.items():
-        if isinstance(given, str | Path):
-            raise InputError(f"{name}: is {type(given).__name__}, but must be batches in memory, for a module")
-        batches = as_batches(name, given)
-        if name in valid:
-            kept, held = batches, as_batches(f"valid {name}", valid[name])
-        else:
-            kept, held = split_batches(name, batches, seed)
-        owners.append(
-            DataOwner(name, kept, held, examples=examples.get(name), output=output, seed=seed, advance=progress.advance)
-        )
-    return owners
-
-
 def _refine_folder(
     reference: str,
     data: Mapping[str, str],
@@ -208,6 +199,8 @@ def _refine_folder(
     method: str,
     rounds: int,
     examples: Mapping[str, int],
+    teachers: Mapping[str, str],
+    teaching: float,
     penalty: str | None,
     base: str | None,
     seed: int,
@@ -220,7 +213,8 @@ def _refine_folder(
     options: Loading,
 ) -> Refinement:
     begun = time.perf_counter()
-    models = [path for one in (reference, base, penalty, options["tokenizer"]) for path in model_paths(one)]
+    named = (reference, base, penalty, options["tokenizer"], *teachers.values())
+    models = [path for one in named for path in model_paths(one)]
     sources = [path for source in (*data.values(), *valid.values()) for path in data_paths(source)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(group.answering())
@@ -233,7 +227,8 @@ def _refine_folder(
         start = stack.enter_context(opened_start(reference, options))
         files = state_of(models) + state_of(sources, deep=True)
         held_to, penalty_facts, notes = penalty_of(start, penalty, base)
-        owners, back, read_notes = owners_on_disk(start, data, valid, examples, seed, told, group)
+        taught: Any = {"teachers": dict(teachers), "teaching": teaching} if teachers else {}
+        owners, back, read_notes = owners_on_disk(start, data, valid, examples, seed, told, group, **taught)
         request = {
             "version": __version__,
             "model": reference,
@@ -243,6 +238,7 @@ def _refine_folder(
             "method": method,
             "examples": dict(examples),
             **penalty_facts,
+            **taught,
             "seed": seed,
             **{name: dict(start.options)[name] for name in ("task", "limit", "max_length", "dtype", "batch_size")},
             "columns": dict(options["columns"] or {}),
@@ -264,6 +260,7 @@ def _refine_folder(
             progress=told,
             processes=group,
         )
+        done.teaching = teaching if teachers else 0.0
         moved = rounded_as_stored(start, owners, done)
         after = metrics_of(start.model, owners, back, group) if moved else before
         done.before, done.after = ({name: one.summary() for name, one in found.items()} for found in (before, after))
@@ -278,7 +275,8 @@ def _refine_folder(
         done.notes = [*start.notes, *notes, *read_notes, *done.notes, *notes_of_folder(start)]
         done.notes[:0] = staging.notes if staging is not None else []
         done.seconds = time.perf_counter() - begun
-        facts = facts_of(done, owners, data, valid, {"penalty_of": penalty_facts, "seed": seed, "resumed": resumed})
+        more = {"penalty_of": penalty_facts, "seed": seed, "resumed": resumed, **taught}
+        facts = facts_of(done, owners, data, valid, more)
         if staging is not None and saved is not None:
             card, measured = card_of(start, done, owners), _measured(start, done, owners, data, valid)
             write_result(staging, start, moved, done, facts, card, measured, [command] if command else [])
@@ -363,10 +361,11 @@ def card_of(start: Start, done: Refinement, owners: Sequence[Owner]) -> str:
     rows = [[o.name, str(o.rows), str(o.held), f"{first[o.name]:.4g}", f"{last[o.name]:.4g}"] for o in owners]
     count = len(done.rounds) - 1
     what = "The adapter was" if start.adapter else "It was"
+    taught = f"; {done.teaching:g} of them is to the answers of models of the tasks" if done.teaching else ""
     return f"""Refined from {as_code(name)} by **{done.method}** with gradmerge {__version__}.
 
 {what} refined in {count} round{"s" if count != 1 else ""} on labelled rows of every task. Losses are means over rows
-held back, in nats.
+held back, in nats{taught}.
 
 {as_table(columns, rows)}
 

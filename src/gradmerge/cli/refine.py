@@ -43,6 +43,13 @@ def refine(
         list[str] | None,
         typer.Option(metavar="NAME=N", help="How many examples a task stands for; by default its rows. Repeatable."),
     ] = None,
+    teacher: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=MODEL", help="A model that knows a task, whose answers count beside its labels."),
+    ] = None,
+    teaching: Annotated[
+        float, typer.Option(metavar="S", help="Share of a teacher's answers in the loss of a row; 1: no labels.")
+    ] = 0.5,
     penalty: Annotated[
         str | None,
         typer.Option(
@@ -78,6 +85,8 @@ def refine(
             method=method,
             rounds=rounds,
             examples=counts,
+            teachers=dict(named(teacher or [], "teacher")),
+            teaching=teaching,
             penalty=penalty,
             base=base,
             seed=seed,

@@ -145,19 +145,20 @@ class TokenLoss(ExampleLoss):
         self.shift = shift
         self.name = "next-token" if shift else "tokens"
 
-    def _aligned(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def aligned(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and the label that each is held against."""
         return (logits[:, :-1], labels[:, 1:]) if self.shift else (logits, labels)
 
     def terms(self, labels: Tensor) -> int:
         return int((labels[:, 1:] if self.shift else labels).ne(MASKED).sum())
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        logits, labels = self._aligned(logits, labels)
+        logits, labels = self.aligned(logits, labels)
         flat = F.cross_entropy(_wide(logits).flatten(0, 1), labels.flatten(), ignore_index=MASKED, reduction="none")
         return flat.view(labels.shape).sum(-1)
 
     def draw(self, logits: Tensor, labels: Tensor, uniform: Uniform) -> Tensor:
-        aligned, wanted = self._aligned(logits, labels)
+        aligned, wanted = self.aligned(logits, labels)
         counts = (wanted != MASKED).sum(-1).tolist()
         # The n-th number of an example belongs to its n-th token that counts, wherever padding has put it.
         numbers = torch.cat([uniform(row, count) for row, count in enumerate(counts)]).to(logits.device)
@@ -216,16 +217,22 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return inner() if callable(inner) else model
 
 
+def decoder_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What an encoder-decoder model makes of the labels for its decoder, if the batch does not say it."""
+    inner = unwrapped(model)
+    prepare = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
+    wanted = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+    if not wanted or prepare is None or "decoder_input_ids" in batch or "labels" not in batch:
+        return {}
+    return {"decoder_input_ids": prepare(labels=batch["labels"])}
+
+
 def logits_of(model: nn.Module, batch: Any) -> Tensor:
     """The model's output for a batch (see :mod:`gradmerge.curvature.batches`) without its labels."""
     if isinstance(batch, Mapping):
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        inner = unwrapped(model)
-        config = getattr(inner, "config", None)
-        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" not in inputs and "labels" in batch:
-            prepare = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
-            if prepare is not None:
-                inputs["decoder_input_ids"] = prepare(labels=batch["labels"])
+        inputs |= decoder_inputs(model, batch)
+        config = getattr(unwrapped(model), "config", None)
         if getattr(config, "use_cache", None) is not None:
             inputs.setdefault("use_cache", False)
         result = model(**inputs)

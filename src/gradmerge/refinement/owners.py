@@ -23,6 +23,7 @@ from ..processes import ALONE, Processes
 from .along import curvature_along
 from .points import Point, evaluated, moving
 from .splitting import RowBatches, rows_in, sample_batches, share_of_rows
+from .teaching import Teacher, with_labels
 
 #: Up to so many outputs, the curvature's expectation over labels is taken exactly, one backward pass for each; beyond,
 #: labels are drawn from the model.
@@ -80,7 +81,11 @@ class Owner(Protocol):
 
 
 class DataOwner:
-    """A task whose rows are batches that can be gone through again and again."""
+    """A task whose rows are batches that can be gone through again and again.
+
+    With a ``teacher``, gradients and losses are of the taught loss. Its answers are kept, a few numbers for each row;
+    those for tokens, as large as logits, are asked for whenever rows are gone through.
+    """
 
     def __init__(
         self,
@@ -95,6 +100,7 @@ class DataOwner:
         widest: int = WIDEST,
         advance: Callable[[int], None] = lambda rows: None,
         processes: Processes = ALONE,
+        teacher: Teacher | None = None,
     ) -> None:
         self._few_classes, self._widest = few_classes, widest
         self.name, self._seed, self._advance = name, seed, advance
@@ -111,6 +117,16 @@ class DataOwner:
         self.examples = self.rows if examples is None else examples
         self.held_error: float | None = None
         self._trial = Trial()
+        self._taught = teacher.loss if teacher is not None else None
+        self._teacher = teacher if teacher is not None and isinstance(teacher.loss.given, TokenLoss) else None
+        self._answers: dict[bool, Tensor] = {}
+        if teacher is not None and self._teacher is None:
+            for held, own in ((False, self._own), (True, self._own_valid)):
+                found = []
+                for batch in own:
+                    found.append(teacher.targets(batch))
+                    advance(examples_in(batch))
+                self._answers[held] = processes.rows([torch.cat(found)] if found else [])[0]
 
     def curvature(self, model: nn.Module) -> KroneckerCurvature:
         return estimate_curvature(
@@ -126,12 +142,16 @@ class DataOwner:
         )
 
     def gradient(self, model: nn.Module) -> Gradient:
-        loss, advance = self._output, self._advance
-        return estimate_gradient(model, self._own, output=loss, each_batch=advance, processes=self._processes)
+        loss = self._taught or self._output
+        return estimate_gradient(model, self._learned(model, held=False), output=loss, processes=self._processes)
 
     def along(self, model: nn.Module, directions: Sequence[Point]) -> Tensor:
         batches = self._on_device(model, self._own_curved, times=len(directions))
-        found = curvature_along(model, batches, directions, self.losses_at)
+
+        def given(model: nn.Module, logits: Tensor, batch: Any) -> Tensor:
+            return self._loss(model, batch).losses(logits, labels_of(batch))
+
+        found = curvature_along(model, batches, directions, given)
         self._processes.add([found])
         return found * (self.rows / self._curved_rows)
 
@@ -143,7 +163,7 @@ class DataOwner:
             for point in points if points is not None else [torch.zeros(len(directions))]:
                 move(point)
                 total, squares = 0.0, 0.0
-                for batch in self._on_device(model, self._own_valid if held else self._own):
+                for batch in self._learned(model, held=held):
                     losses = self._losses(model, batch, check=points is None)
                     total += float(losses.sum())
                     squares += float(losses.cpu().double().square().sum())
@@ -159,26 +179,29 @@ class DataOwner:
     def row_losses(self, model: nn.Module, *, held: bool) -> Tensor:
         """The loss of every row, or of every one held back."""
         with evaluated(model), torch.no_grad():
-            batches = self._on_device(model, self._own_valid if held else self._own)
-            found = [self._losses(model, batch, check=True).cpu() for batch in batches]
+            found = [self._losses(model, batch, check=True).cpu() for batch in self._learned(model, held=held)]
         return self._processes.rows([torch.cat(found)] if found else [])[0]
 
     def batches_of(self, rows: Sequence[int], model: nn.Module | None = None) -> list[Any]:
         """Some rows as batches, few of them; with a model, where it is, and counted."""
         if isinstance(self._batches, RowBatches):
-            parts = [self._batches.rows(rows)] if rows else []
+            parts = [self._answered(self._batches.rows(rows), rows, held=False)] if rows else []
         else:
             by_batch: dict[int, list[int]] = {}
             for row in rows:
                 number = bisect_right(self._starts, row) - 1
                 by_batch.setdefault(number, []).append(row - self._starts[number])
-            parts = [batch_rows(self._batches[number], torch.tensor(own)) for number, own in by_batch.items()]
+            parts = []
+            for number, own in by_batch.items():
+                places = [self._starts[number] + row for row in own]
+                parts.append(self._answered(batch_rows(self._batches[number], torch.tensor(own)), places, held=False))
         if model is None:
             return parts
         alike: dict[Any, list[Any]] = {}
         for part in filled_up(model, parts):
             alike.setdefault(shape_of(part), []).append(part)
-        return list(self._on_device(model, map(joined, alike.values())))
+        batches = self._on_device(model, map(joined, alike.values()))
+        return [batch if self._teacher is None else self._teacher.taught(model, batch) for batch in batches]
 
     def rows_alone(self, model: nn.Module, *, held: bool) -> Iterator[Any]:
         """Every row, or every one held back, as a batch of its own: not even its padding depends on the others."""
@@ -193,9 +216,10 @@ class DataOwner:
         """By how many standard deviations the labels fit the model better than the same labels dealt out at random.
 
         Near 0 for labels that are noise, whatever the model's confidence. Only where an example has a label of its own:
-        for tokens it is infinite.
+        for tokens it is infinite, and where a teacher alone is learned from.
         """
-        if isinstance(output := self.loss_of_rows(model), TokenLoss):
+        alone = self._taught is not None and self._taught.share == 1
+        if isinstance(output := self.loss_of_rows(model), TokenLoss) or alone:
             return float("inf")
         logits, labels = [], []
         with evaluated(model), torch.no_grad():
@@ -213,12 +237,12 @@ class DataOwner:
         return float(chance.mean() - true) / spread if spread > 0 else 0.0
 
     def loss_of_rows(self, model: nn.Module) -> ExampleLoss:
-        """What the loss of a row is."""
+        """What the loss of a row is, by its label."""
         return self._loss(model, self._batches[0])
 
     def losses_at(self, model: nn.Module, logits: Tensor, batch: Any) -> Tensor:
-        """The loss of every example, from the model's logits."""
-        return self._loss(model, batch).losses(logits, labels_of(batch))
+        """The loss of every example that is learned from, from the model's logits."""
+        return (self._taught or self._loss(model, batch)).losses(logits, labels_of(batch))
 
     def _likelihood(self, model: nn.Module) -> str:
         batch = next(iter(self._on_device(model, self._batches)))
@@ -238,6 +262,21 @@ class DataOwner:
 
         return Placed(make)
 
+    def _learned(self, model: nn.Module, *, held: bool) -> Iterator[Any]:
+        """This process's rows, where the model is, and counted, with a teacher's answers if there is one."""
+        place = self._processes.share(self.held if held else self.rows).start
+        for batch in self._on_device(model, self._own_valid if held else self._own):
+            rows = range(place, place + examples_in(batch))
+            batch = self._answered(batch, rows, held=held)
+            yield batch if self._teacher is None else self._teacher.taught(model, batch)
+            place = rows.stop
+
+    def _answered(self, batch: Any, rows: Sequence[int], *, held: bool) -> Any:
+        """A batch of these rows with the answers that are kept, if there are any."""
+        if not self._answers:
+            return batch
+        return with_labels(batch, self._answers[held][torch.tensor(rows)].to(labels_of(batch).device))
+
     def _on_device(self, model: nn.Module, batches: Iterable[Any], times: int = 1) -> Iterator[Any]:
         place = next(model.parameters()).device
         for batch in batches:
@@ -247,7 +286,7 @@ class DataOwner:
     def _losses(self, model: nn.Module, batch: Any, check: bool) -> Tensor:
         logits = logits_of(model, batch)
         if check:
-            self._loss(model, batch).check(logits.shape, labels_of(batch))
+            (self._taught or self._loss(model, batch)).check(logits.shape, labels_of(batch))
         return self.losses_at(model, logits, batch).double()
 
     def _loss(self, model: nn.Module, batch: Any) -> ExampleLoss:

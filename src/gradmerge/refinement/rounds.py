@@ -63,6 +63,8 @@ class Refinement(Displayed):
     back."""
     doubted: list[str] = field(default_factory=list)
     """Tasks whose labels fit the start no better than chance."""
+    teaching: float = 0.0
+    """How much of a row's loss, in the rounds, is that to the answer of its task's teacher; 0 where there are none."""
     before: dict[str, dict[str, Any]] = field(default_factory=dict)
     """On disk: task → metrics on its rows held back, of the start."""
     after: dict[str, dict[str, Any]] = field(default_factory=dict)

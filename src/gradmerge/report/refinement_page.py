@@ -26,9 +26,10 @@ def refinement_page(done: Refinement, start: str, facts: Mapping[str, Any], comm
         "start": start,
         "method": done.method,
         **{f"data of {name}": f"{task['data']}, {task['rows']} rows" for name, task in tasks.items()},
+        **{f"teacher of {name}": teacher for name, teacher in facts.get("teachers", {}).items()},
         **{f"judged by, {name}": f"{task['valid']}, {task['held_rows']} rows" for name, task in tasks.items()},
     }
-    asked = {name: facts[name] for name in ("method", "seed", "penalty_of")}
+    asked = {name: facts[name] for name in ("method", "seed", "penalty_of", "teachers", "teaching") if name in facts}
     asked["tasks"] = {name: {k: task[k] for k in ("data", "valid", "examples")} for name, task in tasks.items()}
     subtitle = f"{start}, by {done.method}, on {len(tasks)} task{'s' if len(tasks) != 1 else ''}"
     return Page("What refinement gained", subtitle, verdict(done), sections, to_yaml(asked), provenance, commands)
@@ -42,7 +43,7 @@ def verdict(done: Refinement) -> list[str]:
     count = len(done.rounds) - 1
     gained = 100 * (1 - last.judged / first.judged) if first.judged else 0.0
     words = [
-        f"{count} round{'s' if count != 1 else ''} lowered the loss on the rows held back, summed over the tasks, from "
+        f"{count} round{'s' if count != 1 else ''} lowered the {'taught ' if done.teaching else ''}loss on the rows held back, summed over the tasks, from "
         f"{first.judged:.4g} to {last.judged:.4g} nats, by {gained:.0f} %."
     ]
     for task, before in done.before.items():
@@ -86,6 +87,10 @@ def _curves(done: Refinement) -> Section:
         for task in done.rounds[0].held
     ]
     bars = "Bars are ± 1 standard error. " if done.rounds[0].errors else ""
+    if done.teaching:
+        bars += (
+            f"Where a task has a teacher, {done.teaching:g} of the loss is to its answers; the table's is to labels. "
+        )
     unit = "pass" if done.method == "adamw" else "round"
     chart = curves(series, f"{unit}, 0 is the start", "mean loss of a row, nats")
     return Section(
