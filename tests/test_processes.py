@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = zip(sentences(40, seed), (side > side.median()).int().tolist(), strict=True)
         write_jsonl(folder / f"{name}.jsonl", [{"text": text, "label": label} for text, label in rows])
     torch.manual_seed(0)
+    shutil.copytree(folder / "merged", folder / "teacher")
     weights = load_file(folder / "merged" / "model.safetensors")
     near_by = {name: value + 0.02 * torch.randn_like(value) for name, value in weights.items()}
     near_by["classifier.weight"] *= 4 / near_by["classifier.weight"].norm()
@@ -90,7 +92,7 @@ def measured(place: Path, out: Path, several: bool) -> dict[str, Any]:
     refined = {}
     for method in ("newton", "adamw"):
         options = {**more, "batch_size": 32, "out": out / method, "method": method}
-        found = gm.refine(place / "merged", data, rounds=1, **options)
+        found = gm.refine(place / "merged", data, teachers={"a": place / "teacher"}, rounds=1, **options)
         refined[method] = [one.judged for one in found.rounds]
     return {"loss": gradient.loss, "bert": numbers, "gpt2": written, "refined": refined}
 

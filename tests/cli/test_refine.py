@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import BertForSequenceClassification
+from transformers import AutoTokenizer, BertForSequenceClassification, GPT2LMHeadModel
 
 import gradmerge as gm
 from gradmerge.curvature.losses import logits_of
@@ -25,9 +25,10 @@ from ..tasks.making import sentences, tiny_bert_checkpoint, tiny_gpt2_checkpoint
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model near the one that gave the labels, and rows of two tasks."""
+    """A model near the one that gave the labels, which is a teacher, and rows of two tasks."""
     folder = tmp_path_factory.mktemp("refine")
     tiny_bert_checkpoint(folder / "merged")
+    shutil.copytree(folder / "merged", folder / "teacher")
     weights = load_file(folder / "merged" / "model.safetensors")
     for seed, name in enumerate(("a", "b")):
         write_jsonl(folder / f"{name}.jsonl", [{"text": text, "label": 0} for text in sentences(80, seed)])
@@ -287,3 +288,128 @@ def test_rows_without_labels_are_refused(place: Path, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in sentences(20)])
     result = run("refine", place / "merged", "--data", f"a={tmp_path / 'rows.jsonl'}", "-o", tmp_path / "out", status=2)
     assert "label" in result.output and not (tmp_path / "out").exists()
+
+
+def test_a_teacher_counts_beside_the_labels_of_its_task_and_is_recorded(place: Path, tmp_path: Path) -> None:
+    judged = [text for name in "ab" for text in ("--valid", f"{name}={place / name}.jsonl")]
+    taught = ["--teacher", f"a={place / 'teacher'}", "--teaching", 0.7, "--with", "adamw", "--rounds", 1, "--limit", 40]
+    found = run("refine", place / "merged", *given(place), *judged, *taught, "-o", tmp_path / "out")
+    assert "lowered the taught loss" in found.output
+    record = json.loads((tmp_path / "out" / "gradmerge.json").read_text())["refinement"]
+    assert record["teachers"] == {"a": str(place / "teacher")} and record["teaching"] == 0.7
+    folders = (place / "teacher", tmp_path / "out")
+    models = [BertForSequenceClassification.from_pretrained(folder).double().eval() for folder in folders]
+    tokenizer = AutoTokenizer.from_pretrained(place / "merged")
+    losses, plain = [], []
+    for row in gm.read_rows(str(place / "a.jsonl")).rows[:40]:
+        with torch.no_grad():
+            answer, z = (model(**tokenizer(row["text"], return_tensors="pt")).logits[0] for model in models)
+        logs, p = z.log_softmax(-1), answer.softmax(-1)
+        plain.append(-float(logs[row["label"]]))
+        losses.append(0.3 * plain[-1] - 0.7 * float(p[0] * logs[0] + p[1] * logs[1]))
+    assert record["rounds"][-1]["held"]["a"] == pytest.approx(sum(losses) / 40, rel=1e-5)
+    assert record["tasks"]["a"]["after"]["loss_per_example"] == pytest.approx(sum(plain) / 40, rel=1e-5), "by labels"
+    assert "0.7 of them is to the answers" in (tmp_path / "out" / "README.md").read_text()
+    assert "teacher of a" in (tmp_path / "out" / "report.html").read_text()
+    data = {name: place / f"{name}.jsonl" for name in "ab"}
+    options: Any = {"method": "adamw", "rounds": 1, "limit": 40, "batch_size": 80, "progress": False}
+    options |= {"teachers": {"a": place / "teacher"}, "teaching": 0.7, "valid": data}
+    gm.refine(place / "merged", data, out=tmp_path / "two", **options)
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_a_taught_run_goes_on_with_the_same_teacher_alone(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = ["refine", place / "merged", *given(place, "a"), "--limit", 40, "--with", "adamw", "--rounds", 4]
+    taught = [*asked, "--teacher", f"a={place / 'teacher'}"]
+    run(*taught, "-o", tmp_path / "whole")
+    write = resuming.SavedRounds.write
+
+    def stop(saved: Any, state: Any) -> None:
+        write(saved, state)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(resuming.SavedRounds, "write", stop)
+        run(*taught, "-o", tmp_path / "out", status=1)
+    for other in (asked, [*asked, "--teacher", f"a={place / 'merged'}"], [*taught, "--teaching", 1]):
+        assert "other data or other options" in run(*other, "-o", tmp_path / "out", "--resume", status=2).output
+    run(*taught, "-o", tmp_path / "out", "--resume")
+    name = "model.safetensors"
+    assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_an_adapter_teaches_an_adapter_as_the_whole_model_would(place: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"], init_lora_weights=False)
+    for seed, name in enumerate(("start", "teacher")):
+        torch.manual_seed(seed)
+        model: Any = get_peft_model(BertForSequenceClassification.from_pretrained(place / "merged"), config)
+        model.save_pretrained(tmp_path / name)
+    model.merge_and_unload().save_pretrained(tmp_path / "whole")
+    found = []
+    for teacher in ("teacher", "whole"):
+        more = ["--tokenizer", place / "merged", "--with", "adamw", "--rounds", 1, "--limit", 40, "--json"]
+        taught = ["--teacher", f"a={tmp_path / teacher}", "-o", tmp_path / f"by-{teacher}"]
+        found.append(json.loads(run("refine", tmp_path / "start", *given(place, "a"), *taught, *more).output))
+    assert found[0]["rounds"][0]["held"] == pytest.approx(found[1]["rounds"][0]["held"], rel=1e-5)
+    assert (tmp_path / "by-teacher" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("method", ["newton", "adamw"])
+def test_a_language_model_is_taught_token_by_token(tmp_path: Path, method: str) -> None:
+    for seed, name in enumerate(("merged", "teacher")):
+        tiny_gpt2_checkpoint(tmp_path / name, seed)
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in sentences(12)])
+    rows = f"a={tmp_path / 'a.jsonl'}"
+    more = ["--teacher", f"a={tmp_path / 'teacher'}", "--teaching", 1, "--with", method, "--rounds", 1, "--json"]
+    found = run("refine", tmp_path / "merged", "-d", rows, "--valid", rows, "-o", tmp_path / "out", *more)
+    models = [GPT2LMHeadModel.from_pretrained(tmp_path / name).double().eval() for name in ("teacher", "out")]
+    losses = []
+    loaded = load_task(tmp_path / "merged", tmp_path / "a.jsonl", device="cpu")
+    for batch in loaded.batches(1):
+        with torch.no_grad():
+            answers, z = (model(batch["input_ids"]).logits[0] for model in models)
+        pairs = zip(answers[:-1].softmax(-1), z[:-1].log_softmax(-1), batch["labels"][0, 1:].tolist(), strict=True)
+        losses.append(-sum(float(p @ logs) for p, logs, label in pairs if label != -100))
+    rounds = json.loads(found.output)["rounds"]
+    assert len(rounds) == 2 and rounds[1]["held"]["a"] < rounds[0]["held"]["a"]
+    assert rounds[1]["held"]["a"] == pytest.approx(sum(losses) / 12, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        ({"labels": 3}, "outputs of shape [3] for a row, the model of [2]"),
+        ({"id2label": {0: "up", 1: "down"}, "label2id": {"up": 0, "down": 1}}, "'down' is 0 and 1"),
+        ({"vocab_size": 70}, "a vocabulary of 70 tokens"),
+        ({"words": True}, "another tokenizer than the model"),
+        ({"nan": True}, "not finite"),
+        ({"task": "b"}, "--teacher b=…: there is no --data of that name"),
+        ({"teaching": "0"}, "more than 0"),
+        ({"teaching": "1.01"}, "at most 1"),
+        ({"folder": "nowhere"}, "nowhere"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused_and_nothing_is_written(
+    place: Path, tmp_path: Path, made: dict[str, Any], says: str
+) -> None:
+    start = tmp_path / "start"
+    tiny_bert_checkpoint(start, id2label={0: "down", 1: "up"}, label2id={"down": 0, "up": 1})
+    own = {key: value for key, value in made.items() if key in ("labels", "id2label", "label2id", "vocab_size")}
+    folder = tiny_bert_checkpoint(tmp_path / "teacher", **own)
+    if "words" in made:
+        text = (folder / "tokenizer.json").read_text()
+        (folder / "tokenizer.json").write_text(text.replace('"film"', '"movie"'))
+    if "nan" in made:
+        weights = load_file(folder / "model.safetensors")
+        weights["classifier.bias"][0] = float("nan")
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    teacher = f"{made.get('task', 'a')}={tmp_path / made.get('folder', 'teacher')}"
+    more = ["--teacher", teacher, "--teaching", made.get("teaching", "0.5"), "--limit", 20]
+    result = run("refine", start, *given(place, "a"), "-o", tmp_path / "out", *more, status=2)
+    assert says in " ".join(result.output.split())
+    assert {path.name for path in tmp_path.iterdir()} == {"start", "teacher"}

@@ -42,9 +42,10 @@ def verdict(done: Refinement) -> list[str]:
         return [f"The model is as it was: {done.stopped}."]
     count = len(done.rounds) - 1
     gained = 100 * (1 - last.judged / first.judged) if first.judged else 0.0
+    loss = "taught loss" if done.teaching else "loss"
     words = [
-        f"{count} round{'s' if count != 1 else ''} lowered the {'taught ' if done.teaching else ''}loss on the rows held back, summed over the tasks, from "
-        f"{first.judged:.4g} to {last.judged:.4g} nats, by {gained:.0f} %."
+        f"{count} round{'s' if count != 1 else ''} lowered the {loss} on the rows held back, summed over the tasks, "
+        f"from {first.judged:.4g} to {last.judged:.4g} nats, by {gained:.0f} %."
     ]
     for task, before in done.before.items():
         name = headline(before)
@@ -88,9 +89,7 @@ def _curves(done: Refinement) -> Section:
     ]
     bars = "Bars are ± 1 standard error. " if done.rounds[0].errors else ""
     if done.teaching:
-        bars += (
-            f"Where a task has a teacher, {done.teaching:g} of the loss is to its answers; the table's is to labels. "
-        )
+        bars += f"Of tasks with a teacher, {done.teaching:g} of the loss is to its answers; the table's is to labels. "
     unit = "pass" if done.method == "adamw" else "round"
     chart = curves(series, f"{unit}, 0 is the start", "mean loss of a row, nats")
     return Section(
