@@ -365,6 +365,23 @@ def engine_results() -> str:
     return table(header, rows) + about
 
 
+def teacher_results() -> str:
+    """What teachers add to refinement, from the last `python -m benchmarks.teachers` that was kept."""
+    cases = json.loads((RESULTS / "teachers.json").read_text("utf-8"))["cases"].values()
+
+    def shown(name: str) -> str:
+        accuracies, losses = [100 * case[name]["accuracy"] for case in cases], [case[name]["loss"] for case in cases]
+        return f"{mean(accuracies):.1f} ± {stdev(accuracies):.1f} / {mean(losses):.3f} ± {stdev(losses):.3f}"
+
+    rows = [
+        (f"`{method}`, {size}", *(shown(f"{method}, {size} rows, teaching {share}") for share in ("0", "0.5", "1")))
+        for size in (50, 200)
+        for method in ("newton", "adamw")
+    ]
+    header = ("method, rows", "labels alone", "half of each (`--teaching 0.5`)", "teachers alone (`--teaching 1`)")
+    return f"{table(header, rows)}\n\nThe merge has {shown('merge')}, joint training on all 997 rows {shown('joint')}."
+
+
 #: What a page may ask for, by the name that it uses.
 TABLES: dict[str, Callable[[], str]] = {
     "benchmark": benchmark_results,
@@ -381,4 +398,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "ranking": ranking_results,
     "same-work": same_work_results,
     "studio-move": move_results,
+    "teachers": teacher_results,
 }

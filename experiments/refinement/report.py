@@ -68,7 +68,8 @@ def tables(results: Mapping[str, Any]) -> str:
 {markdown(columns, rows)}
 The merge that is refined is `{start}` (averaged curvature, labels drawn from the model). The gap is that from it to
 `joint`, which was trained on all rows of all tasks. A refinement is given so many labelled rows per task, a tenth of
-which it holds back to judge by; they are among the rows that the task's own model was tuned on. Seconds are the least
+which it holds back to judge by; they are among the rows that the task's own model was tuned on. Taught: this model's
+answers count as half of a row's loss, and its label as the other. Seconds are the least
 and the most over the seeds, which may have shared the device with each other and with more.
 
 ![Loss and accuracy of every model](figures/scores.svg)

@@ -85,7 +85,10 @@ class Study(ABC):
         for first in self.sizes:
             rows = "all rows" if first is None else f"{first} rows"
             made |= {f"{method}, {rows}": partial(self._refined, method, self.start, first) for method in METHODS}
-            if first is not None:  # on all of them it is what joint training does
+            if first is not None:
+                for method in METHODS:
+                    made[f"{method}, taught, {rows}"] = partial(self._refined, method, self.start, first, taught=True)
+                # On all of them it is what joint training does.
                 made[f"base tuned on the same {rows}"] = partial(self._refined, "adamw", "base", first)
         return made
 
@@ -102,13 +105,16 @@ class Study(ABC):
     def _scored(self, module: nn.Module) -> dict[str, Any]:
         return {"scores": self.score(module)}
 
-    def _refined(self, method: str, start: str, first: int | None) -> dict[str, Any]:
+    def _refined(self, method: str, start: str, first: int | None, taught: bool = False) -> dict[str, Any]:
         rows = {task: self.rows(task, first) for task in self.tasks}
         module = self.module(self._models()[start]())
-        rounds = {"rounds": PASSES} if method == "adamw" and first is not None else {}
+        more: dict[str, Any] = {"rounds": PASSES} if method == "adamw" and first is not None else {}
+        if taught:  # where the base is of a task, that has no model of its own
+            states = self.states()
+            more["teachers"] = {task: self.module(states.get(task, states["base"])) for task in self.tasks}
         begun = time.perf_counter()
         with quick_products():
-            found = gm.refine(module, rows, method=method, progress=False, **rounds)
+            found = gm.refine(module, rows, method=method, progress=False, **more)
         return self._scored(module) | {
             "seconds": time.perf_counter() - begun,
             "held_back": [one.judged for one in found.rounds],

@@ -257,6 +257,7 @@ def test_a_penalty_of_the_record_is_used_and_one_can_be_given(place: Path, tmp_p
         (["--with", "sgd"], "known are newton, adamw"),
         (["--data", "a"], "--data a: give the task's name"),
         (["--data", "a=x.jsonl"], "a has one already"),
+        (["--teacher", "x"], "--teacher yelp=./yelp-model"),
         (["--valid", "c=x.jsonl"], "no --data of that name"),
         (["--examples", "a=many"], "whole number"),
         (["--dtype", "bfloat16"], "kept in float32"),

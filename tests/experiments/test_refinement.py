@@ -12,12 +12,16 @@ from experiments.refinement.__main__ import main
 from experiments.refinement.pictures import PictureSeed
 from experiments.refinement.report import draw, having, rows_of, share, tables
 from experiments.refinement.study import MERGE, Wanted
+from experiments.refinement.text import TextSeed
 from experiments.sentiment.data import SETS
+from experiments.sentiment.run import prepare as prepare_text
+from experiments.sentiment.settings import settings_for
 from experiments.vision.run import prepare
 from experiments.vision.settings import LOCAL, SCALES
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import gradmerge as gm
+from gradmerge.refinement.splitting import split_batches
 
 from .test_vision import CLASSES, archive
 
@@ -30,10 +34,31 @@ def run(out: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
+def first_taught_loss(out: Path) -> float:
+    """The merge's, on rows held back: half to labels, half to answers of each task's model; summed over tasks."""
+    settings = settings_for("tiny", seq2seq=False, pretrained=False)
+    seed = TextSeed(0, Wanted(out, settings, "cpu", prepare_text(out, settings, "cpu", None, "made up"), (24,)))
+    merged, total = seed.module(seed._models()[MERGE]()), 0.0
+    for task in SETS:
+        teacher = AutoModelForSequenceClassification.from_pretrained(out / "seed-0" / task).eval()
+        losses = []
+        for batch in split_batches(task, seed.rows(task, 24), 0)[1]:
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            with torch.no_grad():
+                logs = merged(**inputs).logits.double().log_softmax(-1)
+                answers = teacher(**inputs).logits.double().softmax(-1)
+            for label, own, answer in zip(batch["labels"].tolist(), logs, answers, strict=True):
+                taught = sum(float(p * log) for p, log in zip(answer, own, strict=True))
+                losses.append(-0.5 * float(own[label]) - 0.5 * taught)
+        total += sum(losses) / len(losses)
+    return total
+
+
 def test_sentiment_is_refined_and_scored_on_every_set(tmp_path: Path) -> None:
     results = run(tmp_path / "text")
     (seed,) = results["seeds"]
     refined = {"newton, 24 rows", "adamw, 24 rows", "base tuned on the same 24 rows"}
+    refined |= {"newton, taught, 24 rows", "adamw, taught, 24 rows"}
     assert seed["refinements"].keys() == refined and seed["scores"].keys() == {"base", "joint"} | MERGES | refined
     for one in seed["refinements"].values():
         assert one["held_back"] == sorted(one["held_back"], reverse=True), "never worse on the rows held back"
@@ -50,6 +75,9 @@ def test_sentiment_is_refined_and_scored_on_every_set(tmp_path: Path) -> None:
             right += int(logits.argmax()) == row["label"]
         assert seed["scores"]["base"][name]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
         assert seed["scores"]["base"][name]["accuracy"] == pytest.approx(right / len(losses), abs=1.5 / len(losses))
+    assert first_taught_loss(tmp_path / "text") == pytest.approx(
+        seed["refinements"]["adamw, taught, 24 rows"]["held_back"][0], rel=1e-4
+    )
     page = (tmp_path / "text" / "results.md").read_text()
     assert all(f"| {name} |" in page for name in seed["scores"]) and (tmp_path / "text/figures/scores.svg").is_file()
 

@@ -16,6 +16,7 @@ from .streams import say
 EXAMPLE = (
     "Examples: gradmerge refine ./merged --data yelp=yelp.jsonl --data sst2=sst2.jsonl -o ./refined   ·   "
     "gradmerge refine ./merged --data yelp=yelp.jsonl --valid yelp=more.jsonl --with adamw --rounds 3 -o ./refined"
+    "   ·   gradmerge refine ./merged --data yelp=yelp.jsonl --teacher yelp=./yelp-model -o ./refined"
 )
 NamedSource = Annotated[
     list[str],
