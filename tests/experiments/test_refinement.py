@@ -38,6 +38,7 @@ def first_taught_loss(out: Path) -> float:
     """The merge's, on rows held back: half to labels, half to answers of each task's model; summed over tasks."""
     settings = settings_for("tiny", seq2seq=False, pretrained=False)
     seed = TextSeed(0, Wanted(out, settings, "cpu", prepare_text(out, settings, "cpu", None, "made up"), (24,)))
+    seed.results()  # of which every stage is done, so that what it made can be read
     merged, total = seed.module(seed._models()[MERGE]()), 0.0
     for task in SETS:
         teacher = AutoModelForSequenceClassification.from_pretrained(out / "seed-0" / task).eval()
