@@ -374,9 +374,9 @@ def teacher_results() -> str:
         return f"{mean(accuracies):.1f} ± {stdev(accuracies):.1f} / {mean(losses):.3f} ± {stdev(losses):.3f}"
 
     rows = [
-        (f"`{method}`, {size}", *(shown(f"{method}, {size} rows, teaching {share}") for share in ("0", "0.5", "1")))
+        (f"`{shown_as}`, {size}", *(shown(f"{method}, {size} rows, teaching {share}") for share in ("0", "0.5", "1")))
         for size in (50, 200)
-        for method in ("newton", "adamw")
+        for method, shown_as in (("newton", "newton"), ("adamw", "adamw --rounds 12"))
     ]
     header = ("method, rows", "labels alone", "half of each (`--teaching 0.5`)", "teachers alone (`--teaching 1`)")
     return f"{table(header, rows)}\n\nThe merge has {shown('merge')}, joint training on all 997 rows {shown('joint')}."
