@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {
         **head("refinement", args, [f"--tasks {args.tasks} --rows {_as_text(sizes)}"]),
         "tasks": list(tasks),
+        "judged_by_unseen": True,
         "settings": asdict(settings),
         "seeds": seeds,
     }

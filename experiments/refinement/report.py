@@ -12,6 +12,10 @@ from ..common.figures import figure
 from ..common.tables import markdown, shown
 from .study import MERGE
 
+#: Of the rows that refinements are judged by, in earlier runs and now.
+SEEN = "; all are among the rows that the task's own model was tuned on"
+UNSEEN = ", which no model has seen; the others are among those that the task's own model was tuned on"
+
 
 def mean(scores: Mapping[str, Mapping[str, float]], what: str) -> float:
     """Over the tasks."""
@@ -68,9 +72,9 @@ def tables(results: Mapping[str, Any]) -> str:
 {markdown(columns, rows)}
 The merge that is refined is `{start}` (averaged curvature, labels drawn from the model). The gap is that from it to
 `joint`, which was trained on all rows of all tasks. A refinement is given so many labelled rows per task, a tenth of
-which it holds back to judge by; they are among the rows that the task's own model was tuned on. Taught: this model's
-answers count as half of a row's loss, and its label as the other. Seconds are the least
-and the most over the seeds, which may have shared the device with each other and with more.
+which it is judged by{UNSEEN if results.get("judged_by_unseen") else SEEN}. Taught: this model's answers count
+as half of a row's loss, and its label as the other. Seconds are the least and the most over the seeds, which may have
+shared the device with each other and with more.
 
 ![Loss and accuracy of every model](figures/scores.svg)
 

@@ -23,6 +23,8 @@ MERGE = "gradient matching"
 METHODS = ("newton", "adamw")
 #: Passes of AdamW over few rows; over all of them the two of its search are enough.
 PASSES = 8
+#: Rows that judge where all training rows are given.
+JUDGING = 500
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Study(ABC):
     structures: Sequence[str] = ("diagonal", "kronecker")
     """Of the curvature that merges are made by."""
     sizes: Sequence[int | None]
-    """Labelled rows per task that a refinement is given, None for all; a tenth of them it holds back by itself."""
+    """Labelled rows per task that a refinement is given, None for all; a tenth of them is there to judge by."""
 
     @abstractmethod
     def states(self) -> dict[str, State]:
@@ -61,8 +63,8 @@ class Study(ABC):
         """A model with these weights, on the device."""
 
     @abstractmethod
-    def rows(self, task: str, first: int | None) -> list[Any]:
-        """So many training rows of a task, drawn by the seed, in batches; None is all."""
+    def rows(self, task: str, first: int | None, *, unseen: bool = False) -> list[Any]:
+        """So many training rows of a task, or of those that no model has seen, drawn by the seed; None is all."""
 
     @abstractmethod
     def score(self, module: nn.Module) -> dict[str, dict[str, float]]:
@@ -95,7 +97,7 @@ class Study(ABC):
     def stage(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = re.sub(r"[^a-z0-9]+", "-", name.lower())
         found: dict[str, Any] = self.stages.run(
-            f"compare-{path}", lambda folder: make(), given={"passes": PASSES}, after=self.trained
+            f"compare-{path}", lambda folder: make(), given={"passes": PASSES, "judging": JUDGING}, after=self.trained
         )
         return found
 
@@ -106,7 +108,10 @@ class Study(ABC):
         return {"scores": self.score(module)}
 
     def _refined(self, method: str, start: str, first: int | None, taught: bool = False) -> dict[str, Any]:
-        rows = {task: self.rows(task, first) for task in self.tasks}
+        judging = JUDGING if first is None else first // 10
+        # The models that were merged know their training rows too well for these to judge by.
+        valid = {task: self.rows(task, judging, unseen=True) for task in self.tasks}
+        rows = {task: self.rows(task, None if first is None else first - judging) for task in self.tasks}
         module = self.module(self._models()[start]())
         more: dict[str, Any] = {"rounds": PASSES} if method == "adamw" and first is not None else {}
         if taught:  # where the base is of a task, that has no model of its own
@@ -114,7 +119,7 @@ class Study(ABC):
             more["teachers"] = {task: self.module(states.get(task, states["base"])) for task in self.tasks}
         begun = time.perf_counter()
         with quick_products():
-            found = gm.refine(module, rows, method=method, progress=False, **more)
+            found = gm.refine(module, rows, valid=valid, method=method, progress=False, **more)
         return self._scored(module) | {
             "seconds": time.perf_counter() - begun,
             "held_back": [one.judged for one in found.rounds],

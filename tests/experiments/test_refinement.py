@@ -21,7 +21,6 @@ from experiments.vision.settings import LOCAL, SCALES
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import gradmerge as gm
-from gradmerge.refinement.splitting import split_batches
 
 from .test_vision import CLASSES, archive
 
@@ -35,15 +34,19 @@ def run(out: Path, *arguments: str) -> dict[str, Any]:
 
 
 def first_taught_loss(out: Path) -> float:
-    """The merge's, on rows held back: half to labels, half to answers of each task's model; summed over tasks."""
+    """The merge's, on rows of `dev`: half to labels, half to answers of each task's model; summed over tasks."""
     settings = settings_for("tiny", seq2seq=False, pretrained=False)
     seed = TextSeed(0, Wanted(out, settings, "cpu", prepare_text(out, settings, "cpu", None, "made up"), (24,)))
     seed.results()  # of which every stage is done, so that what it made can be read
     merged, total = seed.module(seed._models()[MERGE]()), 0.0
     for task in SETS:
         teacher = AutoModelForSequenceClassification.from_pretrained(out / "seed-0" / task).eval()
-        losses = []
-        for batch in split_batches(task, seed.rows(task, 24), 0)[1]:
+        losses, texts = [], gm.read_rows(str(out / "data" / task / "dev.jsonl.gz")).rows
+        known = {tuple(seed._kind.examples([row])[0]["ids"]) for row in texts}
+        for batch in seed.rows(task, 24 // 10, unseen=True):
+            assert all(
+                tuple(ids[ids != seed._kind.tokenizer.pad_token_id].tolist()) in known for ids in batch["input_ids"]
+            )
             inputs = {name: value for name, value in batch.items() if name != "labels"}
             with torch.no_grad():
                 logs = merged(**inputs).logits.double().log_softmax(-1)
