@@ -2,9 +2,10 @@
 
     python -m benchmarks.refine --demo demo --seeds 0,1,2,3,4 --json benchmarks/results/refine.json
 
-takes the folders DEMO-SEED of `gradmerge demo --seed SEED`, and makes those that are not there. Of every task 200 rows
-of the training data are given, of which refine holds back a tenth; losses and accuracies are of the test data. Besides:
-the base tuned on the same rows, rows whose labels are noise, the time beside one pass of fine-tuning, and memory.
+takes the folders DEMO0, DEMO1, … of `gradmerge demo --seed SEED`, and makes those that are not there. Of every task 200
+rows of the training data are given, of which refine holds back a tenth; losses and accuracies are of the test data.
+Besides: the base tuned on the same rows, rows whose labels are noise, the time beside one pass of fine-tuning, and
+memory.
 
     python -m benchmarks.refine --merged DIR --joint DIR --base DIR --data NAME=SRC --test NAME=SRC --device cuda
 

@@ -379,7 +379,8 @@ def teacher_results() -> str:
         for method, shown_as in (("newton", "newton"), ("adamw", "adamw --rounds 12"))
     ]
     header = ("method, rows", "labels alone", "half of each (`--teaching 0.5`)", "teachers alone (`--teaching 1`)")
-    return f"{table(header, rows)}\n\nThe merge has {shown('merge')}, joint training on all 997 rows {shown('joint')}."
+    limits = f"The merge has {shown('merge')}, joint training on all 997 rows of each task {shown('joint')}."
+    return f"{table(header, rows)}\n\n{limits}"
 
 
 #: What a page may ask for, by the name that it uses.

@@ -2,10 +2,10 @@
 
     python -m benchmarks.teachers --demo demo --seeds 0,1,2,3,4 --json benchmarks/results/teachers.json
 
-takes the folders DEMO-SEED of `gradmerge demo --seed SEED`, and makes those that are not there. The merge is refined
-with 50 and with 200 rows of every task's training data, of which a tenth is held back: by labels alone (teaching 0), by
-both in halves, and by the answers of the models that were merged alone (teaching 1). Losses and accuracies are of the
-test data, and its labels. What the JSON file holds already is not run again.
+takes the folders DEMO0, DEMO1, … of `gradmerge demo --seed SEED`, and makes those that are not there. The merge is
+refined with 50 and with 200 rows of every task's training data, of which a tenth is held back: by labels alone
+(teaching 0), by both in halves, and by the answers of the models that were merged alone (teaching 1). Losses and
+accuracies are of the test data, and its labels. What the JSON file holds already is not run again.
 """
 
 from __future__ import annotations

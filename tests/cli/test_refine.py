@@ -310,7 +310,7 @@ def test_a_teacher_counts_beside_the_labels_of_its_task_and_is_recorded(place: P
         losses.append(0.3 * plain[-1] - 0.7 * float(p[0] * logs[0] + p[1] * logs[1]))
     assert record["rounds"][-1]["held"]["a"] == pytest.approx(sum(losses) / 40, rel=1e-5)
     assert record["tasks"]["a"]["after"]["loss_per_example"] == pytest.approx(sum(plain) / 40, rel=1e-5), "by labels"
-    assert "0.7 of them is to the answers" in (tmp_path / "out" / "README.md").read_text()
+    assert "of tasks with a teacher, 0.7 of them is to its answers" in (tmp_path / "out" / "README.md").read_text()
     assert "teacher of a" in (tmp_path / "out" / "report.html").read_text()
     data = {name: place / f"{name}.jsonl" for name in "ab"}
     options: Any = {"method": "adamw", "rounds": 1, "limit": 40, "batch_size": 80, "progress": False}

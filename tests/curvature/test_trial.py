@@ -78,6 +78,18 @@ def test_layers_are_tried_out_in_all_bits_and_measured_in_as_many_as_the_user_ha
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+def test_what_all_kinds_of_products_have_in_common_can_be_changed_afterwards() -> None:
+    every: Any = torch.backends
+    every.fp32_precision = "tf32"
+    try:
+        estimate_curvature(FAMILIES["bert"].model(), [batch_of(FAMILIES["bert"].examples())])
+        assert every.cudnn.conv.fp32_precision == "tf32"
+        every.fp32_precision = "ieee"
+        assert every.cudnn.conv.fp32_precision == "ieee"
+    finally:
+        every.fp32_precision = "none"
+
+
 def test_a_gradient_of_zero_proves_nothing() -> None:
     model, batch, trial = FAMILIES["bert"].model(), batch_of(FAMILIES["bert"].examples()), Trial()
     head = model.classifier.weight.detach().clone()

@@ -138,6 +138,30 @@ def test_texts_of_other_lengths_are_one_batch_with_the_gradient_of_each_in_its_o
         torch.testing.assert_close(found[name], p.grad)
 
 
+class Counting(nn.Module):
+    """Minds how long its texts are, though the rest is masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = language_model("classes")
+        self.config = self.inner.config
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs).logits * inputs["input_ids"].shape[1]
+
+
+def test_texts_are_not_filled_up_where_the_model_minds_or_names_no_token_that_it_has() -> None:
+    own = [texts("classes", [[3] * length] * 4, "right") for length in (3, 5, 4)]
+    rows = list(range(12))
+    assert [len(one["labels"]) for one in DataOwner("a", own, []).batches_of(rows, language_model("classes"))] == [12]
+    owner = DataOwner("a", own, [])
+    for _ in range(2):
+        assert [one["input_ids"].shape for one in owner.batches_of(rows, Counting())] == [(4, 3), (4, 5), (4, 4)]
+    unnamed: Any = language_model("classes")
+    unnamed.config.pad_token_id = -1
+    assert len(DataOwner("a", own, []).batches_of(rows, unnamed)) == 3
+
+
 @pytest.mark.parametrize("killed", [1, 2, 4])
 def test_it_goes_on_from_any_pass_to_the_same_bits(killed: int) -> None:
     owners = [owner_of(1, "a"), owner_of(2, "b")]

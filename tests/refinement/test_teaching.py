@@ -265,3 +265,39 @@ def test_a_teacher_that_is_the_model_or_answers_nothing_finite_is_refused() -> N
     for teacher, says in ((model, "the model itself"), (broken, "not finite")):
         with pytest.raises(gm.InputError, match=says):
             gm.refine(model, {"a": batches(classes(40))}, teachers={"a": teacher}, progress=False)
+
+
+class Weighted(ClassLoss):
+    """A loss of the user's own."""
+
+
+def test_a_teacher_in_other_numbers_is_given_rows_in_its_own() -> None:
+    data = batches(classes(40, 1))
+    model, teacher = perceptron(), perceptron(1)
+    gm.refine(model, {"a": data}, teachers={"a": teacher.float()}, method="adamw", rounds=1, progress=False)
+    single = [(x.float(), y) for x, y in data]
+    gm.refine(model.float(), {"a": single}, teachers={"a": teacher.double()}, method="adamw", rounds=1, progress=False)
+
+
+@pytest.mark.parametrize("what", ["inside another", "another loss", "other inputs", "no teacher"])
+def test_what_would_teach_something_else_is_refused(what: str) -> None:
+    data, model = {"a": batches(classes(40, 1))}, perceptron()
+    options: dict[str, dict[str, Any]] = {
+        "inside another": {"teachers": {"a": nn.Sequential(model)}},
+        "another loss": {"teachers": {"a": perceptron(1)}, "output": Weighted()},
+        "other inputs": {"teachers": {"a": perceptron(1, features=7)}},
+        "no teacher": {"teaching": 0.9},
+    }
+    says = {"inside another": "the model itself", "another loss": "no meaning", "other inputs": "cannot take"}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(gm.InputError, match=says.get(what, "there is no --teacher")):
+        gm.refine(model, data, progress=False, **options[what])
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_outputs_that_mean_something_else_are_refused() -> None:
+    model, teacher = language_model("classes"), language_model("classes")
+    teacher.config.problem_type = "multi_label_classification"  # type: ignore[union-attr]
+    rows = [texts("classes", [[3, 4, 5]] * 12, "right")]
+    with pytest.raises(gm.InputError, match="outputs that are labels, the model's are classes"):
+        gm.refine(model, {"a": rows}, teachers={"a": teacher}, progress=False)

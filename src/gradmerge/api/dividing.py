@@ -15,7 +15,7 @@ from ..curvature.batches import Placed
 from ..curvature.curvature import Curvature
 from ..curvature.estimate import estimate_curvature
 from ..curvature.kronecker import KroneckerCurvature
-from ..curvature.losses import ExampleLoss, labels_of, loss_of
+from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, loss_of
 from ..curvature.together import Together, parts, without
 from ..errors import InputError
 from ..processes import Processes
@@ -138,7 +138,8 @@ def owners_in_memory(
             loss = TaughtLoss(output or loss_of(model, labels_of(batches[0])), teaching)
             teacher = Teacher(name, teachers[name], loss)
             teacher.check(model, batches[0])
-            progress.begin(f"teacher of {name}", rows_in(kept) + rows_in(held))
+            if not isinstance(loss.given, TokenLoss):
+                progress.begin(f"teacher of {name}", rows_in(kept) + rows_in(held))
             more["teacher"] = teacher
         owners.append(DataOwner(name, kept, held, examples=examples.get(name), **more))
     return owners
@@ -172,7 +173,8 @@ def owners_on_disk(
         if name in teachers:
             more["teacher"] = teacher_on_disk(start, name, teachers[name], TaughtLoss(loaded.output, teaching))
             more["teacher"].check(start.model, kept[0])
-            progress.begin(f"teacher of {name}", kept.count_rows + held.count_rows)
+            if not isinstance(loaded.output, TokenLoss):
+                progress.begin(f"teacher of {name}", kept.count_rows + held.count_rows)
         owners.append(DataOwner(name, kept, held, examples=stands_for, output=loaded.output, **more))
         back[name] = held
         told = loaded.notes if apart is loaded else loaded.notes + apart.notes

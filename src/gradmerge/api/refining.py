@@ -38,6 +38,8 @@ from ..tasks.uncertainty import difference
 from ..text import nearest
 from .dividing import metrics_of, owners_in_memory, owners_on_disk
 
+#: How much of a row's loss is that to its teacher's answer, where nothing is said.
+TEACHING = 0.5
 #: What a reader of metrics should know.
 CHOSEN_BY = "rows held back: no step was taken on them, but by them the steps were chosen"
 
@@ -53,7 +55,7 @@ def refine(
     rounds: int = 2,
     examples: Mapping[str, int] | None = None,
     teachers: Mapping[str, nn.Module | str | Path] | None = None,
-    teaching: float = 0.5,
+    teaching: float | None = None,
     penalty: Mapping[str, Tensor] | str | None = None,
     base: Mapping[str, Tensor] | str | Path | None = None,
     output: str | ExampleLoss | None = None,
@@ -84,7 +86,8 @@ def refine(
         examples: Task → how many examples it stands for; by default as many as it has rows.
         teachers: Task → a model that knows it, as the one tuned on it that was merged; of every task or of some. Its
             answers count beside the labels. For a module: a module. On disk: a folder, Hub id or adapter.
-        teaching: How much of a row's loss is that to the teacher's answer, in (0, 1]; 1: labels are not learned from.
+        teaching: How much of a row's loss is that to the teacher's answer, in (0, 1], 0.5 by default; 1: labels are not
+            learned from.
         penalty: P of a quadratic penalty ½‖θ − θ_0‖²_P, a diagonal. For a module: parameter → tensor. On disk: a
             curvature folder, ``identity:c`` or ``none``; by default what the merge's record names, if it does.
         base: θ_0 of the penalty. For a module: parameter → tensor. On disk: a model; by default the record's.
@@ -109,6 +112,9 @@ def refine(
     check_request(method, rounds)
     teachers = dict(teachers or {})
     _check_names(data, {"valid": valid or {}, "examples": examples or {}, "teacher": teachers})
+    if teaching is not None and not teachers:
+        raise InputError(f"--teaching {teaching:g}: there is no --teacher whose answers could count")
+    teaching = TEACHING if teaching is None else teaching
     if not 0 < teaching <= 1:
         raise InputError(f"--teaching {teaching}: must be more than 0, and at most 1")
     for name, teacher in teachers.items():
@@ -361,7 +367,7 @@ def card_of(start: Start, done: Refinement, owners: Sequence[Owner]) -> str:
     rows = [[o.name, str(o.rows), str(o.held), f"{first[o.name]:.4g}", f"{last[o.name]:.4g}"] for o in owners]
     count = len(done.rounds) - 1
     what = "The adapter was" if start.adapter else "It was"
-    taught = f"; {done.teaching:g} of them is to the answers of models of the tasks" if done.teaching else ""
+    taught = f"; of tasks with a teacher, {done.teaching:g} of them is to its answers" if done.teaching else ""
     return f"""Refined from {as_code(name)} by **{done.method}** with gradmerge {__version__}.
 
 {what} refined in {count} round{"s" if count != 1 else ""} on labelled rows of every task. Losses are means over rows

@@ -46,11 +46,14 @@ def refine(
     ] = None,
     teacher: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=MODEL", help="A model that knows a task, whose answers count beside its labels."),
+        typer.Option(
+            metavar="NAME=MODEL", help="A model that knows a task: its answers count beside labels. Repeatable."
+        ),
     ] = None,
     teaching: Annotated[
-        float, typer.Option(metavar="S", help="Share of a teacher's answers in the loss of a row; 1: no labels.")
-    ] = 0.5,
+        float | None,
+        typer.Option(metavar="S", help="Share of teachers' answers in the loss of a row (default: 0.5); 1: no labels."),
+    ] = None,
     penalty: Annotated[
         str | None,
         typer.Option(
@@ -69,7 +72,7 @@ def refine(
 ) -> None:
     """Refine a merge on a few labelled rows of every task, towards the model trained on all of them.
 
-    Never worse than MERGED on the rows held back.
+    Never worse than MERGED on the rows held back, in the loss that it learns from.
     """
     sources, judged = named(data), named(valid or [], "valid")
     counts = {name: _whole(name, text) for name, text in named(examples or [], "examples").items()}

@@ -78,7 +78,8 @@ def moved(batch: Any, device: torch.device) -> Any:
     """A batch on a device."""
     if not isinstance(batch, Mapping | Sequence) or isinstance(batch, str) or not batch:
         raise InputError(f"a batch is a mapping with labels or a tuple that ends with them, not {type(batch).__name__}")
-    return _each(batch, lambda value: value.to(device, non_blocking=True))
+    # What goes to the CPU without waiting may be read there before it has come.
+    return _each(batch, lambda value: value.to(device, non_blocking=device.type != "cpu"))
 
 
 def batch_rows(batch: Any, rows: slice | Tensor) -> Any:

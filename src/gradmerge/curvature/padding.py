@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .losses import MASKED
+from .batches import batch_rows
+from .losses import MASKED, logits_of
 
 #: What the rows of a batch are filled up with on the right, beside tokens.
 FILLINGS = {"attention_mask": 0, "token_type_ids": 0, "labels": MASKED, "decoder_attention_mask": 0}
@@ -38,14 +40,17 @@ def _decoder_mask(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor | Non
 
 
 def filled_up(model: nn.Module, batches: Sequence[Any]) -> Sequence[Any]:
-    """Batches of tokens with a mask, all as long as the longest: what is added on the right changes no example.
+    """Batches of tokens with a mask, all as long as the longest: what is added on the right is masked.
 
     Batches of anything else, and of a model that names no token for padding, stay as they are.
     """
     if len(batches) < 2 or not all(isinstance(batch, Mapping) and "attention_mask" in batch for batch in batches):
         return batches
     config: Any = getattr(model, "config", None)
-    token = getattr(config.get_text_config() if hasattr(config, "get_text_config") else config, "pad_token_id", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    token = getattr(text, "pad_token_id", None)
+    if isinstance(token, int) and not 0 <= token < getattr(text, "vocab_size", 0):
+        token = None
     fillings = {**FILLINGS, "input_ids": token, "decoder_input_ids": token}
     filled = [dict(batch) for batch in batches]
     for name in filled[0]:
@@ -59,3 +64,13 @@ def filled_up(model: nn.Module, batches: Sequence[Any]) -> Sequence[Any]:
         for batch, value in zip(filled, values, strict=True):
             batch[name] = F.pad(value, (0, longest - value.shape[1]), value=fillings[name])
     return filled
+
+
+def minds_filling(model: nn.Module, batch: Any, filled: Any) -> bool:
+    """Whether what was added to a batch changes the logits of its first row, as where a layer looks past the mask."""
+    with torch.no_grad():
+        one, other = (logits_of(model, batch_rows(each, slice(0, 1))) for each in (batch, filled))
+    if one.dim() == 3:
+        other = other[:, : one.shape[1]]
+    slack = 1e-3 if one.dtype in (torch.float32, torch.float64) else 5e-2
+    return not bool((one - other).abs().max() <= slack * one.abs().max())

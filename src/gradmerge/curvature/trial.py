@@ -282,7 +282,9 @@ def _exact_products() -> Iterator[None]:
         places = [have.cuda.matmul, have.cudnn.conv, have.cudnn.rnn, have.mkldnn.matmul, have.mkldnn.conv]
     else:  # before PyTorch 2.9
         name, exact, places = "allow_tf32", False, [have.cuda.matmul, have.cudnn]
-    before = [getattr(place, name) for place in places]
+    # What all have in common is not a setting of each: it may be changed later.
+    common = getattr(have, name, None)
+    before = ["none" if value == common else value for value in (getattr(place, name) for place in places)]
     try:
         for place in places:
             setattr(place, name, exact)

@@ -16,7 +16,7 @@ from ..curvature.estimate import estimate_curvature
 from ..curvature.gradients import Gradient, estimate_gradient
 from ..curvature.kronecker import WIDEST, KroneckerCurvature
 from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, logits_of, loss_of
-from ..curvature.padding import filled_up
+from ..curvature.padding import filled_up, minds_filling
 from ..curvature.together import Together
 from ..curvature.trial import Trial
 from ..processes import ALONE, Processes
@@ -117,6 +117,7 @@ class DataOwner:
         self.examples = self.rows if examples is None else examples
         self.held_error: float | None = None
         self._trial = Trial()
+        self._minds: bool | None = None
         self._taught = teacher.loss if teacher is not None else None
         self._teacher = teacher if teacher is not None and isinstance(teacher.loss.given, TokenLoss) else None
         self._answers: dict[bool, Tensor] = {}
@@ -198,10 +199,21 @@ class DataOwner:
         if model is None:
             return parts
         alike: dict[Any, list[Any]] = {}
-        for part in filled_up(model, parts):
+        for part in self._evened(model, parts):
             alike.setdefault(shape_of(part), []).append(part)
         batches = self._on_device(model, map(joined, alike.values()))
         return [batch if self._teacher is None else self._teacher.taught(model, batch) for batch in batches]
+
+    def _evened(self, model: nn.Module, parts: Sequence[Any]) -> Sequence[Any]:
+        """Batches of tokens at one length, unless the model minds; it is asked once."""
+        filled = parts if self._minds else filled_up(model, parts)
+        pairs = zip(parts, filled, strict=True)
+        changed = next(((a, b) for a, b in pairs if shape_of(a) != shape_of(b)), None)
+        if self._minds is None and changed is not None:
+            place = next(model.parameters()).device
+            with evaluated(model):
+                self._minds = minds_filling(model, *(moved(each, place) for each in changed))
+        return parts if self._minds else filled
 
     def rows_alone(self, model: nn.Module, *, held: bool) -> Iterator[Any]:
         """Every row, or every one held back, as a batch of its own: not even its padding depends on the others."""
@@ -275,7 +287,7 @@ class DataOwner:
         """A batch of these rows with the answers that are kept, if there are any."""
         if not self._answers:
             return batch
-        return with_labels(batch, self._answers[held][torch.tensor(rows)].to(labels_of(batch).device))
+        return with_labels(batch, self._answers[held][torch.tensor(rows, dtype=torch.long)].to(labels_of(batch).device))
 
     def _on_device(self, model: nn.Module, batches: Iterable[Any], times: int = 1) -> Iterator[Any]:
         place = next(model.parameters()).device

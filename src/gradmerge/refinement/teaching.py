@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..checkpoints.configs import labels as classes_in
 from ..checkpoints.model import Checkpoint
 from ..checkpoints.token_differences import token_difference
-from ..curvature.batches import batch_rows, moved
+from ..curvature.batches import batch_rows, is_out_of_memory, moved
 from ..curvature.losses import (
     MASKED,
     ClassLoss,
@@ -28,14 +28,15 @@ from ..curvature.losses import (
     decoder_inputs,
     labels_of,
     logits_of,
+    loss_of,
     unwrapped,
 )
 from ..curvature.reaching import input_device
 from ..errors import InputError
 from ..tasks import LoadingInfo, load_model
 from ..tasks.folders import folder_of
-from ..text import some
-from .points import evaluated
+from ..text import first_line, some
+from .points import evaluated, trained
 from .saving import Start
 
 
@@ -43,7 +44,7 @@ class TaughtLoss(ExampleLoss):
     """(1 − s) ℓ(label) + s ℓ(answer), of labels that :meth:`targets` has put in the place of those given."""
 
     def __init__(self, given: ExampleLoss, share: float) -> None:
-        if not isinstance(given, ClassLoss | LabelsLoss | SquaredLoss | TokenLoss):
+        if type(given) not in (ClassLoss, LabelsLoss, SquaredLoss, TokenLoss):
             raise InputError(f"output {given.name}: a teacher's answers have no meaning for this loss")
         self.given, self.share, self.name = given, share, given.name
 
@@ -54,6 +55,7 @@ class TaughtLoss(ExampleLoss):
         """
         answers = answers.to(torch.promote_types(answers.dtype, torch.float32))
         if isinstance(self.given, SquaredLoss):
+            answers = answers.to(torch.promote_types(answers.dtype, labels.dtype))
             return torch.stack([labels.to(answers).reshape(answers.shape), answers], 1)
         if isinstance(self.given, LabelsLoss):
             return labels.to(answers).lerp(answers.sigmoid(), self.share)
@@ -100,21 +102,40 @@ class Teacher:
 
     def targets(self, batch: Any) -> Tensor:
         """What takes the place of a batch's labels."""
-        there = moved(batch, input_device(self._model))
-        with evaluated(self._model), torch.no_grad():
-            answers, labels = logits_of(self._model, there), labels_of(there)
-            self.loss.given.check(answers.shape, labels)
-            found = self.loss.targets(answers, labels)
+        answers, labels = self._answers(batch)
+        self.loss.given.check(answers.shape, labels)
+        found = self.loss.targets(answers, labels)
         if not bool(found.sum().isfinite()):
             raise InputError(f"{self._task}: its teacher's answers have values that are not finite")
         return found.to(labels_of(batch).device)
 
+    def _answers(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Its logits, and the batch's labels, where it is; inputs are given in the numbers that it computes with."""
+        there = moved(batch, input_device(self._model))
+        labels, real = labels_of(there), [p.dtype for p in self._model.parameters() if p.is_floating_point()]
+
+        def fitting(value: Any) -> Any:
+            numbers = isinstance(value, Tensor) and value.is_floating_point() and value is not labels
+            return value.to(real[0]) if numbers and real else value
+
+        named = isinstance(there, Mapping)
+        inputs: Any = {n: fitting(v) for n, v in there.items()} if named else tuple(map(fitting, there))
+        try:
+            with evaluated(self._model), torch.no_grad():
+                return logits_of(self._model, inputs), labels
+        except (RuntimeError, ValueError, IndexError) as error:
+            if isinstance(error, InputError) or is_out_of_memory(error):
+                raise
+            raise InputError(f"{self._task}: its teacher cannot take the model's rows: {first_line(error)}") from error
+
     def check(self, model: nn.Module, batch: Any) -> None:
         """Raise unless its outputs mean what those of a model do that it is to teach."""
-        if self._model is model:
+        if {id(p) for p in trained(model).values()} & {id(p) for p in self._model.parameters()}:
             raise InputError(f"{self._task}: its teacher is the model itself, which is changed. Give a copy of it.")
-        what = f"{self._task}: its teacher"
+        what, meant = f"{self._task}: its teacher", loss_of(self._model, labels_of(batch)).name
         configs = [getattr(unwrapped(one), "config", None) for one in (model, self._model)]
+        if getattr(configs[1], "problem_type", None) and meant != self.loss.name:
+            raise InputError(f"{what} has outputs that are {meant}, the model's are {self.loss.name}")
         words = [getattr(config, "vocab_size", None) for config in configs]
         if None not in words and words[0] != words[1]:
             raise InputError(f"{what} has a vocabulary of {words[1]} tokens, the model one of {words[0]}")
@@ -123,10 +144,10 @@ class Teacher:
             both = {name: (ours.get(name, "missing"), theirs.get(name, "missing")) for name in ours | theirs}
             other = [f"{name!r} is {one} and {two}" for name, (one, two) in both.items() if one != two]
             raise InputError(f"{what} has other classes than the model, or another order (id2label): {some(other)}")
-        shapes = []
-        for one in (model, self._model):
-            with evaluated(one), torch.no_grad():
-                shapes.append(list(logits_of(one, moved(batch_rows(batch, slice(0, 1)), input_device(one))).shape[1:]))
+        row = batch_rows(batch, slice(0, 1))
+        with evaluated(model), torch.no_grad():
+            own = logits_of(model, moved(row, input_device(model)))
+        shapes = [list(logits.shape[1:]) for logits in (own, self._answers(row)[0])]
         if shapes[0] != shapes[1]:
             raise InputError(f"{what} has outputs of shape {shapes[1]} for a row, the model of {shapes[0]}")
 
