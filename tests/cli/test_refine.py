@@ -184,12 +184,7 @@ def test_a_language_model_with_tied_embeddings_is_refined(tmp_path: Path) -> Non
     assert after["loss_per_example"] < before["loss_per_example"]
 
 
-@pytest.mark.parametrize(("method", "rounds"), [("newton", 2), ("adamw", 4)])
-def test_a_run_that_was_killed_after_a_round_goes_on_to_the_same_bytes(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, rounds: int
-) -> None:
-    asked = ["refine", place / "merged", *given(place), "--with", method, "--rounds", rounds]
-    run(*asked, "-o", tmp_path / "whole")
+def run_until_a_round_is_written(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> None:
     write = resuming.SavedRounds.write
 
     def stop(saved: Any, state: Any) -> None:
@@ -198,7 +193,16 @@ def test_a_run_that_was_killed_after_a_round_goes_on_to_the_same_bytes(
 
     with monkeypatch.context() as patched:
         patched.setattr(resuming.SavedRounds, "write", stop)
-        run(*asked, "-o", tmp_path / "out", status=1)
+        run(*arguments, status=1)
+
+
+@pytest.mark.parametrize(("method", "rounds"), [("newton", 2), ("adamw", 4)])
+def test_a_run_that_was_killed_after_a_round_goes_on_to_the_same_bytes(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, rounds: int
+) -> None:
+    asked = ["refine", place / "merged", *given(place), "--with", method, "--rounds", rounds]
+    run(*asked, "-o", tmp_path / "whole")
+    run_until_a_round_is_written(monkeypatch, *asked, "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists() and (tmp_path / "out.gradmerge-partial" / "so-far.json").is_file()
     other = run("refine", place / "merged", *given(place, "a"), "-o", tmp_path / "out", "--resume", status=2)
     assert "another model, other data" in other.output
@@ -326,15 +330,7 @@ def test_a_taught_run_goes_on_with_the_same_teacher_alone(
     asked: list[Any] = ["refine", place / "merged", *given(place, "a"), "--limit", 40, "--with", "adamw", "--rounds", 4]
     taught = [*asked, "--teacher", f"a={place / 'teacher'}"]
     run(*taught, "-o", tmp_path / "whole")
-    write = resuming.SavedRounds.write
-
-    def stop(saved: Any, state: Any) -> None:
-        write(saved, state)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(resuming.SavedRounds, "write", stop)
-        run(*taught, "-o", tmp_path / "out", status=1)
+    run_until_a_round_is_written(monkeypatch, *taught, "-o", tmp_path / "out")
     for other in (asked, [*asked, "--teacher", f"a={place / 'merged'}"], [*taught, "--teaching", 1]):
         assert "other data or other options" in run(*other, "-o", tmp_path / "out", "--resume", status=2).output
     run(*taught, "-o", tmp_path / "out", "--resume")

@@ -362,9 +362,8 @@ def _sample(plan: Plan, jobs: list[Job], number: int, length: int) -> list[list[
 def _guess(runs: list[Tensor], share: float) -> Guess:
     """What runs of |Δ| say about the number that such a share of all entries reaches."""
     arrays = [run.numpy() for run in runs]
-    ordered = np.sort(
-        np.concatenate(arrays)
-    )  # NaN last, as the largest. With equal numbers, np.partition takes longer.
+    # NaN comes last, as the largest. With equal numbers, np.partition takes longer.
+    ordered = np.sort(np.concatenate(arrays))
     value = float(ordered[len(ordered) - max(1, math.floor(share * len(ordered)))])
     # Entries near one another are of a size, so that errors are those of a mean over runs, not over entries.
     above, equal = (
