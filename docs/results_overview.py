@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from benchmarks.tables import RESULTS as BENCHMARKS
 from experiments.common import removal_report
 from experiments.common.figures import figure
 from experiments.common.tables import shown
@@ -22,6 +24,7 @@ from .results_tables import demo_runs, numbers, read
 
 FIGURE = Path(__file__).parent / "results" / "overview.svg"
 REFINED, SAME_ROWS = "refined with labelled rows", "base tuned on the same rows"
+TAUGHT = "refined, taught by the tasks' models"
 #: The methods, from what needs nothing to what needs most.
 METHODS = (
     "average",
@@ -33,6 +36,7 @@ METHODS = (
     "Fisher averaging",
     "gradient matching, weight 1",
     REFINED,
+    TAUGHT,
     SAME_ROWS,
 )
 INFLUENCE, FLOOR = "influence steps", "retrained with another seed"
@@ -92,6 +96,9 @@ def _demo() -> Iterator[tuple[str, list[Point]]]:
     for method, name in named.items():
         found = [next(one for one in run["merging"] if one["name"].startswith(name)) for run in demo_runs()]
         yield method, [(100 * one["mean"], one["mean_loss"]) for one in found]
+    taught = json.loads((BENCHMARKS / "teachers.json").read_text("utf-8"))["cases"].values()
+    found = [case["newton, 200 rows, teaching 0.5"] for case in taught]
+    yield TAUGHT, [(100 * one["accuracy"], one["loss"]) for one in found]
 
 
 def _sentiment() -> Iterator[tuple[str, list[Point]]]:
@@ -118,7 +125,7 @@ def _sentiment() -> Iterator[tuple[str, list[Point]]]:
     for title, chosen in (("weight 1", [1.0] * len(seeds)), ("weight tuned", best)):
         at = [sentiment.at_weight(seed, weights, arithmetic, w) for seed, w in zip(seeds, chosen, strict=True)]
         yield f"task arithmetic, {title}", points(at)
-    yield from _refined("text", "newton, 2048 rows", "base tuned on the same 2048 rows")
+    yield from _refined("text", "newton, 2048 rows", "adamw, taught, 2048 rows", "base tuned on the same 2048 rows")
 
 
 def _deit() -> Iterator[tuple[str, list[Point]]]:
@@ -149,12 +156,13 @@ def _deit() -> Iterator[tuple[str, list[Point]]]:
             for curve, place in zip(curves, places, strict=True)
         ]
         yield method, points(at)
-    yield from _refined("deit-tiny", "adamw, 1024 rows", "base tuned on the same 1024 rows")
+    rows = "1024 rows"
+    yield from _refined("deit-tiny", f"adamw, {rows}", f"adamw, taught, {rows}", f"base tuned on the same {rows}")
 
 
-def _refined(name: str, refined: str, same: str) -> Iterator[tuple[str, list[Point]]]:
+def _refined(name: str, *models: str) -> Iterator[tuple[str, list[Point]]]:
     seeds = read("refinement", name)["seeds"]
-    for method, model in ((REFINED, refined), (SAME_ROWS, same)):
+    for method, model in zip((REFINED, TAUGHT, SAME_ROWS), models, strict=True):
         means = [[refinement.mean(seed["scores"][model], what) for what in ("accuracy", "loss")] for seed in seeds]
         yield method, [(100 * accuracy, loss) for accuracy, loss in means]
 

@@ -225,6 +225,25 @@ def numbers(header: Row, rows: Sequence[Row]) -> str:
     return "\n".join([first, "|---|" + "---:|" * (len(header) - 1), *rest])
 
 
+def refined_shares() -> str:
+    """Of every experiment on refinement, by how many rows and by which method."""
+    methods = ("newton", "newton, taught", "adamw", "adamw, taught", "base tuned on the same")
+    cases = [("text", size, f"{size} texts") for size in ("256 rows", "2048 rows", "all rows")]
+    cases += [("images", size, f"{size} images") for size in ("256 rows", "1024 rows")]
+    cases += [("deit-tiny", "1024 rows", "1024 rows images, DeiT-tiny")]
+    rows = []
+    for folder, size, title in cases:
+        results, cells = read("refinement", folder), []
+        for method in methods:
+            name = f"{method} {size}" if method.startswith("base") else f"{method}, {size}"
+            seeds = refinement.having(results, name)
+            both = [[refinement.share(seed, name, what) for seed in seeds] for what in ("loss", "accuracy")]
+            cells.append(" / ".join(shown(values, 0) for values in both) if len(seeds) > 1 else "")
+        rows.append((title.replace(" rows", "").replace("2048", "2,048").replace("1024", "1,024"), *cells))
+    header = ("rows per task", "`newton`: loss / accuracy", "taught", "`adamw`", "taught", "base tuned by `adamw`")
+    return numbers(header, rows)
+
+
 _MATCHING = "gradient matching"
 _SCALARS = {
     "gradient-matching": f"{_MATCHING}, H_0 = c · I",
@@ -242,6 +261,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results-refined-text": partial(refinement_table, "text", "five sentiment sets"),
     "results-refined-images": partial(refinement_table, "images", "eight image sets"),
     "results-refined-deit-tiny": partial(refinement_table, "deit-tiny", "eight image sets, DeiT-tiny"),
+    "results-refined": refined_shares,
     "results-vision": partial(
         vision_table,
         fixed={"average": "average", "fisher-averaging, mean": "Fisher averaging, mean"},

@@ -38,7 +38,8 @@ def refined(seed: Mapping[str, Any]) -> str:
 
 def rows_of(results: Mapping[str, Any]) -> list[str]:
     """Models that are shown: all but those of single tasks. One that some seeds lack is among them."""
-    names = dict.fromkeys(name for seed in results["seeds"] for name in seed["scores"])
+    seeds = sorted(results["seeds"], key=lambda seed: -len(seed["scores"]))
+    names = dict.fromkeys(name for seed in seeds for name in seed["scores"])
     return [name for name in names if name not in results["tasks"]]
 
 
@@ -72,9 +73,9 @@ def tables(results: Mapping[str, Any]) -> str:
 {markdown(columns, rows)}
 The merge that is refined is `{start}` (averaged curvature, labels drawn from the model). The gap is that from it to
 `joint`, which was trained on all rows of all tasks. A refinement is given so many labelled rows per task, a tenth of
-which it is judged by{UNSEEN if results.get("judged_by_unseen") else SEEN}. Taught: this model's answers count
-as half of a row's loss, and its label as the other. Seconds are the least and the most over the seeds, which may have
-shared the device with each other and with more.
+which it is judged by{UNSEEN if results.get("judged_by_unseen") else SEEN}. Taught: the answers of the task's own model
+count as half of a row's loss, and its label as the other. Seconds are the least and the most over the seeds, which may
+have shared the device with each other and with more.
 
 ![Loss and accuracy of every model](figures/scores.svg)
 

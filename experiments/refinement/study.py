@@ -87,9 +87,9 @@ class Study(ABC):
         for first in self.sizes:
             rows = "all rows" if first is None else f"{first} rows"
             made |= {f"{method}, {rows}": partial(self._refined, method, self.start, first) for method in METHODS}
+            for method in METHODS:
+                made[f"{method}, taught, {rows}"] = partial(self._refined, method, self.start, first, taught=True)
             if first is not None:
-                for method in METHODS:
-                    made[f"{method}, taught, {rows}"] = partial(self._refined, method, self.start, first, taught=True)
                 # On all of them it is what joint training does.
                 made[f"base tuned on the same {rows}"] = partial(self._refined, "adamw", "base", first)
         return made

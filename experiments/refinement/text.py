@@ -15,6 +15,9 @@ from ..sentiment.data import BASE, SETS, TASKS
 from ..sentiment.settings import ALL_DATA
 from .study import Study
 
+#: Texts of a batch that is measured at once; the steps of AdamW have their own number.
+BATCH = 256
+
 
 class TextSeed(run.Seed, Study):
     tasks = SETS
@@ -48,7 +51,7 @@ class TextSeed(run.Seed, Study):
         examples = self._examples(task, "dev" if unseen else "train")
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(self.seed))[:first].tolist()
         chosen = [examples[place] for place in order]
-        return [self._kind.collate(chosen[begin : begin + 64]) for begin in range(0, len(chosen), 64)]
+        return [self._kind.collate(chosen[begin : begin + BATCH]) for begin in range(0, len(chosen), BATCH)]
 
     def score(self, module: Any) -> dict[str, dict[str, float]]:
         found = {}

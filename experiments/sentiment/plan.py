@@ -48,9 +48,11 @@ def plan(settings: Settings, model: str | None, source: Path | str) -> Plan:
             for name in settings.pretraining.texts
             if name not in SETS
         ]
-        trained.insert(
-            0, Step("pre-training, once for all seeds", "random weights", None, settings.pretraining.training)
-        )
+        once = [
+            Step("pre-training, once for all seeds", "random weights", None, settings.pretraining.training),
+            Step(f"{BASE} without it, likewise", "random weights", counts[BASE], settings.training(BASE)),
+        ]
+        trained = once + trained
     if settings.grid:
         trained += [Step(f"{task} under H_0 / N", BASE, counts[task], settings.training(task)) for task in TASKS]
     most = settings.curvature_examples

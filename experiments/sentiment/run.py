@@ -74,9 +74,9 @@ def prepare(out: Path, settings: Settings, device: str, model: str | None, sourc
         folders = [(data if name in SETS else folder_in(Path(source), "text")) / name for name in how.texts]
         make = partial(pretrain, texts=folders, settings=how, seed=0, device=device)
         pretrained = stages.run("model", make, given=given, after=["data"])
-        place, training = stages.path("model"), asdict(settings.training(BASE))
+        place, same = stages.path("model"), {"tokens": settings.tokens, "training": asdict(settings.training(BASE))}
         without = partial(base_without, model=place, data=data, settings=settings, seed=0, device=device)
-        pretrained["base without"] = stages.run("base-without", without, given=training, after=["model"])
+        pretrained["base without"] = stages.run("base-without", without, given=same, after=["model"])
     elif model is None:
         stages.run("model", lambda folder: make_encoder(folder, texts()), after=["data"])
     return Run(out, settings, device, model or str(stages.path("model")), data, rows, given, pretrained)
