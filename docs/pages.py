@@ -30,7 +30,7 @@ from gradmerge.tasks import MEANINGS, columns
 from . import results_overview, results_tables
 
 DOCS = Path(__file__).parent
-BEGIN = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.MULTILINE)
+BEGIN = re.compile(r"^<!-- generated: ([a-z0-9-]+) -->$", re.MULTILINE)
 PART = re.compile(BEGIN.pattern + r"(.*?)^<!-- end of generated -->$", re.MULTILINE | re.DOTALL)
 
 

@@ -69,12 +69,13 @@ def demo_removal() -> str:
     return numbers(("", "tilted", "rest", "KL"), rows)
 
 
-def sentiment_table() -> str:
-    results = read("sentiment")
-    seeds, weights = results["seeds"], results["settings"]["weights"]
+def sentiment_table(*folder: str) -> str:
+    results = read("sentiment", *folder)
+    seeds, weights, encoder = results["seeds"], results["settings"]["weights"], not results["seq2seq"]
+    reported = paper.ROBERTA if encoder else paper.T5
 
     def row(title: str, scores: Sequence[Any], known: str = "", average: float | None = None) -> Row:
-        theirs = paper.ROBERTA[known][5] if known else average
+        theirs = reported[known][5] if known in reported else average
         return (
             title,
             shown([sentiment.average(one) for one in scores]),
@@ -95,7 +96,7 @@ def sentiment_table() -> str:
     rows = [
         plain("all data at once", ALL_DATA, "all-data"),
         plain("joint: the four at once, from the base", JOINT),
-        plain("base: IMDB alone", "imdb", average=paper.SCALING[arithmetic][0]),
+        plain("base: IMDB alone", "imdb", average=paper.SCALING[arithmetic][0] if encoder else None),
         plain("average of five", "average", "average"),
         plain("Fisher averaging, mean", "fisher-averaging-mean", "fisher-averaging-mean"),
         plain("Fisher averaging, sum", "fisher-averaging-sum", "fisher-averaging-sum"),
@@ -108,8 +109,8 @@ def sentiment_table() -> str:
         plain("gradient matching, weight 1, mean", f"{matching}-mean", f"{matching}-mean"),
         swept("gradient matching, weight 1, sum", matching, known=f"{matching}-sum"),
     ]
-    header = ("", "average of five test sets", "over all predictions", "loss", "paper: average (RoBERTa)")
-    return numbers(header, rows)
+    model = "RoBERTa" if encoder else "T5 v1.1 base"
+    return numbers(("", "average of five test sets", "over all predictions", "loss", f"paper: average ({model})"), rows)
 
 
 def refinement_table(name: str, title: str) -> str:
@@ -254,6 +255,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "results-demo": demo_table,
     "results-demo-removal": demo_removal,
     "results-sentiment": sentiment_table,
+    "results-t5": partial(sentiment_table, "t5"),
     "results-grid": grid_table,
     "results-toxicity": partial(
         removal_table, "toxicity", {"toxic, %": lambda entry: 100 * entry["toxicity"]["share"]}

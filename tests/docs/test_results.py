@@ -81,6 +81,32 @@ def test_losses_of_sentiment_seed_by_seed() -> None:
     assert "in 12 of 15 cases" in WORDS and "smaller mismatch in 12 of 15 cases" in fell
 
 
+def test_what_is_said_of_t5() -> None:
+    results, first = read("sentiment", "t5"), read("sentiment")
+    weights, seeds = results["settings"]["weights"], results["seeds"]
+
+    def own(run: Mapping[str, Any]) -> str:
+        scores = [seed["scores"]["imdb"]["imdb"]["test"] for seed in run["seeds"]]
+        return f"{fmean(100 * one['right'] / one['rows'] for one in scores):.1f}"
+
+    without = results["pretrained"]["base without"]
+    assert f"{own(results)} % on IMDB after its own tuning" in WORDS
+    assert f"and {100 * without['right'] / without['rows']:.1f} without the pre-training" in WORDS
+    assert f"where MiniLM has {own(first)}" in WORDS
+
+    def at(method: str, chosen: Sequence[float]) -> str:
+        scores = [sentiment.at_weight(seed, weights, method, w) for seed, w in zip(seeds, chosen, strict=True)]
+        return shown([sentiment.average(one) for one in scores])
+
+    mean = shown([sentiment.average(seed["scores"]["gradient-matching-mean"]) for seed in seeds])
+    assert f"({at('gradient-matching', [1.0] * 3)}, or {mean} with averaged" in WORDS
+    assert f"task arithmetic much to some ({at('task-arithmetic', [1.0] * 3)})" in WORDS
+    tuned = [sentiment.best_weight(seed, weights, "task-arithmetic", "dev") for seed in seeds]
+    assert f"it is as good ({at('task-arithmetic', tuned)})" in WORDS
+    said = (RESULTS / "sentiment" / "t5" / "results.md").read_text("utf-8")
+    assert "in 11 of 15 cases" in WORDS and "smaller mismatch in 11 of 15 cases" in said
+
+
 def test_what_is_said_in_short() -> None:
     merged = {case.title: case.shares() for case in results_overview.cases()}
     demo, texts, images = merged.values()

@@ -138,7 +138,8 @@ def test_with_no_layer_wide_enough_for_factors_a_step_divides_by_the_diagonal() 
 
 def test_curvature_of_a_sample_is_scaled_to_all_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a linear model, S and the Newton length from 30 of 60 rows that stand for 600."""
-    monkeypatch.setattr(owners, "CURVATURE_ROWS", 30)
+    for most in ("CURVATURE_ROWS", "ALONG_ROWS"):
+        monkeypatch.setattr(owners, most, 30)
     keep, forget = numbers(0, 60), numbers(1, 20)
     goes, stays = (DataOwner("k", batches(some), [], output=LOSSES["squared"]) for some in (forget, keep))
     stays.examples = 600

@@ -80,12 +80,13 @@ def test_rows_count_for_the_examples_that_they_stand_for() -> None:
 
 def test_curvature_of_many_rows_is_that_of_a_sample_and_the_optimum_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owners, "CURVATURE_ROWS", 40)
+    monkeypatch.setattr(owners, "ALONG_ROWS", 30)
     model, rows = regression(), [classes(120, seed=1), classes(30, seed=2, shift=0.3)]
     many, few = (owner_of(one, str(i)) for i, one in enumerate(rows))
     assert (many.curvature(model).examples, few.curvature(model).examples) == (40, 30)
-    drawn = torch.randperm(120, generator=torch.Generator().manual_seed(0))[:40]
+    drawn = torch.randperm(120, generator=torch.Generator().manual_seed(0))[:30]
     direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    want = 3 * owner_of((rows[0][0][drawn], rows[0][1][drawn])).along(model, [direction])
+    want = 4 * owner_of((rows[0][0][drawn], rows[0][1][drawn])).along(model, [direction])
     torch.testing.assert_close(many.along(model, [direction]), want)
     best = optimum(model, [(one, 1.0) for one in rows])
     assert newton(model, [many, few], rounds=5).rounds[-1].rows == pytest.approx(best, rel=2e-2)

@@ -13,6 +13,7 @@ A round takes up to ``STEPS`` steps. One step at θ, with N_t/n_t how many examp
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from ..processes import ALONE, Processes
 from ..progress import NoProgress, Progress
 from .basis import Basis
-from .owners import CURVATURE_ROWS, Owner
+from .owners import ALONG_ROWS, CURVATURE_ROWS, Owner
 from .points import Point, dot, moving, norm, trained, unit, weighted
 from .rounds import Refinement, RefinementStep, Round
 
@@ -119,8 +120,10 @@ def newton(
     while len(done.rounds) <= rounds and not done.stopped:
         begun, now = time.perf_counter(), done.rounds[-1]
         # Of every step the gradient and the loss of all rows, and of some the curvature and that along the directions.
-        some = sum(min(owner.rows, CURVATURE_ROWS) for owner in owners)
-        work = STEPS * (2 * sum(owner.rows for owner in owners) + (2 + len(DAMPINGS)) * some)
+        every, curved, along = (
+            sum(min(owner.rows, most) for owner in owners) for most in (math.inf, CURVATURE_ROWS, ALONG_ROWS)
+        )
+        work = STEPS * int(2 * every + curved + (1 + len(DAMPINGS)) * along)
         (progress or NoProgress()).begin(f"round {len(done.rounds)} of {rounds}", work)
         steps: list[RefinementStep] = []
         while len(steps) < STEPS:

@@ -31,6 +31,8 @@ FEW_CLASSES = 16
 #: At most so many rows of a task answer for its curvature, drawn by the seed: it says where to go and how far at first,
 #: and needs no more. Gradients and losses, which decide, are those of all rows.
 CURVATURE_ROWS = 1000
+#: Of these, at most so many for the curvature along directions: few numbers, and every one costs a pass with tangents.
+ALONG_ROWS = 250
 #: How often labels are dealt out anew to see what chance gives.
 SHUFFLES = 200
 
@@ -109,10 +111,10 @@ class DataOwner:
         self._starts = [0, *itertools.accumulate(sizes)][: len(sizes)]
         self.rows, self.held = rows_in(batches), rows_in(valid)
         self._processes = processes
-        curved = sample_batches(batches, CURVATURE_ROWS, seed)
-        self._curved_rows = rows_in(curved)
-        self._own, self._own_valid, self._own_curved = (
-            share_of_rows(some, processes) for some in (batches, valid, curved)
+        curved, along = (sample_batches(batches, most, seed) for most in (CURVATURE_ROWS, ALONG_ROWS))
+        self._curved_rows, self._along_rows = rows_in(curved), rows_in(along)
+        self._own, self._own_valid, self._own_curved, self._own_along = (
+            share_of_rows(some, processes) for some in (batches, valid, curved, along)
         )
         self.examples = self.rows if examples is None else examples
         self.held_error: float | None = None
@@ -147,14 +149,14 @@ class DataOwner:
         return estimate_gradient(model, self._learned(model, held=False), output=loss, processes=self._processes)
 
     def along(self, model: nn.Module, directions: Sequence[Point]) -> Tensor:
-        batches = self._on_device(model, self._own_curved, times=len(directions))
+        batches = self._on_device(model, self._own_along, times=len(directions))
 
         def given(model: nn.Module, logits: Tensor, batch: Any) -> Tensor:
             return self._loss(model, batch).losses(logits, labels_of(batch))
 
         found = curvature_along(model, batches, directions, given)
         self._processes.add([found])
-        return found * (self.rows / self._curved_rows)
+        return found * (self.rows / self._along_rows)
 
     def losses(
         self, model: nn.Module, directions: Sequence[Point] = (), points: Tensor | None = None, *, held: bool

@@ -59,8 +59,8 @@ class Refinement(Displayed):
     """Why it ended before all rounds were done, if it did."""
     passes: Counter[str] = field(default_factory=Counter)
     """How often the rows were gone through, for what: ``gradient`` and ``rows`` (the loss), all of them;
-    ``curvature`` and ``along`` (a direction each), at most ``CURVATURE_ROWS`` of each task; ``held``, those held
-    back."""
+    ``curvature`` and ``along`` (a direction each), at most ``CURVATURE_ROWS`` and ``ALONG_ROWS`` of each task;
+    ``held``, those held back."""
     doubted: list[str] = field(default_factory=list)
     """Tasks whose labels fit the start no better than chance."""
     teaching: float = 0.0
