@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -84,14 +85,14 @@ class Study(ABC):
         """Every model that is compared, by name; a call makes it and scores it."""
         models = self._models()
         made = {name: partial(self._made, make) for name, make in models.items()}
-        for first in self.sizes:
+        for first, taught in product(self.sizes, (False, True)):
             rows = "all rows" if first is None else f"{first} rows"
-            made |= {f"{method}, {rows}": partial(self._refined, method, self.start, first) for method in METHODS}
             for method in METHODS:
-                made[f"{method}, taught, {rows}"] = partial(self._refined, method, self.start, first, taught=True)
-            if first is not None:
-                # On all of them it is what joint training does.
-                made[f"base tuned on the same {rows}"] = partial(self._refined, "adamw", "base", first)
+                name = f"{method}, taught, {rows}" if taught else f"{method}, {rows}"
+                made[name] = partial(self._refined, method, self.start, first, taught)
+            if first is not None:  # on all of them it is what joint training does
+                name = f"base {'taught' if taught else 'tuned'} on the same {rows}"
+                made[name] = partial(self._refined, "adamw", "base", first, taught)
         return made
 
     def stage(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class Study(ABC):
     def _scored(self, module: nn.Module) -> dict[str, Any]:
         return {"scores": self.score(module)}
 
-    def _refined(self, method: str, start: str, first: int | None, taught: bool = False) -> dict[str, Any]:
+    def _refined(self, method: str, start: str, first: int | None, taught: bool) -> dict[str, Any]:
         judging = JUDGING if first is None else first // 10
         # The models that were merged know their training rows too well for these to judge by.
         valid = {task: self.rows(task, judging, unseen=True) for task in self.tasks}

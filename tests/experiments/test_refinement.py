@@ -62,7 +62,7 @@ def test_sentiment_is_refined_and_scored_on_every_set(tmp_path: Path) -> None:
     results = run(tmp_path / "text")
     (seed,) = results["seeds"]
     refined = {"newton, 24 rows", "adamw, 24 rows", "base tuned on the same 24 rows"}
-    refined |= {"newton, taught, 24 rows", "adamw, taught, 24 rows"}
+    refined |= {"newton, taught, 24 rows", "adamw, taught, 24 rows", "base taught on the same 24 rows"}
     assert seed["refinements"].keys() == refined and seed["scores"].keys() == {"base", "joint"} | MERGES | refined
     for one in seed["refinements"].values():
         assert one["held_back"] == sorted(one["held_back"], reverse=True), "never worse on the rows held back"
