@@ -372,7 +372,9 @@ def test_a_language_model_is_taught_token_by_token(tmp_path: Path, method: str) 
             answers, z = (model(batch["input_ids"]).logits[0] for model in models)
         pairs = zip(answers[:-1].softmax(-1), z[:-1].log_softmax(-1), batch["labels"][0, 1:].tolist(), strict=True)
         losses.append(-sum(float(p @ logs) for p, logs, label in pairs if label != -100))
-    rounds = json.loads(found.output)["rounds"]
+    printed = json.loads(found.output)
+    assert (printed["teachers"], printed["teaching"]) == ({"a": str(tmp_path / "teacher")}, 1)
+    rounds = printed["rounds"]
     assert len(rounds) == 2 and rounds[1]["held"]["a"] < rounds[0]["held"]["a"]
     assert rounds[1]["held"]["a"] == pytest.approx(sum(losses) / 12, rel=1e-5)
 

@@ -74,7 +74,7 @@ def refine(
 
     Never worse than MERGED on the rows held back, in the loss that it learns from.
     """
-    sources, judged = named(data), named(valid or [], "valid")
+    sources, judged, teachers = named(data), named(valid or [], "valid"), named(teacher or [], "teacher")
     counts = {name: _whole(name, text) for name, text in named(examples or [], "examples").items()}
     with heavy_imports():
         from ..api.refining import refine as refine_model
@@ -89,7 +89,7 @@ def refine(
             method=method,
             rounds=rounds,
             examples=counts,
-            teachers=dict(named(teacher or [], "teacher")),
+            teachers=teachers,
             teaching=teaching,
             penalty=penalty,
             base=base,
@@ -105,6 +105,7 @@ def refine(
     if printing.json:
         tasks = {name: {"before": done.before[name], "after": done.after[name]} for name in done.before}
         facts = {"output": str(out), "method": done.method, "improved": done.improved, "tasks": tasks}
+        facts |= {"teachers": teachers, "teaching": done.teaching} if teachers else {}
         rest = {"stopped": done.stopped, "passes": dict(done.passes), "seconds": done.seconds, "notes": done.notes}
         print_json({**facts, "rounds": [asdict(one) for one in done.rounds], **rest})
         return
