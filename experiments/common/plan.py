@@ -117,6 +117,6 @@ def _step(step: Step) -> str:
     rows = "rows as the data have them" if step.rows is None else f"{step.rows:,} rows"
     parts = [rows, f"batches of {how.batch_size * how.accumulate}", f"{how.epochs:g} epoch{'s' * (how.epochs != 1)}"]
     parts += [] if step.steps is None else [f"{step.steps:,} steps"]
-    parts.append(f"learning rate {how.learning_rate:g}")
+    parts.append(f"learning rate {how.learning_rate:g} of {how.optimizer}")
     parts += [f"penalty of strength {how.strength:g}"] if how.strength else []
     return f"{step.name}, from {step.start}: {', '.join(parts)}"

@@ -93,6 +93,8 @@ def checked(args: argparse.Namespace) -> tuple[str | None, Path | str]:
     """The model, None where it is made here, and where the data are; where the options go together."""
     if args.scale == "small":
         need(args, "model", "data-dir")
+    if args.model == T5 and args.grid:
+        raise gm.InputError("--grid tunes models under H_0, which Adafactor cannot: not with --model t5")
     if args.model == T5 and args.scale == "full":
         raise gm.InputError("--model t5 is small and pre-trained here: --scale small, or --model google/t5-v1_1-base")
     made = args.scale == "tiny"

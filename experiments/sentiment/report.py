@@ -116,7 +116,8 @@ def _pretrained(results: Mapping[str, Any]) -> str:
     return (
         f"The T5 has {found['parameters'] / 1e6:.1f} million parameters and {found['vocabulary']:,} tokens. It was "
         f"pre-trained once for all seeds, in {found['seconds']:.0f} s: {how['training']['epochs']} epochs over "
-        f"{found['examples']:,} pieces of {how['tokens']} tokens of {', '.join(how['texts'])}, without labels. "
+        f"{found['examples']:,} pieces of {how['tokens']} tokens of {', '.join(how['texts'])}, without labels; it is "
+        f"trained by {how['training'].get('optimizer', 'AdamW')}. "
         f"From random weights the base has {100 * without['right'] / without['rows']:.1f} on IMDB (loss "
         f"{without['loss']:.3f}). "
     )

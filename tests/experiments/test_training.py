@@ -36,6 +36,21 @@ def test_every_row_is_seen_in_every_epoch_and_nothing_is_left_behind(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+def test_adafactor_makes_steps_as_large_as_a_tensor_allows(tmp_path: Path) -> None:
+    """The rate times the entries' root mean square at most: large ones move farther than AdamW ever would."""
+    model = small_model()
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight.mul_(1000)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    training = Training(1e-2, epochs=1, batch_size=24, optimizer="Adafactor")
+    fine_tune(model, ROWS, collate, tmp_path, training, seed=0, device="cpu")
+    moved = {name: p.detach() - start[name] for name, p in model.named_parameters()}
+    for name, change in moved.items():
+        size = max(1e-3, float(start[name].square().mean().sqrt()))
+        assert float(change.square().mean().sqrt()) <= 1.001e-2 * size, name
+    assert float(moved["bert.embeddings.word_embeddings.weight"].abs().max()) > 2e-2
+
+
 class Stopped(Exception):
     pass
 
