@@ -59,21 +59,25 @@ Found = Mapping[str, Mapping[str, Sequence[Point]]]
 
 @dataclass(frozen=True)
 class Case:
-    """One experiment: every method's point on every seed, with those of its limits, ``base`` and ``joint``."""
+    """One experiment: every method's point on every seed, with those of its limits, ``base`` and ``joint``.
+
+    Refinements may be of models that were trained anew, with limits of their own, ``base, refined`` and so on.
+    """
 
     title: str
     points: Mapping[str, Sequence[Point]]
 
     def shares(self) -> dict[str, list[Point]]:
         """Of what joint training gains over the base, what each method has, in per cent of accuracy and of loss."""
-        return {
-            method: [
+        found = {}
+        for method in (name for name in METHODS if name in self.points):
+            anew = ", refined" if method in (REFINED, TAUGHT, SAME_ROWS) and "base, refined" in self.points else ""
+            every = (self.points[name] for name in (method, f"base{anew}", f"joint{anew}"))
+            found[method] = [
                 (100 * (here[0] - low[0]) / (top[0] - low[0]), 100 * (here[1] - low[1]) / (top[1] - low[1]))
-                for here, low, top in zip(self.points[method], self.points["base"], self.points["joint"], strict=True)
+                for here, low, top in zip(*every, strict=True)
             ]
-            for method in METHODS
-            if method in self.points
-        }
+        return found
 
 
 def cases() -> list[Case]:
@@ -96,9 +100,13 @@ def _demo() -> Iterator[tuple[str, list[Point]]]:
     for method, name in named.items():
         found = [next(one for one in run["merging"] if one["name"].startswith(name)) for run in demo_runs()]
         yield method, [(100 * one["mean"], one["mean_loss"]) for one in found]
-    taught = json.loads((BENCHMARKS / "teachers.json").read_text("utf-8"))["cases"].values()
-    found = [case["newton, 200 rows, teaching 0.5"] for case in taught]
-    yield TAUGHT, [(100 * one["accuracy"], one["loss"]) for one in found]
+    for method, file, name in (
+        (TAUGHT, "teachers", "newton, 200 rows, teaching 0.5"),
+        (SAME_ROWS, "refine", "base tuned"),
+    ):
+        every = json.loads((BENCHMARKS / f"{file}.json").read_text("utf-8"))["cases"]
+        found = [every[f"demo, seed {run['seed']}"][name] for run in demo_runs()]
+        yield method, [(100 * one["accuracy"], one["loss"]) for one in found]
 
 
 def _sentiment() -> Iterator[tuple[str, list[Point]]]:
@@ -162,7 +170,8 @@ def _deit() -> Iterator[tuple[str, list[Point]]]:
 
 def _refined(name: str, *models: str) -> Iterator[tuple[str, list[Point]]]:
     seeds = read("refinement", name)["seeds"]
-    for method, model in zip((REFINED, TAUGHT, SAME_ROWS), models, strict=True):
+    names = (REFINED, TAUGHT, SAME_ROWS, "base, refined", "joint, refined")
+    for method, model in zip(names, (*models, "base", "joint"), strict=True):
         means = [[refinement.mean(seed["scores"][model], what) for what in ("accuracy", "loss")] for seed in seeds]
         yield method, [(100 * accuracy, loss) for accuracy, loss in means]
 

@@ -75,7 +75,7 @@ def sentiment_table(*folder: str) -> str:
     reported = paper.ROBERTA if encoder else paper.T5
 
     def row(title: str, scores: Sequence[Any], known: str = "", average: float | None = None) -> Row:
-        theirs = reported[known][5] if known in reported else average
+        theirs = reported[known][5] if known and (encoder or known in reported) else average
         return (
             title,
             shown([sentiment.average(one) for one in scores]),
@@ -228,19 +228,19 @@ def numbers(header: Row, rows: Sequence[Row]) -> str:
 
 def refined_shares() -> str:
     """Of every experiment on refinement, by how many rows and by which method."""
-    methods = ("newton", "newton, taught", "adamw", "adamw, taught", "base tuned on the same")
-    cases = [("text", size, f"{size} texts") for size in ("256 rows", "2048 rows", "all rows")]
-    cases += [("images", size, f"{size} images") for size in ("256 rows", "1024 rows")]
-    cases += [("deit-tiny", "1024 rows", "1024 rows images, DeiT-tiny")]
+    sizes: list[tuple[str, int | None, str]] = [("text", size, "texts") for size in (256, 2048, None)]
+    sizes += [("images", 256, "images"), ("images", 1024, "images"), ("deit-tiny", 1024, "images, DeiT-tiny")]
+    methods = ("newton, ", "newton, taught, ", "adamw, ", "adamw, taught, ", "base tuned on the same ")
     rows = []
-    for folder, size, title in cases:
+    for folder, size, what in sizes:
         results, cells = read("refinement", folder), []
         for method in methods:
-            name = f"{method} {size}" if method.startswith("base") else f"{method}, {size}"
+            name = f"{method}{size or 'all'} rows"
             seeds = refinement.having(results, name)
             both = [[refinement.share(seed, name, what) for seed in seeds] for what in ("loss", "accuracy")]
-            cells.append(" / ".join(shown(values, 0) for values in both) if len(seeds) > 1 else "")
-        rows.append((title.replace(" rows", "").replace("2048", "2,048").replace("1024", "1,024"), *cells))
+            few = f" ({len(seeds)} seeds)" if len(seeds) < len(results["seeds"]) else ""
+            cells.append(" / ".join(shown(values, 0) for values in both) + few if seeds else "")
+        rows.append((f"{size:,} {what}" if size else f"all {what}", *cells))
     header = ("rows per task", "`newton`: loss / accuracy", "taught", "`adamw`", "taught", "base tuned by `adamw`")
     return numbers(header, rows)
 

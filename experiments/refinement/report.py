@@ -10,7 +10,7 @@ from typing import Any
 
 from ..common.figures import figure
 from ..common.tables import markdown, shown
-from .study import MERGE
+from .study import JUDGING, MERGE
 
 #: Of the rows that refinements are judged by, in earlier runs and now.
 SEEN = "; all are among the rows that the task's own model was tuned on"
@@ -64,6 +64,7 @@ def tables(results: Mapping[str, Any]) -> str:
                 f"{min(seconds):.0f} to {max(seconds):.0f}" if seconds else "",
             ]
         )
+    judges = UNSEEN if results.get("judged_by_unseen") else SEEN
     return f"""# Refinement with a few rows per task
 
 `{results["command"]}`, on {results["machine"]["device"]}.
@@ -73,9 +74,9 @@ def tables(results: Mapping[str, Any]) -> str:
 {markdown(columns, rows)}
 The merge that is refined is `{start}` (averaged curvature, labels drawn from the model). The gap is that from it to
 `joint`, which was trained on all rows of all tasks. A refinement is given so many labelled rows per task, a tenth of
-which it is judged by{UNSEEN if results.get("judged_by_unseen") else SEEN}. Taught: the answers of the task's own model
-count as half of a row's loss, and its label as the other. Seconds are the least and the most over the seeds, which may
-have shared the device with each other and with more.
+which, or {JUDGING} beside all, it is judged by{judges}.
+Taught: the answers of the task's own model count as half of a row's loss, and its label as the other. Seconds are the
+least and the most over the seeds, which may have shared the device with each other and with more.
 
 ![Loss and accuracy of every model](figures/scores.svg)
 

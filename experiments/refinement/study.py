@@ -15,6 +15,7 @@ from torch import nn
 
 import gradmerge as gm
 from gradmerge.demo.stages import Stages
+from gradmerge.refinement.owners import ALONG_ROWS, CURVATURE_ROWS
 
 from ..common.seeds import Run
 from ..common.states import State
@@ -90,15 +91,16 @@ class Study(ABC):
             for method in METHODS:
                 name = f"{method}, taught, {rows}" if taught else f"{method}, {rows}"
                 made[name] = partial(self._refined, method, self.start, first, taught)
-            if first is not None:  # on all of them it is what joint training does
+            if taught or first is not None:  # by labels, on all of them, it is what joint training does
                 name = f"base {'taught' if taught else 'tuned'} on the same {rows}"
                 made[name] = partial(self._refined, "adamw", "base", first, taught)
         return made
 
     def stage(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = re.sub(r"[^a-z0-9]+", "-", name.lower())
+        given = {"passes": PASSES, "judging": JUDGING, "curvature": [CURVATURE_ROWS, ALONG_ROWS]}
         found: dict[str, Any] = self.stages.run(
-            f"compare-{path}", lambda folder: make(), given={"passes": PASSES, "judging": JUDGING}, after=self.trained
+            f"compare-{path}", lambda folder: make(), given=given, after=self.trained
         )
         return found
 

@@ -50,7 +50,7 @@ def plan(settings: Settings, model: str | None, source: Path | str) -> Plan:
         ]
         once = [
             Step("pre-training, once for all seeds", "random weights", None, settings.pretraining.training),
-            Step(f"{BASE} without it, likewise", "random weights", counts[BASE], settings.training(BASE)),
+            Step(f"{BASE}, to compare with", "random weights", counts[BASE], settings.training(BASE)),
         ]
         trained = once + trained
     if settings.grid:

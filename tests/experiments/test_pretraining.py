@@ -113,7 +113,7 @@ def test_a_dry_run_names_the_pre_training_and_the_full_scale_has_none(
     said = capsys.readouterr().out
     assert "pre-training, once for all seeds, from random weights" in said and "wikitext2; columns text" in said
     assert "imdb, from the model pre-trained here" in said
-    assert "learning rate 0.01 of Adafactor" in said and "imdb without it" in said
+    assert "learning rate 0.01 of Adafactor" in said and "imdb, to compare with, from random weights" in said
     for more, says in ((["full"], "google/t5-v1_1-base"), (["small", "--grid"], "not with --model t5")):
         with pytest.raises(SystemExit) as stopped:
             program.main(["--scale", *more, *asked])

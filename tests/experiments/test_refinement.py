@@ -122,9 +122,9 @@ def test_a_model_that_some_seeds_lack_is_shown_of_the_others(tmp_path: Path) -> 
         "command": "run",
         "machine": {"device": "CPU"},
         "tasks": ["one"],
-        "seeds": [seed(0), seed(1, newton=0.7), seed(2, newton=0.75)],
+        "seeds": [seed(0, adamw=0.7), seed(1, newton=0.7, adamw=0.7), seed(2, newton=0.75, adamw=0.7)],
     }
-    assert rows_of(results) == ["base", MERGE, "joint", "newton"]
+    assert rows_of(results) == ["base", MERGE, "joint", "newton", "adamw"], "where the others have it"
     assert [one["seed"] for one in having(results, "newton")] == [1, 2]
     page = tables(results)
     assert "| newton (2 of 3 seeds) | 72.50 ± 3.54 | 0.2750 ± 0.0354 | 62 ± 18 | 62 ± 18 | 2 to 2 |" in page

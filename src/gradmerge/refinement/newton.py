@@ -6,14 +6,13 @@ A round takes up to ``STEPS`` steps. One step at θ, with N_t/n_t how many examp
 2. Directions d_λ = −(S + λ)⁻¹ g, for a few dampings λ from the median of S on, and the last step: V, each of length 1.
 3. Steps are the minima of the quadratic model in the span of V, c = −(Vᵀ (GGN + P) V + ρ)⁻¹ Vᵀ g for a few ridges ρ,
    and parts of them. A step of fixed length would ruin the model: the Kronecker basis knows directions better than
-   lengths, so the curvature along V is measured on the rows.
+   lengths, so the curvature along V is measured on a sample of the rows.
 4. The one with the lowest loss on the rows held back is taken, if that is lower than before, and the summed loss on
    the others is too. If there is none, refinement ends, and θ stays.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -120,10 +119,9 @@ def newton(
     while len(done.rounds) <= rounds and not done.stopped:
         begun, now = time.perf_counter(), done.rounds[-1]
         # Of every step the gradient and the loss of all rows, and of some the curvature and that along the directions.
-        every, curved, along = (
-            sum(min(owner.rows, most) for owner in owners) for most in (math.inf, CURVATURE_ROWS, ALONG_ROWS)
-        )
-        work = STEPS * int(2 * every + curved + (1 + len(DAMPINGS)) * along)
+        rows = [owner.rows for owner in owners]
+        curved, along = (sum(min(count, most) for count in rows) for most in (CURVATURE_ROWS, ALONG_ROWS))
+        work = STEPS * (2 * sum(rows) + curved + (1 + len(DAMPINGS)) * along)
         (progress or NoProgress()).begin(f"round {len(done.rounds)} of {rounds}", work)
         steps: list[RefinementStep] = []
         while len(steps) < STEPS:
