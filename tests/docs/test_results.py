@@ -22,8 +22,10 @@ from experiments.vision import report as vision
 
 from docs import results_overview
 
-PAGE = (Path(__file__).parents[2] / "docs" / "results.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "results.md").read_text("utf-8")
 WORDS = " ".join(PAGE.split())
+README, REFINING = (" ".join((ROOT / name).read_text("utf-8").split()) for name in ("README.md", "docs/refining.md"))
 
 
 def typed(section: str) -> list[list[str]]:
@@ -81,6 +83,12 @@ def test_losses_of_sentiment_seed_by_seed() -> None:
     assert "in 12 of 15 cases" in WORDS and "smaller mismatch in 12 of 15 cases" in fell
 
 
+def each(values: Iterable[str]) -> str:
+    """Of three seeds."""
+    first, second, third = values
+    return f"{first}, {second} and {third}"
+
+
 def test_what_is_said_of_t5() -> None:
     results, first = read("sentiment", "t5"), read("sentiment")
     weights, seeds = results["settings"]["weights"], results["seeds"]
@@ -100,9 +108,15 @@ def test_what_is_said_of_t5() -> None:
 
     mean = shown([sentiment.average(seed["scores"]["gradient-matching-mean"]) for seed in seeds])
     assert f"({at('gradient-matching', [1.0] * 3)}, or {mean} with averaged" in WORDS
-    assert f"task arithmetic much to some ({at('task-arithmetic', [1.0] * 3)})" in WORDS
+    alone = [sentiment.average(sentiment.at_weight(seed, weights, "task-arithmetic", 1.0)) for seed in seeds]
+    assert f"that has {each(f'{one:.1f}' for one in alone)} on the three seeds" in WORDS
     tuned = [sentiment.best_weight(seed, weights, "task-arithmetic", "dev") for seed in seeds]
-    assert f"it is as good ({at('task-arithmetic', tuned)})" in WORDS
+    assert f"tuned on development rows {at('task-arithmetic', tuned)}" in WORDS
+    four = [sentiment.average(seed["scores"]["regmean of four"]) for seed in seeds]
+    assert f"RegMean of the four has {fmean(four):.1f}" in WORDS
+    names = ("regmean of four", "ties", "gradient-matching-mean")
+    losses = [fmean(sentiment.average_loss(seed["scores"][name]) for seed in seeds) for name in names]
+    assert max(losses[:2]) < losses[2]
     said = (RESULTS / "sentiment" / "t5" / "results.md").read_text("utf-8")
     assert "in 11 of 15 cases" in WORDS and "smaller mismatch in 11 of 15 cases" in said
 
@@ -116,12 +130,17 @@ def test_what_is_said_in_short() -> None:
 
     refined, same = results_overview.REFINED, results_overview.SAME_ROWS
     assert f"joint training and {percent(texts[refined])} % of its gain in accuracy" in WORDS
-    assert f"the base tuned on the same rows {percent(texts[same])} %" in WORDS
+    assert f"of its gain in accuracy, the base {percent(texts[same])} %" in WORDS
     assert all(point[1] > 100 for point in texts[refined])
     assert percent(demo[refined]) == percent(demo[refined], 1)
-    assert f"the demo has {percent(demo[refined])} % of both" in WORDS
-    assert f"it is {percent(images[refined])} %" in WORDS
-    assert f"the base tuned on the same ones has {percent(images[same])} %" in WORDS
+    assert f"the demo has {percent(demo[refined])} % of joint training's gain in accuracy and loss" in WORDS
+    assert f"on the same rows has {percent(demo[same])} % of both" in WORDS and percent(demo[same], 1) == "80"
+    assert f"On DeiT-tiny it is {percent(images[refined])} %" in WORDS
+    assert f"has {percent(images[same])} % ({each(f'{point[0]:.0f}' for point in images[same])})" in WORDS
+    assert all(
+        f"{min(float(percent(own[name])) for own in merged.values()):.0f} to " + percent(demo[name]) + " %" in README
+        for name in (refined, results_overview.TAUGHT)
+    )
     taught = [percent(own[results_overview.TAUGHT]) for own in merged.values()]
     assert f"{taught[0]}, {taught[1]} and {taught[2]} % of joint training's gain in accuracy" in WORDS
     matching = "gradient matching, weight 1"
@@ -264,7 +283,11 @@ def test_what_is_said_of_deit_tiny() -> None:
 
     adamw, taught, same = "adamw, 1024 rows", "adamw, taught, 1024 rows", "base tuned on the same 1024 rows"
     assert f"closes {share(adamw)} % of the gap to joint training (loss: {share(adamw, 'loss')} %)" in WORDS
-    assert f"the same ones closes {share(same)} %" in WORDS
+    by_seed = each(f"{refinement.share(seed, same, 'accuracy'):.0f}" for seed in refined["seeds"])
+    assert f"the same ones closes {by_seed} %" in WORDS
+    pairs = [[refinement.mean(s["scores"][name], "loss") for name in (same, adamw)] for s in refined["seeds"]]
+    more = sorted(theirs - ours for theirs, ours in pairs)
+    assert f"a loss that is {short(more[0])} to {short(more[-1])} higher" in WORDS
     assert f"it closes {share(taught)} % (loss: {share(taught, 'loss')} %)" in WORDS
     refined = earlier("deit-tiny", "judged-by-training-rows")
     assert f"AdamW closed {share(adamw)} % in two passes" in WORDS
@@ -283,10 +306,6 @@ def test_what_is_said_of_refinement() -> None:
     results = read("refinement", "text")
     seeds, newton = results["seeds"], "newton, 2048 rows"
 
-    def each(values: Iterable[str]) -> str:
-        first, second, third = values
-        return f"{first}, {second} and {third}"
-
     def shares(name: str, what: str) -> list[float]:
         return [refinement.share(seed, name, what) for seed in seeds]
 
@@ -299,8 +318,8 @@ def test_what_is_said_of_refinement() -> None:
     start = accuracy("gradient matching")
     assert f"{accuracy(newton) - start:.1f} of the {accuracy('joint') - start:.1f} points are gained" in WORDS
     every = "newton, all rows"
-    assert f"close {shown(shares(every, 'accuracy'), 0)} % of the gap in accuracy with all rows" in WORDS
-    assert f"in loss ({shown(shares(every, 'loss'), 0)} %)" in WORDS
+    by_seed = {what: each(f"{share:.0f}" for share in shares(every, what)) for what in ("loss", "accuracy")}
+    assert f"{by_seed['accuracy']} % of the gap in accuracy and {by_seed['loss']} % of that in loss" in WORDS
     assert {len(seed["refinements"][every]["lengths"][-1]) for seed in seeds} == {2}
     scores = {
         (name, what): [refinement.mean(seed["scores"][name], what) for seed in seeds]
@@ -319,7 +338,9 @@ def test_what_is_said_of_refinement() -> None:
             strict=True,
         )
     ]
-    assert min(gained) > 100 and f"sentiment sets {fmean(gained):.0f} %: more than joint training" in WORDS
+    assert min(gained) > 100 and f"sentiment sets it has {fmean(gained):.0f} %, ahead of joint training" in WORDS
+    ahead = [100 * (a - b) for a, b in zip(*(scores[name, "accuracy"] for name, _ in list(scores)[::2]), strict=True)]
+    assert (f"{min(ahead):.1f}", f"{max(ahead):.1f}") == ("0.1", "0.3")
     taught, alone = "adamw, taught, 2048 rows", "adamw, 2048 rows"
     assert f"it closes {shown(shares(taught, 'accuracy'), 0)} % of the gap in accuracy with them" in WORDS
     assert f"and {shown(shares(alone, 'accuracy'), 0)} without" in WORDS
@@ -331,15 +352,23 @@ def test_what_is_said_of_refinement() -> None:
             judged = [seed["refinements"][name]["held_back"][-1] for name in (one, other)]
             assert judged[0] < judged[1]
     assert max(shares("base tuned on the same 2048 rows", "accuracy")) < 0
+    for said in (
+        f"it closed {shown(shares(taught, 'accuracy'), 0)} % with 2,048 rows",
+        f"by labels alone {shown(shares(alone, 'accuracy'), 0)}, and",
+        f"on sentiment {steps[0]} and {steps[1]}",
+    ):
+        assert said in REFINING
 
 
 def test_what_is_said_of_rows_that_judge_badly() -> None:
     results = earlier("text", "judged-by-training-rows")
     newton = [refinement.share(seed, "newton, 2048 rows", "accuracy") for seed in results["seeds"]]
-    assert f"closed {shown(newton, 0)} % of the gap in accuracy" in WORDS
+    assert f"Newton closed {shown(newton, 0)} % of the gap in accuracy" in WORDS
+    adamw = [refinement.share(seed, "adamw, 2048 rows", "accuracy") for seed in results["seeds"]]
+    assert f"but AdamW {shown(adamw, 0)} %" in WORDS
     alone, every = results["seeds"][0], "adamw, all rows"
     before, after = (short(refinement.mean(alone["scores"][name], "loss")) for name in ("gradient matching", every))
     held = alone["refinements"][every]["held_back"]
-    assert f"the test loss from {before} to {after}" in WORDS
+    assert f"the test loss there from {before} to {after}" in WORDS
     assert f"fell from {held[0]:.2f} to {held[-1]:.2f}, summed over the sets" in WORDS
     assert [name for name in alone["scores"] if "all rows" in name] == [every]
