@@ -181,7 +181,8 @@ CASES: dict[str, Callable[[], Iterator[tuple[str, list[Point]]]]] = {
     "5 sentiment sets, MiniLM": _sentiment,
     "8 image sets, DeiT-tiny": _deit,
 }
-DIGITS, REMOVALS = "demo: tilted digits, small ViT", {"toxic comments, GPT-2 from scratch": "toxicity"}
+DIGITS = "demo: tilted digits, small ViT"
+REMOVALS = {"toxic comments, GPT-2 from scratch": "toxicity", "swapped knowledge, small T5": "hallucination"}
 
 
 def removals() -> Found:
@@ -247,7 +248,7 @@ def _fill(panels: Sequence[Any], found: Found, rows: Sequence[str], first: str, 
                     _mark(axes, rows.index(row) + (part - 0.5) * 0.3, values, **look)
                 elif part == 0:
                     axes.axvline(fmean(values), color=look["color"], linestyle=":", linewidth=1.5)
-                    axes.text(fmean(values) + 3, 0.5, FLOOR, fontsize=8, va="center", color=look["color"])
+                    axes.text(fmean(values) + 3, 0.5, "another seed", fontsize=8, va="center", color=look["color"])
         for limit in (0, 100):
             axes.axvline(limit, color="#767676", linewidth=1)
         axes.set_xlim(LEFT - 3, RIGHT)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -189,8 +190,8 @@ _ACCURACY_AND_LOSS: tuple[tuple[Callable[[Any], float], int], ...] = (
 _LABELS = {"empirical": "the data's labels", "sampled": "drawn labels", "exact": "all labels"}
 
 
-def removal_table(folder: str, own: Mapping[str, Callable[[Any], float]]) -> str:
-    """Ways of removal at equal cost, between their limits; ``own`` are the experiment's own columns."""
+def removal_table(folder: str, own: Mapping[str, tuple[Callable[[Any], float], int]]) -> str:
+    """Ways of removal at equal cost, between their limits; ``own`` are the experiment's columns, and their digits."""
     results = read(folder)
     seeds, floors = results["seeds"], results["floors"]
 
@@ -199,7 +200,7 @@ def removal_table(folder: str, own: Mapping[str, Callable[[Any], float]]) -> str
         far = [[one[key] for one in entries] for key in ("kl_kept", "kl_forget")]
         shares = [shown([one[part] for one in gone], 0) if gone else "" for part in (0, 1)]
         cells = [*(shown(values) for values in plain), *(shown(values, 3) for values in far), *shares]
-        return (title, *cells, *(shown([of(one) for one in entries]) if judged else "" for of in own.values()))
+        return (title, *cells, *(shown([of(one) for one in entries], d) if judged else "" for of, d in own.values()))
 
     limits = {name: [seed["comparison"]["limits"][name] for seed in seeds] for name in ("base", "target")}
     rows = [row("before", limits["base"])]
@@ -258,7 +259,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "results-t5": partial(sentiment_table, "t5"),
     "results-grid": grid_table,
     "results-toxicity": partial(
-        removal_table, "toxicity", {"toxic, %": lambda entry: 100 * entry["toxicity"]["share"]}
+        removal_table, "toxicity", {"toxic, %": (lambda entry: 100 * entry["toxicity"]["share"], 1)}
+    ),
+    "results-hallucination": partial(
+        removal_table,
+        "hallucination",
+        {
+            "grounding, nats": (lambda entry: entry["forget"] - entry["kept"], 2),
+            "hallucination, %": (itemgetter("hallucination"), 1),
+        },
     ),
     "results-refined-text": partial(refinement_table, "text", "five sentiment sets"),
     "results-refined-images": partial(refinement_table, "images", "eight image sets"),

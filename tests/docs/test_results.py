@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import pytest
 from docs.results_tables import RESULTS, read
 from experiments.common import removal_report
 from experiments.common.tables import shown
@@ -28,27 +26,43 @@ WORDS = " ".join(PAGE.split())
 README, REFINING = (" ".join((ROOT / name).read_text("utf-8").split()) for name in ("README.md", "docs/refining.md"))
 
 
-def typed(section: str) -> list[list[str]]:
-    """The rows of the first table after a heading."""
-    text = PAGE.partition(f"\n## {section}\n")[2]
-    lines = text.partition("\n|---")[2].partition("\n\n")[0].splitlines()[1:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+def test_what_is_said_of_hallucination() -> None:
+    results = read("hallucination")
+    compared = [seed["comparison"] for seed in results["seeds"]]
+    gone = {way: removal_report.both(results, way) for way in compared[0]["ways"]}
+    ours, plain = gone["influence-kronecker"], gone["negation"]
 
+    def loss(points: Sequence[tuple[float, float]]) -> str:
+        return shown([point[1] for point in points], 0)
 
-@pytest.mark.parametrize("section", ["Hallucination"])
-def test_rows_of_removal_stand_in_the_tables_of_the_run(section: str) -> None:
-    """Each with all its numbers in one line there."""
-    lines = (RESULTS / section.lower() / "results.md").read_text("utf-8").splitlines()
-    table = [[float(n) for n in re.findall(r"\d+(?:\.\d+)?", line)] for line in lines if line.startswith("|")]
-    rows = [[cell for cell in row[1:] if re.fullmatch(r"[\d.]+", cell)] for row in typed(section)]
-    assert len(rows) > 6
-    for row in rows:
-        assert any(all(any(rounded(number, cell) for number in line) for cell in row) for line in table), row
+    assert f"swapped turns {loss(ours)} % of the way to the retrained model's, negation {loss(plain)} %" in WORDS
+    assert all(round(fmean(p[1] for p in gone[way])) == 13 for way in gone if way.startswith("matching"))
+    assert f"In KL they go *away* from the retrained model: {each(f'{-point[0]:.0f}' for point in ours)} %" in WORDS
+    assert f"negation comes {shown([point[0] for point in plain], 0)} % nearer" in WORDS
+    forgot = [round(fmean(point[1] for point in points)) for points in (ours, plain)]
+    assert f"they forget {forgot[0]} % in loss, negation {forgot[1]}, but" in WORDS
 
+    def grounding(way: str) -> str:
+        shares = []
+        for one in compared:
+            places = one["limits"]["base"], one["ways"][way]["chosen"], one["limits"]["target"]
+            low, here, top = (entry["forget"] - entry["kept"] for entry in places)
+            shares.append(100 * (here - low) / (top - low))
+        return each(f"{share:.0f}" for share in shares)
 
-def rounded(number: float, cell: str) -> bool:
-    """The cell is the number, to its own digits."""
-    return abs(number - float(cell)) <= 0.501 * 10.0 ** -len(cell.partition(".")[2])
+    assert f"grounding they close {grounding('influence-kronecker')} % of the gap" in WORDS
+    assert f"negation {grounding('negation')}, NPO {grounding('npo')}." in WORDS
+
+    def times(name: str) -> str:
+        run, ways = read(name), ("influence-kronecker", "negation")
+        one, other = (fmean(point[1] for point in removal_report.both(run, way)) for way in ways)
+        return f"{one / other:.1f}"
+
+    assert f"in loss it is {times('toxicity')} and {times('hallucination')} times" in WORDS
+    rounds = {len(one["ways"]["influence-kronecker"]["rounds"]) for one in compared}
+    assert results["settings"]["comparing"]["keep_rows"] == 2000 and rounds == {8}
+    sweep = (RESULTS / "hallucination" / "sweep" / "results.md").read_text("utf-8")
+    assert all(f"| {number} |" in sweep for number in ("49.9", "18.1", "25.3"))
 
 
 def short(value: float, digits: int = 3) -> str:
@@ -152,7 +166,7 @@ def test_what_is_said_in_short() -> None:
         f"{percent(texts[matching])}, and {percent(other_penalty())} in place of {percent(images[matching])}" in WORDS
     )
     assert f"Iso-C {percent(images['Iso-C'])} %" in WORDS and f"RegMean {percent(images['RegMean'])}" in WORDS
-    digits, toxic = results_overview.removals().values()
+    digits, toxic, _ = results_overview.removals().values()
     influence = results_overview.INFLUENCE
     assert f"toxic comments {percent(toxic[influence], 1)} % of the way" in WORDS
     assert f"negation {percent(toxic['negation'], 1)} %, NPO, untuned, {percent(toxic['NPO'], 1)};" in WORDS
