@@ -15,7 +15,6 @@ from torch import nn
 
 import gradmerge as gm
 from gradmerge.demo.stages import Stages
-from gradmerge.refinement.owners import ALONG_ROWS, CURVATURE_ROWS
 
 from ..common.seeds import Run
 from ..common.states import State
@@ -98,7 +97,7 @@ class Study(ABC):
 
     def stage(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = re.sub(r"[^a-z0-9]+", "-", name.lower())
-        given = {"passes": PASSES, "judging": JUDGING, "curvature": [CURVATURE_ROWS, ALONG_ROWS]}
+        given = {"passes": PASSES, "judging": JUDGING}
         found: dict[str, Any] = self.stages.run(
             f"compare-{path}", lambda folder: make(), given=given, after=self.trained
         )
