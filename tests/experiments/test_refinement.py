@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from experiments.refinement import study
 from experiments.refinement.__main__ import main
 from experiments.refinement.pictures import PictureSeed
 from experiments.refinement.report import draw, having, rows_of, share, tables
@@ -31,6 +32,12 @@ def run(out: Path, *arguments: str) -> dict[str, Any]:
     assert main(["--scale", "tiny", "--rows", "24", "--device", "cpu", "-o", str(out), *arguments]) == 0
     found: dict[str, Any] = json.loads((out / "results.json").read_text())
     return found
+
+
+@pytest.fixture(autouse=True)
+def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of AdamW, to save time."""
+    monkeypatch.setattr(study, "PASSES", 2)
 
 
 def first_taught_loss(out: Path) -> float:
@@ -86,7 +93,8 @@ def test_sentiment_is_refined_and_scored_on_every_set(tmp_path: Path) -> None:
     assert all(f"| {name} |" in page for name in seed["scores"]) and (tmp_path / "text/figures/scores.svg").is_file()
 
 
-def test_images_are_refined_with_their_heads_fixed(tmp_path: Path) -> None:
+def test_images_are_refined_with_their_heads_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "METHODS", ("adamw",))
     (tmp_path / "data").mkdir()
     for number, task in enumerate(LOCAL):
         archive(tmp_path / "data" / f"{task}.npz", CLASSES.get(task, 10), (28, 28), number)
