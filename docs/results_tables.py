@@ -233,7 +233,7 @@ def refined_shares() -> str:
     sizes += [("images", 256, "images"), ("images", 1024, "images"), ("deit-tiny", 1024, "images, DeiT-tiny")]
     methods = ("newton, ", "newton, taught, ", "adamw, ", "adamw, taught, ", "base tuned on the same ")
     rows = []
-    for folder, size, what in sizes:
+    for folder, size, kind in sizes:
         results, cells = read("refinement", folder), []
         for method in methods:
             name = f"{method}{size or 'all'} rows"
@@ -241,7 +241,7 @@ def refined_shares() -> str:
             both = [[refinement.share(seed, name, what) for seed in seeds] for what in ("loss", "accuracy")]
             few = f" ({len(seeds)} seeds)" if len(seeds) < len(results["seeds"]) else ""
             cells.append(" / ".join(shown(values, 0) for values in both) + few if seeds else "")
-        rows.append((f"{size:,} {what}" if size else f"all {what}", *cells))
+        rows.append((f"{size:,} {kind}" if size else f"all {kind}", *cells))
     header = ("rows per task", "`newton`: loss / accuracy", "taught", "`adamw`", "taught", "base tuned by `adamw`")
     return numbers(header, rows)
 
