@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from gradmerge.refinement.adamw import MOMENTS, TRIALS, _Passes, _search, adamw
+from gradmerge.refinement.filling import Filling
 from gradmerge.refinement.newton import Penalty, Progressed
 from gradmerge.refinement.owners import DataOwner
 from gradmerge.refinement.rounds import Refinement
@@ -114,26 +115,34 @@ def language_model(kind: str) -> nn.Module:
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("kind", ["classes", "tokens", "answers"])
 def test_texts_of_other_lengths_are_one_batch_with_the_gradient_of_each_in_its_own(kind: str, side: str) -> None:
+    """Of one task and of another, whose texts are longer."""
     order = torch.Generator().manual_seed(3)
-    lengths = torch.randint(3, 9, (40,), generator=order).tolist()
-    ids = [torch.randint(2, 11, (length,), generator=order).tolist() for length in lengths]
-    model = language_model(kind)
-    own = [texts(kind, ids[first : first + 8], side) for first in range(0, 40, 8)]
-    owner = DataOwner("a", own, [])
-    passes = _Passes(model, [owner], None, 0, Refinement(model, "adamw"), {})
-    rows = list(range(1, 40, 3))
-    (batch,) = owner.batches_of(rows, model)
-    assert len(batch["input_ids"]) == len(rows)
-    passes._differentiate([(owner, row) for row in rows], 1.0)
+    lengths = [torch.randint(*bounds, (40,), generator=order).tolist() for bounds in ((3, 9), (7, 13))]
+    model, given, owners = language_model(kind), [], []
+    for number, own in enumerate(lengths):
+        ids = [torch.randint(2, 11, (length,), generator=order).tolist() for length in own]
+        given.append([texts(kind, ids[first : first + 8], side) for first in range(0, 40, 8)])
+        owners.append(DataOwner("ab"[number], given[-1], [], examples=(40, 80)[number]))
+    passes = _Passes(model, owners, None, 0, Refinement(model, "adamw"), {})
+    assert all(len({owner.name for owner, _ in one}) == 2 for one in passes._steps(0))
+    chosen = [(number, row) for row in range(1, 40, 3) for number in (0, 1)]
+    seen: list[int] = []
+    watch = model.register_forward_pre_hook(
+        lambda _, args, inputs: seen.append(len(inputs["input_ids"])), with_kwargs=True
+    )
+    passes._differentiate([(owners[number], row) for number, row in chosen], 1.0)
+    watch.remove()
+    assert seen[-1] == len(chosen) and all(count == 1 for count in seen[:-1])  # rows that ask whether the model minds
     found = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
-    for row in rows:
-        alone = {name: value[row % 8 : row % 8 + 1] for name, value in own[row // 8].items()}
+    for number, row in chosen:
+        alone = {name: value[row % 8 : row % 8 + 1] for name, value in given[number][row // 8].items()}
         labels = alone.pop("labels")
         logits = model(**alone, **({"labels": labels} if kind == "answers" else {})).logits
         if kind == "tokens":
             logits, labels = logits[:, :-1], labels[:, 1:]
-        nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum").backward()
+        loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+        ((1, 2)[number] * loss).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.grad)
 
@@ -152,14 +161,35 @@ class Counting(nn.Module):
 
 def test_texts_are_not_filled_up_where_the_model_minds_or_names_no_token_that_it_has() -> None:
     own = [texts("classes", [[3] * length] * 4, "right") for length in (3, 5, 4)]
-    rows = list(range(12))
-    assert [len(one["labels"]) for one in DataOwner("a", own, []).batches_of(rows, language_model("classes"))] == [12]
-    owner = DataOwner("a", own, [])
-    for _ in range(2):
-        assert [one["input_ids"].shape for one in owner.batches_of(rows, Counting())] == [(4, 3), (4, 5), (4, 4)]
+
+    def lengths(filling: Filling, model: nn.Module) -> list[int]:
+        return [one["input_ids"].shape[1] for one in filling(model, own)]
+
+    assert lengths(Filling(), language_model("classes")) == [5, 5, 5]
+    minded = Filling()
+    assert lengths(minded, Counting()) == lengths(minded, Counting()) == [3, 5, 4]
     unnamed: Any = language_model("classes")
     unnamed.config.pad_token_id = -1
-    assert len(DataOwner("a", own, []).batches_of(rows, unnamed)) == 3
+    assert lengths(Filling(), unnamed) == [3, 5, 4]
+
+
+def test_texts_are_filled_up_to_at_most_twice_their_length() -> None:
+    own = [texts("classes", [[3] * length], "right") for length in (4, 9, 2, 1, 5)]
+    assert [one["attention_mask"].shape[1] for one in Filling()(language_model("classes"), own)] == [4, 9, 4, 1, 9]
+
+
+def test_numbers_in_the_place_of_labels_are_not_filled_up() -> None:
+    own = [texts("classes", [[3] * length], "right") for length in (4, 5)]
+    own = [{**one, "labels": torch.zeros(1, width)} for one, width in zip(own, (2, 3), strict=True)]
+    assert all(one is given for one, given in zip(Filling()(language_model("classes"), own), own, strict=True))
+
+
+@pytest.mark.parametrize("model", ["minds", "does not"])
+def test_rows_of_tasks_are_mixed_where_the_model_can_take_them_together(model: str) -> None:
+    owners = [DataOwner(name, [texts("classes", [[3] * n] * 40, "right")], []) for name, n in (("a", 3), ("b", 9))]
+    taken = language_model("classes") if model == "does not" else Counting()
+    steps = _Passes(taken, owners, None, 0, Refinement(taken, "adamw"), {})._steps(0)
+    assert {len({owner.name for owner, _ in one}) for one in steps} == {2 if model == "does not" else 1}
 
 
 @pytest.mark.parametrize("killed", [1, 2, 4])

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from ..curvature.batches import examples_in, joined, shape_of
 from ..curvature.losses import logits_of
 from ..processes import ALONE, Processes
 from ..progress import NoProgress, Progress
+from .filling import Filling
 from .newton import Penalty, Progressed, begin, losses_at
 from .owners import DataOwner
 from .points import Point, evaluated, norm, set_weights, trained
@@ -145,8 +147,11 @@ class _Passes:
         self._model, self._owners, self._penalty, self._seed, self._done = model, owners, penalty, seed, done
         self.start, self._processes = start, processes
         self._examples = sum(owner.examples for owner in owners)
-        # Rows that can be computed together are mixed over the tasks. Others would cost a forward pass for each task.
-        self._mixed = len({shape_of(owner.batches_of([0])[0]) for owner in owners}) == 1
+        # Rows that can be computed together are mixed over the tasks, which makes better steps. Others would cost a
+        # forward pass for each task.
+        self._filling = Filling()
+        first = self._filling(model, [owner.batches_of([0])[0] for owner in owners], math.inf)
+        self._mixed = len(set(map(shape_of, first))) == 1
         self._optimizer: torch.optim.AdamW | None = None
 
     def plan(
@@ -202,11 +207,17 @@ class _Passes:
 
         ``scale``: steps of a pass per example, so that the gradients of a pass have the right mean.
         """
-        together: dict[object, list[tuple[DataOwner, object]]] = {}
         mine = self._processes.share(len(chosen))
-        for owner in self._owners:
-            rows = [row for one, row in chosen[mine.start : mine.stop] if one is owner]
-            for batch in owner.batches_of(rows, self._model):
+        rows: dict[DataOwner, list[int]] = {}
+        for owner, row in chosen[mine.start : mine.stop]:
+            rows.setdefault(owner, []).append(row)
+        found = [(owner, part) for owner in self._owners for part in owner.batches_of(rows.get(owner, []))]
+        alike: dict[tuple[DataOwner, object], list[Any]] = {}
+        for (owner, _), part in zip(found, self._filling(self._model, [part for _, part in found]), strict=True):
+            alike.setdefault((owner, shape_of(part)), []).append(part)
+        together: dict[object, list[tuple[DataOwner, Any]]] = {}
+        for (owner, _), own in alike.items():
+            for batch in owner.learned_from(self._model, [joined(own)]):
                 together.setdefault(shape_of(batch), []).append((owner, batch))
         for parts in together.values():
             logits = logits_of(self._model, joined([batch for _, batch in parts]))

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..curvature.batches import Placed, batch_rows, examples_in, joined, moved, shape_of, with_places
+from ..curvature.batches import Placed, batch_rows, examples_in, moved, with_places
 from ..curvature.estimate import estimate_curvature
 from ..curvature.gradients import Gradient, estimate_gradient
 from ..curvature.kronecker import WIDEST, KroneckerCurvature
 from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, logits_of, loss_of
-from ..curvature.padding import filled_up, minds_filling
 from ..curvature.together import Together
 from ..curvature.trial import Trial
 from ..processes import ALONE, Processes
@@ -119,7 +118,6 @@ class DataOwner:
         self.examples = self.rows if examples is None else examples
         self.held_error: float | None = None
         self._trial = Trial()
-        self._minds: bool | None = None
         self._taught = teacher.loss if teacher is not None else None
         self._teacher = teacher if teacher is not None and isinstance(teacher.loss.given, TokenLoss) else None
         self._answers: dict[bool, Tensor] = {}
@@ -185,37 +183,24 @@ class DataOwner:
             found = [self._losses(model, batch, check=True).cpu() for batch in self._learned(model, held=held)]
         return self._processes.rows([torch.cat(found)] if found else [])[0]
 
-    def batches_of(self, rows: Sequence[int], model: nn.Module | None = None) -> list[Any]:
-        """Some rows as batches, few of them; with a model, where it is, and counted."""
+    def batches_of(self, rows: Sequence[int]) -> list[Any]:
+        """Some rows as batches, few of them, where they lie, with the answers that are kept."""
         if isinstance(self._batches, RowBatches):
-            parts = [self._answered(self._batches.rows(rows), rows, held=False)] if rows else []
-        else:
-            by_batch: dict[int, list[int]] = {}
-            for row in rows:
-                number = bisect_right(self._starts, row) - 1
-                by_batch.setdefault(number, []).append(row - self._starts[number])
-            parts = []
-            for number, own in by_batch.items():
-                places = [self._starts[number] + row for row in own]
-                parts.append(self._answered(batch_rows(self._batches[number], torch.tensor(own)), places, held=False))
-        if model is None:
-            return parts
-        alike: dict[Any, list[Any]] = {}
-        for part in self._evened(model, parts):
-            alike.setdefault(shape_of(part), []).append(part)
-        batches = self._on_device(model, map(joined, alike.values()))
-        return [batch if self._teacher is None else self._teacher.taught(model, batch) for batch in batches]
+            return [self._answered(self._batches.rows(rows), rows, held=False)] if rows else []
+        by_batch: dict[int, list[int]] = {}
+        for row in rows:
+            number = bisect_right(self._starts, row) - 1
+            by_batch.setdefault(number, []).append(row - self._starts[number])
+        parts = []
+        for number, own in by_batch.items():
+            places = [self._starts[number] + row for row in own]
+            parts.append(self._answered(batch_rows(self._batches[number], torch.tensor(own)), places, held=False))
+        return parts
 
-    def _evened(self, model: nn.Module, parts: Sequence[Any]) -> Sequence[Any]:
-        """Batches of tokens at one length, unless the model minds; it is asked once."""
-        filled = parts if self._minds else filled_up(model, parts)
-        pairs = zip(parts, filled, strict=True)
-        changed = next(((a, b) for a, b in pairs if shape_of(a) != shape_of(b)), None)
-        if self._minds is None and changed is not None:
-            place = next(model.parameters()).device
-            with evaluated(model):
-                self._minds = minds_filling(model, *(moved(each, place) for each in changed))
-        return parts if self._minds else filled
+    def learned_from(self, model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
+        """Batches of its rows where the model is, and counted, with what a teacher answers now."""
+        for batch in self._on_device(model, batches):
+            yield batch if self._teacher is None else self._teacher.taught(model, batch)
 
     def rows_alone(self, model: nn.Module, *, held: bool) -> Iterator[Any]:
         """Every row, or every one held back, as a batch of its own: not even its padding depends on the others."""
@@ -278,12 +263,11 @@ class DataOwner:
 
     def _learned(self, model: nn.Module, *, held: bool) -> Iterator[Any]:
         """This process's rows, where the model is, and counted, with a teacher's answers if there is one."""
-        place = self._processes.share(self.held if held else self.rows).start
-        for batch in self._on_device(model, self._own_valid if held else self._own):
-            rows = range(place, place + examples_in(batch))
-            batch = self._answered(batch, rows, held=held)
-            yield batch if self._teacher is None else self._teacher.taught(model, batch)
-            place = rows.stop
+        own, rows = (self._own_valid, self.held) if held else (self._own, self.rows)
+        placed = with_places(own, self._processes.share(rows).start)
+        return self.learned_from(
+            model, (self._answered(b, range(place, place + examples_in(b)), held=held) for place, b in placed)
+        )
 
     def _answered(self, batch: Any, rows: Sequence[int], *, held: bool) -> Any:
         """A batch of these rows with the answers that are kept, if there are any."""
