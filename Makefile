@@ -5,6 +5,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 BENCH_DATA ?= bench-data
 BENCH_FLAGS ?=
 FUZZ_FLAGS ?=
+# A module goes to one worker whole, so that what its tests share is made once; tests/conftest.py orders the modules.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install demo test coverage fuzz lint format bench bench-curvature pages docs clean
 
@@ -20,11 +22,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
+# Tests start many programs, each of which would compile gradmerge anew.
+test coverage: export PYTHONDONTWRITEBYTECODE =
+
 test: install  ## Run the tests.
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST)
 
 coverage: install  ## Run the tests and show which lines of src/ they reach, line by line in htmlcov/.
-	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term --cov-report=html
+	$(PYTEST) --cov --cov-report=term --cov-report=html
 
 fuzz: install  ## Mutate inputs of every kind and kill commands at work (an hour; FUZZ_FLAGS='--inputs 5000 --kills 20').
 	$(BIN)/python -m tests.fuzz --out docs/fuzz.json $(FUZZ_FLAGS)
