@@ -97,14 +97,13 @@ class Quadratic:
         for start in (0.2, 0.8):
             lists = torch.full((2, points), start, dtype=torch.float64)
             for step in (0.1, 0.02, 0.004):
-                moves = [torch.tensor(m, dtype=torch.float64).view(2, points) * step for m in _moves(2 * points)]
+                moves = torch.tensor(_moves(2 * points), dtype=torch.float64).view(-1, 2, points) * step
                 while True:
-                    tried = [(lists + move).clamp(0, 1.5) for move in moves]
-                    scores = [float(self.score(method, one, objective)) for one in tried]
-                    place = min(range(len(tried)), key=scores.__getitem__)
-                    if scores[place] >= float(self.score(method, lists, objective)) - 1e-9:
+                    tried = (lists + moves).clamp(0, 1.5)
+                    scores = torch.vmap(lambda one: self.score(method, one, objective))(tried)
+                    if float(scores.min()) >= float(self.score(method, lists, objective)) - 1e-9:
                         break
-                    lists = tried[place]
+                    lists = tried[scores.argmin()]
             least = min(least, float(self.score(method, lists, objective)))
         return least
 

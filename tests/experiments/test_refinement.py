@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,15 @@ def test_sentiment_is_refined_and_scored_on_every_set(tmp_path: Path) -> None:
 
 def test_images_are_refined_with_their_heads_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "METHODS", ("adamw",))
+    tasks = LOCAL[4:7]
+    monkeypatch.setitem(SCALES, "tiny", replace(SCALES["tiny"], tasks=tasks))
     (tmp_path / "data").mkdir()
-    for number, task in enumerate(LOCAL):
+    for number, task in enumerate(tasks):
         archive(tmp_path / "data" / f"{task}.npz", CLASSES.get(task, 10), (28, 28), number)
     results = run(tmp_path / "images", "--tasks", "images", "--data-dir", str(tmp_path / "data"))
     (seed,) = results["seeds"]
-    assert results["tasks"] == list(LOCAL)
-    assert all(scores.keys() == set(LOCAL) for scores in seed["scores"].values())
+    assert results["tasks"] == list(tasks)
+    assert all(scores.keys() == set(tasks) for scores in seed["scores"].values())
 
 
 def test_images_that_the_base_knows_by_heart_are_not_refined_with(tmp_path: Path) -> None:

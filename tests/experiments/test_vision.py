@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ import gradmerge as gm
 from tests.making import near, random_curvature, random_state
 
 CLASSES = {"gtsrb": 7, "intel_scenes": 3}
+TASKS = ("mnist", "usps", "gtsrb", "intel_scenes")
 
 
 def archive(path: Path, classes: int, shape: tuple[int, ...], seed: int, train: int = 60, test: int = 20) -> None:
@@ -46,6 +48,14 @@ def archive(path: Path, classes: int, shape: tuple[int, ...], seed: int, train: 
         noise = random.normal(0, 15, (rows, *shape))
         found |= {f"x_{split}": np.clip(level + noise, 0, 255).astype(np.uint8), f"y_{split}": labels.astype(np.uint8)}
     np.savez(path, **found)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_tasks() -> Iterator[None]:
+    """Half of the tasks, of every size and number of classes, to save time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SCALES, "tiny", replace(SCALES["tiny"], tasks=TASKS))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,8 @@ def operands(name: str, want: Tensor, models: list[dict[str, Tensor]], moved: bo
     return torch.stack([want.double(), spread, *found]).abs().amax(0)
 
 
-def units(recipe: str, text: str, dtype: torch.dtype) -> float:
+@cache
+def units(text: str, dtype: torch.dtype) -> float:
     """What the difference may be, as a share of the largest operand."""
     if dtype != torch.float32:
         return 2 * torch.finfo(dtype).eps
@@ -110,7 +112,7 @@ def test_a_recipe_of_mergekits_gives_mergekits_tensors_and_so_does_it_as_ours(re
         assert (got[name].dtype, got[name].shape) == (expected.dtype, expected.shape), name
         largest = operands(name, expected, models, moved)
         off = (got[name].double() - expected.double()).abs() / largest.clamp(min=1e-30)
-        wrong = off > units(recipe, text, expected.dtype)
+        wrong = off > units(text, expected.dtype)
         assert not (wrong & ~on_threshold(recipe, name)).any(), f"{name}: {float(off.max() * 2**23):.3g} units"
 
     ours = tmp_path / "elsewhere" / "recipe.yml"
