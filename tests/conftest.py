@@ -16,12 +16,19 @@ import torch
 
 torch.set_num_threads(1)
 
+# All that collecting tests imports stays: nothing of it is garbage.
+gc.disable()
+
 LONG = ("test_studio_page.py", "test_processes.py", "test_browser.py", "test_kill.py", "test_refinement.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers take a module at a time, in this order: with the longest first, all of them end at about the same time."""
+    """Workers take a module at a time, in this order: with the longest first, none is left alone with one at the end."""
     items.sort(key=lambda item: item.path.name not in LONG)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

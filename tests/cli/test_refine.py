@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer, BertForSequenceClassification, GPT2LMHea
 
 import gradmerge as gm
 from gradmerge.curvature.losses import logits_of
-from gradmerge.refinement import resuming
+from gradmerge.refinement import newton, resuming
 from gradmerge.tasks import load_task
 
 from ..making import read_model, run
@@ -44,6 +45,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     near["classifier.weight"] *= 4 / near["classifier.weight"].norm()
     save_file(near, folder / "merged" / "model.safetensors", {"format": "pt"})
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_rounds() -> Iterator[None]:
+    """A step a round, to save time: more of them are tried in `tests/refinement/`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(newton, "STEPS", 1)
+        yield
 
 
 def given(place: Path, *names: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.refinement import study
+from experiments.refinement import __main__ as program, study
 from experiments.refinement.__main__ import main
 from experiments.refinement.pictures import PictureSeed
 from experiments.refinement.report import draw, having, rows_of, share, tables
@@ -17,12 +17,13 @@ from experiments.refinement.study import MERGE, Wanted
 from experiments.refinement.text import TextSeed
 from experiments.sentiment.data import SETS
 from experiments.sentiment.run import prepare as prepare_text
-from experiments.sentiment.settings import settings_for
+from experiments.sentiment.settings import Settings, settings_for
 from experiments.vision.run import prepare
 from experiments.vision.settings import LOCAL, SCALES
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import gradmerge as gm
+from gradmerge.refinement import adamw, newton
 
 from .test_vision import CLASSES, archive
 
@@ -35,15 +36,24 @@ def run(out: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
+def short_text() -> Settings:
+    """The sentiment experiment at its smallest, with every model trained for one epoch."""
+    tiny = settings_for("tiny", seq2seq=False, pretrained=False)
+    return replace(tiny, epochs=dict.fromkeys(tiny.epochs, 1))
+
+
 @pytest.fixture(autouse=True)
-def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of AdamW, to save time."""
+def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short training, and refinement that tries little, to save time."""
+    monkeypatch.setattr(program, "settings_for", lambda *_, **__: short_text())
     monkeypatch.setattr(study, "PASSES", 2)
+    monkeypatch.setattr(newton, "STEPS", 1)
+    monkeypatch.setattr(adamw, "TRIALS", 2)
 
 
 def first_taught_loss(out: Path) -> float:
     """The merge's, on rows of `dev`: half to labels, half to answers of each task's model; summed over tasks."""
-    settings = settings_for("tiny", seq2seq=False, pretrained=False)
+    settings = short_text()
     seed = TextSeed(0, Wanted(out, settings, "cpu", prepare_text(out, settings, "cpu", None, "made up"), (24,)))
     seed.results()  # of which every stage is done, so that what it made can be read
     merged, total = seed.module(seed._models()[MERGE]()), 0.0
