@@ -23,7 +23,7 @@ LONG = ("test_studio_page.py", "test_processes.py", "test_browser.py", "test_kil
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers take a module at a time, in this order: with the longest first, none is left alone with one at the end."""
+    """Workers take a module at a time, in this order: with the longest first, no worker ends with one alone."""
     items.sort(key=lambda item: item.path.name not in LONG)
 
 
