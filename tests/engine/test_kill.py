@@ -130,9 +130,9 @@ def make_models(folder: Path, tensors: int, size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """3 million bytes a model, merged in 400 blocks."""
+    """1.5 million bytes a model, merged in 200 blocks."""
     folder = tmp_path_factory.mktemp("models")
-    return make_models(folder, 40, 600), folder
+    return make_models(folder, 40, 300), folder
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_a_merge_killed_again_and_again_ends_with_the_same_bytes(
     recipe, _ = models
     want, _ = whole
     out = tmp_path / "again" / "out"
-    for units in (60, 150, 240, 330):
+    for units in (30, 75, 120, 165):
         assert driver.merge(recipe, out, resume=True, units=units)["killed"]
         assert phase_of(out) == "merging"
         lines = (partial(out) / NAME).read_bytes().count(b"\n")
@@ -279,7 +279,7 @@ def unfinished(
 ) -> tuple[dict[str, Any], Path, dict[str, bytes]]:
     """A recipe, where its merge was killed half-way, and what should have come out."""
     out = tmp_path / "killed" / "out"
-    assert driver.merge(models[0], out, units=120)["killed"]
+    assert driver.merge(models[0], out, units=60)["killed"]
     assert phase_of(out) == "merging"
     return models[0], out, whole[0]
 
@@ -288,9 +288,9 @@ Unfinished = tuple[dict[str, Any], Path, dict[str, bytes]]
 
 
 def test_a_merge_whose_input_has_changed_is_not_resumed_and_its_work_is_kept(driver: Driver, tmp_path: Path) -> None:
-    recipe = make_models(tmp_path, 40, 500)
+    recipe = make_models(tmp_path, 40, 250)
     out = tmp_path / "out"
-    assert driver.merge(recipe, out, units=50)["killed"]
+    assert driver.merge(recipe, out, units=25)["killed"]
     path = next((tmp_path / "a").glob("*.safetensors"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
