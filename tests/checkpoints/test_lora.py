@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
+import tempfile
 import weakref
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +36,20 @@ def make_base(
     return save(make(family, **changes).to(dtype), folder, shard)
 
 
-def tune(base: Path, family: str, folder: Path, config: Any, seed: int = 1) -> PeftModel:
-    """Train an adapter: random numbers in everything that training would change. Saved to ``folder``.
-
-    What PEFT makes of the saved files is returned, which is not always what was saved: patterns come back sorted.
-    """
+def write_adapter(base: Path, family: str, folder: Path, config: Any, seed: int = 1) -> None:
+    """Train an adapter: random numbers in everything that training would change. Saved to ``folder``."""
     torch.manual_seed(seed)
     model = get_peft_model(load(family, base, dtype="auto"), config)
     randomise([p for p in model.parameters() if p.requires_grad], seed, 0.2)
     model.save_pretrained(folder)
+
+
+def tune(base: Path, family: str, folder: Path, config: Any, seed: int = 1) -> PeftModel:
+    """Train an adapter, saved to ``folder``.
+
+    What PEFT makes of the saved files is returned, which is not always what was saved: patterns come back sorted.
+    """
+    write_adapter(base, family, folder, config, seed)
     return PeftModel.from_pretrained(load(family, base, dtype="auto"), folder)
 
 
@@ -215,22 +223,34 @@ def two_adapters(
     tmp_path: Path, dtype: torch.dtype = torch.float32
 ) -> tuple[Path, list[Path], list[dict[str, Tensor]]]:
     """A base, two adapters of different rank, and all three as tensors, by PEFT, in float64."""
-    base = make_base(tmp_path / "base", "llama-untied", dtype)
-    wide = save(load("llama-untied", base, dtype="auto").double(), tmp_path / "wide")
-    states = [double(read_model(base))]
-    for i, config in enumerate(
-        (
-            LoraConfig(r=4, lora_alpha=9, target_modules=LLAMA),
-            LoraConfig(r=2, target_modules=["q_proj", "k_proj", "embed_tokens"], modules_to_save=["norm"]),
-        )
-    ):
-        folder = tmp_path / f"adapter{i}"
-        tune(base, "llama-untied", folder, copy.deepcopy(config), seed=i + 1)
-        exact = PeftModel.from_pretrained(
-            load("llama-untied", wide, dtype=torch.float64), folder, autocast_adapter_dtype=False
-        )
-        states.append(merged_by_peft(exact.double(), tmp_path / f"exact{i}"))
-    return base, [tmp_path / "adapter0", tmp_path / "adapter1"], states
+    place, files, states = _two_adapters(dtype)
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content.replace(place, os.fsencode(tmp_path)))  # adapters name their base
+    return tmp_path / "base", [tmp_path / "adapter0", tmp_path / "adapter1"], copy.deepcopy(states)
+
+
+@cache
+def _two_adapters(dtype: torch.dtype) -> tuple[bytes, dict[str, bytes], list[dict[str, Tensor]]]:
+    """Where they were made, what was written there, and their tensors: PEFT takes longer than most tests of them."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        base = make_base(folder / "base", "llama-untied", dtype)
+        wide = save(load("llama-untied", base, dtype="auto").double(), folder / "wide")
+        states = [double(read_model(base))]
+        for i, config in enumerate(
+            (
+                LoraConfig(r=4, lora_alpha=9, target_modules=LLAMA),
+                LoraConfig(r=2, target_modules=["q_proj", "k_proj", "embed_tokens"], modules_to_save=["norm"]),
+            )
+        ):
+            write_adapter(base, "llama-untied", folder / f"adapter{i}", copy.deepcopy(config), seed=i + 1)
+            exact = PeftModel.from_pretrained(
+                load("llama-untied", wide, dtype=torch.float64), folder / f"adapter{i}", autocast_adapter_dtype=False
+            )
+            states.append(merged_by_peft(exact.double(), folder / f"exact{i}"))
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("*/*")}
+    return os.fsencode(name), files, states
 
 
 def write_whole(tmp_path: Path, state: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Path:
@@ -311,7 +331,7 @@ def test_the_difference_is_formed_in_high_precision_whatever_the_base_is_stored_
 
 def test_the_bytes_do_not_depend_on_the_size_of_blocks(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied", hidden_size=48, intermediate_size=2000)
-    tune(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=7, target_modules=[*LLAMA, "embed_tokens"]))
+    write_adapter(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=7, target_modules=[*LLAMA, "embed_tokens"]))
     recipe = {"method": "ties", "base": str(base), "models": [str(tmp_path / "adapter")]}
     gm.merge(recipe, tmp_path / "x/out")
     assert (tmp_path / "x/out/model.safetensors").stat().st_size > 4 * (1 << 18)
@@ -413,7 +433,7 @@ def test_an_adapter_of_another_architecture_is_refused_with_the_modules_that_are
 
 def test_a_head_that_only_the_adapter_has_is_named(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "bert")
-    tune(base, "bert", tmp_path / "adapter", LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    write_adapter(base, "bert", tmp_path / "adapter", LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
     headless = {n: v for n, v in read_model(base).items() if not n.startswith("classifier")}
     write_model(tmp_path / "headless", headless)
     with pytest.raises(InputError, match=r"(?s)2 tensors that .*headless does not have.*classifier\.bias.*exclude"):
@@ -544,7 +564,7 @@ def test_two_keys_for_one_tensor_are_refused_by_name_unless_they_hold_the_same(c
 def test_dora_is_what_peft_computes_in_float64_and_whatever_the_blocks(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied", torch.float64)
     config = LoraConfig(r=3, target_modules=[*LLAMA, "embed_tokens"], use_dora=True)
-    tune(base, "llama-untied", tmp_path / "adapter", config)
+    write_adapter(base, "llama-untied", tmp_path / "adapter", config)
     wide = load("llama-untied", base, dtype=torch.float64)
     model = PeftModel.from_pretrained(wide, tmp_path / "adapter", autocast_adapter_dtype=False)
     got = merge_one(base, tmp_path / "adapter", tmp_path / "out")
@@ -555,7 +575,7 @@ def test_dora_is_what_peft_computes_in_float64_and_whatever_the_blocks(tmp_path:
 
 def test_dora_without_its_magnitudes_is_refused(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied")
-    tune(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=2, target_modules=["q_proj"]))
+    write_adapter(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=2, target_modules=["q_proj"]))
     edit_config(tmp_path / "adapter", use_dora=True)
     with pytest.raises(InputError, match=r"(?s)other parts of them than A and B and magnitude_vector:.*q_proj"):
         merge_one(base, tmp_path / "adapter", tmp_path / "out")
@@ -563,7 +583,7 @@ def test_dora_without_its_magnitudes_is_refused(tmp_path: Path) -> None:
 
 def test_dora_is_refused_even_where_the_config_does_not_say_so(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied")
-    tune(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    write_adapter(base, "llama-untied", tmp_path / "adapter", LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     edit_config(tmp_path / "adapter", use_dora=False)
     with pytest.raises(InputError, match=r"(?s)other parts of them than A and B:.*q_proj"):
         merge_one(base, tmp_path / "adapter", tmp_path / "out")
@@ -572,7 +592,7 @@ def test_dora_is_refused_even_where_the_config_does_not_say_so(tmp_path: Path) -
 def test_other_kinds_of_adapter_are_refused(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied")
     config = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-    tune(base, "llama-untied", tmp_path / "adapter", config)
+    write_adapter(base, "llama-untied", tmp_path / "adapter", config)
     with pytest.raises(InputError, match=r"adapter of type IA3; only LORA"):
         merge_one(base, tmp_path / "adapter", tmp_path / "out")
 
@@ -581,7 +601,7 @@ def test_other_kinds_of_adapter_are_refused(tmp_path: Path) -> None:
 def test_initialisations_that_change_the_base_are_refused(init: str, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied")
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=init)
-    tune(base, "llama-untied", tmp_path / "adapter", config)
+    write_adapter(base, "llama-untied", tmp_path / "adapter", config)
     with pytest.raises(InputError, match=rf"initialised with {init}, which changed the base"):
         merge_one(base, tmp_path / "adapter", tmp_path / "out")
 
@@ -623,7 +643,7 @@ def test_trainable_tokens_of_a_tied_model_that_stores_its_head_too_change_both(t
 def test_trainable_tokens_that_do_not_fit_are_refused(rows: Any, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied")
     config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 5])
-    tune(base, "llama-untied", tmp_path / "adapter", config)
+    write_adapter(base, "llama-untied", tmp_path / "adapter", config)
     edit_config(tmp_path / "adapter", trainable_token_indices=rows)
     with pytest.raises(InputError, match="adapter: trainable_token_indices"):
         merge_one(base, tmp_path / "adapter", tmp_path / "out")

@@ -21,7 +21,7 @@ import gradmerge as gm
 from gradmerge.api.estimating import estimate_curvature
 from gradmerge.cli.app import app
 
-from ..checkpoints.test_lora import make_base, tune
+from ..checkpoints.test_lora import make_base, write_adapter
 from ..making import Stop, random_curvature, three_models, weight_bytes, write_recipe
 from ..tasks.making import labelled, tiny_bert_checkpoint, tiny_vit_checkpoint, write_jsonl
 
@@ -318,7 +318,7 @@ def test_a_truncated_result_is_not_taken_for_complete(recipe: Path) -> None:
 def test_an_adapter_whose_config_changes_between_kill_and_resume_is_refused(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied")
     adapter = tmp_path / "adapter"
-    tune(base, "llama-untied", adapter, LoraConfig(r=2, target_modules=["q_proj"]))
+    write_adapter(base, "llama-untied", adapter, LoraConfig(r=2, target_modules=["q_proj"]))
     recipe = {"method": "task-arithmetic", "base": str(base), "models": [str(adapter)]}
 
     with pytest.raises(KeyboardInterrupt):

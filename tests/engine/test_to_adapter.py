@@ -19,7 +19,7 @@ from gradmerge.engine.factoring import factored
 from gradmerge.errors import InputError
 from gradmerge.recipe import make_recipe
 from tests.checkpoints.families import load, moved, randomise, save
-from tests.checkpoints.test_lora import LLAMA, make_base, merged_by_peft, tune
+from tests.checkpoints.test_lora import LLAMA, make_base, merged_by_peft, write_adapter
 from tests.making import assert_close, read_model, write_model
 
 SECOND = ["q_proj", "k_proj", "up_proj"]
@@ -27,7 +27,7 @@ SECOND = ["q_proj", "k_proj", "up_proj"]
 
 def adapters_of(base: Path, family: str, tmp_path: Path, *settings: Mapping[str, Any]) -> list[str]:
     for place, one in enumerate(settings):
-        tune(base, family, tmp_path / f"adapter{place}", LoraConfig(**one), seed=place + 1)
+        write_adapter(base, family, tmp_path / f"adapter{place}", LoraConfig(**one), seed=place + 1)
     return [str(tmp_path / f"adapter{place}") for place in range(len(settings))]
 
 
@@ -293,7 +293,7 @@ def test_a_base_stored_without_the_prefix_of_its_class_gives_an_adapter_that_pef
 
 def test_a_narrow_type_of_the_base_does_not_round_the_difference(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama-untied", torch.bfloat16)
-    tune(base, "llama-untied", tmp_path / "adapter0", LoraConfig(r=2, target_modules=LLAMA, lora_alpha=0.002))
+    write_adapter(base, "llama-untied", tmp_path / "adapter0", LoraConfig(r=2, target_modules=LLAMA, lora_alpha=0.002))
     recipe = weighted("ties", base, [str(tmp_path / "adapter0")], 1.0, options={"density": 1.0})
     gm.merge(recipe | {"output": {"format": "adapter", "rank": 2}}, tmp_path / "out")
     got, want = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("out", "adapter0"))
@@ -383,7 +383,7 @@ def test_a_recipe_of_mergekit_is_written_as_an_adapter(tmp_path: Path) -> None:
     """Its types of tensors are the widest of the models, of factors float32."""
     base = make_base(tmp_path / "base", "llama-untied")
     for i in (1, 2):
-        tune(base, "llama-untied", tmp_path / f"lora{i}", LoraConfig(r=2, target_modules=["q_proj"]), seed=i)
+        write_adapter(base, "llama-untied", tmp_path / f"lora{i}", LoraConfig(r=2, target_modules=["q_proj"]), seed=i)
     models = [{"model": f"{base}+{tmp_path / f'lora{i}'}", "parameters": {"weight": i}} for i in (1, 2)]
     recipe = make_recipe({"merge_method": "task_arithmetic", "base_model": str(base), "models": models})
     assert recipe.output.dtype == "widest"
