@@ -51,10 +51,12 @@ def archive(path: Path, classes: int, shape: tuple[int, ...], seed: int, train: 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_tasks() -> Iterator[None]:
-    """Half of the tasks, of every size and number of classes, to save time."""
+def little_work() -> Iterator[None]:
+    """Half of the tasks, of every size and number of classes, for one epoch, to save time."""
+    tiny = SCALES["tiny"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SCALES, "tiny", replace(SCALES["tiny"], tasks=TASKS))
+        short = replace(tiny.fine_tuning, epochs=1)
+        patch.setitem(SCALES, "tiny", replace(tiny, tasks=TASKS, fine_tuning=short, joint=short))
         yield
 
 
