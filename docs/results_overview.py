@@ -24,7 +24,9 @@ from .results_tables import demo_runs, numbers, read
 
 FIGURE = Path(__file__).parent / "results" / "overview.svg"
 REFINED, SAME_ROWS = "refined with labelled rows", "base tuned on the same rows"
-TAUGHT = "refined, taught by the tasks' models"
+TAUGHT, SAME_TAUGHT = "refined, taught by the tasks' models", "base taught on the same rows"
+#: What may be of models that were trained anew.
+ANEW = (REFINED, TAUGHT, SAME_ROWS, SAME_TAUGHT)
 #: The methods, from what needs nothing to what needs most.
 METHODS = (
     "average",
@@ -38,6 +40,7 @@ METHODS = (
     REFINED,
     TAUGHT,
     SAME_ROWS,
+    SAME_TAUGHT,
 )
 INFLUENCE, FLOOR = "influence steps", "retrained with another seed"
 #: Ways of removal, and what they are called in JSON.
@@ -65,17 +68,19 @@ class Case:
     """
 
     title: str
-    points: Mapping[str, Sequence[Point]]
+    points: Mapping[str, Sequence[Point | None]]
+    """None where a seed lacks a method."""
 
     def shares(self) -> dict[str, list[Point]]:
         """Of what joint training gains over the base, what each method has, in per cent of accuracy and of loss."""
         found = {}
         for method in (name for name in METHODS if name in self.points):
-            anew = ", refined" if method in (REFINED, TAUGHT, SAME_ROWS) and "base, refined" in self.points else ""
+            anew = ", refined" if method in ANEW and "base, refined" in self.points else ""
             every = (self.points[name] for name in (method, f"base{anew}", f"joint{anew}"))
             found[method] = [
                 (100 * (here[0] - low[0]) / (top[0] - low[0]), 100 * (here[1] - low[1]) / (top[1] - low[1]))
                 for here, low, top in zip(*every, strict=True)
+                if here is not None and low is not None and top is not None
             ]
         return found
 
@@ -84,7 +89,7 @@ def cases() -> list[Case]:
     return [Case(title, dict(points())) for title, points in CASES.items()]
 
 
-def _demo() -> Iterator[tuple[str, list[Point]]]:
+def _demo() -> Iterator[tuple[str, Sequence[Point | None]]]:
     named = {
         "base": "base",
         "joint": "trained on all",
@@ -109,7 +114,7 @@ def _demo() -> Iterator[tuple[str, list[Point]]]:
         yield method, [(100 * one["accuracy"], one["loss"]) for one in found]
 
 
-def _sentiment() -> Iterator[tuple[str, list[Point]]]:
+def _sentiment() -> Iterator[tuple[str, Sequence[Point | None]]]:
     results = read("sentiment")
     seeds, weights = results["seeds"], results["settings"]["weights"]
 
@@ -133,10 +138,11 @@ def _sentiment() -> Iterator[tuple[str, list[Point]]]:
     for title, chosen in (("weight 1", [1.0] * len(seeds)), ("weight tuned", best)):
         at = [sentiment.at_weight(seed, weights, arithmetic, w) for seed, w in zip(seeds, chosen, strict=True)]
         yield f"task arithmetic, {title}", points(at)
-    yield from _refined("text", "newton, 2048 rows", "adamw, taught, 2048 rows", "base tuned on the same 2048 rows")
+    names = ("newton, ROWS", "adamw, taught, ROWS", "base tuned on the same ROWS", "base taught on the same ROWS")
+    yield from _refined("text", dict(zip(ANEW, names, strict=True)), "2048 rows")
 
 
-def _deit() -> Iterator[tuple[str, list[Point]]]:
+def _deit() -> Iterator[tuple[str, Sequence[Point | None]]]:
     results = read("vision", "deit-tiny")
     seeds, weights = list(results["seeds"].values()), results["settings"]["weights"]
 
@@ -164,19 +170,23 @@ def _deit() -> Iterator[tuple[str, list[Point]]]:
             for curve, place in zip(curves, places, strict=True)
         ]
         yield method, points(at)
-    rows = "1024 rows"
-    yield from _refined("deit-tiny", f"adamw, {rows}", f"adamw, taught, {rows}", f"base tuned on the same {rows}")
+    names = ("adamw, ROWS", "adamw, taught, ROWS", "base tuned on the same ROWS")
+    yield from _refined("deit-tiny", dict(zip(ANEW[:3], names, strict=True)), "1024 rows")
 
 
-def _refined(name: str, *models: str) -> Iterator[tuple[str, list[Point]]]:
-    seeds = read("refinement", name)["seeds"]
-    names = (REFINED, TAUGHT, SAME_ROWS, "base, refined", "joint, refined")
-    for method, model in zip(names, (*models, "base", "joint"), strict=True):
-        means = [[refinement.mean(seed["scores"][model], what) for what in ("accuracy", "loss")] for seed in seeds]
-        yield method, [(100 * accuracy, loss) for accuracy, loss in means]
+def _refined(name: str, models: Mapping[str, str], rows: str) -> Iterator[tuple[str, list[Point | None]]]:
+    every = [seed["scores"] for seed in read("refinement", name)["seeds"]]
+
+    def point(scores: Mapping[str, Any], model: str) -> Point | None:
+        if model not in scores:
+            return None
+        return 100 * refinement.mean(scores[model], "accuracy"), refinement.mean(scores[model], "loss")
+
+    for method, model in {**models, "base, refined": "base", "joint, refined": "joint"}.items():
+        yield method, [point(scores, model.replace("ROWS", rows)) for scores in every]
 
 
-CASES: dict[str, Callable[[], Iterator[tuple[str, list[Point]]]]] = {
+CASES: dict[str, Callable[[], Iterator[tuple[str, Sequence[Point | None]]]]] = {
     "demo: 4 kinds of digits, small ViT": _demo,
     "5 sentiment sets, MiniLM": _sentiment,
     "8 image sets, DeiT-tiny": _deit,
