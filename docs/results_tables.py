@@ -241,7 +241,7 @@ def refined_shares() -> str:
             name = f"{method}{size or 'all'} rows"
             seeds = refinement.having(results, name)
             both = [[refinement.share(seed, name, what) for seed in seeds] for what in ("loss", "accuracy")]
-            few = f" ({len(seeds)} seeds)" if len(seeds) < len(results["seeds"]) else ""
+            few = f" ({len(seeds)} of {len(results['seeds'])} seeds)" if len(seeds) < len(results["seeds"]) else ""
             cells.append(" / ".join(shown(values, 0) for values in both) + few if seeds else "")
         rows.append((f"{size:,} {kind}" if size else f"all {kind}", *cells))
     own = ("`newton`: loss / accuracy", "taught", "`adamw`", "taught")

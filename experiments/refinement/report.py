@@ -61,7 +61,7 @@ def tables(results: Mapping[str, Any]) -> str:
                 shown(accuracies, 2),
                 shown(losses, 4),
                 *(gone if name not in (start, "joint") else ("", "")),
-                f"{min(seconds):.0f} to {max(seconds):.0f}" if seconds else "",
+                " to ".join(dict.fromkeys(f"{one(seconds):.0f}" for one in (min, max))) if seconds else "",
             ]
         )
     judges = UNSEEN if results.get("judged_by_unseen") else SEEN

@@ -171,6 +171,9 @@ def test_texts_are_not_filled_up_where_the_model_minds_or_names_no_token_that_it
     unnamed: Any = language_model("classes")
     unnamed.config.pad_token_id = -1
     assert lengths(Filling(), unnamed) == [3, 5, 4]
+    silent: Any = language_model("classes")
+    nn.init.zeros_(silent.score.weight)  # what it minds cannot be seen
+    assert lengths(Filling(), silent) == [3, 5, 4]
 
 
 def test_texts_are_filled_up_to_at_most_twice_their_length() -> None:
@@ -182,6 +185,27 @@ def test_numbers_in_the_place_of_labels_are_not_filled_up() -> None:
     own = [texts("classes", [[3] * length], "right") for length in (4, 5)]
     own = [{**one, "labels": torch.zeros(1, width)} for one, width in zip(own, (2, 3), strict=True)]
     assert all(one is given for one, given in zip(Filling()(language_model("classes"), own), own, strict=True))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_texts_with_other_inputs_are_not_filled_up(more: int) -> None:
+    own = [texts("classes", [[3] * length], "right") for length in (4, 5)]
+    own[more]["token_type_ids"] = torch.zeros_like(own[more]["input_ids"])
+    assert all(one is given for one, given in zip(Filling()(language_model("classes"), own), own, strict=True))
+
+
+def test_a_step_of_a_model_that_minds_has_the_gradient_of_each_length_in_its_own_batch() -> None:
+    given = [texts("classes", [[3 + n] * n] * 4, "right") for n in (3, 5)]
+    owners, model = [DataOwner(str(n), [one], []) for n, one in enumerate(given)], Counting()
+    passes = _Passes(model, owners, None, 0, Refinement(model, "adamw"), {})
+    passes._differentiate([(owner, row) for owner in owners for row in range(4)], 1.0)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    for one in given:
+        inputs = {name: value for name, value in one.items() if name != "labels"}
+        nn.functional.cross_entropy(model(**inputs), one["labels"], reduction="sum").backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad)
 
 
 @pytest.mark.parametrize("model", ["minds", "does not"])

@@ -58,6 +58,8 @@ def _length(batch: Mapping[str, Tensor]) -> int:
 
 
 def _filled_up(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
+    if any(batch.keys() != batches[0].keys() for batch in batches):
+        return batches
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     token = getattr(text, "pad_token_id", None)
@@ -66,7 +68,7 @@ def _filled_up(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Sequen
     fillings = {**FILLINGS, "input_ids": token, "decoder_input_ids": token}
     filled = [dict(batch) for batch in batches]
     for name in filled[0]:
-        values: list[Any] = [batch.get(name) for batch in batches]
+        values: list[Any] = [batch[name] for batch in batches]
         shapes: list[Any] = [value.shape[1:] if isinstance(value, Tensor) else () for value in values]
         if len(set(shapes)) == 1:
             continue
@@ -81,7 +83,10 @@ def _filled_up(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Sequen
 
 
 def _minds_filling(model: nn.Module, batch: Any, filled: Any) -> bool:
-    """Whether what was added to a batch changes the logits of its first row, as where a layer looks past the mask."""
+    """Whether what was added to a batch changes the logits of its first row, as where a layer looks past the mask.
+
+    Logits that are all 0 cannot tell, and count as changed.
+    """
     place = next(model.parameters()).device
     rows = [moved(batch_rows(each, slice(0, 1)), place) for each in (batch, filled)]
     with evaluated(model), torch.no_grad():
@@ -89,4 +94,4 @@ def _minds_filling(model: nn.Module, batch: Any, filled: Any) -> bool:
     if one.dim() == 3:
         other = other[:, : one.shape[1]]
     slack = 1e-3 if one.dtype in (torch.float32, torch.float64) else 5e-2
-    return not bool((one - other).abs().max() <= slack * one.abs().max())
+    return not bool((one - other).abs().max() < slack * one.abs().max())
