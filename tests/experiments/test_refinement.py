@@ -137,7 +137,7 @@ def test_a_model_that_some_seeds_lack_is_shown_of_the_others(tmp_path: Path) -> 
     def seed(number: int, **more: float) -> dict[str, Any]:
         accuracies = {"base": 0.5, MERGE: 0.6, "joint": 0.8, **more}
         scores = {name: {"one": {"accuracy": a, "loss": 1 - a}} for name, a in accuracies.items()}
-        return {"seed": number, "scores": scores, "refinements": {name: {"seconds": 2.0} for name in more}}
+        return {"seed": number, "scores": scores, "refinements": {name: {"seconds": 2.0 + number * (name == "newton")} for name in more}}
 
     results = {
         "command": "run",
@@ -148,7 +148,8 @@ def test_a_model_that_some_seeds_lack_is_shown_of_the_others(tmp_path: Path) -> 
     assert rows_of(results) == ["base", MERGE, "joint", "newton", "adamw"], "where the others have it"
     assert [one["seed"] for one in having(results, "newton")] == [1, 2]
     page = tables(results)
-    assert "| newton (2 of 3 seeds) | 72.50 ± 3.54 | 0.2750 ± 0.0354 | 62 ± 18 | 62 ± 18 | 2 to 2 |" in page
+    assert "| newton (2 of 3 seeds) | 72.50 ± 3.54 | 0.2750 ± 0.0354 | 62 ± 18 | 62 ± 18 | 3 to 4 |" in page
+    assert "| adamw | 70.00 ± 0.00 | 0.3000 ± 0.0000 | 50 ± 0 | 50 ± 0 | 2 |" in page
     assert "| base | 50.00 ± 0.00 |" in page
     draw(results, tmp_path)
     assert "newton" in (tmp_path / "scores.svg").read_text()
