@@ -137,7 +137,8 @@ def test_a_model_that_some_seeds_lack_is_shown_of_the_others(tmp_path: Path) -> 
     def seed(number: int, **more: float) -> dict[str, Any]:
         accuracies = {"base": 0.5, MERGE: 0.6, "joint": 0.8, **more}
         scores = {name: {"one": {"accuracy": a, "loss": 1 - a}} for name, a in accuracies.items()}
-        return {"seed": number, "scores": scores, "refinements": {name: {"seconds": 2.0 + number * (name == "newton")} for name in more}}
+        seconds = {name: {"seconds": 2.0 + number * (name == "newton")} for name in more}
+        return {"seed": number, "scores": scores, "refinements": seconds}
 
     results = {
         "command": "run",
