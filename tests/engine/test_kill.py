@@ -25,20 +25,33 @@ from tests.forked import forked
 from tests.making import near, random_state, weight_bytes, write_model
 
 # A process that imports once and forks for every merge. It computes nothing itself, so that it has one thread when it
-# forks. A merge is killed after `delay` seconds, or kills itself before the `at`-th change to its folder,
-# or when its journal has `units` lines.
+# forks. A merge is killed after `delay` seconds, or kills itself before the `at`-th change to its folder, or as soon as
+# its journal has `units` lines: whoever watched from outside might look too late, and wait for a journal that is gone.
 DRIVER = """
 import json, os, signal, sys, time
 import torch
 torch.set_num_threads(1)
 import gradmerge as gm
+from gradmerge.engine.journal import Journal
 from gradmerge.errors import GradmergeError
 
 from tests.fuzz.killing import kill_before_change
 
 gm.merge  # imported when it is first named
 
+def kill_at(units):
+    write = Journal._write
+
+    def watched(journal, line):
+        write(journal, line)
+        if journal.path.read_bytes().count(b"\\n") >= units:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Journal._write = watched
+
 def merge(order):
+    if order.get("units"):
+        kill_at(order["units"])
     changes = kill_before_change(order["out"], order.get("at"))
     message, status = "", 0
     try:
@@ -57,11 +70,6 @@ for line in sys.stdin:
             merge(order)
         finally:
             os._exit(0)
-    if order.get("units"):
-        journal = os.path.join(order["out"] + ".gradmerge-partial", "gradmerge.journal")
-        while not os.path.exists(journal) or open(journal, "rb").read().count(b"\\n") < order["units"]:
-            time.sleep(0.001)
-        os.kill(pid, signal.SIGKILL)
     if order.get("delay") is not None:
         time.sleep(order["delay"])
         os.kill(pid, signal.SIGKILL)
