@@ -138,8 +138,9 @@ def _sentiment() -> Iterator[tuple[str, Sequence[Point | None]]]:
     for title, chosen in (("weight 1", [1.0] * len(seeds)), ("weight tuned", best)):
         at = [sentiment.at_weight(seed, weights, arithmetic, w) for seed, w in zip(seeds, chosen, strict=True)]
         yield f"task arithmetic, {title}", points(at)
-    names = ("newton, ROWS", "adamw, taught, ROWS", "base tuned on the same ROWS", "base taught on the same ROWS")
-    yield from _refined("text", dict(zip(ANEW, names, strict=True)), "2048 rows")
+    rows = "2048 rows"
+    controls = (f"base tuned on the same {rows}", f"base taught on the same {rows}")
+    yield from _refined("text", f"newton, {rows}", f"adamw, taught, {rows}", *controls)
 
 
 def _deit() -> Iterator[tuple[str, Sequence[Point | None]]]:
@@ -170,11 +171,12 @@ def _deit() -> Iterator[tuple[str, Sequence[Point | None]]]:
             for curve, place in zip(curves, places, strict=True)
         ]
         yield method, points(at)
-    names = ("adamw, ROWS", "adamw, taught, ROWS", "base tuned on the same ROWS")
-    yield from _refined("deit-tiny", dict(zip(ANEW[:3], names, strict=True)), "1024 rows")
+    rows = "1024 rows"
+    yield from _refined("deit-tiny", f"adamw, {rows}", f"adamw, taught, {rows}", f"base tuned on the same {rows}")
 
 
-def _refined(name: str, models: Mapping[str, str], rows: str) -> Iterator[tuple[str, list[Point | None]]]:
+def _refined(name: str, *models: str) -> Iterator[tuple[str, list[Point | None]]]:
+    """Models as ``ANEW`` names them, without the last where it was not made."""
     every = [seed["scores"] for seed in read("refinement", name)["seeds"]]
 
     def point(scores: Mapping[str, Any], model: str) -> Point | None:
@@ -182,8 +184,9 @@ def _refined(name: str, models: Mapping[str, str], rows: str) -> Iterator[tuple[
             return None
         return 100 * refinement.mean(scores[model], "accuracy"), refinement.mean(scores[model], "loss")
 
-    for method, model in {**models, "base, refined": "base", "joint, refined": "joint"}.items():
-        yield method, [point(scores, model.replace("ROWS", rows)) for scores in every]
+    names = (*ANEW[: len(models)], "base, refined", "joint, refined")
+    for method, model in zip(names, (*models, "base", "joint"), strict=True):
+        yield method, [point(scores, model) for scores in every]
 
 
 CASES: dict[str, Callable[[], Iterator[tuple[str, Sequence[Point | None]]]]] = {
