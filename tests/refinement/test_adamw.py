@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -245,15 +246,47 @@ def test_it_goes_on_from_any_pass_to_the_same_bits(killed: int) -> None:
     assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), part.parameters(), strict=True))
 
 
-def test_rates_go_down_while_none_is_better_than_the_start() -> None:
+@pytest.mark.parametrize("up", [[], [2e-4, 4e-4]])
+def test_rates_go_down_while_none_is_better_than_the_start(up: list[float]) -> None:
+    """Even if steps up were better than the first."""
     tried: list[float] = []
 
-    def loss(rate: float) -> float:
+    def change(rate: float) -> float:
         tried.append(rate)
-        return 0.9 if rate < 2e-5 else 1.0 + rate
+        if rate < 2e-5:
+            return -0.1
+        return abs(rate - (up or [1e-4])[0])
 
-    _search(loss, 1.0)
-    assert tried == pytest.approx([1e-4, 2e-4, 5e-5, 2.5e-5, 1.25e-5, 6.25e-6])
+    _search(change)
+    assert tried == pytest.approx([1e-4, *(up or [2e-4]), 5e-5, 2.5e-5, 1.25e-5, 6.25e-6])
     tried.clear()
-    _search(lambda rate: tried.append(rate) or 2.0, 1.0)  # type: ignore[func-returns-value]
+    _search(lambda rate: tried.append(rate) or 1.0)  # type: ignore[func-returns-value]
     assert len(tried) == TRIALS
+
+
+@pytest.mark.parametrize("kind", ["learned", "noise"])
+def test_a_fall_within_its_error_does_not_count(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tasks with a few rows to judge by: a fall by chance is not taken for a gain, a true one is."""
+    taken = {0.0: 0, 1.0: 0}
+    for doubt, seed in itertools.product(taken, range(8)):
+        monkeypatch.setattr("gradmerge.refinement.adamw.DOUBT", doubt)
+        model, owners = perceptron(), []
+        for number in (0, 1):
+            x, y = classes(60, 2 * seed + number)
+            if kind == "noise":
+                y[48:] = torch.randint(0, 3, (12,), generator=torch.Generator().manual_seed(2 * seed + number))
+            owners.append(DataOwner("ab"[number], [(x[:48], y[:48])], [(x[48:], y[48:])]))
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        before = [owner.row_losses(model, held=True) for owner in owners]
+        done = adamw(model, owners, rounds=2)
+        changes = [owner.row_losses(model, held=True) - own for owner, own in zip(owners, before, strict=True)]
+        if done.improved:
+            gained = -sum(float(change.mean()) for change in changes)
+            squares = sum(float((change - change.mean()).square().sum()) / 11 / 12 for change in changes)
+            assert gained > doubt * squares**0.5
+            assert done.rounds[-1].change == pytest.approx(-gained)
+        else:
+            assert "by more than its error" in done.stopped
+            assert all(torch.equal(p, start[name]) for name, p in model.named_parameters())
+        taken[doubt] += done.improved
+    assert taken[1.0] == taken[0.0] == 8 if kind == "learned" else taken[1.0] < taken[0.0], taken

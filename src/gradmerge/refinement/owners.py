@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from ..curvature.losses import ExampleLoss, TokenLoss, labels_of, logits_of, los
 from ..curvature.together import Together
 from ..curvature.trial import Trial
 from ..processes import ALONE, Processes
+from ..tasks.uncertainty import standard_errors
 from .along import curvature_along
 from .points import Point, evaluated, moving
 from .splitting import RowBatches, rows_in, sample_batches, share_of_rows
@@ -117,6 +117,8 @@ class DataOwner:
         )
         self.examples = self.rows if examples is None else examples
         self.held_error: float | None = None
+        self.held_losses = torch.empty(0)
+        """Of every row held back, the last that ``losses`` told the mean of."""
         self._trial = Trial()
         self._taught = teacher.loss if teacher is not None else None
         self._teacher = teacher if teacher is not None and isinstance(teacher.loss.given, TokenLoss) else None
@@ -159,23 +161,18 @@ class DataOwner:
     def losses(
         self, model: nn.Module, directions: Sequence[Point] = (), points: Tensor | None = None, *, held: bool
     ) -> list[float]:
-        found, squares = [], 0.0
+        if held and points is None:
+            self.held_losses = self.row_losses(model, held=True)
+            self.held_error = standard_errors({"loss": self.held_losses})["loss"]
+            return [float(self.held_losses.mean())]
+        found = []
         with evaluated(model), torch.no_grad(), moving(model, directions) as move:
             for point in points if points is not None else [torch.zeros(len(directions))]:
                 move(point)
-                total, squares = 0.0, 0.0
-                for batch in self._learned(model, held=held):
-                    losses = self._losses(model, batch, check=points is None)
-                    total += float(losses.sum())
-                    squares += float(losses.cpu().double().square().sum())
-                found.append(total)
-        *totals, squares = (sum(parts) for parts in zip(*self._processes.gather([*found, squares]), strict=True))
-        if not held:
-            return totals
-        means = [total / self.held for total in totals]
-        spread = max(0.0, squares / self.held - means[-1] ** 2)
-        self.held_error = math.sqrt(spread / (self.held - 1)) if self.held > 1 else None
-        return means
+                batches = self._learned(model, held=held)
+                found.append(sum(float(self._losses(model, b, check=points is None).sum()) for b in batches))
+        totals = [sum(parts) for parts in zip(*self._processes.gather(found), strict=True)]
+        return [total / self.held for total in totals] if held else totals
 
     def row_losses(self, model: nn.Module, *, held: bool) -> Tensor:
         """The loss of every row, or of every one held back."""
