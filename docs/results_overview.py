@@ -68,8 +68,7 @@ class Case:
     """
 
     title: str
-    points: Mapping[str, Sequence[Point | None]]
-    """None where a seed lacks a method."""
+    points: Mapping[str, Sequence[Point]]
 
     def shares(self) -> dict[str, list[Point]]:
         """Of what joint training gains over the base, what each method has, in per cent of accuracy and of loss."""
@@ -80,7 +79,6 @@ class Case:
             found[method] = [
                 (100 * (here[0] - low[0]) / (top[0] - low[0]), 100 * (here[1] - low[1]) / (top[1] - low[1]))
                 for here, low, top in zip(*every, strict=True)
-                if here is not None and low is not None and top is not None
             ]
         return found
 
@@ -89,7 +87,7 @@ def cases() -> list[Case]:
     return [Case(title, dict(points())) for title, points in CASES.items()]
 
 
-def _demo() -> Iterator[tuple[str, Sequence[Point | None]]]:
+def _demo() -> Iterator[tuple[str, Sequence[Point]]]:
     named = {
         "base": "base",
         "joint": "trained on all",
@@ -114,7 +112,7 @@ def _demo() -> Iterator[tuple[str, Sequence[Point | None]]]:
         yield method, [(100 * one["accuracy"], one["loss"]) for one in found]
 
 
-def _sentiment() -> Iterator[tuple[str, Sequence[Point | None]]]:
+def _sentiment() -> Iterator[tuple[str, Sequence[Point]]]:
     results = read("sentiment")
     seeds, weights = results["seeds"], results["settings"]["weights"]
 
@@ -143,7 +141,7 @@ def _sentiment() -> Iterator[tuple[str, Sequence[Point | None]]]:
     yield from _refined("text", f"newton, {rows}", f"adamw, taught, {rows}", *controls)
 
 
-def _deit() -> Iterator[tuple[str, Sequence[Point | None]]]:
+def _deit() -> Iterator[tuple[str, Sequence[Point]]]:
     results = read("vision", "deit-tiny")
     seeds, weights = list(results["seeds"].values()), results["settings"]["weights"]
 
@@ -175,13 +173,11 @@ def _deit() -> Iterator[tuple[str, Sequence[Point | None]]]:
     yield from _refined("deit-tiny", f"adamw, {rows}", f"adamw, taught, {rows}", f"base tuned on the same {rows}")
 
 
-def _refined(name: str, *models: str) -> Iterator[tuple[str, list[Point | None]]]:
+def _refined(name: str, *models: str) -> Iterator[tuple[str, list[Point]]]:
     """Models as ``ANEW`` names them, without the last where it was not made."""
     every = [seed["scores"] for seed in read("refinement", name)["seeds"]]
 
-    def point(scores: Mapping[str, Any], model: str) -> Point | None:
-        if model not in scores:
-            return None
+    def point(scores: Mapping[str, Any], model: str) -> Point:
         return 100 * refinement.mean(scores[model], "accuracy"), refinement.mean(scores[model], "loss")
 
     names = (*ANEW[: len(models)], "base, refined", "joint, refined")
@@ -189,7 +185,7 @@ def _refined(name: str, *models: str) -> Iterator[tuple[str, list[Point | None]]
         yield method, [point(scores, model) for scores in every]
 
 
-CASES: dict[str, Callable[[], Iterator[tuple[str, Sequence[Point | None]]]]] = {
+CASES: dict[str, Callable[[], Iterator[tuple[str, Sequence[Point]]]]] = {
     "demo: 4 kinds of digits, small ViT": _demo,
     "5 sentiment sets, MiniLM": _sentiment,
     "8 image sets, DeiT-tiny": _deit,

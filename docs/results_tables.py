@@ -119,14 +119,13 @@ def refinement_table(name: str, title: str) -> str:
     rows = []
     for model in refinement.rows_of(results):
         seeds = refinement.having(results, model)
-        few = f" ({len(seeds)} of {len(results['seeds'])} seeds)" if len(seeds) < len(results["seeds"]) else ""
         share = [
             shown([refinement.share(seed, model, what) for seed in seeds], 0) if model != "base" else ""
             for what in ("accuracy", "loss")
         ]
         rows.append(
             (
-                model + few,
+                model,
                 shown([100 * refinement.mean(seed["scores"][model], "accuracy") for seed in seeds], 2),
                 shown([refinement.mean(seed["scores"][model], "loss") for seed in seeds], 3),
                 *share,
@@ -235,14 +234,12 @@ def refined_shares() -> str:
     methods = ("newton, ", "newton, taught, ", "adamw, ", "adamw, taught, ", *tuned)
     rows = []
     for folder, size, kind in sizes:
-        file = "steps-of-one-task" if (folder, size) == ("text", 256) else "results"  # the later run has none of these
-        results, cells = read("refinement", folder, file=file), []
+        results, cells = read("refinement", folder), []
         for method in methods:
             name = f"{method}{size or 'all'} rows"
             seeds = refinement.having(results, name)
             both = [[refinement.share(seed, name, what) for seed in seeds] for what in ("loss", "accuracy")]
-            few = f" ({len(seeds)} of {len(results['seeds'])} seeds)" if len(seeds) < len(results["seeds"]) else ""
-            cells.append(" / ".join(shown(values, 0) for values in both) + few if seeds else "")
+            cells.append(" / ".join(shown(values, 0) for values in both) if seeds else "")
         rows.append((f"{size:,} {kind}" if size else f"all {kind}", *cells))
     own = ("`newton`: loss / accuracy", "taught", "`adamw`", "taught")
     header = ("rows per task", *own, "base tuned by `adamw`", "base, taught")
