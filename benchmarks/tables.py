@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -373,10 +374,14 @@ def teacher_results() -> str:
         accuracies, losses = [100 * case[name]["accuracy"] for case in cases], [case[name]["loss"] for case in cases]
         return f"{mean(accuracies):.1f} ± {stdev(accuracies):.1f} / {mean(losses):.3f} ± {stdev(losses):.3f}"
 
+    methods = (("newton", "newton"), ("adamw", "adamw --rounds 12"))
+    starts = (("", ""), ("base, ", ", from the base"))
     rows = [
-        (f"`{shown_as}`, {size}", *(shown(f"{method}, {size} rows, teaching {share}") for share in ("0", "0.5", "1")))
-        for size in (50, 200)
-        for method, shown_as in (("newton", "newton"), ("adamw", "adamw --rounds 12"))
+        (
+            f"`{shown_as}`, {size}{start}",
+            *(shown(f"{first}{method}, {size} rows, teaching {share}") for share in ("0", "0.5", "1")),
+        )
+        for size, (first, start), (method, shown_as) in product((50, 200), starts, methods)
     ]
     header = ("method, rows", "labels alone", "half of each (`--teaching 0.5`)", "teachers alone (`--teaching 1`)")
     limits = f"The merge has {shown('merge')}, joint training on all 997 rows of each task {shown('joint')}."

@@ -4,13 +4,15 @@
 
 takes the folders DEMO0, DEMO1, … of `gradmerge demo --seed SEED`, and makes those that are not there. The merge is
 refined with 50 and with 200 rows of every task's training data, of which a tenth is held back: by labels alone
-(teaching 0), by both in halves, and by the answers of the models that were merged alone (teaching 1). Losses and
-accuracies are of the test data, and its labels. What the JSON file holds already is not run again.
+(teaching 0), by both in halves, and by the answers of the models that were merged alone (teaching 1). So is the base,
+for comparison. Losses and accuracies are of the test data, and its labels. What the JSON file holds already is not run
+again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -69,19 +71,18 @@ def runs(folder: Path, args: argparse.Namespace, found: dict[str, Any]) -> Any:
     for name, model in (("merge", merged), ("joint", f"{folder}/models/joint")):
         if name not in found:
             yield name, score(model, test, args)
-    for size in SIZES:
-        for share in SHARES:
-            taught: Any = {"teachers": models, "teaching": share} if share else {}
-            for method, rounds in ROUNDS.items():
-                name = f"{method}, {size} rows, teaching {share:g}"
-                if name in found:
-                    continue
-                with tempfile.TemporaryDirectory() as temporary:
-                    out, begun = f"{temporary}/out", clock()
-                    how: Any = {"method": method, "rounds": rounds, "limit": size, "batch_size": 64, **taught}
-                    done = gm.refine(merged, data, out=out, progress=False, device="cpu", **how)
-                    seconds = clock() - begun
-                    yield name, {**score(out, test, args), "seconds": seconds, "rounds": len(done.rounds) - 1}
+    starts = {"": merged, "base, ": models[BASE]}
+    for first, size, share, method in itertools.product(starts, SIZES, SHARES, ROUNDS):
+        name = f"{first}{method}, {size} rows, teaching {share:g}"
+        if name in found:
+            continue
+        taught: Any = {"teachers": models, "teaching": share} if share else {}
+        how: Any = {"method": method, "rounds": ROUNDS[method], "limit": size, "batch_size": 64, **taught}
+        with tempfile.TemporaryDirectory() as temporary:
+            out, begun = f"{temporary}/out", clock()
+            done = gm.refine(starts[first], data, out=out, progress=False, device="cpu", **how)
+            seconds = clock() - begun
+            yield name, {**score(out, test, args), "seconds": seconds, "rounds": len(done.rounds) - 1}
 
 
 if __name__ == "__main__":

@@ -20,13 +20,11 @@ from experiments.refinement import report as refinement
 from experiments.sentiment import report as sentiment
 from experiments.vision import report as vision
 
-from .results_tables import demo_runs, numbers, read
+from .results_tables import demo_runs, numbers, read, refined_seeds
 
 FIGURE = Path(__file__).parent / "results" / "overview.svg"
 REFINED, SAME_ROWS = "refined with labelled rows", "base tuned on the same rows"
 TAUGHT, SAME_TAUGHT = "refined, taught by the tasks' models", "base taught on the same rows"
-#: What may be of models that were trained anew.
-ANEW = (REFINED, TAUGHT, SAME_ROWS, SAME_TAUGHT)
 #: The methods, from what needs nothing to what needs most.
 METHODS = (
     "average",
@@ -64,7 +62,7 @@ Found = Mapping[str, Mapping[str, Sequence[Point]]]
 class Case:
     """One experiment: every method's point on every seed, with those of its limits, ``base`` and ``joint``.
 
-    Refinements may be of models that were trained anew, with limits of their own, ``base, refined`` and so on.
+    Methods may be of models that were trained anew, with limits of their own, ``base, METHOD`` and ``joint, METHOD``.
     """
 
     title: str
@@ -74,11 +72,10 @@ class Case:
         """Of what joint training gains over the base, what each method has, in per cent of accuracy and of loss."""
         found = {}
         for method in (name for name in METHODS if name in self.points):
-            anew = ", refined" if method in ANEW and "base, refined" in self.points else ""
-            every = (self.points[name] for name in (method, f"base{anew}", f"joint{anew}"))
+            limits = (self.points.get(f"{limit}, {method}", self.points[limit]) for limit in ("base", "joint"))
             found[method] = [
                 (100 * (here[0] - low[0]) / (top[0] - low[0]), 100 * (here[1] - low[1]) / (top[1] - low[1]))
-                for here, low, top in zip(*every, strict=True)
+                for here, low, top in zip(self.points[method], *limits, strict=True)
             ]
         return found
 
@@ -103,11 +100,12 @@ def _demo() -> Iterator[tuple[str, Sequence[Point]]]:
     for method, name in named.items():
         found = [next(one for one in run["merging"] if one["name"].startswith(name)) for run in demo_runs()]
         yield method, [(100 * one["mean"], one["mean_loss"]) for one in found]
-    for method, file, name in (
-        (TAUGHT, "teachers", "newton, 200 rows, teaching 0.5"),
-        (SAME_ROWS, "refine", "base tuned"),
+    every = json.loads((BENCHMARKS / "teachers.json").read_text("utf-8"))["cases"]
+    for method, name in (
+        (TAUGHT, "newton, 200 rows, teaching 0.5"),
+        (SAME_ROWS, "base, newton, 200 rows, teaching 0"),
+        (SAME_TAUGHT, "base, newton, 200 rows, teaching 0.5"),
     ):
-        every = json.loads((BENCHMARKS / f"{file}.json").read_text("utf-8"))["cases"]
         found = [every[f"demo, seed {run['seed']}"][name] for run in demo_runs()]
         yield method, [(100 * one["accuracy"], one["loss"]) for one in found]
 
@@ -136,9 +134,7 @@ def _sentiment() -> Iterator[tuple[str, Sequence[Point]]]:
     for title, chosen in (("weight 1", [1.0] * len(seeds)), ("weight tuned", best)):
         at = [sentiment.at_weight(seed, weights, arithmetic, w) for seed, w in zip(seeds, chosen, strict=True)]
         yield f"task arithmetic, {title}", points(at)
-    rows = "2048 rows"
-    controls = (f"base tuned on the same {rows}", f"base taught on the same {rows}")
-    yield from _refined("text", f"newton, {rows}", f"adamw, taught, {rows}", *controls)
+    yield from _refined("text", "newton", "2048 rows")
 
 
 def _deit() -> Iterator[tuple[str, Sequence[Point]]]:
@@ -169,20 +165,22 @@ def _deit() -> Iterator[tuple[str, Sequence[Point]]]:
             for curve, place in zip(curves, places, strict=True)
         ]
         yield method, points(at)
-    rows = "1024 rows"
-    yield from _refined("deit-tiny", f"adamw, {rows}", f"adamw, taught, {rows}", f"base tuned on the same {rows}")
+    yield from _refined("deit-tiny", "adamw", "1024 rows")
 
 
-def _refined(name: str, *models: str) -> Iterator[tuple[str, list[Point]]]:
-    """Models as ``ANEW`` names them, without the last where it was not made."""
-    every = [seed["scores"] for seed in read("refinement", name)["seeds"]]
-
-    def point(scores: Mapping[str, Any], model: str) -> Point:
-        return 100 * refinement.mean(scores[model], "accuracy"), refinement.mean(scores[model], "loss")
-
-    names = (*ANEW[: len(models)], "base, refined", "joint, refined")
-    for method, model in zip(names, (*models, "base", "joint"), strict=True):
-        yield method, [point(scores, model) for scores in every]
+def _refined(name: str, by_labels: str, rows: str) -> Iterator[tuple[str, list[Point]]]:
+    """Refinements and their controls, each with the limits of the run that it is of."""
+    models = {
+        REFINED: f"{by_labels}, {rows}",
+        TAUGHT: f"adamw, taught, {rows}",
+        SAME_ROWS: f"base tuned on the same {rows}",
+        SAME_TAUGHT: f"base taught on the same {rows}",
+    }
+    for method, model in models.items():
+        every = [seed["scores"] for seed in refined_seeds(name, model)]
+        for title, own in ((method, model), (f"base, {method}", "base"), (f"joint, {method}", "joint")):
+            means = [[refinement.mean(scores[own], what) for what in ("accuracy", "loss")] for scores in every]
+            yield title, [(100 * accuracy, loss) for accuracy, loss in means]
 
 
 CASES: dict[str, Callable[[], Iterator[tuple[str, Sequence[Point]]]]] = {

@@ -363,6 +363,12 @@ def test_workers_read_urls_and_what_they_write_is_sent(
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 
+def test_workers_of_a_cluster_of_our_own_have_as_much_of_the_machine_as_other_programs(cluster: RayCluster) -> None:
+    """Ray's own 15 would keep them from starting beside programs that use all cores."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert [os.getpriority(os.PRIO_PROCESS, worker.pid) for worker in cluster.crew.members] == [own, own]
+
+
 def test_an_interrupted_merge_is_gone_on_with_on_ray(cluster: RayCluster, place: Path, tmp_path: Path) -> None:
     recipe = recipe_of("ties", place)
     gm.merge(recipe, tmp_path / "local" / "out", block=64, progress=False)
