@@ -95,13 +95,13 @@ def _demo() -> Iterator[tuple[str, Sequence[Point]]]:
         "RegMean": "regmean",
         "Fisher averaging": "fisher-averaging",
         "gradient matching, weight 1": "gradient-matching, weight 1",
-        REFINED: "the last, refined",
     }
     for method, name in named.items():
         found = [next(one for one in run["merging"] if one["name"].startswith(name)) for run in demo_runs()]
         yield method, [(100 * one["mean"], one["mean_loss"]) for one in found]
     every = json.loads((BENCHMARKS / "teachers.json").read_text("utf-8"))["cases"]
     for method, name in (
+        (REFINED, "newton, 200 rows, teaching 0"),
         (TAUGHT, "newton, 200 rows, teaching 0.5"),
         (SAME_ROWS, "base, newton, 200 rows, teaching 0"),
         (SAME_TAUGHT, "base, newton, 200 rows, teaching 0.5"),

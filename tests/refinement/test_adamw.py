@@ -284,9 +284,17 @@ def test_a_fall_within_its_error_does_not_count(kind: str, monkeypatch: pytest.M
             gained = -sum(float(change.mean()) for change in changes)
             squares = sum(float((change - change.mean()).square().sum()) / 11 / 12 for change in changes)
             assert gained > doubt * squares**0.5
-            assert done.rounds[-1].change == pytest.approx(-gained)
+            assert done.rounds[0].judged - done.rounds[-1].judged == pytest.approx(gained)
         else:
-            assert "by more than its error" in done.stopped
+            assert "by more than a standard error" in done.stopped
             assert all(torch.equal(p, start[name]) for name, p in model.named_parameters())
         taken[doubt] += done.improved
     assert taken[1.0] == taken[0.0] == 8 if kind == "learned" else taken[1.0] < taken[0.0], taken
+
+
+@pytest.mark.parametrize(("tasks", "counts"), [(1, False), (4, True)])
+def test_a_single_row_cannot_say_that_the_loss_fell(tasks: int, counts: bool) -> None:
+    """Its error is not known; those of several tasks that agree can."""
+    x, y = classes(60, 3)
+    owners = [DataOwner(str(n), [(x, y)], [(x[n : n + 1], y[n : n + 1])]) for n in range(tasks)]
+    assert adamw(perceptron(), owners, rounds=2).improved is counts

@@ -104,7 +104,8 @@ def refine(
         loading: On disk: how the model and its data are loaded, as :class:`gradmerge.Loading` says.
 
     Returns:
-        What was done, round by round, with the model as ``model``. If no step lowers the loss, it is as it was.
+        What was done, round by round, with the model as ``model``. If no step lowers the loss on the rows held back, by
+        ``adamw`` by more than a standard error, it is as it was.
 
     >>> refine(module, {"yelp": yelp_batches, "sst2": sst2_batches}).rounds[-1].held  # doctest: +SKIP
     >>> refine("./merged", {"yelp": "yelp.jsonl"}, out="./refined")  # doctest: +SKIP

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from statistics import variance
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ PATIENCE = 0.5
 STEP_ROWS = 32
 #: The share of a pass over which the rate rises: AdamW's first steps know no sizes, and move every weight as far.
 WARM = 0.2
-#: The loss on the rows held back must fall by more than so many standard errors of the change: the lowest of many tries
-#: on a few rows is low by luck, and more so the further it went.
+#: A result counts if its loss on the rows held back is below the start's by more than so many standard errors of the
+#: difference: the lowest of many tries on a few rows is low by luck.
 DOUBT = 1.0
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -56,7 +57,8 @@ def adamw(
     Several learning rates, up or down from ``RATE`` while the loss on the rows held back falls, are tried with two
     passes each. If more are asked for, all are made at the best rate, from the start. The rate rises at the beginning
     of the first pass, and falls linearly to 0 over all of them. The result is the best of what the search and each of
-    these passes ended with, if its loss on the rows held back is below the start's by more than a standard error.
+    these passes ended with, if its loss on the rows held back is below the start's by more than a standard error of the
+    difference, row by row.
 
     Args:
         start: The weights to begin with, where the model has those of ``so_far``.
@@ -66,6 +68,8 @@ def adamw(
     start = start or _copied(parameters)
     work = 2 * sum(owner.rows for owner in owners)
     passes = _Passes(model, owners, penalty, seed, done, start, processes)
+    if so_far is None:
+        passes.at_start = [owner.held_losses for owner in owners]
     if not done.improved:
         begun, planned = time.perf_counter(), min(rounds, SEARCHED)
         progress.begin("learning rate", work * planned * TRIALS)
@@ -76,14 +80,18 @@ def adamw(
             set_weights(parameters, start)
             made = list(passes.plan(rate, planned))
             after = made[-1][0]
-            if after.change < best.change:
+            fell = passes.fell(after)
+            if fell and after.judged < best.judged:
                 best, kept = replace(after, steps=[step for _, step in made]), _copied(parameters)
-            return after.change if math.isfinite(after.change) else math.inf
+            change = after.judged - done.rounds[0].judged
+            if fell or change > 0:
+                return change
+            return math.inf if math.isnan(change) else 0.0
 
         _search(tried)
         set_weights(parameters, kept)
         if not best.steps:
-            done.stopped = "no pass lowers the loss on the rows held back by more than its error"
+            done.stopped = "no pass lowers the loss on the rows held back by more than a standard error"
             return done
         best.seconds = time.perf_counter() - begun
         done.rounds.append(best)
@@ -115,15 +123,16 @@ def _long(state: Progressed, passes: _Passes, rounds: int, told: Callable[[Progr
     """All passes at the rate that was found; those that are done already are not made again."""
     done, parameters = state.done, trained(state.done.model)
     best, made = _copied(parameters), sum(len(one.steps) for one in done.rounds[2:])
-    lowest, idle = done.rounds[-1].change if made else math.inf, 0
+    lowest, idle = done.rounds[-1].judged if made else math.inf, 0
     if not made:
         set_weights(parameters, passes.start)
     begun, steps = time.perf_counter(), []
     for after, step in passes.plan(done.rounds[1].steps[0].damping, rounds, made, state.last):
         steps.append(step)
-        idle = 0 if after.change < lowest else idle + 1
-        lowest = min(lowest, after.change)
-        if after.change < done.rounds[-1].change:
+        idle = 0 if after.judged < lowest else idle + 1
+        lowest = min(lowest, after.judged)
+        if after.judged < done.rounds[-1].judged and passes.fell(after):
+            lowest, idle = after.judged, 0  # as for one who goes on from here
             done.rounds.append(replace(after, steps=steps, seconds=time.perf_counter() - begun))
             best, begun, steps = _copied(parameters), time.perf_counter(), []
             state.last = passes.moments()
@@ -184,26 +193,29 @@ class _Passes:
             self._processes.from_first(parameters.values())
             self._done.passes.update(gradient=1)
             after = losses_at(self._model, self._owners, self._penalty, self._done)
-            after.change = self._change()
             moved = {name: p.detach().cpu() - self.start[name].cpu() for name, p in parameters.items()}
             yield after, RefinementStep(norm(moved), (number + 1) / passes, rate)
 
     @cached_property
-    def _at_start(self) -> list[Tensor]:
+    def at_start(self) -> list[Tensor]:
         """The losses of the rows held back, of each owner, at the start."""
         parameters = trained(self._model)
         here = _copied(parameters)
         set_weights(parameters, self.start)
         found = [owner.row_losses(self._model, held=True) for owner in self._owners]
         set_weights(parameters, here)
+        self._done.passes.update(held=1)
         return found
 
-    def _change(self) -> float:
-        """How much the loss on the rows held back, whose losses were just told, rose; 0 for a fall within its error."""
-        changes = [owner.held_losses - before for owner, before in zip(self._owners, self._at_start, strict=True)]
-        change = sum(float(own.mean()) for own in changes)
-        error = math.sqrt(sum(float(own.var()) / len(own) for own in changes if len(own) > 1))
-        return 0.0 if -DOUBT * error <= change < 0 else change
+    def fell(self, after: Round) -> bool:
+        """Whether the loss on the rows held back, as it was just told, is below the start's by more than its error.
+
+        Of a single row no error is known, and its change is taken to be all of it.
+        """
+        pairs = zip(self._owners, self.at_start, strict=True)
+        changes = [(owner.held_losses - before).tolist() for owner, before in pairs]
+        squares = (variance(own) / len(own) if len(own) > 1 else own[0] ** 2 for own in changes)
+        return after.judged - self._done.rounds[0].judged < -DOUBT * math.sqrt(sum(squares))
 
     def moments(self) -> dict[str, Tensor]:
         """What AdamW knows after a pass."""

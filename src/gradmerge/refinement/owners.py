@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -164,7 +165,7 @@ class DataOwner:
         if held and points is None:
             self.held_losses = self.row_losses(model, held=True)
             self.held_error = standard_errors({"loss": self.held_losses})["loss"]
-            return [float(self.held_losses.mean())]
+            return [fmean(self.held_losses.tolist())]  # the same bits wherever it is computed
         found = []
         with evaluated(model), torch.no_grad(), moving(model, directions) as move:
             for point in points if points is not None else [torch.zeros(len(directions))]:

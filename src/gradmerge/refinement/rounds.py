@@ -39,8 +39,6 @@ class Round:
     seconds: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
     """Task → the standard error of ``held``, where its rows are known here."""
-    change: float = 0.0
-    """For adamw: by how much ``judged`` is above that of the start; 0 where it is below by less than its error."""
 
     @property
     def judged(self) -> float:
