@@ -24,7 +24,6 @@ from . import (
     diagnose,
     evaluate,
     extract_lora,
-    federated,
     gradient,
     inspect,
     merge,
@@ -143,7 +142,6 @@ app.command("studio", short_help="Try weights and methods on a local page.", epi
 app.command("push", short_help="Upload a result to the Hub, with its card.", epilog=push.EXAMPLE)(push.push)
 app.command("demo", short_help="See the whole job on small models.", epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(curvature.app, name="curvature", short_help="Estimate, import and look at curvature.")
-app.add_typer(federated.app, name="federated", short_help="Refine a merge with data that stay where they are.")
 app.add_typer(recipe.app, name="recipe", short_help="Write mergekit's recipes as ours.")
 
 
