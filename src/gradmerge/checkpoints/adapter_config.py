@@ -1,9 +1,11 @@
-"""The config of a PEFT adapter: whether it can be merged from disk."""
+"""The config of a PEFT adapter: whether its fields are valid, and whether it can be merged from disk."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from ..errors import InputError
 from ..storage.links import require_within
@@ -32,11 +34,40 @@ CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
 ADVICE = "Merge it into its base with PEFT (merge_and_unload) first."
 
 
+class _FieldTypes(BaseModel):
+    """The types of the fields that gradmerge or PEFT reads. Other fields may have any type."""
+
+    model_config = ConfigDict(strict=True)
+
+    task_type: str | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    r: int | None = None
+    lora_alpha: FiniteFloat = 8
+    lora_dropout: float | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, FiniteFloat] | None = None
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    modules_to_save: list[str] | str | None = None
+    layers_pattern: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    bias: str | None = None
+    init_lora_weights: bool | str | None = None
+    fan_in_fan_out: bool | None = None
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+    lora_bias: bool | None = None
+    ensure_weight_tying: bool | None = None
+
+
 def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file()
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the fields of adapter_config.json, with valid types, of an adapter that can be merged from disk."""
     path = folder / "adapter_config.json"
     require_within(path, folder)
     config = read_json(path)
@@ -45,6 +76,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{folder}: a PEFT adapter of type {kind}; only LORA adapters can be merged from disk. {ADVICE}"
         )
+    try:
+        _FieldTypes.model_validate(config)
+    except ValidationError as error:
+        raise InputError(f"{path}: {_explain(error)}") from None
     for key, what in UNSUPPORTED.items():
         if config.get(key):
             raise InputError(f"{folder}: the adapter uses {what} ({key}), which is not base + scale·BA. {ADVICE}")
@@ -55,3 +90,13 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             "plain LoRA adapter with PEFT first."
         )
     return config
+
+
+def _explain(error: ValidationError) -> str:
+    """Name the first invalid field, its value and the types that are allowed."""
+    errors = error.errors(include_url=False)
+    field = str(errors[0]["loc"][0])
+    allowed = dict.fromkeys(e["msg"] for e in errors if e["loc"][0] == field)
+    value = repr(errors[0]["input"])
+    value = value if len(value) <= 80 else value[:79] + "…"
+    return f"{field} is invalid ({value}): {'; or: '.join(allowed)}"

@@ -100,10 +100,10 @@ def put_adapter(
     return adapter
 
 
-def _note_on_base(adapter: AdapterCheckpoint, stated: Any) -> list[str]:
+def _note_on_base(adapter: AdapterCheckpoint, stated: str | None) -> list[str]:
     """Says so when an adapter goes on another model than its config names."""
     base = adapter.base
-    if not isinstance(stated, str) or Path(stated).name in _names_of(base):
+    if stated is None or Path(stated).name in _names_of(base):
         return []
     return [f"{adapter.label}: the adapter says that it was trained on {stated!r}; it is applied to {base.label}"]
 
@@ -289,7 +289,7 @@ def _open_adapter(
     owns_base = base is None
     if base is None:
         base = _open_stated_base(folder, stated, allow_pickle, dequantize)
-    elif isinstance(stated, str):
+    elif stated is not None:
         base = _trained_on(stated, base)
     with ExitStack() as opened:
         if owns_base:
@@ -318,8 +318,8 @@ def _names_of(checkpoint: Checkpoint) -> set[str]:
     return {Path(name).name for name in names} | {checkpoint.folder.absolute().name if checkpoint.folder else ""}
 
 
-def _open_stated_base(folder: Path, stated: Any, allow_pickle: bool, dequantize: bool) -> Checkpoint:
-    if not isinstance(stated, str) or not stated:
+def _open_stated_base(folder: Path, stated: str | None, allow_pickle: bool, dequantize: bool) -> Checkpoint:
+    if not stated:
         raise InputError(
             f"{folder}: an adapter without a base: its config names none. Give the base model in the recipe."
         )

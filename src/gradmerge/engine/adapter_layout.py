@@ -144,9 +144,9 @@ class AdapterLayout:
 
 def task_of_adapter(base: Checkpoint, adapters: Sequence[Mapping[str, Any]]) -> str | None:
     """The task in an adapter's config: that of the adapters it is made of, or what the base's architecture is for."""
-    stated = {config.get("task_type") for config in adapters}
+    stated: set[str | None] = {config.get("task_type") for config in adapters}
     if len(stated) == 1 and (found := stated.pop()) is not None:
-        return str(found)
+        return found
     named = base.config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
     return next((task for task, (ends, _) in TASKS.items() if name.endswith(ends)), None)

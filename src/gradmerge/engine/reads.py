@@ -28,7 +28,7 @@ def model_paths(reference: str | None, relative_to: Path | None = None) -> list[
         stated = read_adapter_config(path).get("base_model_name_or_path")
     except InputError:  # opening the adapter will say what is wrong
         return [path]
-    bases = [local_path(stated, start) for start in (None, path)] if isinstance(stated, str) and stated else []
+    bases = [local_path(stated, start) for start in (None, path)] if stated else []
     return [path, *(base for base in bases if base.exists())]
 
 

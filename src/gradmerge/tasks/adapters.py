@@ -27,7 +27,7 @@ _HEADS, _ENDS = ("score", "classifier", "classifier.out_proj"), ("", ".modules_t
 def base_of(reference: str, folder: Path, adapter: dict[str, Any]) -> Path:
     """The folder of the base that an adapter's config names: from here, or from beside the adapter."""
     stated = adapter.get("base_model_name_or_path")
-    if not isinstance(stated, str) or not stated:
+    if not stated:
         raise InputError(f"{reference}: the adapter's config names no base model")
     beside = local_path(stated, folder)
     try:
@@ -98,13 +98,11 @@ def without_patterns(config: Any, modules: Iterable[str], folder: Path) -> Any:
         raise InputError(f"{where}: target_modules fits no module of the base. Was it trained on another base?")
     for key in ("rank_pattern", "alpha_pattern"):
         stated = getattr(config, key, None) or {}
-        if not isinstance(stated, dict):
-            raise InputError(f"{where}: {key} is no mapping of names to numbers")
         found = {pattern: fitting(rf"(.*\.)?({pattern})") for pattern in stated}
         setattr(config, key, {"|".join(map(re.escape, found[p])): v for p, v in stated.items() if found[p]})
     for key in ("modules_to_save", "layers_pattern"):
         stated = getattr(config, key, None) or []
         for name in [stated] if isinstance(stated, str) else stated:
-            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
-                raise InputError(f"{where}: {key} must be names of modules, not {str(name)[:80]!r}")
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise InputError(f"{where}: {key} must be names of modules, not {name[:80]!r}")
     return config
