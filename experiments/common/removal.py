@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gradmerge as gm
+from gradmerge.curvature.gradients import estimate_gradient
 from gradmerge.demo.stages import Stages
 
 from .data import evenly
@@ -202,7 +203,7 @@ class Bench:
 
     def _residual(self, model: Any, start: State, prior: State) -> float:
         """‖g + H_0 (θ − θ_0)‖ / ‖g‖ with g the gradient on what goes: 0 at the minimum that the theory asks for."""
-        gradient = gm.estimate_gradient(model, list(self._batches(self.forget)), output=self.output, progress=False)
+        gradient = estimate_gradient(model, self._batches(self.forget), output=self.output)
         now = dict(model.named_parameters())
         left = {n: g + prior[n].to(g) * (now[n].detach() - start[n]).to(g) for n, g in gradient.items()}
         return math.sqrt(_squares(left) / _squares(gradient))

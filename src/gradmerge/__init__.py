@@ -9,7 +9,6 @@ from ._version import __version__ as __version__
 if TYPE_CHECKING:
     from .api.converting import convert_recipe as convert_recipe
     from .api.diagnosing import diagnose as diagnose
-    from .api.differentiating import estimate_gradient as estimate_gradient
     from .api.estimating import Estimate as Estimate, estimate_curvature as estimate_curvature
     from .api.evaluating import evaluate as evaluate
     from .api.exploring import Explorer as Explorer, explore as explore
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from .api.state_dicts import merge_state_dicts as merge_state_dicts
     from .checkpoints import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from .curvature import Curvature as Curvature
-    from .curvature.gradients import Gradient as Gradient
     from .curvature.gram import Gram as Gram, estimate_gram as estimate_gram
     from .curvature.kronecker import KroneckerCurvature as KroneckerCurvature
     from .curvature.optimizers import import_curvature as import_curvature
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
 _NAMES = {
     "api.converting": "convert_recipe",
     "api.diagnosing": "diagnose",
-    "api.differentiating": "estimate_gradient",
     "api.estimating": "Estimate estimate_curvature",
     "api.evaluating": "evaluate",
     "api.exploring": "Explorer explore",
@@ -68,7 +65,6 @@ _NAMES = {
     "api.state_dicts": "merge_state_dicts",
     "checkpoints": "Checkpoint open_checkpoint",
     "curvature": "Curvature",
-    "curvature.gradients": "Gradient",
     "curvature.gram": "Gram estimate_gram",
     "curvature.kronecker": "KroneckerCurvature",
     "curvature.optimizers": "import_curvature",

@@ -253,7 +253,6 @@ def test_a_folder_has_a_card_that_says_what_its_sums_are_of(tmp_path: Path) -> N
     sums = {"w": torch.rand(3, 4), "b": torch.rand(3)}
     gm.Curvature(sums, 1234, "sampled", "org/<b>model|").save(tmp_path / "diagonal", precision="bfloat16")
     gm.Gram({"w": torch.eye(4)}, 7).save(tmp_path / "gram")
-    gm.Gradient(sums, 3, 1.5).save(tmp_path / "gradient")
     card = ModelCard((tmp_path / "diagonal" / "README.md").read_text())
     assert card.data.to_dict() == {"tags": ["gradmerge", "curvature"]}
     assert r"# Curvature of org/\<b\>model\|" in card.text and "| model | `org/<b>model\\|` |" in card.text
@@ -262,7 +261,6 @@ def test_a_folder_has_a_card_that_says_what_its_sums_are_of(tmp_path: Path) -> N
     assert f"| stored as | bfloat16, 2 tensors, 15 entries, {size(nbytes)} |" in card.text
     gram = (tmp_path / "gram" / "README.md").read_text()
     assert "XᵀX" in gram and "method: regmean" in gram and "not named" in gram and "likelihood" not in gram
-    assert not (tmp_path / "gradient" / "README.md").exists()
 
 
 def test_a_card_of_ones_own_keeps_a_folder_from_being_replaced(tmp_path: Path) -> None:

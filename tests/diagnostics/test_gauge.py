@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import gradmerge as gm
 from gradmerge.cli.app import app
+from gradmerge.curvature.gradients import estimate_gradient
 from gradmerge.diagnostics.gauge import Gauge, find_gauges
 from gradmerge.diagnostics.predict import open_to_look, predict
 from gradmerge.engine.candidates import Candidate
@@ -179,7 +180,8 @@ def test_with_no_penalty_there_is_no_gauge_and_nothing_of_first_order(place: Pat
 def test_a_recorded_penalty_goes_with_the_sum_over_all_examples(place: Path, tmp_path: Path, reduction: str) -> None:
     """P is what the gradient says: −∇ℓ / Δ, entry by entry, where that is above 0."""
     base, tuned = read_model(place / "base"), read_model(place / "one")
-    gradient = gm.estimate_gradient(place / "one", place / "one.jsonl", device="cpu", progress=False)
+    loaded = load_task(place / "one", place / "one.jsonl", device="cpu")
+    gradient = estimate_gradient(loaded.model, loaded.batches())
     sums = {n: (-2 * g / (tuned[n] - base[n])).nan_to_num(0, 0, 0).clamp(0, 1e6) for n, g in gradient.items()}
     shutil.copytree(place / "one", tmp_path / "one")
     gm.Curvature(sums, 1).save(tmp_path / "one" / "penalty")

@@ -24,7 +24,6 @@ from . import (
     diagnose,
     evaluate,
     extract_lora,
-    gradient,
     inspect,
     merge,
     methods,
@@ -130,9 +129,6 @@ app.command("inspect", short_help="Look at models, and whether they can merge.",
     inspect.inspect
 )
 app.command("evaluate", short_help="Measure a model on labelled data.", epilog=evaluate.EXAMPLE)(evaluate.evaluate)
-app.command("gradient", short_help="Sum a model's gradients over data, to a file.", epilog=gradient.EXAMPLE)(
-    gradient.gradient
-)
 app.command("methods", short_help="List the merge methods, or explain one.", epilog=methods.EXAMPLE)(methods.methods)
 app.command("diagnose", short_help="Report what a merge costs each task.", epilog=diagnose.EXAMPLE)(diagnose.diagnose)
 app.command("preview", short_help="Compare weights and methods before merging.", epilog=preview.EXAMPLE)(

@@ -26,14 +26,11 @@ SHARD_SIZE = 5_000_000_000
 
 
 class NamedSums(Displayed, Mapping[str, Tensor]):
-    """What curvature, Gram matrices and gradients have in common: names → sums over the examples of one data set."""
-
-    #: What it is, in a word.
-    what = "curvature"
+    """What diagonals, Gram matrices and Kronecker factors share: a mapping from names to sums over the examples."""
 
     def __init__(self, sums: Mapping[str, Tensor], examples: int, model: str = "") -> None:
         if examples != int(examples) or examples < 1:
-            raise ValueError(f"{self.what} is a sum over a whole number of examples, at least 1, not over {examples}")
+            raise ValueError(f"curvature is a sum over a whole number of examples, at least 1, not over {examples}")
         self._sums = dict(sums)
         self.examples = int(examples)
         self.model = model
@@ -61,7 +58,7 @@ class NamedSums(Displayed, Mapping[str, Tensor]):
 
         >>> curvature.save("./yelp/curvature", precision="log8")  # doctest: +SKIP
         """
-        with Staging(Path(path), self.what, force=force) as staging:
+        with Staging(Path(path), "curvature", force=force) as staging:
             self.write(staging.folder, precision, shard_size)
 
     @abstractmethod
@@ -159,9 +156,7 @@ class Curvature(NamedSums):
             return cls(sums, file.examples, file.likelihood, file.metadata.get("model", ""))
 
 
-def write_sums(
-    folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, str], shard_size: int, stem: str = STEM
-) -> None:
+def write_sums(folder: Path, sums: Mapping[str, Tensor], header: Mapping[str, str], shard_size: int) -> None:
     """Write files of sums, in the precision that the header says. Tensors are encoded one at a time."""
     precision = header.get("precision", "float32")
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -172,7 +167,7 @@ def write_sums(
         if precision == "log8":
             tensors[name + log8.SUFFIX] = ("F32", (2,))
             parts[name + log8.SUFFIX] = lambda v=value: log8.encode(v.detach().cpu())[1]  # type: ignore[misc]
-    writer = TensorWriter(folder, stem, tensors, shard_size, header)
+    writer = TensorWriter(folder, STEM, tensors, shard_size, header)
     require_space(folder, writer.nbytes)
     try:
         writer.open()
@@ -184,7 +179,7 @@ def write_sums(
     except BaseException:
         writer.close()
         raise
-    if stem == STEM and header["likelihood"] != PENALTY:
+    if header["likelihood"] != PENALTY:
         write_curvature_card(folder)
 
 

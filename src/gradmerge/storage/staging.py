@@ -35,13 +35,11 @@ MARK = ".gradmerge"
 SENT = ".gradmerge-sent"
 #: A folder that holds one of these sets of files was written by gradmerge: a merge or samples, reports.
 OURS = ({"gradmerge.json"}, {"report.html", "diagnosis.json"}, {"report.html", "preview.json"})
-#: What a folder of curvature or of a gradient holds, and nothing else.
+#: The only files that a curvature folder holds.
 SUMS = (
     "curvature*.safetensors",
     "curvature.safetensors.index.json",
     "online.safetensors",
-    "gradient*.safetensors",
-    "gradient.safetensors.index.json",
 )
 #: How a card begins that goes with them.
 SUMS_CARD = b"---\ntags:\n- gradmerge\n- curvature\n"
@@ -293,7 +291,7 @@ def require_space(folder: Path, nbytes: int) -> None:
 
 
 def _written_by_us(folder: Path) -> bool:
-    """Whether a folder is the result of a merge, a report, or curvature or a gradient and nothing else."""
+    """Whether a folder is the result of a merge, a report, or curvature and nothing else."""
     names = {path.name for path in folder.iterdir()}
     if "README.md" in names and SUMS_CARD in read_start(folder / "README.md"):
         names.remove("README.md")
