@@ -32,7 +32,7 @@ coverage: install  ## Run the tests and show which lines of src/ they reach, lin
 	$(PYTEST) --cov --cov-report=term --cov-report=html
 
 fuzz: install  ## Mutate inputs of every kind and kill commands at work (an hour; FUZZ_FLAGS='--inputs 5000 --kills 20').
-	$(BIN)/python -m tests.fuzz --out docs/fuzz.json $(FUZZ_FLAGS)
+	$(BIN)/python -m tests.fuzz --out tests/fuzz/results.json $(FUZZ_FLAGS)
 
 demo: install  ## Train, measure, merge by every rule and compare, on scikit-learn's digits, into demo/ (minutes).
 	$(BIN)/gradmerge demo -o demo

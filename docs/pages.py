@@ -1,4 +1,4 @@
-"""What the pages take from the program itself: `python -m docs.pages` (`make pages`) writes it into them.
+"""The generated parts of the pages in docs/ and experiments/: `python -m docs.pages` (`make pages`) updates them.
 
 Between the lines `<!-- generated: NAME -->` and `<!-- end of generated -->` of a page stands what the function for NAME
 returns. It is committed with the page, so that the page can be read where it lies; a test fails when it has fallen
@@ -21,15 +21,15 @@ from experiments.common import hub
 from pydantic import BaseModel
 
 import gradmerge
+from experiments import results_summary, results_tables
 from gradmerge.cli.app import app
 from gradmerge.recipe import Base, Case, Identity, Model, Output, Recipe, Slice, SliceModel, TokenizerChoice
 from gradmerge.recipe.mergekit_methods import METHODS
 from gradmerge.rules import RULES, Rule
 from gradmerge.tasks import MEANINGS, columns
 
-from . import results_overview, results_tables
-
 DOCS = Path(__file__).parent
+EXPERIMENTS = DOCS.parent / "experiments"
 BEGIN = re.compile(r"^<!-- generated: ([a-z0-9-]+) -->$", re.MULTILINE)
 PART = re.compile(BEGIN.pattern + r"(.*?)^<!-- end of generated -->$", re.MULTILINE | re.DOTALL)
 
@@ -44,7 +44,8 @@ def main() -> None:
 
 def pages() -> list[Path]:
     """The pages with generated parts."""
-    return [page for page in sorted(DOCS.rglob("*.md")) if BEGIN.search(page.read_text("utf-8"))]
+    every = sorted([*DOCS.rglob("*.md"), *EXPERIMENTS.rglob("*.md")])
+    return [page for page in every if BEGIN.search(page.read_text("utf-8"))]
 
 
 def filled(page: str) -> str:
@@ -326,8 +327,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     **{name: partial(notebook, path) for name, path in NOTEBOOKS.items()},
     **TABLES,
     **results_tables.TABLES,
-    "results-merging": results_overview.merging_table,
-    "results-removal": results_overview.removal_table,
+    **results_summary.TABLES,
 }
 
 

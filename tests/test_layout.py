@@ -1,13 +1,9 @@
-"""The rooms of the package, which may know of which, and what keeps them easy to walk through.
-
-The table of rooms in CONTRIBUTING.md is what is enforced: it is read from there.
-"""
+"""Which package of gradmerge may import which: the rules are read from the table in CONTRIBUTING.md."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -15,33 +11,32 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "gradmerge"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-#: Not rooms: the package itself, and `python -m gradmerge`.
-DOORS = {"__init__", "__main__"}
-LONGEST = 400
+#: Modules of no package: `import gradmerge` and `python -m gradmerge`.
+ENTRY_POINTS = {"__init__", "__main__"}
 
 
-def rooms() -> dict[str, set[str]]:
-    """Room → rooms that it may import, as the table has it."""
+def packages() -> dict[str, set[str]]:
+    """Package → packages that it may import, from the table."""
     table: dict[str, set[str]] = {}
     rows = re.findall(r"^\| `([a-z_]+)(?:/|\.py)` \|.*\| ([^|]+) \|$", CONTRIBUTING, re.M)
-    for room, allowed in rows:
+    for package, allowed in rows:
         known = {"nothing of ours": set(), "all of the above": set(table)}
-        table[room] = known.get(allowed, set(re.findall(r"`([a-z_]+)`", allowed)))
+        table[package] = known.get(allowed, set(re.findall(r"`([a-z_]+)`", allowed)))
     return table
 
 
-ROOMS = rooms()
-#: Open to every room but the rules.
-OPEN = set(re.findall(r"`([a-z_]+)\.py`", CONTRIBUTING.partition("Open to all but the rules")[2].partition("\n\n")[0]))
+PACKAGES = packages()
+#: Shared modules, which every package but `rules` may import.
+SHARED = set(re.findall(r"`([a-z_]+)\.py`", CONTRIBUTING.partition("Shared modules, open")[2].partition("\n\n")[0]))
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports_of(path: Path) -> set[str]:
-    """The rooms of ours that a module imports."""
+    """The packages and shared modules of gradmerge that a module imports."""
     found = set()
     depth = len(path.relative_to(PACKAGE).parts)
     for node in ast.walk(ast.parse(path.read_text())):
@@ -56,45 +51,22 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def test_every_room_is_in_the_table_of_contributing() -> None:
-    assert {room_of(path) for path in MODULES} - OPEN - DOORS == set(ROOMS)
+def test_every_package_is_in_the_table_of_contributing() -> None:
+    assert {package_of(path) for path in MODULES} - SHARED - ENTRY_POINTS == set(PACKAGES)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_imports_point_downwards(room: str) -> None:
-    allowed = ROOMS[room] | {room} | (set() if room == "rules" else OPEN)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_point_downwards(package: str) -> None:
+    allowed = PACKAGES[package] | {package} | (set() if package == "rules" else SHARED)
     for path in MODULES:
-        if room_of(path) == room:
+        if package_of(path) == package:
             assert imports_of(path) <= allowed, path.relative_to(PACKAGE)
 
 
-def test_what_is_open_to_all_knows_of_no_room() -> None:
+def test_shared_modules_import_no_package() -> None:
     for path in MODULES:
-        if room_of(path) in OPEN:
-            assert imports_of(path) <= OPEN, path.name
-
-
-def test_no_class_has_the_name_of_another() -> None:
-    where: dict[str, list[str]] = defaultdict(list)
-    for path in MODULES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                where[node.name.removeprefix("_")].append(str(path.relative_to(PACKAGE)))
-    assert {name: places for name, places in where.items() if len(places) > 1} == {}
-
-
-def test_no_module_has_the_name_of_another() -> None:
-    """Those of the command line are named after commands, and every package has an ``__init__``."""
-    where: dict[str, list[str]] = defaultdict(list)
-    for path in MODULES:
-        if room_of(path) != "cli" and path.stem not in DOORS:
-            where[path.stem].append(str(path.relative_to(PACKAGE)))
-    assert {name: places for name, places in where.items() if len(places) > 1} == {}
-
-
-def test_no_module_is_too_long_to_read() -> None:
-    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in MODULES}
-    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
+        if package_of(path) in SHARED:
+            assert imports_of(path) <= SHARED, path.name
 
 
 def test_experiments_use_the_public_interface() -> None:

@@ -32,7 +32,7 @@ A run that was stopped goes on where it was."""
 EXAMPLES = """\
 examples:
   python -m experiments.studies
-  python -m experiments.studies --render-only -o docs/results/studies        tables and figures from results.json"""
+  python -m experiments.studies --render-only -o experiments/results/studies    tables and figures from results.json"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -166,7 +166,7 @@ def tables(results: Results) -> str:
         f"""# When does curvature help?
 
 `{results["command"]}`, on {results["machine"]["device"]}; {count} seeds, mean ± standard deviation. What the studies do
-and what they say is in [When does curvature help?](../../when.md).
+and what they say is in [When does curvature help?](../../../docs/when.md).
 
 Loss and accuracy are means over three test sets, that of the base's kind of rows and those of the two tasks. KL is the
 mean of KL(joint ‖ model) in nats on them; beside it stands the noise floor, joint training again in another order. P is

@@ -1,4 +1,7 @@
-"""The tables of docs/results.md, from the JSON of the runs: `python -m docs.pages` puts them there."""
+"""Tables of docs/results.md and of the pages in results/, made from the JSON files in results/.
+
+`python -m docs.pages` writes them into the pages.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.tables import table
+
 from experiments.common import removal_report
 from experiments.common.tables import shown
-from experiments.refinement import report as refinement
 from experiments.sentiment import grid, paper, report as sentiment
 from experiments.sentiment.settings import ALL_DATA, JOINT
 from experiments.studies import report as studies
@@ -36,6 +39,11 @@ def demo_runs() -> list[dict[str, Any]]:
     return [json.loads(file.read_text("utf-8")) for file in sorted((RESULTS / "demo").glob("seed-*.json"))]
 
 
+def demo_row(run: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """The row whose name begins with ``prefix``; the weight that may follow differs between seeds."""
+    return next(row for row in run["merging"] if row["name"].startswith(prefix))
+
+
 def demo_table() -> str:
     runs = demo_runs()
     named = {
@@ -47,13 +55,11 @@ def demo_table() -> str:
         "regmean": "RegMean",
         "fisher-averaging": "Fisher averaging",
         "gradient-matching, weight 1": "gradient matching, weight 1",
-        "the last, refined": "gradient matching, refined on 200 images per task",
         "trained on all": "trained on all",
     }
     rows = []
     for name, said in named.items():
-        # What follows a name, such as the weight that was found best, differs between seeds.
-        found = [next(one for one in run["merging"] if one["name"].startswith(name)) for run in runs]
+        found = [demo_row(run, name) for run in runs]
         accuracies = [100 * one["mean"] for one in found]
         rows.append((said, f"{accuracies[0]:.1f}", shown(accuracies), shown([one["mean_loss"] for one in found], 3)))
     return numbers(("", "seed 0", "five seeds", "loss, five seeds"), rows)
@@ -112,26 +118,6 @@ def sentiment_table(*folder: str) -> str:
     ]
     model = "RoBERTa" if encoder else "T5 v1.1 base"
     return numbers(("", "average of five test sets", "over all predictions", "loss", f"paper: average ({model})"), rows)
-
-
-def refinement_table(name: str, title: str) -> str:
-    results = read("refinement", name)
-    rows = []
-    for model in refinement.rows_of(results):
-        seeds = refinement.having(results, model)
-        share = [
-            shown([refinement.share(seed, model, what) for seed in seeds], 0) if model != "base" else ""
-            for what in ("accuracy", "loss")
-        ]
-        rows.append(
-            (
-                model,
-                shown([100 * refinement.mean(seed["scores"][model], "accuracy") for seed in seeds], 2),
-                shown([refinement.mean(seed["scores"][model], "loss") for seed in seeds], 3),
-                *share,
-            )
-        )
-    return numbers((title, "accuracy, %", "loss", "of the gap in accuracy, %", "in loss, %"), rows)
 
 
 def vision_table(*parts: str, fixed: Mapping[str, str], swept: Mapping[str, str]) -> str:
@@ -226,32 +212,6 @@ def numbers(header: Row, rows: Sequence[Row]) -> str:
     return "\n".join([first, "|---|" + "---:|" * (len(header) - 1), *rest])
 
 
-def refined_seeds(folder: str, name: str) -> list[Any]:
-    """The seeds of a refinement; the base was taught with images in a run of its own, with limits of its own."""
-    file = "base-taught" if (folder, name) == ("deit-tiny", "base taught on the same 1024 rows") else "results"
-    return refinement.having(read("refinement", folder, file=file), name)
-
-
-def refined_shares() -> str:
-    """Of every experiment on refinement, by how many rows and by which method."""
-    sizes: list[tuple[str, int | None, str]] = [("text", size, "texts") for size in (256, 2048, None)]
-    sizes += [("images", 256, "images"), ("images", 1024, "images"), ("deit-tiny", 1024, "images, DeiT-tiny")]
-    tuned = ("base tuned on the same ", "base taught on the same ")
-    methods = ("newton, ", "newton, taught, ", "adamw, ", "adamw, taught, ", *tuned)
-    rows = []
-    for folder, size, kind in sizes:
-        cells = []
-        for method in methods:
-            name = f"{method}{size or 'all'} rows"
-            seeds = refined_seeds(folder, name)
-            both = [[refinement.share(seed, name, what) for seed in seeds] for what in ("loss", "accuracy")]
-            cells.append(" / ".join(shown(values, 0) for values in both) if seeds else "")
-        rows.append((f"{size:,} {kind}" if size else f"all {kind}", *cells))
-    own = ("`newton`: loss / accuracy", "taught", "`adamw`", "taught")
-    header = ("rows per task", *own, "base tuned by `adamw`", "base, taught")
-    return numbers(header, rows)
-
-
 _MATCHING = "gradient matching"
 _SCALARS = {
     "gradient-matching": f"{_MATCHING}, H_0 = c · I",
@@ -275,10 +235,6 @@ TABLES: dict[str, Callable[[], str]] = {
             "hallucination, %": (itemgetter("hallucination"), 1),
         },
     ),
-    "results-refined-text": partial(refinement_table, "text", "five sentiment sets"),
-    "results-refined-images": partial(refinement_table, "images", "eight image sets"),
-    "results-refined-deit-tiny": partial(refinement_table, "deit-tiny", "eight image sets, DeiT-tiny"),
-    "results-refined": refined_shares,
     "results-vision": partial(
         vision_table,
         fixed={"average": "average", "fisher-averaging, mean": "Fisher averaging, mean"},
