@@ -154,5 +154,5 @@ def test_the_mean_eigenvalue_is_the_trace_over_the_size() -> None:
 
 def test_what_has_no_minimum_is_an_error() -> None:
     base, tuned = tensor(0, OUT, IN), [tensor(1, OUT, IN)]
-    with pytest.raises(ValueError, match="not positive"):
+    with pytest.raises(ValueError):
         match_layer(base, tuned, [-1.0], torch.zeros(()).double(), [factors(1)], 1e-3)

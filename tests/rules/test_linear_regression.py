@@ -36,30 +36,19 @@ def prior() -> Tensor:
     return root @ root.T + torch.eye(FEATURES, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [0.3, 2.0, 0.9], [1.0, -0.1, 0.5]])
-def test_gradient_matching_gives_the_jointly_trained_model(prior: Tensor, weights: list[float]) -> None:
-    base = torch.randn(FEATURES, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    tasks = [data(20, seed) for seed in range(3)]
-    tuned = [minimise([(1.0, x, y)], prior, base) for x, y in tasks]
-    target = minimise([(w, x, y) for w, (x, y) in zip(weights, tasks, strict=True)], prior, base)
-    merged = gradient_matching_full(base, tuned, prior, [x.T @ x for x, _ in tasks], weights)
-    assert torch.allclose(merged, target, rtol=1e-10, atol=1e-12)
-    arithmetic = base + sum(w * (t - base) for w, t in zip(weights, tuned, strict=True))
-    assert (arithmetic - target).norm() > 100 * (merged - target).norm()
-
-
 def relative(found: Tensor, target: Tensor, base: Tensor) -> float:
     """The error as a multiple of how far the target is from the base."""
     return float((found - target).norm() / (target - base).norm())
 
 
+@pytest.mark.parametrize("weights", [[1.0, 0.7, 1.2], [1.0, -0.1, 0.5]])
 @pytest.mark.parametrize("held_by", ["nothing", "H_0", "another P", "a P of each"])
 def test_with_the_penalty_that_the_models_were_tuned_under_the_merge_is_the_jointly_trained_model(
-    prior: Tensor, held_by: str
+    prior: Tensor, held_by: str, weights: list[float]
 ) -> None:
     """H̄ has H_0, which the target is held by; P is what the models were held by. With any other P it is far off."""
     base = torch.randn(FEATURES, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    tasks, weights = [data(20, seed) for seed in range(3)], [1.0, 0.7, 1.2]
+    tasks = [data(20, seed) for seed in range(3)]
     hold = 50 * prior
     eye = torch.eye(FEATURES, dtype=torch.float64)
     penalties = {
@@ -128,21 +117,8 @@ def test_task_arithmetic_errs_by_exactly_the_gradient_mismatch(prior: Tensor) ->
     assert torch.allclose(target - arithmetic, -torch.linalg.solve(prior, mismatch), atol=1e-10)
 
 
-def test_removal_gives_the_retrained_model(prior: Tensor) -> None:
-    """The base is trained on everything, tuned further on the part that goes; removal equals training without it."""
-    stays, goes = data(30, 0), data(12, 1)
-    ridge = 0.1 * torch.eye(FEATURES, dtype=torch.float64)
-    centre = torch.zeros(FEATURES, dtype=torch.float64)
-    base = minimise([(1.0, *stays), (1.0, *goes)], ridge, centre)
-    tuned = minimise([(1.0, *goes)], prior, base)
-    rest = stays[0].T @ stays[0] + ridge
-    retrained = minimise([(1.0, *stays)], ridge, centre)
-    removed = removal_full(base, [tuned], rest, prior, [goes[0].T @ goes[0]])
-    # Exact up to the step's own definition: (H_0 + H_t)(θ_t − θ) is the gradient that the part puts on the base.
-    assert torch.allclose(removed, retrained, rtol=1e-9, atol=1e-10)
-
-
 def test_removal_of_several_parts_gives_the_retrained_model(prior: Tensor) -> None:
+    """Exact up to the step's own definition: (H_0 + H_t)(θ_t − θ) is the gradient that a part puts on the base."""
     stays, first, second = data(30, 0), data(8, 1), data(9, 2)
     ridge = 0.1 * torch.eye(FEATURES, dtype=torch.float64)
     centre = torch.zeros(FEATURES, dtype=torch.float64)

@@ -37,7 +37,6 @@ class Case:
             values[:20] = 0
         self.weights = [0.7, 1.0, -0.2][:models]
         self.positive = [0.7, 1.0, 0.2][:models]
-        self.kept = [torch.rand(SIZE, generator=generator) < 0.5 for _ in range(models)]
 
     def thresholds(self, density: float) -> list[float]:
         return [slow.threshold((m - self.base).tolist(), density) for m in self.tuned]
@@ -48,7 +47,7 @@ class Case:
 
 def as_lists(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.double().tolist() if value.is_floating_point() else value.tolist()
+        return value.double().tolist()
     return [as_lists(v) for v in value] if isinstance(value, list) else value
 
 
@@ -76,16 +75,12 @@ def test_average_is_the_mean(setting: tuple[Case, float], include_base: bool) ->
 def test_weighted_average_uses_weights(setting: tuple[Case, float], normalize: bool, base_weight: float | None) -> None:
     case, tolerance = setting
     got = RULES["weighted-average"](case.base, case.tuned, case.weights, base_weight, normalize=normalize)
-    check(
-        got,
-        slow.weighted_average(*case.lists("base", "tuned", "weights"), base_weight=base_weight, normalize=normalize),
-        tolerance,
-    )
+    check(got, slow.weighted_average(*case.lists("base", "tuned", "weights"), base_weight, normalize), tolerance)
 
 
 def test_weighted_average_refuses_weights_that_sum_to_zero() -> None:
     case = Case(torch.float64, models=2)
-    with pytest.raises(ValueError, match="sum to 0"):
+    with pytest.raises(ValueError):
         RULES["weighted-average"](case.base, case.tuned, [1.0, -1.0], None)
 
 
@@ -114,18 +109,13 @@ def test_fa1_follows_its_equation(setting: tuple[Case, float], damping: float) -
     check(got, slow.fa1(base, tuned, weights, prior, curvature, damping), tolerance)
 
 
-@pytest.mark.parametrize("density", [0.001, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("density", "normalize"), [(0.001, True), (0.1, False), (0.5, True), (1.0, False)])
 def test_sparse_finetuning_keeps_the_largest_changes(
     setting: tuple[Case, float], density: float, normalize: bool
 ) -> None:
     case, tolerance = setting
     got = RULES["sparse-finetuning"](case.base, case.tuned, case.weights, case.thresholds(density), normalize=normalize)
-    check(
-        got,
-        slow.sparse_finetuning(*case.lists("base", "tuned", "weights"), density=density, normalize=normalize),
-        tolerance,
-    )
+    check(got, slow.sparse_finetuning(*case.lists("base", "tuned", "weights"), density, normalize), tolerance)
 
 
 @pytest.mark.parametrize("density", [0.001, 0.2, 1.0])
@@ -153,13 +143,6 @@ def test_trimming_keeps_entries_that_equal_the_threshold(dtype: torch.dtype, lim
     assert trim(values, limit).tolist() == want
 
 
-@pytest.mark.parametrize("combine", ["task-arithmetic", "ties"])
-def test_dare_drops_and_rescales(setting: tuple[Case, float], combine: str) -> None:
-    case, tolerance = setting
-    got = RULES["dare"](case.base, case.tuned, case.positive, case.kept, density=0.5, combine=combine)
-    check(got, slow.dare(*case.lists("base", "tuned", "positive", "kept"), density=0.5, combine=combine), 4 * tolerance)
-
-
 def products(a: Tensor, b: Tensor) -> list[float]:
     a, b = a.double(), b.double()
     return [float(a @ a), float(a @ b), float(b @ b)]
@@ -183,36 +166,17 @@ def test_slerp_walks_the_arc_or_the_line(setting: tuple[Case, float], t: float, 
 
 @pytest.mark.parametrize("off_diagonal", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("damping", [1e-10, 0.1])
-def test_regmean_solves_the_least_squares_problem(off_diagonal: float, damping: float) -> None:
+@pytest.mark.parametrize("weight", [0.5, -0.7])
+def test_regmean_solves_the_least_squares_problem(off_diagonal: float, damping: float, weight: float) -> None:
+    """Also where a negative weight leaves a matrix that is not positive."""
     rng = np.random.default_rng(0)
     inputs = [rng.normal(size=(50, 6)) for _ in range(2)]
     grams = [x.T @ x for x in inputs]
     matrices = [rng.normal(size=(4, 6)) for _ in range(2)]
-    got = RULES["regmean"](
-        [torch.tensor(m) for m in matrices],
-        [1.0, 0.5],
-        [torch.tensor(g) for g in grams],
-        damping,
-        off_diagonal=off_diagonal,
-    )
-    want = slow.regmean(matrices, grams, [1.0, 0.5], damping, off_diagonal)
-    assert np.allclose(got.numpy(), want, rtol=1e-10, atol=1e-10)
-
-
-def test_regmean_minimises_the_distance_of_the_outputs() -> None:
-    rng = np.random.default_rng(1)
-    inputs = [rng.normal(size=(40, 5)) for _ in range(3)]
-    matrices = [rng.normal(size=(2, 5)) for _ in range(3)]
-    got = RULES["regmean"](
-        [torch.tensor(m) for m in matrices],
-        [1.0] * 3,
-        [torch.tensor(x.T @ x) for x in inputs],
-        0.0,
-        off_diagonal=1.0,
-    )
-    stacked, outputs = np.vstack(inputs), np.vstack([x @ m.T for x, m in zip(inputs, matrices, strict=True)])
-    best, *_ = np.linalg.lstsq(stacked, outputs, rcond=None)
-    assert np.allclose(got.numpy(), best.T, atol=1e-10)
+    given_ = ([torch.tensor(m) for m in matrices], [1.0, weight], [torch.tensor(g) for g in grams])
+    got = RULES["regmean"](*given_, damping, off_diagonal=off_diagonal)
+    want = slow.regmean(matrices, grams, [1.0, weight], damping, off_diagonal)
+    assert np.allclose(got.numpy(), want, rtol=1e-9, atol=1e-9)
 
 
 def test_regmean_averages_over_inputs_that_never_occurred() -> None:
@@ -254,16 +218,6 @@ def test_regmean_with_inputs_that_leave_directions_out_is_right_from_float32_gra
     assert np.allclose(got[:, :dead], average[:, :dead], rtol=0, atol=1e-12)
 
 
-def test_regmean_with_a_negative_weight_is_right_where_its_matrix_is_not_positive() -> None:
-    rng = np.random.default_rng(4)
-    grams = [(x := rng.normal(size=(30, 8))).T @ x for _ in range(2)]
-    matrices = [rng.normal(size=(3, 8)) for _ in range(2)]
-    got = RULES["regmean"](
-        [torch.tensor(m) for m in matrices], [1.0, -0.7], [torch.tensor(g) for g in grams], 0.0, off_diagonal=1.0
-    )
-    assert np.allclose(got.numpy(), slow.regmean(matrices, grams, [1.0, -0.7], 0.0, 1.0), rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("damping", [0.0, 1e-10, 0.5])
 @pytest.mark.parametrize("signs", ["positive", "weights"])
 def test_gradient_matching_follows_its_equation(setting: tuple[Case, float], damping: float, signs: str) -> None:
@@ -277,22 +231,16 @@ def test_gradient_matching_follows_its_equation(setting: tuple[Case, float], dam
 
 
 @pytest.mark.parametrize("damping", [0.0, 0.5])
-@pytest.mark.parametrize("with_penalty", [False, True])
 @pytest.mark.parametrize("saw", [False, True])
 @pytest.mark.parametrize("cap", ["none", 1.0, 0.0])
-def test_removal_follows_its_equation(
-    setting: tuple[Case, float], damping: float, with_penalty: bool, saw: bool, cap: float | str
-) -> None:
+def test_removal_follows_its_equation(setting: tuple[Case, float], damping: float, saw: bool, cap: float | str) -> None:
     case, tolerance = setting
     # Larger than Σ α F, so that H̄_rest is not a difference of nearly equal numbers; the first entries stay 0.
     case.prior = case.prior + 30 * (case.prior > 0)
-    penalty = case.penalty if with_penalty else None
-    options = {"base_saw_removed": saw, "cap": cap}
-    given_ = (case.base, case.tuned, case.positive, case.prior, case.curvature, damping, penalty)
-    got = RULES["removal"](*given_, **options)
+    given_ = (case.base, case.tuned, case.positive, case.prior, case.curvature, damping, None)
+    got = RULES["removal"](*given_, base_saw_removed=saw, cap=cap)
     base, tuned, prior, curvature = case.lists("base", "tuned", "prior", "curvature")
-    penalties = [as_lists(penalty)] * len(tuned)
-    want = slow.removal(base, tuned, case.positive, prior, curvature, damping, penalties, saw, cap)
+    want = slow.removal(base, tuned, case.positive, prior, curvature, damping, None, saw, cap)
     check(got, want, 10 * tolerance)
 
 
@@ -390,22 +338,6 @@ def test_ties_is_gradient_matching_with_its_masks_as_curvature() -> None:
     assert torch.equal(got[~touched], case.base[~touched])
 
 
-def test_dare_with_density_one_is_task_arithmetic() -> None:
-    case = Case(torch.float64)
-    kept = [torch.ones(SIZE, dtype=torch.bool)] * 3
-    got = RULES["dare"](case.base, case.tuned, case.weights, kept, density=1.0)
-    assert torch.allclose(got, RULES["task-arithmetic"](case.base, case.tuned, case.weights), rtol=1e-12)
-
-
-def test_removing_what_was_merged_under_a_stiff_prior_returns_to_the_base() -> None:
-    """With H_0 ≫ H_t both are task arithmetic, and minus takes back what plus has given."""
-    case = Case(torch.float64, models=1)
-    stiff = torch.tensor(1e12)
-    merged = RULES["gradient-matching"](case.base, case.tuned, [1.0], stiff, case.curvature, 0.0)
-    back = RULES["removal"](merged, [merged + (case.tuned[0] - case.base)], [1.0], stiff, case.curvature, 0.0)
-    assert torch.allclose(back, case.base, atol=1e-9)
-
-
 def test_tiny_curvature_does_not_underflow() -> None:
     """float32 holds 1e-40 but not 1e-40 times a small weight: shares are formed before products."""
     base, tuned = torch.full((4,), 1e-3), [torch.full((4,), 2e-3), torch.full((4,), 4e-3)]
@@ -472,7 +404,7 @@ def test_models_equal_to_the_base_give_the_base(name: str, models: int, seed: in
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 50), factor=st.floats(0.01, 100))
 def test_scaling_all_curvature_alike_changes_nothing(seed: int, factor: float) -> None:
-    for name in ("fisher-averaging", "fa1", "gradient-matching", "removal"):
+    for name in WITH_CURVATURE:
         given_ = arguments(name, 2, seed)
         scaled = dict(given_, curvature=[factor * c for c in given_["curvature"]], damping=factor * given_["damping"])
         if "prior" in given_:
