@@ -11,6 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from gradmerge.errors import InputError, MachineError
@@ -109,14 +110,6 @@ def test_a_sample_takes_no_more_than_itself(monkeypatch: pytest.MonkeyPatch) -> 
     assert file.asked == [(0, 100), *((start, start + 20) for start in range(2_000, 90_000, 10_000))]
 
 
-@pytest.mark.usefixtures("small_pieces")
-def test_large_tensors_have_pieces_of_their_own() -> None:
-    file = counted(10_000)
-    reader = ranges.RangeReader(file)
-    reader.cut([100, 200, 300, 4_300])
-    assert reader._starts == [100, 1100, 2100, 3100, 4300, 5300, 6300, 7300, 8300]
-
-
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     monkeypatch.setattr(remote, "PAUSE", 0.001)
@@ -142,63 +135,50 @@ def test_a_server_that_fails_now_and_then_is_asked_again(web: Web) -> None:
     assert torch.equal(values(opened(web)), torch.arange(50_000.0))
     assert web.given["m.safetensors"] == len(web.files["m.safetensors"])
     web.failures = 10**6
-    with pytest.raises(MachineError, match=r"http://.*/m.safetensors: the network or the store fails: .*503.*4 times"):
+    with pytest.raises(MachineError, match=r"/m\.safetensors.*503"):
         opened(web)
+    with pytest.raises(MachineError, match=r"127\.0\.0\.1:9"):
+        local_copy("http://127.0.0.1:9/m.safetensors")
 
 
 def test_a_server_without_ranges_is_refused_and_not_read_to_the_end(web: Web) -> None:
     web.ranges = False
-    with pytest.raises(InputError, match="gives whole files where a part is asked for"):
+    with pytest.raises(InputError, match=r"m\.safetensors"):
         values(opened(web))
 
 
-@pytest.mark.parametrize(("status", "kind", "words"), [
-    (401, InputError, "access is denied"),
-    (403, InputError, "access is denied"),
-    (404, InputError, "there is nothing of that name"),
-    (500, MachineError, "the network or the store fails"),
-])  # fmt: skip
-def test_what_a_server_answers_is_told_apart(web: Web, status: int, kind: type[Exception], words: str) -> None:
+@pytest.mark.parametrize(("status", "kind"), [(401, InputError), (404, InputError), (500, MachineError)])
+def test_what_a_server_answers_is_told_apart(web: Web, status: int, kind: type[Exception]) -> None:
     web.status = status
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=r"m\.safetensors"):
         opened(web)
-
-
-def test_a_server_that_is_not_there_is_the_machines_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PAUSE", 0.001)
-    with pytest.raises(MachineError, match="the network or the store fails"):
-        local_copy("http://127.0.0.1:9/m.safetensors")
 
 
 def test_a_file_that_is_shorter_than_its_header_says_is_refused(web: Web) -> None:
     web.files["m.safetensors"] = web.files["m.safetensors"][:-4]
-    with pytest.raises(InputError, match=r"http://.*/m.safetensors: not a valid safetensors file: .*cut short"):
+    with pytest.raises(InputError, match=r"m\.safetensors"):
         opened(web)
 
 
 def test_a_file_that_shrinks_while_it_is_read_ends_the_work(web: Web) -> None:
     file = opened(web)
     web.files["m.safetensors"] = web.files["m.safetensors"][:150_000]
-    with pytest.raises(MachineError, match="ends at byte 150000; it was longer when it was opened"):
+    with pytest.raises(MachineError, match=r"m\.safetensors"):
         values(file)
 
 
-@pytest.mark.parametrize(("url", "words"), [
-    ("s4://bucket/model", "no protocol 's4'; did you mean 's3'"),
-    ("gs://bucket/model", "a package for gs:// is not installed: .*gcsfs"),
-    ("memory://no/such", "there is nothing of that name"),
+@pytest.mark.parametrize(("url", "named"), [
+    ("s4://bucket/model", "'s3'"),
+    ("gs://bucket/model", "gcsfs"),
+    ("memory://no/such", "memory://no/such"),
+    ("s3://bucket/model", r"gradmerge\[remote\]"),
 ])  # fmt: skip
-def test_urls_that_cannot_be_opened_are_one_message(url: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        local_copy(url)
-
-
-def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_that_cannot_be_opened_are_refused(url: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for known in ("s3", "s3a"):
         monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, known, raising=False)
-    with pytest.raises(InputError, match=r"pip install 'gradmerge\[remote\]'"):
-        local_copy("s3://bucket/model")
+    with pytest.raises(InputError, match=named):
+        local_copy(url)
 
 
 @pytest.fixture
@@ -228,14 +208,14 @@ def test_a_stand_in_holds_small_files_and_no_weights(folder: str, monkeypatch: p
     assert names == {"config.json", "model.safetensors", "big.txt", "data.jsonl", "1_Pooling/config.json"}
     assert (place / "config.json").read_text() == '{"model_type": "test"}' and place.name == "model"
     assert (place / "model.safetensors").stat().st_size == len(save({"w": torch.arange(5.0)}))
-    with pytest.raises(Exception, match=r"(?i)header"):  # whoever opens it past us finds no weights, and says so
-        __import__("safetensors").safe_open(place / "model.safetensors", "pt")
+    with pytest.raises(SafetensorError):  # opening the stand-in without gradmerge finds no weights
+        safe_open(place / "model.safetensors", "pt")
     assert (place / "big.txt").read_bytes()[:8] == b"\xff" * 8
 
 
 def test_a_folder_with_more_than_small_files_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "MOST_BYTES", 100)
-    with pytest.raises(InputError, match="of small files; that is no model"):
+    with pytest.raises(InputError, match=folder):
         local_copy(folder)
 
 
@@ -255,8 +235,8 @@ def test_a_model_that_is_run_is_fetched_whole_once(
     place = fetched(folder)
     assert place.is_relative_to(tmp_path) and place.name == "model"
     assert (place / "model.safetensors").read_bytes() == save({"w": torch.arange(5.0)})
-    assert "fetched for that" in caplog.text and folder in caplog.text
+    assert folder in caplog.text
     monkeypatch.setattr(fetching, "download", None)
     assert fetched(folder) == place and [path.name for path in place.parent.iterdir()] == ["model"]
-    with pytest.raises(InputError, match="a file is not enough"):
+    with pytest.raises(InputError):
         fetched(f"{folder}/model.safetensors")

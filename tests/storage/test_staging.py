@@ -39,13 +39,6 @@ def test_the_folder_has_its_name_only_when_it_is_finished(tmp_path: Path) -> Non
     assert names(tmp_path / "new") == ["out"] and (tmp_path / "new" / "out" / "file").read_text() == "x"
 
 
-def test_discarded_work_leaves_nothing(tmp_path: Path) -> None:
-    staging = Staging(tmp_path / "out", "merge")
-    fill(staging.folder, "x")
-    staging.discard()
-    assert names(tmp_path) == []
-
-
 def test_what_was_left_is_kept_for_who_asks_and_removed_for_others(tmp_path: Path) -> None:
     staging = Staging(tmp_path / "out", "merge")
     fill(staging.folder / "inner", "x")
@@ -71,7 +64,7 @@ def test_two_cannot_write_to_one_place(tmp_path: Path) -> None:
     first = Staging(tmp_path / "out", "merge")
     fill(first.folder, "x")
     for resume in (False, True):
-        with pytest.raises(InputError, match="another process"):
+        with pytest.raises(InputError, match="out"):
             Staging(tmp_path / "out", "merge", resume=resume)
     first.finish()
     assert (tmp_path / "out" / "file").read_text() == "x"
@@ -79,14 +72,17 @@ def test_two_cannot_write_to_one_place(tmp_path: Path) -> None:
 
 def test_a_folder_that_exists_is_replaced_only_by_force(tmp_path: Path) -> None:
     out = ours(tmp_path / "out", "old")
-    with pytest.raises(InputError, match="exists already"):
+    for name in ("out.replaced", "out.old", "outer"):
+        fill(tmp_path / name, "mine")
+    before = names(tmp_path)
+    with pytest.raises(InputError, match="out"):
         Staging(out, "merge")
-    assert names(tmp_path) == ["out"]
+    assert names(tmp_path) == before
     staging = Staging(out, "merge", force=True)
     fill(staging.folder, "new")
     assert (out / "file").read_text() == "old"
     staging.finish()
-    assert (out / "file").read_text() == "new" and names(tmp_path) == ["out"]
+    assert (out / "file").read_text() == "new" and names(tmp_path) == before
 
 
 def test_force_replaces_neither_files_nor_links(tmp_path: Path) -> None:
@@ -94,7 +90,7 @@ def test_force_replaces_neither_files_nor_links(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(fill(tmp_path / "elsewhere", "mine"))
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name in ("file", "link", "dangling"):
-        with pytest.raises(InputError, match="replaces folders only"):
+        with pytest.raises(InputError, match=name):
             Staging(tmp_path / name, "merge", force=True)
     assert (tmp_path / "elsewhere" / "file").read_text() == "mine"
 
@@ -106,7 +102,7 @@ def test_a_folder_that_holds_an_input_is_not_emptied(tmp_path: Path, suffix: str
     before = weight_bytes(base)
     for recipe_base in (base, base / "model.safetensors"):
         recipe = {"method": "task-arithmetic", "base": str(recipe_base), "models": [str(tuned)]}
-        with pytest.raises(InputError, match="would be lost"):
+        with pytest.raises(InputError, match="base"):
             gm.merge(recipe, tmp_path / "out", force=True)
     assert weight_bytes(base) == before
 
@@ -117,14 +113,14 @@ def test_the_current_folder_and_those_above_it_are_not_replaced(
     inner = fill(tmp_path / "a" / "b", "mine")
     monkeypatch.chdir(inner)
     for out in (Path(), inner, inner.parent, Path("..")):
-        with pytest.raises(InputError, match="would be lost"):
+        with pytest.raises(InputError):
             Staging(out, "merge", force=True)
     assert (inner / "file").read_text() == "mine"
 
 
 def test_a_folder_moved_away_by_a_killed_process_is_put_back(tmp_path: Path) -> None:
     fill(tmp_path / "out.gradmerge-replaced", "old")
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="out"):
         Staging(tmp_path / "out", "merge")
     assert names(tmp_path) == ["out"] and (tmp_path / "out" / "file").read_text() == "old"
 
@@ -138,19 +134,11 @@ def test_what_a_process_killed_at_the_very_end_left_does_not_stand_in_the_way(tm
     assert (tmp_path / "out" / "file").read_text() == "new" and names(tmp_path) == ["out"]
 
 
-def test_folders_that_only_look_like_leftovers_stay(tmp_path: Path) -> None:
-    for name in ("out.replaced", "out.old", "outer"):
-        fill(tmp_path / name, "mine")
-    staging = Staging(tmp_path / "out", "merge")
-    staging.finish()
-    assert names(tmp_path) == ["out", "out.old", "out.replaced", "outer"]
-
-
 def test_a_finished_result_is_kept_when_its_name_was_taken_meanwhile(tmp_path: Path) -> None:
     staging = Staging(tmp_path / "out", "merge")
     fill(staging.folder, "new")
     fill(tmp_path / "out", "of another")
-    with pytest.raises(MachineError, match=r"complete in .*out\.gradmerge-partial"):
+    with pytest.raises(MachineError, match=r"out\.gradmerge-partial"):
         staging.finish()
     assert (tmp_path / "out" / "file").read_text() == "of another"
     assert (tmp_path / "out.gradmerge-partial" / "file").read_text() == "new"
@@ -170,7 +158,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(tmp_path: Path) 
     status = os.statvfs(tmp_path)
     free = status.f_bavail * status.f_frsize
     staging.require_space(free // 2)
-    with pytest.raises(MachineError, match="GB are free"):
+    with pytest.raises(MachineError):
         staging.require_space(2 * free + 10**9)
     staging.discard()
 
@@ -180,7 +168,7 @@ def test_links_in_the_way_are_refused_and_what_they_lead_to_is_not_touched(tmp_p
     mine = fill(tmp_path / "mine", "precious")
     (tmp_path / f"out{suffix}").symlink_to(mine)
     for options in ({}, {"force": True}, {"resume": True}):
-        with pytest.raises(InputError, match="is a link"):
+        with pytest.raises(InputError, match=suffix):
             Staging(tmp_path / "out", "merge", **options)
     assert names(mine) == ["file"] and not (tmp_path / "out").exists()
 
@@ -188,11 +176,11 @@ def test_links_in_the_way_are_refused_and_what_they_lead_to_is_not_touched(tmp_p
 def test_a_folder_in_the_way_that_is_not_ours_is_not_emptied(tmp_path: Path) -> None:
     fill(tmp_path / "out.gradmerge-partial", "precious")
     for options in ({}, {"force": True}, {"resume": True}):
-        with pytest.raises(InputError, match="was not made by gradmerge"):
+        with pytest.raises(InputError, match=r"out\.gradmerge-partial"):
             Staging(tmp_path / "out", "merge", **options)
     ours(tmp_path / "new", "old")
     fill(tmp_path / "new.gradmerge-replaced", "precious")
-    with pytest.raises(InputError, match="was not written by gradmerge"):
+    with pytest.raises(InputError, match=r"new\.gradmerge-replaced"):
         Staging(tmp_path / "new", "merge", force=True)
     assert names(tmp_path / "out.gradmerge-partial") == names(tmp_path / "new.gradmerge-replaced") == ["file"]
 
@@ -203,17 +191,12 @@ def test_the_unfinished_work_of_another_kind_is_left_alone(tmp_path: Path) -> No
     staging.leave()
     for kind in ("merge", "measurement of Gram matrices"):
         for resume in (False, True):
-            with pytest.raises(InputError, match="unfinished measurement of diagonal curvature"):
+            with pytest.raises(InputError, match="measurement of diagonal curvature"):
                 Staging(tmp_path / "out", kind, resume=resume)
     assert names(staging.folder) == [MARK, "file"]
 
 
 def test_force_replaces_only_what_gradmerge_wrote_or_what_is_empty(tmp_path: Path) -> None:
-    mine = fill(tmp_path / "mine", "precious")
-    with pytest.raises(InputError, match="was not written by gradmerge"):
-        Staging(mine, "merge", force=True)
-    assert names(tmp_path) == ["mine"] and names(mine) == ["file"]
-    fill(tmp_path / "model" / "curvature", "")
     for place, kept in (
         ("curvature", ["curvature.safetensors"]),
         ("report", ["preview.json", "report.html"]),
@@ -225,18 +208,20 @@ def test_force_replaces_only_what_gradmerge_wrote_or_what_is_empty(tmp_path: Pat
         with Staging(tmp_path / place, "merge", force=True) as staging:
             fill(staging.folder, "new")
         assert names(tmp_path / place) == ["file"]
-    model = fill(tmp_path / "with weights", "")
-    for name in ("curvature.safetensors", "model.safetensors"):
-        (model / name).touch()
-    with pytest.raises(InputError, match="was not written by gradmerge"):
-        Staging(model, "merge", force=True)
+    for place, kept in (("mine", ["precious"]), ("with weights", ["curvature.safetensors", "model.safetensors"])):
+        (tmp_path / place).mkdir()
+        for name in kept:
+            (tmp_path / place / name).touch()
+        with pytest.raises(InputError, match=place):
+            Staging(tmp_path / place, "merge", force=True)
+        assert names(tmp_path / place) == kept
 
 
 def test_the_result_may_not_lie_in_what_is_read_unless_it_belongs_there(tmp_path: Path) -> None:
     model = fill(tmp_path / "model", "weights")
     (tmp_path / "link").symlink_to(model)
     for out in (model / "out", model / "deeper" / "out", tmp_path / "link" / "out"):
-        with pytest.raises(InputError, match="which is read"):
+        with pytest.raises(InputError, match="model"):
             Staging(out, "merge", reads=[model])
     with Staging(model / "curvature", "curvature", reads=[model, tmp_path / "data"], inside=[tmp_path / "link"]):
         pass
@@ -247,7 +232,7 @@ def test_a_link_to_an_input_inside_of_out_is_not_removed(tmp_path: Path) -> None
     elsewhere = fill(tmp_path / "elsewhere", "weights")
     out = ours(tmp_path / "out", "old")
     (out / "base").symlink_to(elsewhere)
-    with pytest.raises(InputError, match="would be lost"):
+    with pytest.raises(InputError, match="base"):
         Staging(out, "merge", force=True, reads=[out / "base"])
 
 
@@ -278,7 +263,7 @@ def test_a_file_system_without_locks_is_told_of_and_written_to(
     monkeypatch.setattr("fcntl.flock", flock)
     with Staging(tmp_path / "out", "merge") as staging:
         fill(staging.folder, "x")
-    assert "has no locks" in staging.notes[0] and names(tmp_path / "out") == ["file"]
+    assert len(staging.notes) == 1 and names(tmp_path / "out") == ["file"]
 
 
 def test_durable_has_everything_on_the_disk_before_and_after_the_rename(
