@@ -21,7 +21,7 @@ from gradmerge.report.placing import label_places
 from gradmerge.rules import RULES
 from gradmerge.text import Measured, printable
 
-NASTY = '</script><script>alert("x")</script> & \x00 \ud800 '
+NASTY = '</script><script>alert("x")</script> & \x00 \ud800 \x1b[31m\u202e\x9b\u2028b\udce9'
 
 
 def every_kind(name: str = "ours", values: tuple[float | None, ...] = (0.5, 0.25, 1.0)) -> list[Figure]:
@@ -84,11 +84,6 @@ def test_errors_that_are_known_are_drawn_and_listed() -> None:
     assert "rule" not in [layer["mark"]["type"] for layer in plain["layer"]]
 
 
-def test_a_number_beside_a_bar_lies_beyond_its_error() -> None:
-    up, down = bars(["g"], {"m": [Measured(2.0, 0.5)], "n": [Measured(-2.0, 0.5)]}, "y").data.values
-    assert (up["end"], up["text"], down["end"], down["text"]) == (2.5, "2", -2.5, "−2")
-
-
 @pytest.mark.parametrize("method", RULES)
 def test_a_method_has_one_colour_everywhere(method: str) -> None:
     colour = palette.colour_of(method)
@@ -102,26 +97,26 @@ def test_a_method_has_one_colour_everywhere(method: str) -> None:
     assert palette.colour_of(f"{method} now") == colour
 
 
+def look(place: int) -> tuple[object, ...]:
+    return tuple(palette.dash_of(place)), palette.marker_of(place)
+
+
 def test_every_method_has_a_place_and_no_two_look_the_same() -> None:
-    looks = {method: (palette.colour_of(method), *_look(palette.place_of(method))) for method in RULES}
+    looks = {method: (palette.colour_of(method), *look(palette.place_of(method))) for method in RULES}
     assert all(palette.place_of(method) < len(RULES) for method in RULES), "add new methods to the palette"
     assert len(set(looks.values())) == len(looks)
     assert len({palette.colour_of(name) for name in ("base", "tuned", "target", "gradient-matching", "ties")}) == 5
 
 
-def _look(place: int) -> tuple[object, ...]:
-    return tuple(palette.dash_of(place)), palette.marker_of(place)
-
-
 def test_tasks_have_colours_in_order_and_series_differ_without_colour() -> None:
     names = [f"task {i}" for i in range(10)]
     assert palette.colours_of(names) == [palette.LIGHT[f"c{i}"] for i in range(10)]
-    assert len({_look(place) for place in palette.places_of([*names, "a", "b"])}) == 12
+    assert len({look(place) for place in palette.places_of([*names, "a", "b"])}) == 12
     several = ["ties 0.1", "ties 0.2", "ties 0.3"]
     first, *paler = palette.colours_of(several)
     assert first == palette.colour_of("ties") and palette.luminance(first) < palette.luminance(paler[0])
     assert palette.colour_of("ties, density 0.2") == first
-    assert len({_look(place) for place in palette.places_of(several)}) == 3
+    assert len({look(place) for place in palette.places_of(several)}) == 3
 
 
 def test_a_heat_map_is_centred_where_it_is_told() -> None:
@@ -142,17 +137,15 @@ def test_powers_of_ten_get_a_logarithmic_axis() -> None:
     assert kind([0.0, 0.5, 1.0]) is None and kind([0.1, 0.5, 1.0]) is None and kind([0.0, 1e-6, 1.0]) is None
 
 
-@pytest.mark.parametrize("figure", every_kind(), ids=lambda figure: figure.slug)
-def test_the_same_figure_gives_the_same_bytes(figure: Figure) -> None:
-    again = next(other for other in every_kind() if other.slug == figure.slug)
-    assert figure.json() == again.json()
-
-
-@pytest.mark.parametrize("figure", every_kind(NASTY), ids=lambda figure: figure.slug)
-def test_names_cannot_end_their_script(figure: Figure) -> None:
+@pytest.mark.parametrize("place", range(len(every_kind())))
+def test_the_same_figure_gives_the_same_bytes_and_names_cannot_end_their_script(place: int) -> None:
+    figure = every_kind(NASTY)[place]
     text = figure.json()
+    assert text == every_kind(NASTY)[place].json()
     assert "<" not in text
-    text.encode()
+    for written in (text, figure.csv()):
+        written.encode()
+        assert printable(written) == written
     assert "</script>" in json.dumps(json.loads(text), ensure_ascii=False)
 
 
@@ -293,11 +286,6 @@ def test_numbers_of_a_column_have_the_same_decimals() -> None:
     assert numbers.column([]) == []
 
 
-def test_long_names_lose_their_middle() -> None:
-    assert numbers.shorten("model.layers.10.self_attn", 11) == "model…_attn"
-    assert numbers.shorten("short", 11) == "short"
-
-
 @pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "＝1", "\n=1"])
 def test_no_name_becomes_a_formula_in_a_spreadsheet(name: str) -> None:
     for figure in every_kind(name):
@@ -307,9 +295,3 @@ def test_no_name_becomes_a_formula_in_a_spreadsheet(name: str) -> None:
     table = Table(name, "t", [name, "x"], [[name, -0.5], ["-0.5", 2.0]])
     assert list(csv.reader(io.StringIO(table.csv())))[1][1] == "-0.5"
     assert list(csv.reader(io.StringIO(table.csv())))[2] == ["-0.5", "2.0"]
-
-
-def test_controls_in_names_are_shown_in_a_figure() -> None:
-    for figure in every_kind("a\x1b[31m\u202e\x9b\u2028b\udce9"):
-        for text in (figure.json(), figure.csv()):
-            assert printable(text) == text and "\\x1b" in text and "\\udce9" in text
