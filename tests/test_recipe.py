@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,67 +62,54 @@ def test_sizes_are_read(text: str | int, size: float) -> None:
 
 BASE = {"method": "ties", "base": "b", "models": ["a"]}
 REMOVAL = BASE | {"method": "removal"}
-WRONG = {
-    "key": (BASE | {"modles": []}, "modles: unknown key; did you mean 'models'"),
-    "key of a model": (
-        BASE | {"models": [{"model": "a", "wieght": 1}]},
-        r"models\[0\].wieght: unknown key; did you mean 'weight'",
-    ),
-    "key of the base": (
-        BASE | {"base": {"model": "b", "curvatur": "c"}},
-        "base.curvatur: unknown key; did you mean 'curvature'",
-    ),
-    "key of the output": (BASE | {"output": {"dtyp": "auto"}}, "output.dtyp: unknown key; did you mean 'dtype'"),
-    "option": (BASE | {"options": {"densty": 0.1}}, "densty: unknown key of ties; did you mean 'density'"),
-    "option out of range": (BASE | {"options": {"density": 1.5}}, "density: should be less than or equal to 1"),
-    "option that is no number": (BASE | {"options": {"density": "much"}}, "density"),
-    "choice": (BASE | {"options": {"scope": "layer"}}, "scope"),
-    "method": (BASE | {"method": "tyes"}, "no method 'tyes'; did you mean 'ties'"),
-    "no method": ({"base": "b", "models": ["a"]}, "method: is missing"),
-    "no models": ({"method": "ties", "base": "b"}, "models: is missing"),
-    "empty models": (BASE | {"models": []}, "models"),
-    "no base": ({"method": "ties", "models": ["a"]}, "ties needs a base"),
-    "weight": (BASE | {"models": [{"model": "a", "weight": float("nan")}]}, r"models\[0\].weight"),
-    "weight of a rule without": (
-        {"method": "average", "models": [{"model": "a", "weight": 2}]},
-        "average has no weights",
-    ),
-    "weight of the base": (BASE | {"base": {"model": "b", "weight": 1}}, "base.weight: ties does not use it"),
-    "penalty": (BASE | {"base": {"model": "b", "penalty": "p"}}, "base.penalty: ties does not use it"),
-    "damping": (BASE | {"damping": -1}, "damping: should be a finite number from 0 to 1e.30, or auto, but it is -1"),
-    "damping that is a word": (BASE | {"damping": "car"}, "damping: should be a finite number .*, or auto, but it is"),
-    "damping that is nothing": (BASE | {"damping": None}, "damping: .* but it is None"),
-    "reduction": (BASE | {"reduction": "median"}, r"reduction: should be sum, mean or \{mean_times: N\}"),
-    "reduction by nothing": (BASE | {"reduction": {"mean_times": 0}}, r"reduction.mean_times: should be greater"),
-    "key of the reduction": (
-        BASE | {"reduction": {"mean_time": 2}},
-        "mean_time: unknown key; did you mean 'mean_times'",
-    ),
-    "cap": (REMOVAL | {"options": {"cap": -0.1}}, "cap: should be a finite number from 0 to 1e.30, or none"),
-    "cap that is nothing": (REMOVAL | {"options": {"cap": None}}, "cap: .*, or none, but it is None"),
-    "cap of another method": (BASE | {"options": {"cap": 1}}, "cap: unknown key of ties"),
-    "penalty that is a number": (REMOVAL | {"base": {"model": "b", "penalty": 3}}, "base.penalty"),
-    "examples": (REMOVAL | {"base": {"model": "b", "examples": 0}}, "base.examples: should be greater"),
-    "examples of a constant": (
-        REMOVAL | {"base": {"model": "b", "examples": 9, "curvature": {"identity": 1}}},
-        "base.examples: {identity: c} is taken as it is",
-    ),
-    "examples and means": (
-        REMOVAL | {"base": {"model": "b", "examples": 9}, "reduction": "mean"},
-        "base.examples: with `reduction: mean` no number",
-    ),
-    "examples of a rule without": (BASE | {"base": {"model": "b", "examples": 9}}, "base.examples: ties does not use"),
-    "identity": (BASE | {"models": [{"model": "a", "curvature": {"identity": -1}}]}, "identity"),
-    "size": (BASE | {"output": {"shard_size": "big"}}, "not a size such as 5GB"),
-    "curvature of a rule without": (BASE | {"output": {"curvature": True}}, "ties merge has no curvature of its own"),
-    "two models for slerp": ({"method": "slerp", "base": "b", "models": ["a", "c"]}, "one model, not 2"),
-}
+UNKNOWN = [
+    # recipe, where it is wrong, and the nearest key
+    (BASE | {"modles": []}, "modles", "models"),
+    (BASE | {"models": [{"model": "a", "wieght": 1}]}, "models[0].wieght", "weight"),
+    (BASE | {"base": {"model": "b", "curvatur": "c"}}, "base.curvatur", "curvature"),
+    (BASE | {"output": {"dtyp": "auto"}}, "output.dtyp", "dtype"),
+    (BASE | {"options": {"densty": 0.1}}, "densty", "density"),
+    (BASE | {"method": "tyes"}, "method", "ties"),
+    (BASE | {"reduction": {"mean_time": 2}}, "mean_time", "mean_times"),
+]
+WRONG = [
+    (BASE | {"options": {"density": 1.5}}, "density"),
+    (BASE | {"options": {"density": "much"}}, "density"),
+    (BASE | {"options": {"scope": "layer"}}, "scope"),
+    (BASE | {"options": {"cap": 1}}, "cap"),
+    ({"base": "b", "models": ["a"]}, "method"),
+    ({"method": "ties", "base": "b"}, "models"),
+    (BASE | {"models": []}, "models"),
+    ({"method": "ties", "models": ["a"]}, "base"),
+    ({"method": "slerp", "base": "b", "models": ["a", "c"]}, "model"),
+    (BASE | {"models": [{"model": "a", "weight": float("nan")}]}, "models[0].weight"),
+    ({"method": "average", "models": [{"model": "a", "weight": 2}]}, "weight"),
+    (BASE | {"models": [{"model": "a", "curvature": {"identity": -1}}]}, "identity"),
+    (BASE | {"base": {"model": "b", "weight": 1}}, "base.weight"),
+    (BASE | {"base": {"model": "b", "penalty": "p"}}, "base.penalty"),
+    (REMOVAL | {"base": {"model": "b", "penalty": 3}}, "base.penalty"),
+    (BASE | {"base": {"model": "b", "examples": 9}}, "base.examples"),
+    (REMOVAL | {"base": {"model": "b", "examples": 0}}, "base.examples"),
+    (REMOVAL | {"base": {"model": "b", "examples": 9, "curvature": {"identity": 1}}}, "base.examples"),
+    (REMOVAL | {"base": {"model": "b", "examples": 9}, "reduction": "mean"}, "base.examples"),
+    *((BASE | {"damping": damping}, "damping") for damping in (-1, "car", None)),
+    *((REMOVAL | {"options": {"cap": cap}}, "cap") for cap in (-0.1, None)),
+    (BASE | {"reduction": "median"}, "reduction"),
+    (BASE | {"reduction": {"mean_times": 0}}, "reduction.mean_times"),
+    (BASE | {"output": {"shard_size": "big"}}, "shard_size"),
+    (BASE | {"output": {"curvature": True}}, "curvature"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_recipe_says_where_and_what(case: str) -> None:
-    value, message = WRONG[case]
-    with pytest.raises(gm.InputError, match=message):
+@pytest.mark.parametrize(("value", "field", "nearest"), UNKNOWN)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(value: Any, field: str, nearest: str) -> None:
+    with pytest.raises(gm.InputError, match=f"{re.escape(field)}.*'{nearest}'"):
+        make_recipe(value)
+
+
+@pytest.mark.parametrize(("value", "field"), WRONG)
+def test_a_wrong_value_is_refused_by_its_place(value: Any, field: str) -> None:
+    with pytest.raises(gm.InputError, match=re.escape(field)):
         make_recipe(value)
 
 
@@ -164,17 +153,9 @@ def test_yaml_that_is_not_a_recipe_is_refused() -> None:
     laughs = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(9)
     )
-    for text, message in [
-        (laughs, "aliases stand for more than"),
-        ("a: &a [*a]", "refers to itself"),
-        ("a: 1\na: 2", "occurs twice"),
-        ("a: [1, 2", "line 1"),
-        ("!!python/object/apply:os.getcwd []", "not valid YAML"),
-        ("", "is empty"),
-        ("[" * 5000, "nested too deeply|not valid YAML"),
-        (b"\xc3\x28", "not valid YAML"),
-    ]:
-        with pytest.raises(gm.InputError, match=message):
+    wrong = ["a: &a [*a]", "a: 1\na: 2", "a: [1, 2", "!!python/object/apply:os.getcwd []", "", "[" * 5000, b"\xc3\x28"]
+    for text in (laughs, *wrong):
+        with pytest.raises(gm.InputError, match=r"recipe\.yml"):
             parse_yaml(text, "recipe.yml")
 
 
@@ -194,7 +175,7 @@ def test_anchors_may_be_used() -> None:
     ],
 )
 def test_a_number_of_very_many_characters_is_refused_before_it_is_read(number: str) -> None:
-    with pytest.raises(gm.InputError, match=r"line 1, column 10: .* a number of \d+ characters; 10000 is the limit"):
+    with pytest.raises(gm.InputError, match="line 1, column 10"):
         parse_yaml(f"damping: {number}"[:900_000], "recipe.yml")
 
 
@@ -207,11 +188,11 @@ def test_numbers_are_read_as_everybody_reads_them(text: str, value: object) -> N
 
 @pytest.mark.parametrize("text", ["[" + "a," * 100_000 + "]", "".join(f"k{n}: v\n" for n in range(30_000))])
 def test_very_many_values_are_refused_when_their_number_is_reached(text: str) -> None:
-    with pytest.raises(gm.InputError, match="more than 20000 values, the limit for a recipe"):
+    with pytest.raises(gm.InputError, match=r"recipe\.yml"):
         parse_yaml(text, "recipe.yml")
 
 
 def test_of_many_mistakes_the_first_are_named_and_the_others_counted() -> None:
-    with pytest.raises(gm.InputError, match=r"models\[0\](?s:.*)models\[19\](?s:.*)\n  and 180 more$") as error:
+    with pytest.raises(gm.InputError, match=r"models\[0\](?s:.*)models\[19\](?s:.*)180") as error:
         make_recipe(BASE | {"models": [1] * 200})
     assert "models[20]" not in str(error.value)

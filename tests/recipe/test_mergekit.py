@@ -104,7 +104,7 @@ def test_a_mapping_is_read_as_well(tmp_path: Path) -> None:
     value = {"merge_method": "slerp", "base_model": "x/base", "models": [{"model": "x/a"}], "parameters": {"t": "3e-1"}}
     recipe = make_recipe(value)
     assert (recipe.method, recipe.options["t"], recipe.base and recipe.base.model) == ("slerp", 0.3, "x/base")
-    with pytest.raises(gm.InputError, match=r"^recipe: merge_method: there is no method 'slurp'; did you mean 'slerp'"):
+    with pytest.raises(gm.InputError, match=r"merge_method.*'slerp'"):
         make_recipe({**value, "merge_method": "slurp"})
 
 
@@ -123,55 +123,51 @@ parameters: {weight: 1}
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "message"),
-    [
-        (TIES.replace("ties", "tyes"), 1, "no method 'tyes'; did you mean 'ties'"),
-        ("merge_method: ties" + MODELS, 1, "ties needs a base: give a `base_model`"),
-        (TIES.replace("weight: 0.5", "wieght: 0.5", 1), 5, "wieght: mergekit would not read it; did you mean 'weight'"),
-        (TIES.replace("models:", "model:"), 3, "model: mergekit would not read it; did you mean 'models'"),
-        (TIES.replace("    parameters: {weight: 0.5}\n", "", 1), 4, "ties needs the parameter `weight` for ./a"),
-        (TIES.replace("{weight: 0.5}", "{weight: {filter: mlp, value: 1}}", 1), 4, "add a last `- value:`"),
-        (TIES.replace("0.5", "half", 1), 5, "weight: should be a number, but it is 'half'"),
-        (TIES.replace("0.5}", "0.5, density: 1.5}", 1), 5, "density: 1.5 is above 1"),
-        (TIES + "parameters:\n  normalize: [true, false]\n", 9, "a list over the layers is only supported for numbers"),
-        (TIES + "parameters:\n  lambda: .nan\n", 9, "lambda: should be a number, but it is nan"),
-        (TIES + "dtype: int8\n", 8, "there is no type 'int8'"),
-        (TIES + "chat_template: mistral\n", 8, "mistral comes with mergekit"),
-        (TIES + "chat_template: chatlm\n", 8, "did you mean 'chatml'?"),
-        (TIES + "tokenizer_source: base\ntokenizer: {source: base}\n", 9, "stands instead of `tokenizer_source`"),
-        (TIES + "tokenizer: {tokens: {x: {source: {kind: null, model: ./a}}}}\n", 8, "kind: should be a text"),
-        (
-            TIES + "tokenizer:\n  tokens:\n    x: {source: {kind: model_token, model: ./a}}\n",
-            10,
-            "either its `token` or",
-        ),
-        (TIES.replace("./b", "./a"), 6, "./a: is there twice"),
-        (TIES.replace("./a", "./a+./l+./m"), 4, "a model takes one adapter"),
-        ("merge_method: slerp\nbase_model: ./base" + MODELS + "parameters: {t: 1}\n", 4, "slerp takes 1 model"),
-        (SLICES.replace("[0, 4]}", "[0, 3]}", 1), 3, "different numbers of layers: [3, 4]"),
-        (SLICES.replace("[0, 4]}", "[4, 0]}", 1), 4, "[4, 0] are no layers"),
-        (SLICES.replace("[0, 4]}", "4}", 1), 4, "layer_range: should be [first, one past the last], but it is 4"),
-        (SLICES.replace(", layer_range: [0, 4]", "", 1), 4, "`layer_range` is missing"),
-        (SLICES.replace("linear", "ties") + "base_model: ./base\n", 4, "the base_model is not among the sources"),
-        (SLICES.replace("  - sources", "  - base_model: ./c\n    sources"), 3, "base_model of a slice: other than"),
-        (SLICES.replace("slices", "modules"), 2, "modules: should be a mapping"),
-        ("merge_method: linear\nmodules:\n  x: {models: []}\n  y: {models: []}\n", 4, "a recipe with one module"),
-        ("merge_method: linear\nmodels: []\n", 2, "models: should be a list"),
-        ("merge_method: linear\n", 1, "one of `models`, `slices` and `modules`"),
-        (
-            "merge_method: nuslerp" + MODELS + "parameters:\n  nuslerp_flatten: {filter: mlp, value: false}\n",
-            8,
-            "nuslerp_flatten: filters are only supported for numbers",
-        ),
-        ("merge_method: multislerp" + MODELS + "parameters: {eps: 0.1}\n", 7, "eps: more than 1e-6"),
-    ],
-)
-def test_what_is_not_supported_is_named_with_its_line(tmp_path: Path, text: str, line: int, message: str) -> None:
+FLATTEN = "nuslerp_flatten: {filter: mlp, value: false}"
+WRONG = [
+    # recipe, the line that is named, and the key or word
+    (TIES.replace("ties", "tyes"), 1, "'ties'"),
+    ("merge_method: ties" + MODELS, 1, "base_model"),
+    (TIES.replace("weight: 0.5", "wieght: 0.5", 1), 5, "'weight'"),
+    (TIES.replace("models:", "model:"), 3, "'models'"),
+    (TIES.replace("    parameters: {weight: 0.5}\n", "", 1), 4, "weight"),
+    (TIES.replace("{weight: 0.5}", "{weight: {filter: mlp, value: 1}}", 1), 4, "value"),
+    (TIES.replace("0.5", "half", 1), 5, "weight"),
+    (TIES.replace("0.5}", "0.5, density: 1.5}", 1), 5, "density"),
+    (TIES + "parameters:\n  normalize: [true, false]\n", 9, "normalize"),
+    (TIES + "parameters:\n  lambda: .nan\n", 9, "lambda"),
+    (TIES + "dtype: int8\n", 8, "int8"),
+    (TIES + "chat_template: mistral\n", 8, "mistral"),
+    (TIES + "chat_template: chatlm\n", 8, "'chatml'"),
+    (TIES + "tokenizer_source: base\ntokenizer: {source: base}\n", 9, "tokenizer_source"),
+    (TIES + "tokenizer: {tokens: {x: {source: {kind: null, model: ./a}}}}\n", 8, "kind"),
+    (TIES + "tokenizer:\n  tokens:\n    x: {source: {kind: model_token, model: ./a}}\n", 10, "token"),
+    (TIES.replace("./b", "./a"), 6, "./a"),
+    (TIES.replace("./a", "./a+./l+./m"), 4, "adapter"),
+    ("merge_method: slerp\nbase_model: ./base" + MODELS + "parameters: {t: 1}\n", 4, "slerp"),
+    (SLICES.replace("[0, 4]}", "[0, 3]}", 1), 3, "[3, 4]"),
+    (SLICES.replace("[0, 4]}", "[4, 0]}", 1), 4, "[4, 0]"),
+    (SLICES.replace("[0, 4]}", "4}", 1), 4, "layer_range"),
+    (SLICES.replace(", layer_range: [0, 4]", "", 1), 4, "layer_range"),
+    (SLICES.replace("linear", "ties") + "base_model: ./base\n", 4, "base_model"),
+    (SLICES.replace("  - sources", "  - base_model: ./c\n    sources"), 3, "base_model"),
+    (SLICES.replace("slices", "modules"), 2, "modules"),
+    ("merge_method: linear\nmodules:\n  x: {models: []}\n  y: {models: []}\n", 4, "module"),
+    ("merge_method: linear\nmodels: []\n", 2, "models"),
+    ("merge_method: linear\n", 1, "models"),
+    ("merge_method: nuslerp" + MODELS + f"parameters:\n  {FLATTEN}\n", 8, "nuslerp_flatten"),
+    ("merge_method: multislerp" + MODELS + "parameters: {eps: 0.1}\n", 7, "eps"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "named"), WRONG)
+def test_unsupported_keys_and_values_are_refused_with_their_line(
+    tmp_path: Path, text: str, line: int, named: str
+) -> None:
     with pytest.raises(gm.InputError) as error:
         read(tmp_path, text)
     assert str(error.value).startswith(f"{tmp_path / 'config.yml'}, line {line}: "), error.value
-    assert message in str(error.value)
+    assert named in str(error.value)
 
 
 LLAMA3 = "<s>[system]Be kind.<|eot_id|>[user]Hi!<|eot_id|>[assistant]Hello.<|eot_id|>[user]Hi!<|eot_id|>[assistant]"

@@ -70,20 +70,19 @@ def test_where_all_have_names_the_last_is_the_result(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        (("./b]", "idle]"), "merges need one another in a circle: mean → idle → mean"),
-        (("model: mean", "model: maen"), "maen: there is no such folder here, and no merge of that name; did you mean"),
-        (("name: idle", "name: mean"), "two recipes have the name 'mean'"),
-        (("name: idle\n", ""), "line 12: a second recipe without a `name`"),
-        (("./a", "mean"), "merges need one another in a circle: mean → mean"),
+        (("./b]", "idle]"), "mean → idle → mean"),
+        (("./a", "mean"), "mean → mean"),
+        (("model: mean", "model: maen"), "maen"),
+        (("name: idle", "name: mean"), "'mean'"),
+        (("name: idle\n", ""), "line 12"),
     ],
 )
-def test_cycles_and_names_that_are_none_are_errors(folder: Path, change: tuple[str, str], message: str) -> None:
+def test_cycles_and_unknown_names_are_refused(folder: Path, change: tuple[str, str], named: str) -> None:
     (folder / "recipe.yml").write_text(OURS.replace(*change))
-    with pytest.raises(gm.InputError) as error:
+    with pytest.raises(gm.InputError, match=named):
         gm.merge(folder / "recipe.yml", folder / "out")
-    assert message in str(error.value)
     assert left(folder) == set()
 
 
