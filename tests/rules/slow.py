@@ -91,6 +91,16 @@ def ties(base, tuned, weights, density, scale=1.0):
     return [b + scale * d for b, d in zip(base, elect_and_average(trimmed, weights), strict=True)]
 
 
+def dare(base, tuned, weights, kept, density, combine="task-arithmetic"):
+    deltas = [
+        [(m - b) / density if k else 0.0 for m, b, k in zip(model, base, mask, strict=True)]
+        for model, mask in zip(tuned, kept, strict=True)
+    ]
+    if combine == "ties":
+        return [b + d for b, d in zip(base, elect_and_average(deltas, weights), strict=True)]
+    return [b + math.fsum(w * d[i] for w, d in zip(weights, deltas, strict=True)) for i, b in enumerate(base)]
+
+
 def slerp(base, tuned, t, parallel=0.9995):
     norm0, norm1 = math.sqrt(math.fsum(x * x for x in base)), math.sqrt(math.fsum(x * x for x in tuned))
     if norm0 == 0 or norm1 == 0:

@@ -75,7 +75,8 @@ def test_average_is_the_mean(setting: tuple[Case, float], include_base: bool) ->
 def test_weighted_average_uses_weights(setting: tuple[Case, float], normalize: bool, base_weight: float | None) -> None:
     case, tolerance = setting
     got = RULES["weighted-average"](case.base, case.tuned, case.weights, base_weight, normalize=normalize)
-    check(got, slow.weighted_average(*case.lists("base", "tuned", "weights"), base_weight, normalize), tolerance)
+    base, tuned, weights = case.lists("base", "tuned", "weights")
+    check(got, slow.weighted_average(base, tuned, weights, base_weight, normalize), tolerance)
 
 
 def test_weighted_average_refuses_weights_that_sum_to_zero() -> None:
@@ -115,7 +116,8 @@ def test_sparse_finetuning_keeps_the_largest_changes(
 ) -> None:
     case, tolerance = setting
     got = RULES["sparse-finetuning"](case.base, case.tuned, case.weights, case.thresholds(density), normalize=normalize)
-    check(got, slow.sparse_finetuning(*case.lists("base", "tuned", "weights"), density, normalize), tolerance)
+    base, tuned, weights = case.lists("base", "tuned", "weights")
+    check(got, slow.sparse_finetuning(base, tuned, weights, density, normalize), tolerance)
 
 
 @pytest.mark.parametrize("density", [0.001, 0.2, 1.0])
