@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from gradmerge.cli.app import app
-from gradmerge.recipe import load_recipe
 
 from ..making import random_curvature, read_model, three_models
 from ..tasks.making import labelled, tiny_bert_checkpoint, write_jsonl
@@ -69,14 +68,10 @@ def test_a_merge_that_was_killed_goes_on_with_the_same_recipe(place: Path) -> No
     assert "another" in told or "differ" in told
 
 
-def test_reports_and_conversion_read_standard_input_too(place: Path) -> None:
+def test_reports_read_standard_input_too(place: Path) -> None:
     invoke("diagnose", "-", "-o", "report", text=RECIPE)
     invoke("preview", "-", "--weights", "0.5,1", "-o", "preview", text=RECIPE)
     assert (place / "report" / "report.html").is_file() and (place / "preview" / "report.html").is_file()
-    theirs = "merge_method: ties\nbase_model: base\nmodels: [{model: a, parameters: {weight: 0.5, density: 0.5}}]\n"
-    invoke("recipe", "convert", "-", "-o", "new/recipe.yml", text=theirs)
-    recipe = load_recipe(place / "new" / "recipe.yml")
-    assert (recipe.method, recipe.models[0].model) == ("ties", "../a")
 
 
 @pytest.mark.parametrize(

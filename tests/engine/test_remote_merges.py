@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import gradmerge as gm
+from gradmerge.api.recipe_yaml import recipe_documents
 from gradmerge.checkpoints import opening
 from gradmerge.cli.app import app
 from gradmerge.storage import remote
@@ -253,9 +254,8 @@ def test_a_recipe_at_a_url_names_models_relative_to_it(s3: Any, tmp_path: Path) 
     assert done.exit_code == 0, done.output
     gm.merge({"method": "average", "models": [f"{s3.here}/a", f"{s3.here}/b"]}, tmp_path / "local/out")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "local/out/model.safetensors").read_bytes()
-    done = CliRunner().invoke(app, ["recipe", "convert", "s3://bucket/recipes/r.yml", "-o", str(tmp_path / "r.yml")])
-    assert done.exit_code == 0, done.output
-    models = [model["model"] for model in yaml.safe_load((tmp_path / "r.yml").read_text())["models"]]
+    text = recipe_documents(gm.load_recipe("s3://bucket/recipes/r.yml"), tmp_path)
+    models = [model["model"] for model in yaml.safe_load(text)["models"]]
     assert models == ["s3://bucket/a", "s3://bucket/b"]
 
 
@@ -282,7 +282,6 @@ def test_the_command_line_takes_urls_everywhere(s3: Any, tmp_path: Path) -> None
         (["merge", "s3://bucket/recipes", "-o", "x"], 2, "s3://bucket/recipes: "),
         (["merge", "-m", "average", "--model", "s3://bucket/a", "-o", "https://host/x"], 2, "cannot be written to"),
         (["merge", "-m", "average", "--model", "s3://bucket/a", "-o", "s3://nowhere/x"], 2, "s3://nowhere/x"),
-        (["recipe", "convert", "s3://bucket/recipes/r.yml", "-o", "s3://bucket/r.yml"], 2, "copy it there"),
         (["evaluate", "s3://bucket/a", "-d", "s3://bucket/x.jsonl"], 2, "s3://bucket/x.jsonl: there is nothing"),
         (["evaluate", "s3://bucket/a", "-d", "s3://bucket/recipes"], 2, "data at a URL are one file"),
     ):
@@ -321,7 +320,6 @@ def test_secrets_of_urls_are_nowhere(s3: Any, tmp_path: Path) -> None:
             (["merge", "-m", "average", "--model", url % "a", "--model", url % "b", "-o", "s3://bucket/two"], 0),
             (["merge", f"http://{web.user}@{web.address}/r.yml", "-o", str(tmp_path / "three"), "--json"], 0),
             (["merge", str(recipe_file), "-o", str(tmp_path / "four"), "--dry-run", "--json"], 0),
-            (["recipe", "convert", str(recipe_file), "-o", str(tmp_path / "converted.yml")], 0),
             (["inspect", url % "a", "--json"], 0),
             (["inspect", url % "none", "--debug"], 2),
             (["merge", "-m", "average", "--model", url % "a", "-o", f"{url % 'x'}/out", "--debug"], 2),

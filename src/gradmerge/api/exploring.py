@@ -26,11 +26,11 @@ from ..progress import Progress
 from ..recipe import Recipe
 from ..tasks import Generation, Loading, complete
 from ..text import nearest, one_line
-from .converting import recipe_documents
 from .demo_folders import data_of_demo, recipe_of_demo
 from .diagnosing import report_folder
 from .merging import default_threads, merge, merged_first, recipe_of_models
 from .previewing import tell
+from .recipe_yaml import recipe_documents
 
 if TYPE_CHECKING:
     import altair as alt

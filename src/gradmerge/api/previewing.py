@@ -31,9 +31,9 @@ from ..report.preview_words import verdict
 from ..storage.staging import Staging
 from ..tasks import Generation, Loading, complete
 from ..text import to_json
-from .converting import recipe_documents
 from .diagnosing import provenance, recipe_text, report_folder
 from .merging import default_threads, merge, merged_first, recipe_of_models
+from .recipe_yaml import recipe_documents
 
 
 @checked()

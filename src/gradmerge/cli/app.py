@@ -29,7 +29,6 @@ from . import (
     methods,
     preview,
     push,
-    recipe,
     refine,
     remove,
     studio,
@@ -138,7 +137,6 @@ app.command("studio", short_help="Try weights and methods on a local page.", epi
 app.command("push", short_help="Upload a result to the Hub, with its card.", epilog=push.EXAMPLE)(push.push)
 app.command("demo", short_help="See the whole job on small models.", epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(curvature.app, name="curvature", short_help="Estimate, import and look at curvature.")
-app.add_typer(recipe.app, name="recipe", short_help="Write mergekit's recipes as ours.")
 
 
 def script() -> NoReturn:
