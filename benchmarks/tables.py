@@ -229,25 +229,6 @@ def _kronecker_table(group: str, runs: list[dict[str, Any]]) -> str:
     return table((f"{group}{seeds}", "accuracy, %", "loss"), rows)
 
 
-def layer_results() -> str:
-    """Weights over the layers beside plain ones, from the kept runs of `python -m benchmarks.layers`."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for run in json.loads((RESULTS / "layers.json").read_text("utf-8")).values():
-        groups.setdefault((run["method"], run["source"]), []).append(run)
-    rows = []
-    for (method, source), runs in sorted(groups.items()):
-        cells = []
-        for key, factor, digits in (("accuracy", 100, 1), ("loss", 1, 3)):
-            plain = [factor * run["test"]["plain"][key] for run in runs]
-            more = [factor * run["test"]["lists"][key] - one for run, one in zip(runs, plain, strict=True)]
-            error = stdev(more) / len(more) ** 0.5
-            cells += [f"{mean(plain):.{digits}f}", f"{mean(more):+.{digits + 1}f} ± {error:.{digits + 1}f}"]
-        taken = f"{sum(run['taken'] for run in runs)} of {len(runs)}"
-        rows.append((method, source, *cells, taken))
-    header = ("method", "found from", "accuracy, %", "lists", "loss", "lists", "taken")
-    return table(header, rows)
-
-
 def same_work_results() -> str:
     """mergekit's recipes by both programs, from the runs of `python -m benchmarks.same_work` that were kept."""
     parts = []
@@ -399,7 +380,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "large-checks": large_checks,
     "large-estimates": large_estimates,
     "large-merges": large_merges,
-    "layers": layer_results,
     "precision": precision_results,
     "ranking": ranking_results,
     "same-work": same_work_results,

@@ -54,7 +54,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             "Recipe": recipe,
             "MergeResult": gm.merge(recipe, folder / f"{name.replace('/', '-')}-merged"),
             "Preview": gm.preview(path, weights="0:1:0.5"),
-            "Suggestion": suggest_weights(path, samples=2),
+            "Suggestion": suggest_weights(path),
             "Diagnosis": gm.diagnose(path),
             "Curvature": gm.Curvature(sums, 7, name),
             "Gram": gm.Gram(sums, 7),

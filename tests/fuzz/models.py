@@ -395,7 +395,7 @@ class Names(Merging):
 WORDS = [
     *["--method", "-m", "--base", "--model", "--curvature", "--set", "--threads", "--device", "--resume"],
     *["--dry-run", "--allow-pickle", "--json", "--quiet", "--exclude", "--tensors", "--digest", "--examples"],
-    *["--limit", "--data", "--weights", "--methods", "--samples", "--suggest", "--objective", "--force", "--", "-h"],
+    *["--limit", "--data", "--weights", "--methods", "--suggest", "--objective", "--force", "--", "-h"],
     *["--version", "base", "a", "b", "a=0.5", "b=nan", "a=-1", "a=1e400", "a==1", "=", "a=", "=0.5", "average"],
     *["ties", "slerp", "gradient-matching", "removal", "recipe.yml", "density=0.5", "damping=1e-8", "damping=.nan"],
     *["options.x=1", "models[0].weight=2", "models[9].weight=2", "models.0=5", "base.curvature.identity=1"],
@@ -420,7 +420,7 @@ LINES = [
     ["curvature", "show", "a/curvature"],
     ["curvature", "import", "a"],
     ["preview", "recipe.yml", "--weights", "0:1:0.5"],
-    ["preview", "recipe.yml", "--suggest", "--samples", "2"],
+    ["preview", "recipe.yml", "--suggest"],
     ["diagnose", "recipe.yml"],
     ["evaluate", "a", "--data", "data.jsonl"],
     ["curvature", "estimate", "a", "--data", "data.jsonl", "--limit", "2"],

@@ -9,8 +9,7 @@ from typing import Any, Unpack
 
 from ..arguments import checked
 from ..diagnostics.evaluator import Evaluator
-from ..diagnostics.grid import Space, check_methods, grid, method_names, recipe_with, sample
-from ..diagnostics.layer_weights import check_by, prepare_for_layers, suggest_by_layers
+from ..diagnostics.grid import Space, check_methods, grid, method_names, recipe_with
 from ..diagnostics.lm_eval_data import HarnessTasks
 from ..diagnostics.predict import task_names
 from ..diagnostics.predictor import Predictor
@@ -23,7 +22,6 @@ from ..engine.to_folder import MergeResult
 from ..errors import InputError
 from ..progress import Progress, shown
 from ..recipe import Recipe, plain
-from ..report.layer_weights_page import MEANING
 from ..report.page import write_report
 from ..report.preview_page import preview_page
 from ..report.preview_tables import settings_table
@@ -49,8 +47,6 @@ def preview(
     generation: Generation | None = None,
     lm_eval: Sequence[str] | str | None = None,
     lm_eval_tasks: str | Path | None = None,
-    samples: int | None = None,
-    seed: int = 0,
     objective: str = "worst",
     threads: int | None = None,
     allow_pickle: bool = False,
@@ -79,7 +75,6 @@ def preview(
         generation: With data, have every merge write answers too: what these are worth then decides.
         lm_eval: Tasks of the lm-evaluation-harness to evaluate every merge on, a list or `"arc_easy,hellaswag"`.
         lm_eval_tasks: A folder with task files of the harness.
-        samples, seed: Take so many random points of the ranges instead of a grid.
         objective: Without data, the best has the smallest loss of its worst task ("worst") or of all ("sum").
         threads, allow_pickle, allow_config, dequantize, force: As of :func:`gradmerge.merge`.
         progress: A bar on long work; False for none; or what is told how far it is, in merges.
@@ -102,7 +97,7 @@ def preview(
     space = Space(parse_weights(weights, task_names(recipe), recipe, None if sweeps else DEFAULT), sweeps, fixed)
     space.check(chosen, recipe)
     check_objective(objective)
-    settings = grid(chosen, space) if samples is None else sample(chosen, space, samples, seed)
+    settings = grid(chosen, space)
     if generation is not None and not data:
         raise InputError("--generate: answers are held against data of the tasks; give some with --data NAME=SRC")
     if lm_eval_tasks is not None and lm_eval is None:
@@ -127,11 +122,6 @@ def suggest_weights(
     *,
     data: Mapping[str, str] | None = None,
     objective: str = "worst",
-    shared: bool = False,
-    by: str | None = None,
-    points: int | None = None,
-    samples: int = 64,
-    seed: int = 0,
     weights: Weights | None = None,
     methods: Sequence[str] | str | None = None,
     changes: Sweeps | None = None,
@@ -153,12 +143,6 @@ def suggest_weights(
     Args:
         recipe, out, data, methods, changes: As of :func:`gradmerge.preview`.
         objective: What is to be small.
-        shared: One weight for all tasks, instead of one for each.
-        by: "layers" looks further, for weights that differ between layers: a list over the layers for each task. With
-            data a third of the rows decides whether they are better than one weight for all layers.
-        points: Numbers of such a list, spread from the first layer to the last; 3 where nothing is said, or as many as
-            there are layers.
-        samples, seed: Points of the first round of the search; the same seed gives the same weights.
         weights: Ranges to search, by default 0 to 1.5.
         threads, allow_pickle, allow_config, dequantize, force, progress, command, loading: As of
             :func:`gradmerge.preview`.
@@ -176,30 +160,23 @@ def suggest_weights(
     tasks = task_names(recipe)
     chosen = check_methods(methods, recipe)
     given = parse_weights(weights, tasks, recipe) if weights is not None else None
-    ranges = search_ranges(given, tasks, recipe, shared)
+    ranges = search_ranges(given, tasks, recipe)
     Space(ranges, fixed=fixed).check(chosen, recipe)
-    length = check_by(by, points)
     with report_folder(recipe, out, data or {}, force, options["tokenizer"]) as staging:
         with (
             shown(progress, "merges") as told,
             merged_first(recipe, out, threads, allowed) as ready,
             _looker(ready, chosen, data, options, threads, allowed) as looker,
         ):
-            if by is not None:
-                prepare_for_layers(looker, chosen, ranges, length)
             found = suggest(
                 recipe,
                 looker,
                 chosen,
                 ranges,
                 objective=objective,
-                samples=samples,
-                seed=seed,
                 fixed=fixed,
                 progress=told,
             )
-            if by is not None:
-                found = suggest_by_layers(looker, found, ranges, points=length, progress=told)
         tell(staging, found.evaluated, found, data or {}, command)
     return found
 
@@ -259,10 +236,6 @@ def tell(
     best = found.best()
     if best is not None:
         what = f"# {_chosen(found, best)}: {best.setting.name}\n"
-        if suggestion is not None and suggestion.over_layers is not None and suggestion.over_layers.taken:
-            how = "rows of each task" if found.measured else "curvature"
-            what = f"# Weights over the layers, found from {how} by gradmerge preview --suggest --by layers.\n"
-            what += f"# {MEANING}\n"
         header = f"{what}# gradmerge merge recipe.yml -o merged\n"
         written = recipe_documents(best_recipe(found), staging.out)
         (folder / "recipe.yml").write_text(header + written, "utf-8")
@@ -304,15 +277,6 @@ def as_json(found: Preview, suggestion: Suggestion | None = None) -> dict[str, A
             "objective": suggestion.objective,
             "lost_share" if suggestion.measured else "times_reference": suggestion.costs,
         }
-        if (over := suggestion.over_layers) is not None:
-            result["over_layers"] = {
-                "taken": over.taken,
-                "layers": over.layers,
-                "looked_at": over.looked,
-                "found": _row(found, over.layered),
-                "same_in_all_layers": _row(found, over.plain),
-                **({"gain": over.judged.gain, "standard_error": over.judged.error} if over.judged else {}),
-            }
     result["notes"] = found.notes
     return result
 

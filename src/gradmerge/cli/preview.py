@@ -30,7 +30,6 @@ EXAMPLE = (
     "gradmerge preview recipe.yml --weights 0:1:0.1 --methods gradient-matching,task-arithmetic -o preview   ·   "
     "gradmerge preview recipe.yml --data yelp=yelp.jsonl --data sst2=sst2.jsonl --limit 200 --save-best merged "
     "-o preview   ·   gradmerge preview recipe.yml --suggest -o preview   ·   "
-    "gradmerge preview recipe.yml --suggest --by layers -o preview   ·   "
     "gradmerge preview recipe.yml --methods ties,dare --sweep density=0.1:0.9:0.2 -o preview"
 )
 
@@ -65,15 +64,6 @@ def preview(
     ] = None,
     sweep: SweepOption = None,
     set_: Settings = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Take N random points of the ranges instead of a grid; with --suggest, of the first round (64).",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the random points.")] = 0,
     suggest: Annotated[
         bool, typer.Option("--suggest", help="Search for the best weights, each task having one of its own.")
     ] = False,
@@ -84,23 +74,6 @@ def preview(
             help="What is to be small: the loss of the worst task (worst), or of all (sum). For --suggest and for "
             "predictions.",
             show_default="worst",
-        ),
-    ] = None,
-    shared: Annotated[bool, typer.Option("--shared", help="With --suggest: one weight for all tasks.")] = False,
-    by: Annotated[
-        str | None,
-        typer.Option(
-            metavar="layers",
-            help="With --suggest: look further, for weights that differ between layers. With --data, a third of the "
-            "rows decides whether they are taken.",
-        ),
-    ] = None,
-    points: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="With --by layers: how many numbers of each task's list are spread over the layers.",
-            show_default="3",
         ),
     ] = None,
     data: Annotated[
@@ -134,10 +107,6 @@ def preview(
         from ..report.preview_tables import best_table
         from .request import read_recipe
 
-    if shared and not suggest:
-        raise InputError("--shared goes with --suggest; for a grid, --weights 0:1:0.1 is shared by all tasks")
-    if not suggest and (by is not None or points is not None):
-        raise InputError(f"--{'by' if by is not None else 'points'} goes with --suggest, which searches for weights")
     if objective is not None and (data or harness.lm_eval) and not suggest:
         raise InputError(
             "--objective is for --suggest and for predictions; with --data the average metric decides which setting is "
@@ -159,7 +128,6 @@ def preview(
         "methods": methods,
         "changes": set_,
         "data": sources,
-        "seed": seed,
         "objective": objective or "worst",
         "force": force,
         "command": typed(),
@@ -170,12 +138,11 @@ def preview(
     given = read_recipe(recipe)
     with progress(printing.silent, "merges") as shown:
         if suggest:
-            options |= {"shared": shared, "by": by, "points": points, "samples": samples or 64}
             suggestion = suggest_weights(given, out, progress=shown, **options)
             found = suggestion.evaluated
         else:
             options |= {"generation": generation, "sweep": sweep, **asdict(harness)}
-            found = run(given, out, samples=samples, progress=shown, **options)
+            found = run(given, out, progress=shown, **options)
     if save_best is not None:
         with progress(printing.silent) as shown:
             merge_best(found, save_best, force=force, progress=shown, **reading.as_keywords())

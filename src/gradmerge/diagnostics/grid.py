@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -169,7 +168,7 @@ def grid(methods: Sequence[str], space: Space) -> list[Setting]:
     open_ += [(s.range, f"--sweep {s.key}=") for s in space.sweeps if s.range is not None and not s.values]
     for one, option in open_:
         ends = f"{one.low:g}:{one.high:g}"
-        step = f"a grid needs a step, such as {ends}:0.1; or draw points with --samples N"
+        step = f"a grid needs a step, such as {ends}:0.1"
         raise InputError(f"{option}{ends}: {step}")
     combinations = math.prod(len(one.values) for _, one in dimensions)
     count = sum(
@@ -179,34 +178,13 @@ def grid(methods: Sequence[str], space: Space) -> list[Setting]:
     if count > MOST:
         option = "--sweep" if space.sweeps else "--weights"
         most = f"the grid has {count:,} settings; at most {MOST:,} are tried"
-        raise InputError(f"{option}: {most}. Take larger steps, or draw points from the ranges with --samples 200.")
+        raise InputError(f"{option}: {most}. Take larger steps.")
     points = [space.ranges.weights(point) for point in itertools.product(*(one.values for _, one in dimensions))]
     settings = (
         space.setting(method, weights, values)
         for method in methods
         for values in itertools.product(*(sweep.values for sweep in space.own(method)))
         for weights in points
-    )
-    return list(dict.fromkeys(settings))
-
-
-def sample(methods: Sequence[str], space: Space, count: int, seed: int) -> list[Setting]:
-    """Random points of the ranges, the same ones for every method. The same seed gives the same points."""
-    drawn = [method for method in methods if takes_weights(method) or space.own(method)]
-    if count < 1 or count * len(drawn) > MOST:
-        raise InputError(f"--samples {count}: between 1 and {MOST:,} settings can be tried, all methods together")
-    generator = random.Random(seed)
-    points = [
-        (
-            space.ranges.weights([one.draw(generator) for _, one in space.ranges.dimensions()]),
-            {sweep.key: sweep.draw(generator) for sweep in space.sweeps},
-        )
-        for _ in range(count)
-    ]
-    settings = (
-        space.setting(method, weights, [values[sweep.key] for sweep in space.own(method)])
-        for method in methods
-        for weights, values in points
     )
     return list(dict.fromkeys(settings))
 

@@ -25,42 +25,14 @@ from .sweeps import Changes
 from .weight_ranges import HIGH, LOW, Range, Ranges, rounded
 
 OBJECTIVES = ("worst", "sum")
+#: Points of the first round.
+SAMPLES = 64
 #: How far a round goes from the best point, as a share of the ranges.
 RADII = (0.2, 0.05, 0.0125)
 #: Weights of the diagonal in the first round, at most.
 DIAGONAL = 16
 #: Best points of the quadratics that each further round looks at.
 GUESSES = 4
-
-
-@dataclass(frozen=True)
-class Judged:
-    """The best plain weights and the best lists of the rows that are not held back, compared on those that are."""
-
-    plain: Outcome
-    layered: Outcome
-    gain: float
-    """How much smaller the lists make the worst or the sum."""
-    error: float
-    """Standard error of that."""
-
-
-@dataclass(frozen=True)
-class OverLayers:
-    """What weights that differ between layers gain over those that do not."""
-
-    plain: Outcome
-    """The best setting with the same weights in all layers."""
-    layered: Outcome
-    """The best that was found with lists over the layers."""
-    layers: int
-    """Layers of the models; of the longest stack of them."""
-    looked: int
-    """Settings with lists that were looked at."""
-    judged: Judged | None
-    """On data: whether lists are better on rows held back."""
-    taken: bool
-    """Whether the suggestion has these weights; on data also False where simpler ones are tied with them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,9 +50,7 @@ class Suggestion(Displayed):
     """Task → predicted loss as a multiple of that of the recipe's own merge that the objective looks at, its worst
     task's or its sum; on data, the lost share of fine-tuning's gain."""
     evaluated: Preview
-    """Every setting that was looked at; of those with lists over the layers only the one that is suggested."""
-    over_layers: OverLayers | None = None
-    """What lists over the layers gain, where they were searched for."""
+    """Every setting that was looked at."""
 
     def _line(self) -> list[str]:
         weights = " ".join(f"{task} {in_words(weight)}" for task, weight in self.weights.items())
@@ -100,12 +70,10 @@ def check_objective(objective: str) -> None:
         raise InputError(f"--objective {objective}: known are {', '.join(OBJECTIVES)}")
 
 
-def search_ranges(ranges: Ranges | None, tasks: Sequence[str], recipe: Recipe, shared: bool) -> Ranges:
-    """Where to search: the ranges given, and 0 to 1.5 for tasks without; one weight for all tasks if ``shared``."""
+def search_ranges(ranges: Ranges | None, tasks: Sequence[str], recipe: Recipe) -> Ranges:
+    """Return the ranges to search: those given, and 0 to 1.5 for the other tasks. Each task has its own weight."""
     anywhere = Range(LOW, HIGH)
     given = ranges or Ranges(tuple(tasks), tuple(recipe.weights))
-    if shared:
-        return replace(given, shared=given.shared or anywhere)
     own = {task: given.own.get(task, given.shared or anywhere) for task in tasks}
     return replace(given, shared=None, own=own)
 
@@ -117,18 +85,14 @@ def suggest(
     ranges: Ranges,
     *,
     objective: str = "worst",
-    samples: int = 64,
-    seed: int = 0,
     fixed: Mapping[str, Changes] | None = None,
     progress: Progress,
 ) -> Suggestion:
-    """Search weights for every method, and take the best. The same seed gives the same weights.
+    """Search weights for every method, and take the best.
 
     ``fixed`` are, by method, keys of the recipe that all its settings change.
     """
     check_objective(objective)
-    if samples < 1 or samples > 2000:
-        raise InputError(f"--samples {samples}: between 1 and 2,000 points can be tried in a round")
     if "removal" in methods:
         worse = "removal: its tasks are meant to become worse"
         raise InputError(f"{worse}, so that no weights are best for them; preview a range of strengths")
@@ -137,7 +101,7 @@ def suggest(
             "the recipe names no base; how much of what fine-tuning gained is lost is not known without it"
         )
     space = Space(ranges, fixed=fixed or {})
-    searches = [_WeightSearch(method, space, samples, seed, objective) for method in methods]
+    searches = [_WeightSearch(method, space, objective) for method in methods]
     reference = reference_setting(recipe, methods, space.fixed)
     expected = sum(search.expected for search in searches) + 1
     progress.begin("searching", expected)
@@ -157,49 +121,44 @@ def suggest(
         rows = [row for row in rows if row is not own]
     found = make_preview(recipe, looker, rows, own, ranges.axis, criterion)
     found.keeps_own = any(row is own for row in rows)
-    return suggestion_of(found, objective)
-
-
-def suggestion_of(found: Preview, objective: str, over: OverLayers | None = None) -> Suggestion:
-    """The setting to take of those that were looked at."""
     best = found.best()
     if best is None:
         raise InputError("no setting gives a finite loss; are the models or their curvature damaged?")
     costs = {task: best.costs[task] if found.measured else found.relative(best, task) for task in found.tasks}
-    return Suggestion(best.setting.method, found.weights(best), objective, found.measured, costs, found, over)
+    return Suggestion(best.setting.method, found.weights(best), objective, found.measured, costs, found)
 
 
 class _WeightSearch:
     """The search for the weights of one method."""
 
-    def __init__(self, method: str, space: Space, samples: int, seed: int, objective: str) -> None:
+    def __init__(self, method: str, space: Space, objective: str) -> None:
         ranges = space.ranges
-        self.method, self.space, self.ranges, self.samples, self.objective = method, space, ranges, samples, objective
+        self.method, self.space, self.ranges, self.objective = method, space, ranges, objective
         self._dimensions = [one for _, one in ranges.dimensions()]
         varying = [i for i, one in enumerate(self._dimensions) if one.high > one.low]
         self._free = varying if takes_weights(method) else []
         self._lows = torch.tensor([one.low for one in self._dimensions], dtype=torch.float64)
         self._widths = torch.tensor([one.high for one in self._dimensions], dtype=torch.float64) - self._lows
-        self._points = SobolEngine(max(1, len(self._free)), scramble=True, seed=seed)
+        self._points = SobolEngine(max(1, len(self._free)), scramble=True, seed=0)
         self._seen: set[tuple[Varying, ...]] = set()
 
     @property
     def expected(self) -> int:
-        further = len(RADII) * (max(1, self.samples // 2) + GUESSES)
-        return self.samples + min(DIAGONAL, self.samples) + further if self._free else 1
+        further = len(RADII) * (SAMPLES // 2 + GUESSES)
+        return SAMPLES + DIAGONAL + further if self._free else 1
 
     def first(self) -> list[Setting]:
         """Points that fill the ranges, and the diagonal."""
         if not self._free:
             return settings_of(self.method, self.space, [self._weights(self._lows)])
-        steps = torch.linspace(0, 1, min(DIAGONAL, self.samples), dtype=torch.float64)
+        steps = torch.linspace(0, 1, DIAGONAL, dtype=torch.float64)
         diagonal = steps[:, None].expand(-1, len(self._free))
         if len({(self._dimensions[i].low, self._dimensions[i].high) for i in self._free}) > 1:
             low = max(self._dimensions[i].low for i in self._free)
             high = min(self._dimensions[i].high for i in self._free)
             same = low + steps[:, None] * (high - low)
             diagonal = (same - self._lows[self._free]) / self._widths[self._free] if high > low else diagonal
-        return self._settings(torch.cat([self._points.draw(self.samples, dtype=torch.float64), diagonal]))
+        return self._settings(torch.cat([self._points.draw(SAMPLES, dtype=torch.float64), diagonal]))
 
     def further(self, rows: Sequence[Outcome], round_: int, radius: float) -> list[Setting]:
         """Points around the best so far, and the best points of quadratics through what is known."""
@@ -210,7 +169,7 @@ class _WeightSearch:
         if not own:
             return []
         best = self._unit(min(own, key=self._score))
-        spread = self._points.draw(max(1, self.samples // 2), dtype=torch.float64)
+        spread = self._points.draw(SAMPLES // 2, dtype=torch.float64)
         around = (best + (2 * spread - 1) * radius).clamp(0, 1)
         guesses = self._guesses(own, best, radius, 1.0 if round_ == 0 else 2 * radius)
         return self._settings(torch.cat([guesses, around]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,15 +50,7 @@ class Sweep:
     methods: tuple[str, ...]
     """Those that know the key."""
     range: Range | None = None
-    """What random points are drawn from; without it, from the values."""
-    whole: bool = False
-    """Only whole numbers count."""
-
-    def draw(self, generator: random.Random) -> Any:
-        if self.range is None:
-            return generator.choice(self.values)
-        value = self.range.draw(generator)
-        return round(value) if self.whole else value
+    """The range that was written, without values if it has no step; None for a list of values."""
 
 
 def as_changes(key: str, value: Any) -> Changes:
@@ -146,7 +137,7 @@ def parse_sweeps(given: Sweeps | None, methods: Sequence[str]) -> list[Sweep]:
         )
         if whole:
             values = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
-        found[key] = Sweep(key, tuple(values), knowing, one, whole)
+        found[key] = Sweep(key, tuple(values), knowing, one)
     return sorted(found.values(), key=lambda sweep: not changes_files(sweep.key))
 
 

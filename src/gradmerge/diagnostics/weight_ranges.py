@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
@@ -37,11 +36,6 @@ class Range:
         if self.listed:
             return min(self.values, key=lambda value: abs(value - weight))
         return min(max(weight, self.low), self.high)
-
-    def draw(self, generator: random.Random) -> float:
-        if self.listed:
-            return generator.choice(self.values)
-        return self.nearest(rounded(generator.uniform(self.low, self.high), self.high - self.low))
 
 
 def rounded(weight: float, width: float) -> float:
@@ -83,7 +77,7 @@ def parse_range(text: str, option: str = "--weights", word: str = "weight", most
     steps = int((stop - start) / step)
     if steps >= MOST:
         many = f"more than {MOST:,} {word}s, which is the most that are tried"
-        raise InputError(f"{where}: {many}. Take a larger step, or --samples N.")
+        raise InputError(f"{where}: {many}. Take a larger step.")
     values = tuple(sorted(float(start + i * step) + 0.0 for i in range(steps + 1)))
     return Range(min(values[0], float(stop)), max(values[-1], float(stop)), values)
 

@@ -12,7 +12,6 @@ from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.suggest import Suggestion
 from ..text import Measured
 from .figures import Series, curves, heat_map, trade_off
-from .layer_weights_page import layers_section
 from .notebook import in_notebooks
 from .numbers import finite, in_plain_words as _words
 from .page import Figure, Page, Section
@@ -37,8 +36,7 @@ def preview_page(
     found: Preview, suggestion: Suggestion | None, recipe: str, provenance: dict[str, str], commands: Sequence[str]
 ) -> Page:
     """The report of a preview, or of a search for weights."""
-    over = suggestion.over_layers if suggestion is not None else None
-    sections = [*([layers_section(found, over)] if over is not None else []), _curves(found)]
+    sections = [_curves(found)]
     front = _fronts(found)
     if front:
         text = (

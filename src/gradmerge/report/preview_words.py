@@ -9,7 +9,6 @@ from ..diagnostics.preview import Outcome, Preview
 from ..diagnostics.suggest import Suggestion
 from ..recipe import Varying, in_words
 from ..text import plus_minus
-from .layer_weights_page import layers_words
 from .numbers import in_plain_words, number
 
 TRUST = (
@@ -40,8 +39,6 @@ def verdict(found: Preview, suggestion: Suggestion | None = None) -> list[str]:
         words.append("A share of 0 is as good as each task's own model, and 1 as bad as the base.")
     if suggestion is not None and suggestion.weights:
         words.append(f"Suggested weights: {by_task(suggestion.weights)}.")
-    if suggestion is not None and suggestion.over_layers is not None:
-        words.append(layers_words(found, suggestion.over_layers))
     return words if found.measured else [*words, TRUST]
 
 

@@ -1,0 +1,61 @@
+"""Recipes whose weights differ between layers, in previews, suggestions and diagnoses."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+import gradmerge as gm
+from tests.making import random_curvature, three_models, write_recipe
+
+LISTS = [0.2, 0.9], [{"filter": "layers.1*", "value": [0.3, 0.5]}, {"value": 0.1}]
+
+
+@pytest.fixture
+def varied(tmp_path: Path) -> Path:
+    """A recipe whose own weights vary over the layers and by filter."""
+    folders, states = three_models(tmp_path)
+    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
+        random_curvature(seed + 5, state).save(folder / "curvature")
+    models = [{"model": f"./{name}", "weight": weight} for name, weight in zip("ab", LISTS, strict=True)]
+    write_recipe(tmp_path / "recipe.yml", {"method": "gradient-matching", "base": "./base", "models": models})
+    return tmp_path
+
+
+def test_a_recipe_whose_weights_vary_is_the_reference_of_a_preview(varied: Path) -> None:
+    every = ["task-arithmetic", "gradient-matching"]
+    for weights in ("a=0:1:0.5", ["a=0,1", "b=0,1"]):
+        found = gm.preview(varied / "recipe.yml", varied / "out", weights=weights, methods=every, force=True)
+        assert found.reference.setting.weights_in_words == (
+            "(0.2, 0.9) over the layers, layers.1*: (0.3, 0.5) over the layers; else: 0.1"
+        )
+        assert found.relative_score(found.reference) == 1
+        page = (varied / "out" / "report.html").read_text()
+        assert "(0.2, 0.9) over the layers" in page and found._repr_html_()
+        facts = json.loads((varied / "out" / "preview.json").read_text())
+        assert facts["reference"]["weights"] == {"a": LISTS[0], "b": LISTS[1]}
+        cells = [row["weight b"] for row in csv.DictReader((varied / "out" / "preview.csv").open())]
+        if weights == "a=0:1:0.5":
+            assert set(cells) == {"layers.1*: (0.3, 0.5) over the layers; else: 0.1"}
+            assert facts["winner"]["weights"]["b"] == LISTS[1]
+            assert facts["winner"]["weights"]["a"] == LISTS[0], "the recipe's own, which is better than what was asked"
+            [other] = set(every) - {found.recipe.method}
+            assert set(facts["best"][other]["within_1_percent"]["weights"]) == {"a"}
+            gm.merge(varied / "out" / "recipe.yml", varied / "merged", progress=False)
+        else:
+            assert {float(cell) for cell in cells} == {0, 1} and list((varied / "out").glob("map-*.csv"))
+
+
+def test_suggestions_and_diagnoses_take_a_recipe_whose_weights_vary(varied: Path) -> None:
+    found = gm.suggest_weights(varied / "recipe.yml", varied / "suggested")
+    assert all(isinstance(weight, float) for weight in found.weights.values()) and found._repr_html_()
+    assert found.evaluated.reference.setting.weights[0] == (0.2, 0.9)
+    diagnosis = gm.diagnose(varied / "recipe.yml", varied / "diagnosis")
+    gm.merge(varied / "recipe.yml", varied / "merged", progress=False)
+    again = gm.diagnose(varied / "recipe.yml", varied / "again", merged=str(varied / "merged"))
+    for task in ("a", "b", "base"):
+        own, merged = (d.prediction.excess(d.own, task) for d in (diagnosis, again))
+        assert own == pytest.approx(merged, rel=1e-4), "what is diagnosed is what is merged"
