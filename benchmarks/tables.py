@@ -12,8 +12,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from gradmerge.text import duration
-
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -276,59 +274,6 @@ def move_results() -> str:
     )
 
 
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:,.0f} GB" if nbytes < 1e12 else f"{nbytes / 1e12:,.2f} TB"
-
-
-def _planning() -> dict[str, Any]:
-    return dict(json.loads((RESULTS / "planning.json").read_text("utf-8")))
-
-
-def large_merges() -> str:
-    """Planned merges of large models, from the last `python -m benchmarks.planning` that was kept."""
-    report = _planning()
-    rows: dict[tuple[str, str], list[str]] = {}
-    for row in report["merges"]:
-        moved = [_gb(row["bytes_read"]), _gb(row["bytes_written"])]
-        cells = rows.setdefault((row["model"], row["method"]), moved)
-        cells.append(f"{duration(row['seconds']['total'])} ({row['limit']})")
-    header = ["model", "method, two models", "read", "written"]
-    for nodes, disk, network in report["clusters"]:
-        through = f", {network:g} GB/s each" if network else ""
-        header.append(f"{nodes} node{'s' if nodes > 1 else ''}, disk {disk:g} GB/s{through}")
-    return table(tuple(header), [(*names, *cells) for names, cells in rows.items()])
-
-
-def large_estimates() -> str:
-    """Planned estimates of curvature of large models, from the same."""
-    report = _planning()
-    rows = []
-    for row in report["estimates"]:
-        memory = row["memory"]
-        where = f"{row['processes']} share it" if row["shard"] else "one process"
-        parts = [_gb(memory[name]) for name in ("weights", "sums", "activations", "total")]
-        wide = f"{row['kind']} ({row['wide']} too wide)" if row["wide"] else row["kind"]
-        rows.append((row["model"], wide, _gb(row["sums"]), where, *parts, duration(row["seconds"]["total"])))
-    header = ("model", "kind", "sums in all", "processes", "weights", "sums", "activations", "memory of each", "time")
-    return table(header, rows)
-
-
-def large_checks() -> str:
-    """Plans against measurements, from the same."""
-    report = _planning()
-    rows = [
-        (
-            row["what"],
-            row["quantity"],
-            f"{row['planned']:.3g} {row['unit']}",
-            f"{row['measured']:.3g} {row['unit']}",
-            f"{row['planned'] / row['measured']:.2f}",
-        )
-        for row in (*report["merging_checks"], *report["measuring_checks"])
-    ]
-    return table(("what", "quantity", "planned", "measured", "ratio"), rows)
-
-
 def engine_results() -> str:
     """Merges on Ray beside local ones, from the last `python -m benchmarks.engines` that was kept."""
     report = json.loads((RESULTS / "engines.json").read_text("utf-8"))
@@ -377,9 +322,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnose": diagnose_results,
     "engines": engine_results,
     "kronecker": kronecker_results,
-    "large-checks": large_checks,
-    "large-estimates": large_estimates,
-    "large-merges": large_merges,
     "precision": precision_results,
     "ranking": ranking_results,
     "same-work": same_work_results,

@@ -112,12 +112,3 @@ def count(number: int) -> str:
         if number >= scale:
             return f"{number / scale:.3g} {unit}"
     return str(number)
-
-
-def duration(seconds: float) -> str:
-    """A time that is about right: 0.5 s, 42 s, 12 min, 3.4 h."""
-    for unit, length, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
-        if seconds < most * length:
-            amount = seconds / length
-            return f"{amount:.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}"
-    return f"{seconds / 86400:,.1f} days"

@@ -14,11 +14,11 @@ from ..text import count
 from .completion import words_of
 from .options import (
     Data,
+    DryRun,
     Force,
     LargeOptions,
     LoadingOptions,
     Model,
-    PlanningOptions,
     Precision,
     Printing,
     on_processes,
@@ -83,32 +83,6 @@ class EstimateOptions:
     durable: Durable = False
 
 
-@dataclass(frozen=True)
-class EstimatePlanning(PlanningOptions):
-    """What the plan of an estimate assumes besides."""
-
-    processes: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="With --dry-run: assume N processes on each node.", show_default="1"),
-    ] = None
-    compute_rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="TFLOP/S",
-            help="With --dry-run: assume that a training step reaches this on the device of a process.",
-            show_default="measured",
-        ),
-    ] = None
-    memory: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB",
-            help="With --dry-run: assume that the device of a process has this much memory.",
-            show_default="that of the device",
-        ),
-    ] = None
-
-
 @on_processes
 def estimate(
     *,
@@ -117,21 +91,23 @@ def estimate(
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")] = None,
     loading: LoadingOptions,
     large: LargeOptions,
+    dry_run: DryRun = False,
     options: EstimateOptions,
-    planning: EstimatePlanning,
     printing: Printing,
 ) -> None:
     """Estimate curvature: the sum over examples of the squared gradient of each example's loss.
 
     It costs about a training step per batch. The file goes into a recipe, or as MODEL/curvature is found by itself.
     """
-    planning.check()
     given = {**asdict(options), **asdict(large), **loading.as_keywords()}
-    if planning.dry_run:
+    if dry_run:
         with heavy_imports():
-            from .dry_run import print_forecast
+            from ..api.dry_run import dry_run_estimate
+            from .dry_run import print_estimate
 
-        print_forecast(model, data, out, given, planning, printing.json)
+        for name in ("seed", "resume", "force", "durable", "shard"):
+            del given[name]
+        print_estimate(*dry_run_estimate(model, data, out, **given), printing.json)
         return
     if out is None:
         raise InputError("say where to write the result: -o OUT")

@@ -11,7 +11,7 @@ import typer
 from ..errors import InputError
 from ..text import size
 from .completion import method_names, words_of
-from .options import VARIABLES, Force, PlanningOptions, Printing, RecipeOptions, Settings, command, from_environment
+from .options import VARIABLES, DryRun, Force, Printing, RecipeOptions, Settings, command, from_environment
 from .output import Durable, heavy_imports, note, print_json, progress
 from .streams import say
 
@@ -103,8 +103,8 @@ def merge(
     curvature: CurvatureOption = None,
     set_: Settings = None,
     device: Device = "cpu",
+    dry_run: DryRun = False,
     options: MergeOptions,
-    planning: PlanningOptions,
     printing: Printing,
 ) -> None:
     """Merge checkpoints on disk, as a recipe says or as the options say.
@@ -123,7 +123,7 @@ def merge(
     elif base is not None or model or curvature:
         raise InputError("--base, --model and --curvature go without a recipe file; with one, use --set")
     made = build_recipe(recipe, given, set_ or [], method if recipe is not None else None)
-    run_recipe(made, out, device, options, planning, printing)
+    run_recipe(made, out, device, options, dry_run, printing)
 
 
 def run_recipe(
@@ -131,7 +131,7 @@ def run_recipe(
     out: Path | None,
     device: str,
     options: MergeOptions,
-    planning: PlanningOptions,
+    dry_run: bool,
     printing: Printing,
 ) -> None:
     """Merge, or print the plan."""
@@ -141,11 +141,12 @@ def run_recipe(
     if device == "auto" or (device == "mps" and from_environment("device", device)):
         device = "cpu"  # a default for running models; a merge waits for the disk, and runs on cpu or cuda
     settings = options.as_keywords()
-    planning.check()
-    if planning.dry_run:
-        from .dry_run import print_plan
+    if dry_run:
+        from ..api.dry_run import dry_run_merge
+        from .dry_run import print_merge
 
-        print_plan(recipe, out, device, options, planning, printing.json)
+        read = {name: settings[name] for name in ("threads", "allow_pickle", "allow_config", "dequantize")}
+        print_merge(*dry_run_merge(recipe, out, **read), printing.json)
         return
     if out is None:
         raise InputError("say where to write the result: -o OUT")

@@ -48,6 +48,9 @@ Data = Annotated[
         "or org/name:split of the Hub. A file may be a URL.",
     ),
 ]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the sizes of input, output and memory, and whether they fit, and stop.")
+]
 CurvatureOut = Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Curvature folder to write.")]
 Precision = Annotated[
     str,
@@ -254,41 +257,6 @@ class RecipeOptions:
     def as_keywords(self) -> dict[str, Any]:
         """As keywords of the Python functions."""
         return {**asdict(self), "allow_config": self.allow_config or ()}
-
-
-@dataclass(frozen=True)
-class PlanningOptions:
-    """Whether only the plan is printed, and what it assumes of the machines."""
-
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be read and written, and what it costs, and stop.")
-    ] = False
-    nodes: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="With --dry-run: assume N machines like this one.", show_default="1"),
-    ] = None
-    disk_rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB/S",
-            help="With --dry-run: assume that the storage gives this, to all nodes together.",
-            show_default="measured",
-        ),
-    ] = None
-    network_rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB/S",
-            help="With --dry-run: assume that files are reached through a network, at this rate for each node.",
-            show_default="1.25 with several nodes",
-        ),
-    ] = None
-
-    def check(self) -> None:
-        """Refuse assumptions where nothing is planned: they would be dropped."""
-        given = [name for name, value in asdict(self).items() if value is not None and name != "dry_run"]
-        if given and not self.dry_run:
-            raise InputError(f"--{given[0].replace('_', '-')} is an assumption of a plan: it goes with --dry-run")
 
 
 def command(function: Callable[..., None], *, processes: bool = False) -> Callable[..., None]:

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import InputError
 from .merge import CurvatureOption, MergeOptions, Out, run_recipe
-from .options import LoadingOptions, PlanningOptions, Printing, Settings, command, from_environment
+from .options import DryRun, LoadingOptions, Printing, Settings, command, from_environment
 from .output import heavy_imports, print_json, print_notes, print_table, progress
 from .streams import say
 
@@ -66,8 +66,8 @@ def remove(
     ] = None,
     set_: Settings = None,
     loading: LoadingOptions,
+    dry_run: DryRun = False,
     options: MergeOptions,
-    planning: PlanningOptions,
     printing: Printing,
 ) -> None:
     """Take what a model has learned from some data out of it, without training it anew.
@@ -84,9 +84,8 @@ def remove(
     by_influence: dict[str, Any] = {"--forget": forget, "--keep": keep, "--keep-size": keep_size}
     by_influence |= {"--budget": budget != "2%", "--rounds": rounds != 8, "--widest": widest != 16384}
     by_influence |= {"--seed": seed}
-    by_models: dict[str, Any] = {"--model": model, "--curvature": curvature, "--set": set_}
+    by_models: dict[str, Any] = {"--model": model, "--curvature": curvature, "--set": set_, "--dry-run": dry_run}
     by_models |= {"--strength": strength != 1.0, **_given(options, MergeOptions, ("force", "durable"))}
-    by_models |= _given(planning, PlanningOptions, ())
     if method == "influence":
         if wrong := [name for name, value in by_models.items() if value]:
             raise InputError(f"{wrong[0]} is for removal with tuned models (--model), not for --forget and --keep")
@@ -115,7 +114,7 @@ def remove(
     given = from_options(rule, base, model, curvature or [] if rule == "removal" else [])
     for entry in given["models"]:
         entry["weight"] *= strength if rule == "removal" else -strength
-    run_recipe(build_recipe(None, given, set_ or [], None), out, loading.device, options, planning, printing)
+    run_recipe(build_recipe(None, given, set_ or [], None), out, loading.device, options, dry_run, printing)
 
 
 def _given(group: Any, kind: Any, but: tuple[str, ...]) -> dict[str, Any]:

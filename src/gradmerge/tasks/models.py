@@ -25,7 +25,7 @@ from ..text import count, first_line, listed, nearest
 from .adapters import base_of, classes_of, with_adapter
 from .folders import check_small_files, check_weights, folder_of, offline
 from .placement import OffloadFolder, Placement, is_quantised, offloaded, recompute, share_out
-from .sentence_model import EmbeddingModel, read_setup
+from .sentence_model import EmbeddingModel, SentenceSetup, read_setup
 
 TASKS = ("classify", "causal-lm", "seq2seq", "image", "embedding")
 PLAIN = Placement()
@@ -86,19 +86,8 @@ def load_model(
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: not known{nearest(dtype, DTYPES)}\n  Known are {', '.join(DTYPES)}.")
     check_implementation("attn_implementation", attn, "--attn")
-    folder = folder_of(reference)
-    check_small_files(folder)
-    adapter = read_adapter_config(folder) if is_adapter(folder) else None
-    setup = None
-    if task == "embedding" or (task == "auto" and adapter is None and (folder / "modules.json").is_file()):
-        if adapter is not None:
-            raise InputError(f"{reference}: task embedding takes no adapter; merge it into its base with PEFT first")
-        task, setup = "embedding", read_setup(reference, folder)
-    base_folder = setup.transformer if setup else folder if adapter is None else base_of(reference, folder, adapter)
-    check_small_files(base_folder)
-    config = config_of(reference, folder, base_folder, adapter)
-    task = task_of(reference, config, task, adapter)
-    info = LoadingInfo(folder, base_folder, task)
+    info, config, adapter, setup = _located(reference, task)
+    task, folder, base_folder = info.task, info.folder, info.base_folder
     check_weights(reference, base_folder, "model")
     if adapter is not None:
         check_weights(reference, folder, "adapter_model")
@@ -129,6 +118,47 @@ def load_model(
         model = model.float()
         info.notes.append(NARROW)
     return model.to(place).eval(), info
+
+
+def _located(reference: str, task: str) -> tuple[LoadingInfo, Any, dict[str, Any] | None, SentenceSetup | None]:
+    """Where a model lies, its config, the config of its adapter, and the modules of a sentence-transformers folder."""
+    folder = folder_of(reference)
+    check_small_files(folder)
+    adapter = read_adapter_config(folder) if is_adapter(folder) else None
+    setup = None
+    if task == "embedding" or (task == "auto" and adapter is None and (folder / "modules.json").is_file()):
+        if adapter is not None:
+            raise InputError(f"{reference}: task embedding takes no adapter; merge it into its base with PEFT first")
+        task, setup = "embedding", read_setup(reference, folder)
+    base_folder = setup.transformer if setup else folder if adapter is None else base_of(reference, folder, adapter)
+    check_small_files(base_folder)
+    config = config_of(reference, folder, base_folder, adapter)
+    task = task_of(reference, config, task, adapter)
+    return LoadingInfo(folder, base_folder, task), config, adapter, setup
+
+
+def model_without_weights(reference: str, task: str = "auto", dtype: str = "auto") -> tuple[nn.Module, LoadingInfo]:
+    """Make a model on the meta device from its config, and check the headers of its weight files.
+
+    ``dtype`` "auto" is the type in the config, or float32. An adapter counts as merged into its base.
+    """
+    import transformers
+
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}: not known{nearest(dtype, DTYPES)}\n  Known are {', '.join(DTYPES)}.")
+    info, config, adapter, setup = _located(reference, task)
+    check_weights(reference, info.base_folder, "model")
+    if adapter is not None:
+        check_weights(reference, info.folder, "adapter_model")
+    stored = getattr(config, "dtype", None) or torch.float32
+    computes = stored if dtype == "auto" else getattr(torch, dtype)
+    try:
+        with quiet_transformers(), offline(), torch.device("meta"):
+            kind = getattr(transformers, class_name(info.task, config))
+            model = kind.from_config(config, dtype=computes, trust_remote_code=False)
+    except Exception as error:  # the config does not fit the task, or has impossible values
+        raise InputError(f"{reference}: no model of its config for task {info.task}: {first_line(error)}") from error
+    return (model if setup is None else EmbeddingModel(model, setup, computes)).eval(), info
 
 
 def _placed(

@@ -1,0 +1,287 @@
+"""The size of a job before it runs: bytes read and written, memory, and whether they fit on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.published import all_published
+from ..curvature.formulas import is_conv1d
+from ..curvature.kernels import HELD_CPU, HELD_CUDA
+from ..curvature.kronecker import WIDEST, factors_for, stored_alone
+from ..curvature.reaching import blocks_of
+from ..engine.coefficients import coefficient_notes
+from ..engine.front_matter import licence_notes
+from ..engine.penalties import used
+from ..engine.trust import trust_notes
+from ..errors import InputError
+from ..quiet import quiet_transformers
+from ..recipe import Recipe, plain
+from ..storage.tensorfile import close_files, open_files
+from ..storage.tensorwriter import split_into_shards
+from ..tasks import LargeLoading, LoadedTask
+from ..tasks.data_sources import read_rows
+from ..tasks.loading import complete_large, joined
+from ..tasks.models import device_of, model_without_weights
+from ..text import size
+from ..urls import is_url
+from . import estimating
+from .large_models import check_large
+from .merging import default_threads, planned
+
+#: Bytes of a process before it loads a model: Python, PyTorch and transformers, or the context of a GPU.
+PROCESS = 600_000_000
+#: Bytes that curvature in a precision takes for each of its entries.
+ENTRY_SIZE = {"float32": 4, "bfloat16": 2, "log8": 1}
+#: Batches whose rows are tokenized to find the longest.
+SAMPLED_BATCHES = 16
+#: Activations that autograd keeps, relative to the inputs and outputs of the linear layers. The result is 1.0 (GPT-2,
+#: Llama) to 1.4 times (BERT, ViT) what autograd keeps.
+KEPT = 1.25
+
+
+@dataclass(frozen=True)
+class JobSize:
+    """The size of a job, and the free space on this machine, in bytes."""
+
+    bytes_read: int
+    bytes_written: int | None
+    """None for an adapter, whose size depends on the weights."""
+    memory: int
+    """The peak memory of one process on its device, approximately."""
+    free_memory: int | None
+    """None if it is unknown."""
+    free_disk: int | None
+    """None if the output folder is unknown, or a URL."""
+    memory_parts: dict[str, int] = field(default_factory=dict)
+    """What the memory is used for, where that is known."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory and the disk suffice; an unknown amount of free space counts as enough."""
+        memory_fits = self.free_memory is None or self.memory <= self.free_memory
+        return memory_fits and (self.free_disk is None or (self.bytes_written or 0) <= self.free_disk)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `--dry-run --json` prints."""
+        return {
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "memory": self.memory,
+            "memory_parts": self.memory_parts,
+            "free_memory": self.free_memory,
+            "free_disk": self.free_disk,
+            "fits": self.fits,
+        }
+
+    def lines(self) -> list[str]:
+        """Return what `--dry-run` prints."""
+        written = "unknown" if self.bytes_written is None else size(self.bytes_written)
+        parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in self.memory_parts.items() if nbytes)
+        return [
+            f"reads:   {size(self.bytes_read)}",
+            f"writes:  {written}{_of(self.free_disk)}",
+            f"memory:  about {size(self.memory)}{_of(self.free_memory)}{f': {parts}' if parts else ''}",
+            f"fits:    {'yes' if self.fits else 'no, more is needed than is free'}",
+        ]
+
+
+def _of(free: int | None) -> str:
+    return "" if free is None else f" ({size(free)} free)"
+
+
+def free_disk(out: Path | None) -> int | None:
+    """Return the free bytes on the disk of an output folder, which need not exist."""
+    if out is None or is_url(out):
+        return None
+    folder = next((folder for folder in (out, *out.absolute().parents) if folder.is_dir()), None)
+    return None if folder is None else shutil.disk_usage(folder).free
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the free bytes of a GPU or of this machine; on other systems than Linux, all of its memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def dry_run_merge(
+    recipe: Recipe, out: Path | None, *, threads: int | None = None, **allowed: Any
+) -> tuple[dict[str, Any], JobSize]:
+    """Return the plan of a merge, and its size. ``allowed`` is as of :func:`planned`."""
+    threads, adapter = threads or default_threads(), recipe.output.format == "adapter"
+    with planned(recipe, **allowed) as plan:
+        # Finding the damping is part of finding notes, and nothing is left to read for it afterwards.
+        bytes_read = plan.total_read + plan.statistics_read + plan.damping_read
+        plan.note(trust_notes(plan, threads))
+        plan.note(coefficient_notes(recipe, plan, threads))
+        plan.note(licence_notes(all_published(plan.inputs.checkpoints), recipe.output.license))
+        job = JobSize(
+            bytes_read=bytes_read,
+            bytes_written=None if adapter else plan.total_written,
+            memory=plan.memory(threads),
+            free_memory=free_memory(torch.device("cpu")),
+            free_disk=free_disk(out),
+        )
+        inputs = plan.inputs
+        outputs = [plan.tensors, *([plan.precision_tensors] if plan.write_precision else [])]
+        sources: list[dict[str, Any]] = [
+            {"source": c.label, "kind": c.kind, "bytes": c.nbytes, "parameters": c.parameters}
+            for c in inputs.checkpoints
+        ]
+        for c in inputs.curvatures:
+            nbytes = sum(c.nbytes(job.name) for job in plan.merged)
+            sources.append({"source": c.label, "kind": "curvature", "bytes": nbytes})
+        facts = {
+            "method": recipe.method,
+            "options": {name: plain(value) for name, value in inputs.options.items()},
+            "inputs": sources,
+            "merged_tensors": len(plan.merged),
+            "copied_tensors": len(plan.jobs) - len(plan.merged),
+            **used(recipe, plan),
+            "output": str(out) if out else None,
+            "output_files": 1 if adapter else sum(len(split_into_shards(t, recipe.output.shard_size)) for t in outputs),
+            "threads": threads,
+            "notes": plan.notes,
+        }
+    return facts, job
+
+
+def dry_run_estimate(
+    model: str,
+    source: str,
+    out: Path | None,
+    *,
+    kind: str = "diagonal",
+    likelihood: str = "empirical",
+    precision: str = "float32",
+    at_delta: str | None = None,
+    widest: int = WIDEST,
+    sums: str | None = None,
+    **loading: Unpack[LargeLoading],
+) -> tuple[dict[str, Any], JobSize]:
+    """Return what is estimated, and the size of the estimate. Reads the config, the headers and some of the rows."""
+    options = complete_large(loading, dry_run_estimate)
+    device_map, quantize = options["device_map"], options["quantize"]
+    estimating._check_options(likelihood, kind, precision, at_delta)
+    estimating._check_widest(widest, kind)
+    check_large(kind, sums, False, True, False, at_delta, device_map, quantize)
+    device = device_of(options["device"])
+    rows = read_rows(source, limit=options["limit"])
+    empty, info = model_without_weights(model, options["task"], options["dtype"])
+    options["device"] = "cpu"
+    loaded = joined(model, empty, info, rows, options)
+    read, adapter = stored_size(info.base_folder, "model"), stored_size(info.folder, "adapter_model")
+    weights = sum(parameter.nbytes for parameter in empty.parameters())
+    summed = sums_size(empty, kind, widest)
+    if quantize in ("4bit", "8bit"):
+        if not adapter:
+            raise InputError(f"{model}: --quantize: codes have no gradients. Give the folder of a PEFT adapter.")
+        weights, summed = round(weights * int(quantize[0]) / 8 / next(empty.parameters()).itemsize), adapter
+    parts = {
+        "weights": weights * (2 if at_delta is not None else 1),
+        "sums": summed if sums in (None, "device") or (sums == "cpu" and device.type == "cpu") else 0,
+        "activations": activations_size(loaded, options["gradient_checkpointing"]) if kind != "gram" else 0,
+        "gradients": 4 * (HELD_CPU if device.type == "cpu" else HELD_CUDA),
+        "process": PROCESS,
+    }
+    free = free_memory(device)
+    if device_map is not None and device.type != "cpu":  # what does not fit the GPU is on the CPU
+        free = sum(filter(None, (free, free_memory(torch.device("cpu")))))
+    entries = summed // 4
+    job = JobSize(
+        bytes_read=read + adapter,
+        bytes_written=entries * ENTRY_SIZE[precision] + (summed if sums == "disk" else 0),
+        memory=sum(parts.values()),
+        free_memory=free,
+        free_disk=free_disk(out),
+        memory_parts=parts,
+    )
+    notes = list(loaded.notes)
+    if kind != "gram" and not parts["activations"]:
+        notes.append("the activations of a batch are not counted for this model")
+    facts = {
+        "model": model,
+        "data": source,
+        "out": None if out is None else str(out),
+        "kind": kind,
+        "task": loaded.task,
+        "examples": loaded.examples,
+        "device": str(device),
+        "dtype": str(next(empty.parameters()).dtype).removeprefix("torch."),
+        "parameters": sum(parameter.numel() for parameter in empty.parameters()),
+        "notes": notes,
+    }
+    return facts, job
+
+
+def stored_size(folder: Path, stem: str) -> int:
+    """Return the bytes of the weight files ``stem`` in a folder."""
+    files = open_files(folder, stem) or []
+    close_files(files)
+    return sum(file.path.stat().st_size for file in files)
+
+
+def sums_size(model: nn.Module, kind: str, widest: int = WIDEST) -> int:
+    """Return the bytes of a model's curvature in float32."""
+    parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    total = sum(parameter.numel() for parameter in parameters)
+    if kind == "gram":
+        tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        layers = [layer for layer in linear_layers(model) if layer.weight not in tables]
+        return 4 * sum(int(layer.weight.shape[not is_conv1d(layer)]) ** 2 for layer in layers)
+    if kind == "kronecker":
+        factors, _ = factors_for(model, parameters, stored_alone(model), widest)
+        total += sum(one.inputs.numel() + one.outputs.numel() for one in factors.values())
+        total -= sum(weight.numel() for weight in factors)
+        total -= sum(one.bias.numel() for one in factors.values() if one.bias is not None)
+    return 4 * total
+
+
+def activations_size(loaded: LoadedTask, recomputed: bool) -> int:
+    """Return the bytes that autograd keeps of the longest batch, approximately; 0 if the tokens cannot be counted."""
+    model: Any = loaded.model
+    step = max(loaded.batch_size, loaded.examples // SAMPLED_BATCHES)
+    with quiet_transformers():
+        starts = range(0, loaded.examples, step)
+        batches = [range(start, min(start + loaded.batch_size, loaded.examples)) for start in starts]
+        tokens = max((tokens_in(loaded.data.batch(rows), model) for rows in batches), default=0)
+    itemsize = next(model.parameters()).itemsize
+    kept = KEPT * itemsize * sum(sum(layer.weight.shape) for layer in linear_layers(model))
+    blocks = len(blocks_of(model))
+    if recomputed and blocks:  # one tensor per block, and all of one block
+        hidden = getattr(getattr(model, "config", None), "hidden_size", 0)
+        kept = kept / blocks + itemsize * hidden * blocks
+    if loaded.task in ("causal-lm", "seq2seq"):  # logits and their logarithms, in float32
+        kept += 2 * 4 * model.get_input_embeddings().weight.shape[0]
+    return int(tokens * kept)
+
+
+def tokens_in(batch: Mapping[str, Tensor], model: Any) -> int:
+    """Return the tokens or image patches of a batch, with padding; 0 for images without patches."""
+    if texts := [value for name, value in batch.items() if name.startswith(("input_ids", "decoder_input_ids"))]:
+        return sum(value.numel() for value in texts)
+    pixels, patch = batch.get("pixel_values"), getattr(model.config, "patch_size", None)
+    if pixels is None or not isinstance(patch, int):
+        return 0
+    return pixels.shape[0] * (pixels.shape[-2] // patch * (pixels.shape[-1] // patch) + 1)
+
+
+def linear_layers(model: nn.Module) -> list[Any]:
+    """Return the linear layers of a model, and GPT-2's transposed ones."""
+    return [module for module in model.modules() if isinstance(module, nn.Linear) or is_conv1d(module)]

@@ -1,0 +1,186 @@
+"""The sizes that `--dry-run` reports, compared with what merges and estimates read, write and hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradmerge as gm
+from gradmerge.api import dry_run
+from gradmerge.api.dry_run import JobSize, activations_size, dry_run_estimate, dry_run_merge
+from gradmerge.api.merging import as_recipe
+from gradmerge.curvature.losses import LOSSES, logits_of
+from gradmerge.engine import to_folder
+from gradmerge.errors import InputError
+from gradmerge.storage.tensorfile import PositionalFile
+from gradmerge.tasks import load_task
+
+from ..making import near, random_curvature, random_state, run, three_models, write_model, write_recipe
+from ..tasks.making import (
+    sentences,
+    tiny_bert_checkpoint,
+    tiny_gpt2_checkpoint,
+    tiny_llama_checkpoint,
+    tiny_vit_checkpoint,
+    write_jsonl,
+)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> dict[str, Any]:
+    folders, states = three_models(tmp_path)
+    for seed, (folder, state) in enumerate(zip(folders, states, strict=True)):
+        random_curvature(seed, state).save(folder / "curvature")
+    return {"base": str(folders[0]), "models": [str(folder) for folder in folders[1:]]}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "data.jsonl", [{"text": text} for text in sentences(20)])
+
+
+@pytest.mark.parametrize("method", ["task-arithmetic", "gradient-matching", "model-stock", "removal"])
+def test_the_bytes_are_those_that_the_merge_reads_and_writes(
+    recipe: dict[str, Any], method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"method": method, **recipe}
+    facts, job = dry_run_merge(as_recipe(given), tmp_path / "out")
+    assert not (tmp_path / "out").exists() and facts["merged_tensors"] == 6
+    read, original = 0, PositionalFile.read_into
+
+    def counted(file: PositionalFile, buffer: memoryview, offset: int) -> None:
+        nonlocal read
+        read += len(buffer)
+        original(file, buffer, offset)
+
+    monkeypatch.setattr(PositionalFile, "read_into", counted)
+    for checks in ("coefficient_notes", "judge_removal"):  # these read samples, which cover small models completely
+        monkeypatch.setattr(to_folder, checks, lambda *_, **__: [])
+    result = gm.merge(given, tmp_path / "out", progress=False, accept_untrusted=True)
+    assert job.bytes_read <= read <= job.bytes_read + 20_000  # headers
+    assert job.bytes_written == result.bytes_written
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux reports the peak of a process")
+def test_the_peak_memory_of_a_merge_is_near_the_reported_one(tmp_path: Path) -> None:
+    base = random_state(0, {f"layers.{i}.weight": (1024, 1024) for i in range(4)}, torch.bfloat16)
+    folders = [write_model(tmp_path / f"m{i}", s) for i, s in enumerate((base, near(base, 1), near(base, 2)))]
+    recipe = {"method": "ties", "base": str(folders[0]), "models": [str(folder) for folder in folders[1:]]}
+    path = write_recipe(tmp_path / "r.json", recipe)
+    _, job = dry_run_merge(as_recipe(recipe), None, threads=2)
+    words = ["merge", str(path), "-o", str(tmp_path / "out"), "--threads", "2", "--quiet"]
+    watched = (
+        "from gradmerge.cli.app import main\ntry:\n    main()\nfinally:\n    print(open('/proc/self/status').read())"
+    )
+    done = subprocess.run([sys.executable, "-c", watched, *words], check=True, capture_output=True, text=True)
+    peak = 1024 * int(done.stdout.split("VmHWM:")[1].split()[0])
+    assert 0.5 * job.memory < peak < 1.25 * job.memory
+
+
+def test_a_job_fits_if_memory_and_disk_suffice() -> None:
+    size: dict[str, Any] = {"bytes_read": 1, "bytes_written": 10, "memory": 20}
+    assert JobSize(**size, free_memory=20, free_disk=10).fits
+    assert not JobSize(**size, free_memory=19, free_disk=10).fits
+    assert not JobSize(**size, free_memory=20, free_disk=9).fits
+    assert JobSize(**size, free_memory=None, free_disk=None).fits
+
+
+@pytest.mark.parametrize("words", [["merge"], ["remove"]])
+def test_the_command_prints_the_same_and_exits_with_0_if_the_job_does_not_fit(
+    words: list[str], recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words += ["--method", "task-arithmetic"] if words == ["merge"] else ["--method", "negation"]
+    words += ["--base", recipe["base"], "--model", recipe["models"][0], "--dry-run", "-o", str(tmp_path / "out")]
+    found = json.loads(run(*words, "--json").stdout)
+    assert found["fits"] and found["free_memory"] > 0 and found["free_disk"] > 0
+    monkeypatch.setattr(dry_run, "free_memory", lambda _: 1000)
+    found = json.loads(run(*words, "--json").stdout)
+    assert not found["fits"] and found["free_memory"] == 1000
+    assert not (tmp_path / "out").exists() and run(*words).stdout
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "gram", "kronecker"])
+@pytest.mark.parametrize("make", [tiny_gpt2_checkpoint, tiny_llama_checkpoint])
+def test_an_estimate_writes_as_many_bytes_as_reported(make: Any, data: Path, kind: str, tmp_path: Path) -> None:
+    model = make(tmp_path / "model")
+    words = ["curvature", "estimate", model, "--data", data, "--kind", kind, "--dry-run", "--device", "cpu"]
+    found = json.loads(run(*words, "--json").stdout)
+    gm.estimate_curvature(model, data, kind=kind, out=tmp_path / "out", progress=False, device="cpu")
+    files = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    assert found["bytes_written"] < files < found["bytes_written"] + 20_000  # headers
+    assert found["bytes_written"] == found["memory_parts"]["sums"]
+    assert found["bytes_read"] == sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    assert found["examples"] == 20 and found["memory"] == sum(found["memory_parts"].values())
+    assert run(*words).stdout
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "log8"])
+def test_the_precision_decides_how_much_is_written(data: Path, precision: str, tmp_path: Path) -> None:
+    model = tiny_bert_checkpoint(tmp_path / "model")
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": text, "label": 0} for text in sentences(4)])
+    facts, job = dry_run_estimate(str(model), str(rows), None, precision=precision, device="cpu")
+    assert job.bytes_written == facts["parameters"] * {"float32": 4, "bfloat16": 2, "log8": 1}[precision]
+
+
+MAKERS: dict[str, Any] = {"gpt2": tiny_gpt2_checkpoint, "llama": tiny_llama_checkpoint, "bert": tiny_bert_checkpoint}
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_activations_are_near_those_that_autograd_keeps(family: str, tmp_path: Path) -> None:
+    folder = MAKERS[family](tmp_path / "model")
+    rows = [{"text": text, "label": 0} for text in sentences(8, shortest=12, longest=12)]
+    loaded = load_task(folder, write_jsonl(tmp_path / "rows.jsonl", rows), device="cpu", batch_size=8)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in loaded.model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        if value.untyped_storage().data_ptr() not in weights:
+            kept[value.untyped_storage().data_ptr()] = value
+        return value
+
+    (batch,) = loaded.batches()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        losses = LOSSES["next-token" if family != "bert" else "classes"]
+        loss = losses.losses(logits_of(loaded.model, batch), batch["labels"])
+    want = sum(value.untyped_storage().nbytes() for value in kept.values())
+    assert loss.requires_grad and 0.5 * want < activations_size(loaded, False) < 2 * want
+
+
+def test_images_are_counted_by_patches(tmp_path: Path) -> None:
+    from PIL import Image
+
+    model = tiny_vit_checkpoint(tmp_path / "model")
+    for number in range(4):
+        path = tmp_path / "images" / str(number % 2) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (number, 0, 0)).save(path)
+    _, job = dry_run_estimate(str(model), str(tmp_path / "images"), None, device="cpu", batch_size=2)
+    _, twice = dry_run_estimate(str(model), str(tmp_path / "images"), None, device="cpu", batch_size=4)
+    assert 0 < 2 * job.memory_parts["activations"] == twice.memory_parts["activations"]
+
+
+def test_an_estimate_on_the_disk_or_the_cpu_counts_its_sums_there(data: Path, tmp_path: Path) -> None:
+    model = str(tiny_llama_checkpoint(tmp_path / "model"))
+    sizes = {
+        sums: dry_run_estimate(model, str(data), None, sums=sums, device="cpu")[1] for sums in ("device", "cpu", "disk")
+    }
+    written = sizes["device"].bytes_written
+    assert written is not None and written == sizes["cpu"].bytes_written
+    assert sizes["disk"].bytes_written == 2 * written and sizes["disk"].memory_parts["sums"] == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"device": "cuda:77"}, {"kind": "full"}, {"sums": "moon"}, {"dtype": "int8"}, {"task": "image"}],
+    ids=lambda given: next(iter(given)),
+)
+def test_an_estimate_that_is_refused_is_refused_before(data: Path, given: dict[str, Any], tmp_path: Path) -> None:
+    model = str(tiny_llama_checkpoint(tmp_path / "model"))
+    with pytest.raises(InputError):
+        dry_run_estimate(model, str(data), None, **given)
