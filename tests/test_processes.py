@@ -85,8 +85,7 @@ def measured(place: Path, out: Path, several: bool) -> dict[str, Any]:
         assert done.examples == (1 if name == "few" else ROWS)
     gm.estimate_curvature(place / "gpt2", place / "texts.txt", out=out / "gpt2", **more)
     numbers = gm.evaluate(bert, rows, **more)
-    judged = gm.Generation(judge=lambda prompt, answer, reference: len(answer), max_new_tokens=4)
-    written = gm.evaluate(place / "gpt2", place / "texts.jsonl", generation=judged, **more)
+    written = gm.evaluate(place / "gpt2", place / "texts.jsonl", generation=gm.Generation(max_new_tokens=4), **more)
     data = {name: place / f"{name}.jsonl" for name in "ab"}
     refined = {}
     for method in ("newton", "adamw"):
@@ -169,7 +168,7 @@ def test_metrics_with_their_errors_are_those_of_all_rows(
         for key, value in numbers.items():
             assert value == (pytest.approx(want[name][key], rel=1e-5) if isinstance(value, float) else want[name][key])
         numbers["standard_errors"] = errors
-    assert got["gpt2"]["examples"] == ROWS and "judge" in got["gpt2"]
+    assert got["gpt2"]["examples"] == ROWS and "exact_match" in got["gpt2"]
 
 
 def test_refinement_takes_the_same_steps(several: tuple[Path, list[Ended]], one: tuple[Path, Any], place: Path) -> None:

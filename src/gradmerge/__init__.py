@@ -90,23 +90,13 @@ _NAMES = {
     "training.prior_trainer": "PriorTrainer",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
-# Earlier names: where what they meant is now, and what to call it.
-_RENAMED = {
-    "measure_curvature": ("api.estimating", "estimate_to_disk", "estimate_curvature(model, data, out=…)"),
-    "write_diagnosis": ("api.diagnosing", "diagnose", "diagnose(recipe, out)"),
-}
 
 __all__ = sorted([*_WHERE, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     import importlib
-    import warnings
 
-    if name in _RENAMED:
-        module, present, call = _RENAMED[name]
-        warnings.warn(f"gradmerge.{name} is now gradmerge.{call}", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(f".{module}", __name__), present)
     if name in _WHERE:
         return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

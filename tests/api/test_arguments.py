@@ -180,15 +180,3 @@ def test_everything_exported_is_there_and_has_a_docstring() -> None:
     for name in gm.__all__:
         thing = getattr(gm, name)
         assert not callable(thing) or inspect.getdoc(thing), name
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [("write_diagnosis", gm.diagnose), ("measure_curvature", None)], ids=["diagnose", "estimate"]
-)
-def test_earlier_names_still_work_and_say_the_new_one(old: str, new: Any) -> None:
-    with pytest.warns(DeprecationWarning, match=f"gradmerge.{old} is now gradmerge."):
-        function = getattr(gm, old)
-    assert new is None or function is new
-    assert old not in gm.__all__
-    with pytest.raises(gm.InputError, match="nowhere"):
-        function("./nowhere", "./nowhere.jsonl", "./out") if new is None else function("./nowhere.yml", "./out")

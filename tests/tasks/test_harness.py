@@ -184,15 +184,16 @@ def test_metrics_of_the_harness_that_are_no_means_are_compared_with_their_errors
 
 def test_generated_text_decides_a_preview_where_it_is_asked_for(place: Path) -> None:
     rows = write_jsonl(place / "rows.jsonl", [{"prompt": t, "completion": "the cat"} for t in sentences(5, 8)])
-    generation = gm.Generation(judge=lambda prompt, answer, reference: answer.count("e"), max_new_tokens=5)
+    generation = gm.Generation(max_new_tokens=5)
     options: dict[str, Any] = {"data": {"one": str(rows)}, "device": "cpu", "progress": False}
     found = gm.preview(place / "recipe.yml", weights="0,1", generation=generation, **options)
-    assert found.criterion.name == "judge" and found.metric("one") == "judge"
+    assert found.criterion.name == "exact_match" and found.metric("one") == "exact_match"
     plain = gm.preview(place / "recipe.yml", weights="0,1", **options)
     assert plain.criterion.name == "loss_per_token"
     base = gm.evaluate(place / "base", rows, generation=generation, device="cpu", progress=False)
-    assert found.rows[0].metrics["one"]["judge"] == base["judge"] == found.alone["base"]["one"]["judge"]
-    assert len(found.rows[0].rows["one"]["judge"]) == 5
+    assert found.rows[0].metrics["one"]["exact_match"] == base["exact_match"]
+    assert found.alone["base"]["one"]["exact_match"] == base["exact_match"]
+    assert len(found.rows[0].rows["one"]["exact_match"]) == 5
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def evaluate(
         card: Also put the numbers into the model card, and the record, of a folder that gradmerge wrote.
         progress: A bar on long work; False for none; or what is told how far it is, in examples.
         processes: Divide the rows over the processes that torchrun or `accelerate launch` has started, all of which
-            must call this alike and get the same numbers. The harness and a judge run in the first alone.
+            must call this alike and get the same numbers. The harness runs in the first alone.
         loading: How both are loaded, as :class:`gradmerge.Loading` says: ``task``, ``columns``, ``limit``,
             ``batch_size``, ``max_length``, ``device``, ``dtype``, ``attn``, ``tokenizer``; and ``device_map`` and
             ``quantize`` for models larger than a device.

@@ -186,7 +186,7 @@ class LargeOptions:
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Whether models write answers, and how these are judged."""
+    """Options for generated answers."""
 
     generate: Annotated[
         bool,
@@ -198,13 +198,6 @@ class GenerationOptions:
             metavar="A,B", help="With --generate: exact-match (default), rouge, bleu, chrf.", show_default=False
         ),
     ] = None
-    judge: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="With --generate: a function of yours, called with prompt, answer and reference, that gives a number.",
-        ),
-    ] = None
     max_new_tokens: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="With --generate: tokens of an answer at most.", show_default="64"),
@@ -212,12 +205,11 @@ class GenerationOptions:
 
     def as_generation(self) -> Generation | None:
         """As it is given to the Python functions; any of these options asks for answers."""
-        from ..tasks import Generation, judge_of
+        from ..tasks import Generation
 
-        if not self.generate and self.metrics is None and self.judge is None and self.max_new_tokens is None:
+        if not self.generate and self.metrics is None and self.max_new_tokens is None:
             return None
-        judge = None if self.judge is None else judge_of(self.judge)
-        return Generation([self.metrics] if self.metrics is not None else [], judge, self.max_new_tokens)
+        return Generation([self.metrics] if self.metrics is not None else [], self.max_new_tokens)
 
 
 @dataclass(frozen=True)

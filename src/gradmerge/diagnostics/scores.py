@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: The metric of a task that is shown first: the first of these that its metrics have. A perplexity averages badly over
 #: tasks, its logarithm does not.
 HEADLINES = (
-    *("accuracy", "micro_f1", "spearman_r", "r2", "judge", "exact_match", "rougeL", "bleu", "chrf"),
+    *("accuracy", "micro_f1", "spearman_r", "r2", "exact_match", "rougeL", "bleu", "chrf"),
     *("loss_per_token", "mse", "loss_per_example"),
 )
 _LOWER = (
@@ -30,7 +30,7 @@ CLOSE = 0.01
 def headline(metrics: Mapping[str, Any]) -> str:
     """Accuracy (classes, images, candidates), micro F1 (several labels), loss per token in nats; of a regression R², of
     scored pairs the correlation of ranks, and of both the squared error where all labels are the same. Of generated
-    text what a judge says, or else exact match, ROUGE-L, BLEU or chrF; of a task of the harness the first it gives."""
+    text exact match, ROUGE-L, BLEU or chrF; of a task of the harness the first it gives."""
     optional = ("r2", "spearman_r")
     known = (name for name in HEADLINES if name in metrics and (name not in optional or metrics[name] is not None))
     return next(known, next(iter(metrics)))

@@ -5,7 +5,7 @@ from .evaluation import evaluate, evaluate_model, measure
 from .loading import LargeLoading, LoadedTask, Loading, complete, complete_large, load_task, with_data
 from .metrics import MEANINGS
 from .models import TASKS, LoadingInfo, load_model
-from .text_metrics import Generation, judge_of
+from .text_metrics import Generation
 
 __all__ = [
     "MEANINGS",
@@ -19,7 +19,6 @@ __all__ = [
     "complete_large",
     "evaluate",
     "evaluate_model",
-    "judge_of",
     "load_model",
     "load_task",
     "measure",

@@ -26,7 +26,6 @@ MEANINGS: Mapping[str, str] = {
     "macro_f1": "mean of F1 over the classes that occur in data or predictions",
     "f1": "F1 of class 1",
     "loss_per_example": "loss of an example (the sum over its labels or tokens), mean over examples, nats",
-    "judge": "mean over examples of what the judge gives",
     "exact_match": "share of examples with all labels right; of answers that are the reference, but for case, white "
     "space and punctuation at the ends",
     "rouge1": "F-measure of words shared with the reference, mean over examples, 0 to 1",

@@ -1,4 +1,4 @@
-"""How good texts are that a model wrote: against references, or by a judge.
+"""Metrics of generated texts against references.
 
 - `exact_match`: 1 where answer and reference are the same but for case, runs of white space, how characters are
   composed (Unicode NFKC), and stops, commas, quotation marks and brackets at both ends. A minus or % counts.
@@ -6,20 +6,14 @@
 - `bleu`, `chrf`: of the corpus, by sacrebleu with its defaults, from 0 to 100. They are no means over rows; each row
   stands for the corpus' score plus (n − 1) times what the score falls when it is left out, so that the standard error
   is the jackknife's.
-- `judge`: whatever number a function gives for a prompt, an answer and a reference.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import inspect
-import math
-import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,14 +21,9 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..processes import ALONE, Processes
-from ..text import first_line, nearest
+from ..text import nearest
 from .generating import Advance, generate, prompts
 from .loading import LoadedTask
-
-Judge = Callable[..., Any]
-"""`judge(prompt, answer, reference)` gives a number; `judge(prompts, answers, references)`, with parameters of these
-names, a list of them."""
-
 
 #: What does not count at the ends of a text.
 _EDGES = " .,;:!?…\"'`“”„‘’«»()[]{}"
@@ -44,21 +33,18 @@ _NEEDS = {"rouge": "rouge_score", "bleu": "sacrebleu", "chrf": "sacrebleu"}
 
 @dataclass(frozen=True)
 class Generation:
-    """That answers are generated, greedily, and how they are judged.
+    """Have a model generate answers, greedily, and score them.
 
     Args:
-        metrics: Some of `exact-match`, `rouge`, `bleu` and `chrf`; by default the first, or none with a judge. The
-            others need ``pip install 'gradmerge[metrics]'``.
-        judge: A function of yours: ``judge(prompt, answer, reference)`` gives a number, larger for better answers. One
-            whose parameters are called ``prompts``, ``answers`` and ``references`` is given lists, and gives a list.
+        metrics: Some of `exact-match`, `rouge`, `bleu` and `chrf`; by default the first. The others need
+            ``pip install 'gradmerge[metrics]'``.
         max_new_tokens: Tokens that are written at most; 64 where nothing is said, or what the model has room for.
 
-    >>> Generation(metrics=["exact-match", "rouge"], judge=lambda prompt, answer, reference: len(answer))
-    Generation(metrics=('exact-match', 'rouge'), judge=<function <lambda>...>, max_new_tokens=None)
+    >>> Generation(metrics=["exact-match", "rouge"])
+    Generation(metrics=('exact-match', 'rouge'), max_new_tokens=None)
     """
 
     metrics: Sequence[str] = ()
-    judge: Judge | None = None
     max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -71,37 +57,9 @@ class Generation:
             if importlib.util.find_spec(_NEEDS.get(name, "torch")) is None:
                 needs = f"needs {_NEEDS[name]}, which is not installed: pip install 'gradmerge[metrics]'"
                 raise InputError(f"--metrics {name}: {needs}")
-        if self.judge is not None and not callable(self.judge):
-            raise InputError(f"judge is {self.judge!r}, but must be a function")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise InputError(f"--max-new-tokens {self.max_new_tokens}: at least one token is needed")
-        default = ("exact-match",) if self.judge is None else ()
-        object.__setattr__(self, "metrics", tuple(dict.fromkeys(names)) or default)
-
-
-def judge_of(text: str) -> Judge:
-    """The function that `--judge` names: `module:function`, of a module that Python finds or of the working folder, or
-    `file.py:function`."""
-    where, colon, name = text.rpartition(":")
-    if not colon or not where or not name:
-        raise InputError(f"--judge {text}: write module:function, such as mypackage.judges:score, or judges.py:score")
-    file = Path(where).absolute() if where.endswith(".py") else None
-    here = str(Path.cwd() if file is None else file.parent)
-    sys.path.append(here)
-    try:
-        found: Any = importlib.import_module(where if file is None else file.stem)
-        if file is not None and Path(found.__file__ or "") != file:
-            raise ImportError(f"{file.stem} is the name of another module; rename the file")
-        for part in name.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # a module may raise anything
-        raise InputError(f"--judge {text}: cannot be imported: {first_line(error)}") from error
-    finally:
-        sys.path.remove(here)
-    if not callable(found):
-        raise InputError(f"--judge {text}: is no function")
-    judge: Judge = found
-    return judge
+        object.__setattr__(self, "metrics", tuple(dict.fromkeys(names)) or ("exact-match",))
 
 
 def written_rows(
@@ -113,8 +71,7 @@ def written_rows(
 ) -> dict[str, Tensor]:
     """Metric → one number per row of the data, whose mean is the metric, of what a model writes for it.
 
-    Each of several ``processes`` writes the answers to its share of the rows. The first one scores all of them: a judge
-    may be dear.
+    Each of several ``processes`` writes the answers to its share of the rows. The first one scores all of them.
     """
     every = range(loaded.examples)
     asked = prompts(loaded, every)
@@ -131,54 +88,17 @@ def written_rows(
     scores: dict[str, list[float]] = {}
     if processes.first:
         references = [one.reference or "" for one in asked]
-        found = score_texts([one.text for one in asked], answers, references, generation)
+        found = score_texts(answers, references, generation)
         scores = {name: rows.tolist() for name, rows in found.items()}
     return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in processes.gather(scores)[0].items()}
 
 
-def score_texts(
-    prompts: Sequence[str], answers: Sequence[str], references: Sequence[str], generation: Generation
-) -> dict[str, Tensor]:
+def score_texts(answers: Sequence[str], references: Sequence[str], generation: Generation) -> dict[str, Tensor]:
     """Metric → one number per answer, whose mean is the metric."""
     found: dict[str, Tensor] = {}
-    if generation.judge is not None:
-        found["judge"] = torch.tensor(_judged(generation.judge, prompts, answers, references), dtype=torch.float64)
     for name in generation.metrics:
         found |= METRICS_OF_TEXT[name](answers, references)
     return found
-
-
-def _judged(judge: Judge, prompts: Sequence[str], answers: Sequence[str], references: Sequence[str]) -> list[float]:
-    try:
-        parameters = list(inspect.signature(judge).parameters)
-    except (TypeError, ValueError):  # some of C have none
-        parameters = []
-    if parameters[:3] == ["prompts", "answers", "references"]:
-        given = _called(judge, "", list(prompts), list(answers), list(references))
-        try:
-            numbers = list(given)
-        except TypeError:
-            raise InputError(f"the judge gives {given!r:.60}, but must give a list with a number per answer") from None
-        if len(numbers) != len(answers):
-            raise InputError(f"the judge gives {len(numbers)} numbers for {len(answers)} answers")
-    else:
-        every = enumerate(zip(prompts, answers, references, strict=True), 1)
-        numbers = [_called(judge, f" on row {place}", *one) for place, one in every]
-    for place, number in enumerate(numbers, 1):
-        try:
-            fits = math.isfinite(float(number))
-        except (TypeError, ValueError):
-            fits = False
-        if not fits:
-            raise InputError(f"the judge gives {number!r:.60} for row {place}, but must give a finite number")
-    return [float(number) for number in numbers]
-
-
-def _called(judge: Judge, where: str, *arguments: Any) -> Any:
-    try:
-        return judge(*arguments)
-    except Exception as error:  # it is the user's own
-        raise InputError(f"the judge failed{where}: {type(error).__name__}: {first_line(error)}") from error
 
 
 def normalised(text: str) -> str:
